@@ -8,8 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
@@ -28,18 +27,24 @@ from accel.cli._parser import Parser
 from accel.errors import ConfigError, check_choice
 from accel.estimate import (
     OPTIMIZERS,
+    PARTS,
     STRATEGIES,
-    Memory,
+    EstimatedStep,
     Model,
+    RankMemory,
     cached_model,
     fewest_ranks,
-    has_weights,
+    find_source,
     is_model_name,
-    plan_memory,
+    largest_parts,
+    rank_memory,
+    read_source,
+    units_of,
 )
 from accel.formats import PrecisionName
 from accel.storage import parse_size
 from accel.terminal import show_size, show_table
+from accel.topology import Axes
 
 if TYPE_CHECKING:
     from accel.estimate._build import Input
@@ -66,10 +71,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "--placement": PLACEMENTS,
     "--fill": FILLS,
 }
-_TIMM = "timm/"
 _ALONE = ("ddp",)  # one rank divides nothing
 _INPUT = re.compile(r"([1-9][0-9]*(?:x[1-9][0-9]*)*)(?::([a-z]+[0-9]*))?")
-_TITLES = ("PRECISION", "STRATEGY", "PARAMETERS", "GRADIENTS", "OPTIMIZER", "ACTIVATIONS", "WORKING", "TOTAL")
+_TITLES = ("PRECISION", "STRATEGY", *map(str.upper, PARTS), "TOTAL", "AT")
 _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
 
 
@@ -91,17 +95,24 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         return run_mesh(known, limit)
     check_without_mesh(known)
     model = _read(known.source, known.input or ())
+    step = _step(model, known)
     shown = STRATEGIES if known.nproc > 1 or limit is not None else _ALONE
     rows = [
-        _row(model, known, precision, strategy, limit)
+        _row(model, msgspec.structs.replace(step, precision=precision), strategy, known.nproc, limit)
         for precision in known.precision or _PRECISIONS
         for strategy in known.strategy or shown
     ]
     if known.json:
-        found = {"source": model.source, "parameters": model.count, "nproc": known.nproc, "rows": rows}
+        found = {
+            "source": model.source,
+            "parameters": model.count,
+            "weights": _weights(model),
+            "nproc": known.nproc,
+            "rows": rows,
+        }
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
-        print(_text(model, known, rows))
+        print(_text(model, step, known, rows))
     return int(limit is not None and not any(row.fits for row in rows))
 
 
@@ -143,36 +154,25 @@ def _limit(memory: str, reserve: str) -> int:
 
 def _located(source: str, environ: Mapping[str, str]) -> str:
     """Return the folder of a model that is named as on the Hub; another source as it is."""
-    named = not os.path.exists(source) and ":" not in source and not source.startswith(_TIMM)
+    named = not os.path.exists(source) and ":" not in source and not source.startswith("timm/")
     return str(cached_model(source, environ)) if named and is_model_name(source) else source
 
 
-def _read(source: str, inputs: Sequence[str]) -> Model:
-    path = Path(source)
-    if source.startswith(_TIMM) and not path.exists():
-        from accel.estimate import from_timm
-
-        return from_timm(source.removeprefix(_TIMM), [_input(each, "float32") for each in inputs])
-    if not path.exists() and ":" in source:
-        from accel.estimate import from_function
-
+def _read(text: str, inputs: Sequence[str]) -> Model:
+    source = find_source(text, by_config=bool(inputs))
+    if source.kind == "function":
         sys.path.insert(0, os.getcwd())  # as `python -m` would have it
-        return from_function(source, [_input(each, "float32") for each in inputs])
-    if path.is_dir() and (path / "config.json").is_file() and (inputs or not has_weights(path)):
-        path /= "config.json"
-    if path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json"):
-        from accel.estimate import from_config
+    dtype = "int64" if source.kind == "config" else "float32"
+    return read_source(source, [_input(each, dtype) for each in inputs])
 
-        return from_config(path, [_input(each, "int64") for each in inputs])
-    if not path.exists():
-        fix = "`accel estimate --help` lists what SOURCE may be."
-        raise ConfigError("there is no such source", expected="a path or module:function", got=repr(source), fix=fix)
-    if inputs:
-        fix = "Name a config.json or module:function, or leave --input out."
-        raise ConfigError("headers lack the activations of a forward", got="--input", where=str(path), fix=fix)
-    from accel.estimate import from_headers
 
-    return from_headers(path)
+def _step(model: Model, known: argparse.Namespace) -> EstimatedStep:
+    """Return the step of one rank; its tokens count for a transformer alone."""
+    step = EstimatedStep(optimizer=known.optimizer)
+    if model.sizes is None or not known.input:
+        return step
+    rows, tokens = _input(known.input[0], "int64").shape
+    return msgspec.structs.replace(step, rows=rows, tokens=tokens)
 
 
 def _input(text: str, dtype: str) -> Input:
@@ -191,15 +191,17 @@ class EstimateRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         precision, strategy: names of both.
-        memory: bytes on each rank.
-        total: their sum.
+        memory: bytes on the rank that needs most, at the moment when it does.
+        largest: the most bytes of each part, whenever in the step.
+        total: the sum of `memory`.
         fits: True within the limit; None without one.
         fewest_ranks: ranks with which it would fit, 0 for never; None if it fits.
     """
 
     precision: PrecisionName
     strategy: str
-    memory: Memory
+    memory: RankMemory
+    largest: Mapping[str, int | None]
     total: int
     fits: bool | None = None
     fewest_ranks: int | None = None
@@ -212,44 +214,53 @@ class EstimateRow(msgspec.Struct, frozen=True, kw_only=True):
         return "yes" if self.fits else f"from {self.fewest_ranks} ranks" if self.fewest_ranks else "no"
 
 
-def _row(
-    model: Model, known: argparse.Namespace, precision: PrecisionName, strategy: str, limit: int | None
-) -> EstimateRow:
-    chosen: dict[str, Any] = {"precision_name": precision, "strategy": strategy, "optimizer": known.optimizer}
-    memory = plan_memory(model, nproc=known.nproc, **chosen)
-    row = EstimateRow(precision=precision, strategy=strategy, memory=memory, total=memory.total)
+def _row(model: Model, step: EstimatedStep, strategy: str, nproc: int, limit: int | None) -> EstimateRow:
+    how = STRATEGIES[strategy]
+    chosen = model, Axes(dp=nproc), how.of(step), how.plan
+    memory = rank_memory(*chosen)
+    row = EstimateRow(
+        precision=step.precision, strategy=strategy, memory=memory, largest=largest_parts(*chosen), total=memory.total
+    )
     if limit is None:
         return row
     fits = memory.total <= limit
-    fewest = None if fits else fewest_ranks(model, limit, least=known.nproc, **chosen)
+    fewest = None if fits else fewest_ranks(model, limit, strategy, step, least=nproc)
     return msgspec.structs.replace(row, fits=fits, fewest_ranks=fewest)
 
 
-def _text(model: Model, known: argparse.Namespace, rows: Sequence[EstimateRow]) -> str:
-    units = {name: sum(each.count for each in each_of) for name, each_of in model.units.items() if name}
+def _weights(model: Model) -> dict[str, int]:
+    """Bytes of what a checkpoint holds, by the format of floating-point values."""
+    formats = {"stored": None, "fp32": "F32", "bf16": "BF16", "int8": "I8"}
+    return {name: model.weight_bytes(dtype) for name, dtype in formats.items()}
+
+
+def _text(model: Model, step: EstimatedStep, known: argparse.Namespace, rows: Sequence[EstimateRow]) -> str:
+    parts = units_of(model.parameters)
+    units = {name: sum(each.count for each in each_of) for name, each_of in parts.items() if name}
     largest = max(units, key=lambda name: units[name], default="")
     blocks = f"; largest of {len(units)} blocks: {largest} with {_short(units[largest])}" if units else ""
-    sizes = {name: show_size(model.count * size) for name, size in (("fp32", 4), ("bf16", 2), ("int8", 1))}
+    weights = _weights(model)
+    formats = [name for name in weights if name != "stored" or weights["stored"] not in (weights["fp32"], 0)]
+    sizes = ", ".join(f"{show_size(weights[name])} {'as' if name == 'stored' else 'in'} {name}" for name in formats)
     ranks = f"each of {known.nproc} ranks" if known.nproc > 1 else "one rank"
-    given = f", called with {' '.join(known.input)}" if known.input else ""
+    called = [f"{step.rows}x{step.tokens}"] if model.sizes is not None else known.input
+    given = f", called with {' '.join(called)}" if called else ""
     lines = [
         model.source,
         f"{_short(model.count)} parameters in {len(model.parameters)} tensors{blocks}",
-        "weights alone: " + ", ".join(f"{size} in {name}" for name, size in sizes.items()),
+        f"weights alone: {sizes}",
         "",
         f"A step with {known.optimizer} on {ranks}{given}:",
         show_table([(*_TITLES, "" if rows[0].fits is None else "FITS"), *map(_cells, rows)]),
     ]
-    if not model.activations:
+    if not model.knows_activations:
         lines.append("Activations are not known: name an --input, with a config.json or module:function.")
     return "\n".join(lines)
 
 
 def _cells(row: EstimateRow) -> list[str]:
-    memory = row.memory
-    known = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.working, row.total)
-    sizes = ["?" if part is None else show_size(part) for part in known]
-    return [row.precision, row.strategy, *sizes, row.verdict]
+    sizes = ["?" if part is None else show_size(part) for part in (*row.largest.values(), row.total)]
+    return [row.precision, row.strategy, *sizes, row.memory.moment, row.verdict]
 
 
 def _short(count: int) -> str:

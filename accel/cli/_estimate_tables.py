@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast, get_args
 
@@ -32,15 +32,15 @@ from accel.estimate import (
     Traffic,
     Transformer,
     built,
-    function_of,
+    describe_source,
+    find_source,
+    largest_parts,
     mesh_problem,
     name_headers,
     rank_memory,
-    read_config,
     read_headers,
     read_transformer,
     step_traffic,
-    timm_maker,
 )
 from accel.formats import PrecisionName, StrategyName
 from accel.storage import parse_size
@@ -163,27 +163,19 @@ def _stored(dtype: str | None, skip: str | None) -> _Stored:
     return _Stored(None if dtype is None else format_name(dtype, where="--storage-dtype"), names)
 
 
-def _skeleton(source: str, stored: _Stored) -> _FoundModel:
-    path = Path(source)
-    if source.startswith("timm/") and not path.exists():
-        return _FoundModel(source, _described(timm_maker(source.removeprefix("timm/")), source, stored), None)
-    if not path.exists() and ":" in source:
+def _skeleton(text: str, stored: _Stored) -> _FoundModel:
+    source = find_source(text)
+    if source.kind == "function":
         sys.path.insert(0, os.getcwd())  # as `python -m` would have it
-        return _FoundModel(source, _described(function_of(source), source, stored), None)
-    if path.is_dir() and (path / "config.json").is_file():
-        path /= "config.json"
-    if path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json"):
-        described = read_config(path)
+    if source.kind != "headers":
+        described = describe_source(source)
         return _FoundModel(described.source, _described(described.make, described.source, stored), described.dtype)
-    if not path.exists():
-        fix = "`accel estimate --help` lists what SOURCE may be."
-        raise ConfigError("there is no such source", expected="a path or module:function", got=repr(source), fix=fix)
-    headers = read_headers(path)
+    headers = read_headers(source.path)
     entries = {name: entry for header in headers for name, entry in header.tensors.items()}
     skeleton = guess_skeleton(entries)
     if stored.dtype is not None:
         skeleton = skeleton.store(stored.dtype, skip=stored.skip)
-    return _FoundModel(f"{name_headers(path, headers)}; blocks by name", skeleton, None)
+    return _FoundModel(f"{name_headers(source.path, headers)}; blocks by name", skeleton, None)
 
 
 def _described(make: Callable[[], nn.Module], source: str, stored: _Stored) -> Skeleton:
@@ -202,14 +194,13 @@ def _text(found: _FoundModel, device_map: DeviceMap, bandwidth: str | None) -> s
     stored = sorted({str(weight.storage_dtype) for weight in skeleton.weights() if weight.is_cast})
     dtypes += f", matrices at home in {', '.join(stored)}" if stored else ""
     speed = None if bandwidth is None else float(parse_size(bandwidth, "--bandwidth"))
-    lines = [found.source, f"{len(skeleton.segments)} segments, {skeleton.memory:,} bytes of {dtypes}", ""]
+    weights = f"weights alone: {show_size(skeleton.weight_bytes)} of {dtypes}"
+    lines = [found.source, weights, f"{len(skeleton.segments)} segments, {skeleton.memory:,} bytes in memory", ""]
     return "\n".join([*lines, explain(device_map, bandwidth=speed, picture=True)])
 
 
 CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
 _ROWS = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(:int64)?")
-_DEFAULT_INPUT = "1x4096"
-_PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")
 
 
 class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,7 +212,8 @@ class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
         mesh: sizes of the axes.
         ranks: number of ranks.
         memory: bytes on the rank that needs most.
-        total: their sum.
+        largest: the most bytes of each part, whenever in the step and on whichever rank.
+        total: the sum of `memory`.
         traffic: messages of this rank in a step.
         fits: True within the limit; None without one.
     """
@@ -231,6 +223,7 @@ class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
     mesh: str
     ranks: int
     memory: RankMemory
+    largest: Mapping[str, int | None]
     total: int
     traffic: Sequence[Traffic]
     fits: bool | None
@@ -280,6 +273,7 @@ def run_mesh(known: argparse.Namespace, limit: int | None) -> int:
         mesh=str(axes),
         ranks=axes.world_size,
         memory=memory,
+        largest=largest_parts(model, axes, step, plan),
         total=memory.total,
         traffic=step_traffic(model, axes, step, plan, stage=memory.stage),
         fits=None if limit is None else memory.total <= limit,
@@ -319,7 +313,8 @@ def _plan(known: argparse.Namespace) -> Plan:
 
 
 def _step(known: argparse.Namespace) -> EstimatedStep:
-    given = known.input or [_DEFAULT_INPUT]
+    usual = EstimatedStep()
+    given = known.input or [f"{usual.rows}x{usual.tokens}"]
     match = _ROWS.fullmatch(given[0])
     if match is None or len(given) > 1:
         expected = "sequences of a micro-batch and their tokens, such as 1x8192"
@@ -350,10 +345,12 @@ def _mesh_text(report: MeshReport, model: Transformer, step: EstimatedStep, limi
         "",
     ]
     memory = report.memory
-    rows = [("MEMORY", "BYTES"), *((name, show_size(getattr(memory, name))) for name in _PARTS)]
+    parts = {name: (largest or 0, getattr(memory, name)) for name, largest in report.largest.items()}
+    rows = [("MEMORY", "LARGEST", "TOGETHER"), *((name, *map(show_size, sizes)) for name, sizes in parts.items())]
     verdict = "" if limit is None else f", {'within' if report.fits else 'more than'} {show_size(limit)}"
-    lines += [show_table([*rows, ("total", show_size(report.total) + verdict)])]
-    lines += [f"Largest at: {memory.moment}" + (f", on rank {memory.stage} along pp" if "pp=" in report.mesh else "")]
+    lines += [show_table([*rows, ("total", "", show_size(report.total) + verdict)])]
+    where = f", on rank {memory.stage} along pp" if "pp=" in report.mesh else ""
+    lines += [f"Most together at: {memory.moment}{where}"]
     if report.traffic:
         titles = ("AXIS", "RANKS", "COLLECTIVE", "CALLS", "BYTES", "SENT")
         lines += ["", show_table([titles, *map(_cells, report.traffic)])]

@@ -15,6 +15,7 @@ from accel.cli._parser import Parser
 from accel.errors import ConfigError, check_choice
 from accel.estimate import (
     OPTIMIZERS,
+    PARTS,
     Choice,
     Choices,
     Hosts,
@@ -31,7 +32,6 @@ from accel.terminal import show_size, show_table
 _COLUMNS = 80
 _NEAREST = 3
 _TITLES = ("MESH", "MEMORY", "STEP", "BUSY", "MICRO")
-_PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")
 
 
 def show_choices(
@@ -143,7 +143,7 @@ def _too_large(choices: Sequence[Choice]) -> Iterator[str]:
 
 
 def _needs(choice: Choice) -> tuple[str, ...]:
-    largest = max(_PARTS, key=lambda name: getattr(choice.memory, name))
+    largest = max(PARTS, key=lambda name: getattr(choice.memory, name))
     part = f"{largest} {show_size(getattr(choice.memory, largest))}"
     return (str(choice.axes) or "one rank", show_size(choice.memory.total), part)
 

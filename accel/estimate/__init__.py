@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of training, estimated from shapes before anything is loaded; sources of the shapes.
+"""Memory and time of training, estimated from shapes before anything is loaded.
 
-`plan_memory` is pure. `from_headers` reads the headers of safetensors files; `from_config` and `from_function` build a
-model whose tensors have no memory. Names resolve on first use: headers and arithmetic do without torch.
+Begin with `_model.py`: one description of a model's tensors, which every estimate reads. `_sources.py` makes it from
+code (`_build.py`), a configuration or headers. `_step.py` has the step and what a rank holds of model and activations;
+`_memory.py` adds that up moment by moment, `_cost.py` finds messages and time, `_choices.py` compares meshes by both.
+All but `_build.py` and `_sources.py` is pure. Names resolve on first use: headers and arithmetic do without torch.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
         Input as Input,
         built as built,
         from_config as from_config,
-        from_function as from_function,
-        from_timm as from_timm,
         function_of as function_of,
         measure as measure,
         read_config as read_config,
@@ -40,30 +40,38 @@ if TYPE_CHECKING:
         step_time as step_time,
         step_traffic as step_traffic,
     )
-    from accel.estimate._headers import (
+    from accel.estimate._memory import (
+        PARTS as PARTS,
+        STRATEGIES as STRATEGIES,
+        RankMemory as RankMemory,
+        Strategy as Strategy,
+        fewest_ranks as fewest_ranks,
+        largest_parts as largest_parts,
+        rank_memory as rank_memory,
+        strategy_memory as strategy_memory,
+    )
+    from accel.estimate._model import (
+        Activations as Activations,
+        Model as Model,
+        Parameter as Parameter,
+        Transformer as Transformer,
+        read_transformer as read_transformer,
+        units_of as units_of,
+    )
+    from accel.estimate._sources import (
+        ModelSource as ModelSource,
         cached_model as cached_model,
+        describe_source as describe_source,
+        find_source as find_source,
         from_headers as from_headers,
-        has_weights as has_weights,
         is_model_name as is_model_name,
         name_headers as name_headers,
         read_headers as read_headers,
+        read_source as read_source,
     )
-    from accel.estimate._plan import (
+    from accel.estimate._step import (
         OPTIMIZERS as OPTIMIZERS,
-        STRATEGIES as STRATEGIES,
-        Activations as Activations,
-        Memory as Memory,
-        Model as Model,
-        Parameter as Parameter,
-        Strategy as Strategy,
-        fewest_ranks as fewest_ranks,
-        plan_memory as plan_memory,
-    )
-    from accel.estimate._rank_memory import RankMemory as RankMemory, rank_memory as rank_memory
-    from accel.estimate._transformer import (
         EstimatedStep as EstimatedStep,
-        Transformer as Transformer,
-        read_transformer as read_transformer,
     )
 
 __getattr__ = exports(
@@ -74,11 +82,9 @@ __getattr__ = exports(
             "Input",
             "built",
             "from_config",
-            "from_function",
             "function_of",
             "measure",
             "read_config",
-            "from_timm",
             "timm_maker",
         ),
         "_choices": (
@@ -93,37 +99,42 @@ __getattr__ = exports(
         "_cost": (
             "Hosts",
             "StepTime",
-            "step_time",
             "Traffic",
+            "step_time",
             "step_traffic",
         ),
-        "_headers": (
-            "cached_model",
-            "is_model_name",
-            "from_headers",
-            "has_weights",
-            "name_headers",
-            "read_headers",
-        ),
-        "_plan": (
-            "OPTIMIZERS",
+        "_memory": (
+            "PARTS",
             "STRATEGIES",
-            "Activations",
-            "Memory",
-            "Model",
-            "Parameter",
+            "RankMemory",
             "Strategy",
             "fewest_ranks",
-            "plan_memory",
-        ),
-        "_rank_memory": (
-            "RankMemory",
+            "largest_parts",
             "rank_memory",
+            "strategy_memory",
         ),
-        "_transformer": (
-            "EstimatedStep",
+        "_model": (
+            "Activations",
+            "Model",
+            "Parameter",
             "Transformer",
             "read_transformer",
+            "units_of",
+        ),
+        "_sources": (
+            "ModelSource",
+            "cached_model",
+            "describe_source",
+            "find_source",
+            "from_headers",
+            "is_model_name",
+            "name_headers",
+            "read_headers",
+            "read_source",
+        ),
+        "_step": (
+            "OPTIMIZERS",
+            "EstimatedStep",
         ),
     },
 )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from accel.errors import AccelError, ConfigError, MissingExtraError
-from accel.estimate._plan import Activations, Model, Parameter
+from accel.estimate._model import KINDS, Activations, Model, Parameter, read_fields, transformer_from
+from accel.storage import DTYPE_NAMES, FLOATS, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _LABELLED = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # models with inputs as labels
+_BY_SIZE = {1: "U8", 2: "U16", 4: "U32", 8: "C64", 16: "C128"}  # of dtypes that no file holds
 
 
 class Input(NamedTuple):
@@ -34,19 +36,6 @@ class Input(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-
-
-def from_function(name: str, inputs: Sequence[Input] = ()) -> Model:
-    """Return the model of a function.
-
-    Args:
-        name: `module:function`; the function takes no argument and returns an `nn.Module`.
-        inputs: inputs of the model, to count activations.
-
-    Raises:
-        ConfigError: there is no such function, or its model cannot run without values.
-    """
-    return measure(function_of(name), name, inputs)
 
 
 def function_of(name: str) -> Callable[[], nn.Module]:
@@ -67,7 +56,8 @@ def function_of(name: str) -> Callable[[], nn.Module]:
 def from_config(path: Path, inputs: Sequence[Input] = ()) -> Model:
     """Return the model of a `config.json` of Hugging Face's transformers, in fp32 whatever its weights are stored in.
 
-    Takes the extra `transformers`.
+    Sizes describe a model whose blocks are known, with token ids or nothing as its input. Others take the extra
+    `transformers`.
 
     Args:
         path: the file.
@@ -77,8 +67,30 @@ def from_config(path: Path, inputs: Sequence[Input] = ()) -> Model:
         MissingExtraError: transformers is not installed.
         ConfigError: transformers knows no model for the file, or the model cannot run without values.
     """
-    described = read_config(path)
-    return measure(described.make, described.source, inputs, labelled=described.labelled)
+    fields = read_fields(path)
+    try:
+        sizes = transformer_from(fields, where=str(path))
+    except ConfigError:
+        sizes = None  # transformers may know the model, or what a size is by default
+    if sizes is None or len(inputs) > 1 or any(len(each.shape) != 2 for each in inputs):
+        found = read_config(path)
+        model = measure(found.make, found.source, inputs, labelled=found.labelled)
+    else:
+        model = Model(source=f"{path}, {fields['model_type']}", parameters=sizes.parameters, sizes=sizes)
+    file_dtype = DTYPE_NAMES.get(_dtype_in(fields) or "")
+    if file_dtype is None:
+        return model
+    parameters, buffers = (
+        tuple(msgspec.structs.replace(each, file_dtype=file_dtype if each.dtype in FLOATS else None) for each in some)
+        for some in (model.parameters, model.buffers)
+    )
+    return msgspec.structs.replace(model, parameters=parameters, buffers=buffers)
+
+
+def _dtype_in(fields: Mapping[str, Any]) -> str | None:
+    """Return torch's name of the dtype in which a model's weights are stored."""
+    found = fields.get("dtype", fields.get("torch_dtype"))
+    return found if isinstance(found, str) else None
 
 
 class DescribedModel(NamedTuple):
@@ -104,10 +116,7 @@ def read_config(path: Path) -> DescribedModel:
         MissingExtraError: transformers is not installed.
         ConfigError: transformers knows no model for the file.
     """
-    try:
-        fields = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError("the file cannot be read", expected="JSON", got=str(error), where=str(path)) from error
+    fields = read_fields(path)
     if find_spec("transformers") is None:
         raise MissingExtraError(
             "a model of transformers needs transformers, which is not installed",
@@ -115,23 +124,27 @@ def read_config(path: Path) -> DescribedModel:
             fix="Run `pip install accel[transformers]`, or name the safetensors file instead.",
         )
     transformers: Any = import_module("transformers")
-    dtype: object = fields.pop("torch_dtype", None)
-    dtype = fields.pop("dtype", dtype)
+    dtype = _dtype_in(fields)
     names: list[str] = fields.get("architectures") or []
     if not isinstance(fields.get("model_type"), str):
         raise ConfigError("not a model's configuration", expected="`model_type`", got="none", where=str(path))
     try:
-        config = transformers.AutoConfig.for_model(**fields)
+        plain = {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype")}
+        config = transformers.AutoConfig.for_model(**plain)
         found = getattr(transformers, names[0], None) if names else None
     except Exception as error:  # whatever a library's own checks raise
         raise ConfigError("transformers refuses the file", got=str(error), where=str(path)) from error
 
     def make() -> Any:
-        return (transformers.AutoModel.from_config if found is None else found._from_config)(config)
+        if found is not None:
+            return found._from_config(config)
+        return (transformers.AutoModelForCausalLM if is_decoder else transformers.AutoModel).from_config(config)
 
-    labelled = found is not None and names[0].endswith(_LABELLED)
+    # a file that names no class is of the model that its sizes describe
+    is_decoder = not names and fields["model_type"] in KINDS
+    labelled = is_decoder or (found is not None and names[0].endswith(_LABELLED))
     source = f"{path}, {names[0] if names else fields['model_type']}"
-    return DescribedModel(make, source, labelled, dtype if isinstance(dtype, str) else None)
+    return DescribedModel(make, source, labelled, dtype)
 
 
 def measure(
@@ -151,16 +164,20 @@ def measure(
         ConfigError: no `nn.Module`, or one that needs values of tensors.
     """
     with built(make, source) as model:
-        parameters = tuple(
-            Parameter(
-                name=name, shape=tuple(each.shape), item_bytes=each.element_size(), trained=bool(each.requires_grad)
-            )
-            for name, each in model.named_parameters()
+        parameters = tuple(_parameter(name, each) for name, each in model.named_parameters())
+        stored = model.state_dict(keep_vars=True)
+        buffers = tuple(
+            msgspec.structs.replace(_parameter(name, each), stored=name in stored)
+            for name, each in model.named_buffers()
         )
-        buffer_bytes = sum(each.numel() * each.element_size() for each in model.buffers())
         with as_on_gpus():
             kept = _activations(model, inputs, labelled) if inputs else {}
-    return Model(source=source, parameters=parameters, buffer_bytes=buffer_bytes, activations=kept)
+    return Model(source=source, parameters=parameters, buffers=buffers, activations=kept)
+
+
+def _parameter(name: str, tensor: torch.Tensor) -> Parameter:
+    dtype = DTYPE_NAMES.get(dtype_name(tensor.dtype)) or _BY_SIZE[tensor.element_size()]
+    return Parameter(name=name, shape=tuple(tensor.shape), dtype=dtype, trained=bool(tensor.requires_grad))
 
 
 @contextmanager
@@ -290,20 +307,6 @@ def _without_values(source: str) -> Generator[None]:
             where=source,
             fix="Check --input; code that looks at a tensor's values cannot run.",
         ) from error
-
-
-def from_timm(name: str, inputs: Sequence[Input] = ()) -> Model:
-    """Return the model that timm has under a name, without its weights. Takes the extra `timm`.
-
-    Args:
-        name: such as "resnet50" or "vit_base_patch16_224.augreg_in1k".
-        inputs: images, to count activations.
-
-    Raises:
-        MissingExtraError: timm is not installed.
-        ConfigError: timm has no such model, or the model cannot run without values.
-    """
-    return measure(timm_maker(name), f"timm/{name}", inputs)
 
 
 def timm_maker(name: str) -> Callable[[], nn.Module]:

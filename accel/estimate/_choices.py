@@ -11,8 +11,9 @@ import msgspec
 
 from accel.errors import ConfigError
 from accel.estimate._cost import Hosts, StepTime, step_time
-from accel.estimate._rank_memory import RankMemory, rank_memory
-from accel.estimate._transformer import EstimatedStep, Transformer
+from accel.estimate._memory import RankMemory, rank_memory
+from accel.estimate._model import Transformer
+from accel.estimate._step import EstimatedStep
 from accel.formats import PrecisionName, StrategyName
 from accel.topology import Axes, Plan
 

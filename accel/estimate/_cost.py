@@ -10,13 +10,15 @@ from typing import Literal
 import msgspec
 
 from accel.errors import ConfigError
-from accel.estimate._rank_memory import HeldParameters, expert_shards, held_by
-from accel.estimate._transformer import (
+from accel.estimate._model import Transformer
+from accel.estimate._step import (
     EqualRanks,
     EstimatedStep,
-    Transformer,
+    HeldParameters,
     copies_of,
     divides_logits,
+    expert_shards,
+    held_by,
     keeps_blocks,
     rank_stages,
     stage_layers,
@@ -70,7 +72,7 @@ def step_traffic(
     """
     chosen = plan or Plan()
     copies = copies_of(axes, step.strategy)
-    held = held_by(model, axes, chosen, copies, stage)
+    held = held_by(model, axes, chosen, step, copies, stage)
     found = [
         *_of_parameters(held, axes, step, chosen, copies),
         *_along_tp(model, held, axes, step, chosen, copies),
@@ -92,7 +94,7 @@ def _of_parameters(
 ) -> Iterator[Traffic]:
     """Yield gathers of parameters, and sums of gradients."""
     if copies.engine == "ddp":
-        size = held.total("whole") * step.stored_bytes
+        size = held.every.trained
         yield _message(copies.replica_axes, copies.replicas, "all-reduce", -(-size // _BUCKET_BYTES), size)
     if copies.engine != "fully_shard":
         return
@@ -117,7 +119,7 @@ def _of_parameters(
             yield _message(name, same, "all-gather", blocks, size * blocks * gathered)
             yield _message(name, same, "reduce-scatter", layers * exchanges, size * layers * exchanges * reduced)
     if copies.replicas > 1:
-        size = held.total("shards") * exchanges * reduced
+        size = held.every.shards * exchanges * reduced
         yield _message(copies.replica_axes, copies.replicas, "all-reduce", (layers + root) * exchanges, size)
 
 

@@ -46,7 +46,10 @@ from accel.storage._ranges import (
 )
 from accel.storage._reading import OpenDirectory as OpenDirectory, open_directory as open_directory
 from accel.storage._safetensors import (
+    DTYPE_NAMES as DTYPE_NAMES,
+    FLOATS as FLOATS,
     ITEM_BITS as ITEM_BITS,
+    MEMORY_BITS as MEMORY_BITS,
     MOST_TENSORS as MOST_TENSORS,
     Header as Header,
     TensorHeader as TensorHeader,
@@ -56,6 +59,7 @@ from accel.storage._safetensors import (
     memory_of as memory_of,
     read_header as read_header,
     stored_dtype as stored_dtype,
+    tensor_bytes as tensor_bytes,
     torch_dtypes as torch_dtypes,
     view_tensors as view_tensors,
     write_tensors as write_tensors,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +40,18 @@ ITEM_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
+DTYPE_NAMES = {  # by torch's names
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "complex64": "C64", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+FLOATS = frozenset(("F64", "F32", "F16", "BF16"))  # dtypes that a cast of a model changes
+MEMORY_BITS = {**ITEM_BITS, "C128": 128}  # complex128 is in no file, but in memory
+
+
+def tensor_bytes(shape: Iterable[int], dtype: str) -> int:
+    """Return the bytes of a tensor's elements, by the format's name of its dtype; "C128" is complex128."""
+    return -(-math.prod(shape) * MEMORY_BITS[dtype] // 8)
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -16,7 +16,7 @@ from torch import nn
 
 import accel
 from accel.errors import AccelError
-from accel.estimate._headers import read_headers
+from accel.estimate._sources import read_headers
 
 
 def make() -> nn.Module:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -14,28 +14,34 @@ from torch import nn
 import accel
 from accel.estimate import (
     OPTIMIZERS,
+    PARTS,
     STRATEGIES,
     Activations,
-    Memory,
+    EstimatedStep,
     Model,
     Parameter,
+    RankMemory,
     fewest_ranks,
     measure,
-    plan_memory,
+    strategy_memory,
+    units_of,
 )
 from accel.estimate._build import Input, kept_by_forward
-from accel.estimate._plan import shard_count
+from accel.estimate._memory import Moment, memory_by_moment
+from accel.estimate._step import shard_count
 from accel.formats import PrecisionName
+from accel.topology import Axes
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 names = st.sampled_from(["embed.weight", "layers.0.weight", "layers.0.bias", "layers.1.up.weight", "head.bias"])
 parameters = st.builds(Parameter, name=names, shape=shapes, trained=st.booleans())
 activations = st.builds(Activations, saved=st.integers(0, 10**6), copies=st.integers(0, 10**6))
+buffers = st.builds(Parameter, name=st.just("steps"), shape=shapes, trained=st.just(False))
 models = st.builds(
     Model,
     source=st.just("a model"),
     parameters=st.lists(parameters, min_size=1, max_size=8).map(tuple),
-    buffer_bytes=st.integers(0, 100),
+    buffers=st.lists(buffers, max_size=2).map(tuple),
     activations=st.dictionaries(st.sampled_from(["fp32", "bf16", "pure-bf16"]), activations),
 )
 precisions = st.sampled_from(["fp32", "tf32", "bf16", "fp16", "pure-bf16", "fp8"])
@@ -43,48 +49,57 @@ strategies = st.sampled_from(list(STRATEGIES))
 optimizers = st.sampled_from(list(OPTIMIZERS))
 
 
-@given(models, precisions, strategies, optimizers, st.integers(1, 64))
+def moments(model: Model, strategy: str, step: EstimatedStep, nproc: int = 1) -> dict[Moment, RankMemory]:
+    """The memory of a rank by moment."""
+    how = STRATEGIES[strategy]
+    return {each.moment: each for each in memory_by_moment(model, Axes(dp=nproc), how.of(step), how.plan, 0)}
+
+
+@given(models, precisions, strategies, optimizers, st.integers(2, 64))
 def test_the_total_is_the_sum_and_more_ranks_never_take_more(
     model: Model, precision: PrecisionName, strategy: str, optimizer: str, nproc: int
 ) -> None:
-    def plan(ranks: int) -> Memory:
-        return plan_memory(model, precision_name=precision, strategy=strategy, optimizer=optimizer, nproc=ranks)
-
-    memory = plan(nproc)
-    parts = msgspec.structs.asdict(memory)
-    assert memory.total == sum(part or 0 for part in parts.values())
-    more = msgspec.structs.asdict(plan(2 * nproc))
+    step = EstimatedStep(precision=precision, optimizer=optimizer)
+    memory = strategy_memory(model, strategy, step, nproc)
+    assert memory.total == sum(getattr(memory, part) or 0 for part in PARTS)
+    found, more, whole = (moments(model, strategy, step, ranks) for ranks in (nproc, 2 * nproc, 1))
+    assert memory.total == max(each.total for each in found.values())
     dealt = "optimizer" if strategy == "ddp-zero" else ""  # whole parameters may be dealt worse to more ranks
-    assert all((more[name] or 0) <= (part or 0) for name, part in parts.items() if name not in ("working", dealt))
-    whole = plan(1)
-    assert nproc * (memory.parameters - model.buffer_bytes) >= whole.parameters - model.buffer_bytes
-    assert nproc * memory.gradients >= whole.gradients
+    parts = [part for part in PARTS if part not in ("gathered", "buffers", dealt)]
+    for moment, each in found.items():
+        assert all((getattr(more[moment], part) or 0) <= (getattr(each, part) or 0) for part in parts)
+    stored = found["optimizer"].parameters - model.buffer_bytes
+    assert nproc * stored >= whole["optimizer"].parameters - model.buffer_bytes
+    assert nproc * found["optimizer"].gradients >= whole["optimizer"].gradients
 
 
 @given(models, precisions, optimizers)
 def test_one_rank_divides_nothing(model: Model, precision: PrecisionName, optimizer: str) -> None:
-    plans = [plan_memory(model, precision_name=precision, strategy=name, optimizer=optimizer) for name in STRATEGIES]
-    assert all(plan == plans[0] for plan in plans)
+    step = EstimatedStep(precision=precision, optimizer=optimizer)
+    plans = [moments(model, name, step) for name in STRATEGIES]
+    assert all(plan["optimizer"] == plans[0]["optimizer"] for plan in plans)
+    assert len({strategy_memory(model, name, step).total for name in STRATEGIES}) == 1
     trained = sum(each.count for each in model.parameters if each.trained)
     item_bytes = 2 if precision == "pure-bf16" else 4
-    assert plans[0].gradients == trained * item_bytes
-    assert plans[0].optimizer >= OPTIMIZERS[optimizer][0] * trained * item_bytes
+    assert plans[0]["optimizer"].gradients == trained * item_bytes
+    assert plans[0]["optimizer"].optimizer >= OPTIMIZERS[optimizer].values * trained * item_bytes
 
 
 @given(shapes, st.integers(1, 50))
 def test_the_largest_shard_is_torchs_first_chunk(shape: tuple[int, ...], nproc: int) -> None:
     chunk = torch.empty(shape, device="meta").chunk(nproc)[0]
-    assert shard_count(Parameter(name="p", shape=shape), nproc) == chunk.numel()
+    assert shard_count(shape, nproc) == chunk.numel()
 
 
 @given(models, st.integers(1, 10**6), precisions, strategies)
 def test_the_fewest_ranks_fit_and_half_of_them_do_not(
     model: Model, limit: int, precision: PrecisionName, strategy: str
 ) -> None:
-    found = fewest_ranks(model, limit, precision_name=precision, strategy=strategy, optimizer="adamw")
+    step = EstimatedStep(precision=precision)
+    found = fewest_ranks(model, limit, strategy, step)
 
     def total(nproc: int) -> int:
-        return plan_memory(model, precision_name=precision, strategy=strategy, nproc=nproc).total
+        return strategy_memory(model, strategy, step, nproc).total
 
     if found:
         assert total(found) <= limit
@@ -93,11 +108,15 @@ def test_the_fewest_ranks_fit_and_half_of_them_do_not(
         assert total(1) > limit < total(1 << 16)
 
 
-@pytest.mark.parametrize("bad", [{"strategy": "fdsp"}, {"optimizer": "adan"}, {"nproc": 0}, {"precision_name": "int4"}])
-def test_words_that_mean_nothing_are_refused(bad: dict[str, object]) -> None:
+@pytest.mark.parametrize("bad", [{"strategy": "fdsp"}, {"optimizer": "adan"}, {"nproc": 0}, {"precision": "int4"}])
+def test_words_that_mean_nothing_are_refused(bad: dict[str, Any]) -> None:
     model = Model(source="", parameters=())
+
+    def estimate(strategy: str = "ddp", nproc: int = 1, **names: Any) -> RankMemory:
+        return strategy_memory(model, strategy, EstimatedStep(**names), nproc)
+
     with pytest.raises(accel.ConfigError):
-        plan_memory(model, **{"precision_name": "fp32", "strategy": "ddp"} | bad)  # type: ignore[arg-type]
+        _ = estimate(**bad)
 
 
 class Block(nn.Module):
@@ -125,7 +144,7 @@ def size(tensors: list[torch.Tensor]) -> int:
 def test_real_bytes_are_the_planned_ones(precision: PrecisionName) -> None:
     model = Block()
     estimated = measure(Block, "Block", [Input((4, 7), "int64")])
-    memory = plan_memory(estimated, precision_name=precision, strategy="ddp", optimizer="adamw")
+    memory = moments(estimated, "ddp", EstimatedStep(precision=precision))
     ctx = accel.single(precision=precision)
     accel.apply_precision(ctx, model)
     model, optimizer = accel.prepare(ctx, model, torch.optim.AdamW(model.parameters()))
@@ -137,10 +156,10 @@ def test_real_bytes_are_the_planned_ones(precision: PrecisionName) -> None:
     gradients = size([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     accel.optimizer_step(ctx, optimizer, scaler, accum)
     state = [value for values in optimizer.state.values() for value in values.values()]
-    assert memory.parameters == size([*model.parameters(), *model.buffers()])
-    assert memory.gradients == gradients
-    assert memory.optimizer == size(state)
-    assert (memory.activations, memory.working) == (kept.saved, kept.copies)
+    assert {each.parameters for each in memory.values()} == {size([*model.parameters(), *model.buffers()])}
+    assert memory["optimizer"].gradients == gradients
+    assert {each.optimizer for each in memory.values()} == {size(state)}
+    assert (memory["loss"].activations, memory["loss"].gathered) == (kept.saved, kept.copies)
     assert (kept.copies > 0) == (precision == "bf16")
 
 
@@ -159,7 +178,7 @@ def test_shards_of_fully_shard_are_the_planned_ones() -> None:
     model = measure(Block, "Block")
     for nproc in (2, 3):
         sizes = accel.testing.simulate(shards, nproc, default_group=True)  # type: ignore[attr-defined]
-        memory = plan_memory(model, precision_name="fp32", strategy="fsdp", nproc=nproc)
+        memory = strategy_memory(model, "fsdp", EstimatedStep(precision="fp32"), nproc)
         assert max(sizes) == memory.parameters - model.buffer_bytes
 
 
@@ -176,20 +195,20 @@ def test_state_of_zero_redundancy_optimizer_is_the_planned_one() -> None:
         return size([value for values in optimizer.optim.state.values() for value in values.values()])
 
     sizes = accel.testing.simulate(state, 3, default_group=True)  # type: ignore[attr-defined]
-    memory = plan_memory(measure(Block, "Block"), precision_name="fp32", strategy="ddp-zero", nproc=3)
+    memory = strategy_memory(measure(Block, "Block"), "ddp-zero", EstimatedStep(precision="fp32"), 3)
     assert max(sizes) == memory.optimizer
 
 
 def test_blocks_are_those_that_fully_shard_would_take() -> None:
     model = measure(Block, "Block")
-    assert set(model.units) == {"", "layers.0", "layers.1"}
+    units = units_of(model.parameters)
+    assert set(units) == {"", "layers.0", "layers.1"}
     assert sum(math.prod(each.shape) for each in model.parameters) == model.count
-    memory = plan_memory(model, precision_name="bf16", strategy="fsdp", nproc=2)
-    keep = plan_memory(model, precision_name="bf16", strategy="fsdp-keep", nproc=2)
-    block = sum(each.count for each in model.units["layers.0"])
-    root = sum(each.count for each in model.units[""])
-    assert memory.working == 2 * (root + 3 * block)
-    assert keep.working == 2 * (model.count + block)
+    memory, keep = (moments(model, name, EstimatedStep(), 2)["block"] for name in ("fsdp", "fsdp-keep"))
+    block = sum(each.count for each in units["layers.0"])
+    root = sum(each.count for each in units[""])
+    assert memory.gathered == 2 * (root + 2 * block)
+    assert keep.gathered == 2 * model.count
 
 
 def test_dropout_and_attention_keep_what_they_keep_on_gpus() -> None:

@@ -96,7 +96,7 @@ def test_a_model_of_timm_is_built_by_name(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setitem(sys.modules, "timm", timm)
     found = _estimate(capsys, "timm/resnet8.tiny", "--input", "2x3x8x8")
     assert found["parameters"] == 4 * 3 * 9 + 4 + 144 * 2 + 2
-    assert found["rows"][0]["memory"]["activations"] > 0
+    assert found["rows"][0]["largest"]["activations"] > 0
     assert asked == [("resnet8.tiny", False)]
     with pytest.raises(AccelError, match="Unknown model"):
         run(["timm/resnet9"], {})

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import accel
 from accel.estimate import EstimatedStep, Transformer, step_traffic
-from accel.estimate._rank_memory import memory_by_moment
+from accel.estimate._memory import memory_by_moment
 from accel.tensors import local_part
 from accel.testing import Simulator
 from accel.testing._group import SimulatedGroup

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import accel
-from accel.estimate import Transformer
-from accel.estimate._transformer import transformer_from
+from accel.estimate import EstimatedStep, Input, Transformer, measure, read_config, read_transformer
+from accel.estimate._memory import memory_by_moment
+from accel.estimate._model import transformer_from
+from accel.topology import Axes, Plan
 
 SIZES = {
     "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -46,6 +50,23 @@ def test_parameters_are_those_of_the_model_of_transformers(name: str) -> None:
     assert sizes.count == sum(each.numel() for each in model.parameters())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure-bf16"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel"])
+def test_activations_are_those_of_the_model_of_transformers(name: str, precision: Any, tmp_path: Path) -> None:
+    _ = pytest.importorskip("transformers")
+    larger = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "vocab_size": 8000}
+    fields = CONFIGS[name] | (larger | {"intermediate_size": 1408} if name[0] != "G" else {"n_embd": 512, "n_head": 8})
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"architectures": [name]}))
+    described = read_config(tmp_path / "config.json")
+    measured = measure(described.make, name, [Input((2, 512), "int64")], labelled=True)
+    step = EstimatedStep(rows=2, tokens=512, precision=precision)
+    loss = next(each for each in memory_by_moment(read_transformer(tmp_path), Axes(), step, Plan(), 0))
+    assert loss.moment == "loss"
+    assert loss.activations == pytest.approx(measured.activations[precision].saved, rel=0.1)
+    assert loss.gathered == measured.activations[precision].copies
+
+
 def test_a_token_meets_only_its_own_experts() -> None:
     sizes = transformer_from(CONFIGS["MixtralForCausalLM"], where="")
     dense = transformer_from(CONFIGS["LlamaForCausalLM"], where="")
@@ -65,6 +86,8 @@ def test_a_token_meets_only_its_own_experts() -> None:
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"head_dim": None, "hidden_size": 30}, "heads of no size"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
     ],
 )
 def test_fields_that_say_no_sizes_are_refused(changes: dict[str, Any], told: str) -> None:

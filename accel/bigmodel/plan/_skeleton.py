@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -13,15 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from accel.errors import ConfigError, check_choice, did_you_mean
-from accel.storage import ITEM_BITS
+from accel.storage import FLOATS, MEMORY_BITS, tensor_bytes
 
 if TYPE_CHECKING:
     import torch
 
 
 ALIGNMENT = 512  # bytes to which torch's CUDA allocator rounds each tensor
-_BITS = {**ITEM_BITS, "C128": 128}  # not in files, but in memory
-FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _STORED = FLOATS | {"F8_E4M3", "F8_E5M2"}
 
 
@@ -54,8 +51,10 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         where = f"Weight {self.name!r}"
-        if self.dtype not in _BITS:
-            raise ConfigError("unknown dtype", got=repr(self.dtype), where=where, fix=did_you_mean(self.dtype, _BITS))
+        if self.dtype not in MEMORY_BITS:
+            raise ConfigError(
+                "unknown dtype", got=repr(self.dtype), where=where, fix=did_you_mean(self.dtype, MEMORY_BITS)
+            )
         if any(type(size) is not int or size < 0 for size in self.shape):
             raise ConfigError("not a shape", expected="sizes from 0", got=repr(self.shape), where=where)
         if self.moves and not self.stored:
@@ -66,7 +65,7 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nbytes(self) -> int:
         """Bytes of its elements."""
-        return _nbytes(self.shape, self.dtype)
+        return tensor_bytes(self.shape, self.dtype)
 
     @property
     def memory(self) -> int:
@@ -81,16 +80,12 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def narrows(self) -> bool:
         """Whether its storage dtype has fewer bits than its own."""
-        return self.storage_dtype is not None and _BITS[self.storage_dtype] < _BITS[self.dtype]
+        return self.storage_dtype is not None and MEMORY_BITS[self.storage_dtype] < MEMORY_BITS[self.dtype]
 
     @property
     def home_memory(self) -> int:
         """Bytes that it takes in a home other than its computing device, in units of 512."""
-        return _aligned(_nbytes(self.shape, self.storage_dtype or self.dtype))
-
-
-def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
-    return -(-math.prod(shape) * _BITS[dtype] // 8)
+        return _aligned(tensor_bytes(self.shape, self.storage_dtype or self.dtype))
 
 
 def _aligned(nbytes: int) -> int:
@@ -223,6 +218,11 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         """Bytes of the elements of all weights."""
         return sum(segment.nbytes for segment in self.segments)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the elements of the weights that checkpoints hold."""
+        return sum(weight.nbytes for weight in self.weights() if weight.stored)
 
     @property
     def memory(self) -> int:

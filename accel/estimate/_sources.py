@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's shapes from the headers of its files, at a path or in the Hub's local cache; no weight is read."""
+"""A model's description from its source: code, a configuration, headers of files, or the Hub's local cache."""
 
 from __future__ import annotations
 
@@ -10,29 +10,116 @@ from importlib import import_module
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from accel.errors import CheckpointError, ConfigError, did_you_mean
-from accel.estimate._plan import Model, Parameter
-from accel.storage import INDEX, WEIGHTS, Header, TensorHeader, decode_index, read_header
+from accel.estimate._build import (
+    DescribedModel,
+    Input,
+    from_config,
+    function_of,
+    measure,
+    read_config,
+    timm_maker,
+)
+from accel.estimate._model import Model, Parameter
+from accel.storage import (
+    DTYPE_NAMES,
+    FLOATS,
+    INDEX,
+    WEIGHTS,
+    Header,
+    TensorHeader,
+    decode_index,
+    read_header,
+)
 
-_TRAINED_BYTES = 4
-_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+_TRAINED = FLOATS | {"F8_E4M3", "F8_E5M2"}
 _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 _FOUND = (INDEX, WEIGHTS, *_PICKLED)  # the first that is there counts
-_DTYPES = {  # names of torch, and of safetensors
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "complex64": "C64", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-_BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+_TIMM = "timm/"
+
+
+class ModelSource(NamedTuple):
+    """A named place that a model comes from.
+
+    Attributes:
+        kind: "function", "timm" or "config", which make a model, or "headers".
+        text: the text.
+        path: of a configuration or weights.
+    """
+
+    kind: Literal["function", "timm", "config", "headers"]
+    text: str
+    path: Path = Path()
+
+
+def find_source(text: str, *, by_config: bool = True) -> ModelSource:
+    """Return what a text stands for: module:function, timm/NAME, or a path.
+
+    Args:
+        text: the text.
+        by_config: whether the configuration counts in a folder with weights, too.
+
+    Raises:
+        ConfigError: there is no such source.
+    """
+    path = Path(text)
+    if text.startswith(_TIMM) and not path.exists():
+        return ModelSource("timm", text)
+    if ":" in text and not path.exists():
+        return ModelSource("function", text)
+    if path.is_dir() and (path / "config.json").is_file() and (by_config or not has_weights(path)):
+        path /= "config.json"
+    if path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json"):
+        return ModelSource("config", text, path)
+    if not path.exists():
+        fix = "`accel estimate --help` lists what SOURCE may be."
+        raise ConfigError("there is no such source", expected="a path or module:function", got=repr(text), fix=fix)
+    return ModelSource("headers", text, path)
+
+
+def describe_source(source: ModelSource) -> DescribedModel:
+    """Return the model that a source other than headers makes, not yet built.
+
+    Raises:
+        MissingExtraError: transformers or timm is not installed.
+        ConfigError: the source makes no model.
+    """
+    if source.kind == "timm":
+        return DescribedModel(timm_maker(source.text.removeprefix(_TIMM)), source.text, False, None)
+    if source.kind == "function":
+        return DescribedModel(function_of(source.text), source.text, False, None)
+    return read_config(source.path)
+
+
+def read_source(source: ModelSource, inputs: Sequence[Input] = ()) -> Model:
+    """Return the description of a source's model.
+
+    Args:
+        source: the source.
+        inputs: inputs of the model, to count activations.
+
+    Raises:
+        ConfigError: inputs of headers; or as `describe_source`.
+    """
+    if source.kind == "headers":
+        if inputs:
+            fix = "Name a config.json or module:function, or leave --input out."
+            where = str(source.path)
+            raise ConfigError("headers lack the activations of a forward", got="--input", where=where, fix=fix)
+        return from_headers(source.path)
+    if source.kind == "config":
+        return from_config(source.path, inputs)
+    found = describe_source(source)
+    return measure(found.make, found.source, inputs)
 
 
 def from_headers(path: Path) -> Model:
     """Return the model of a file of weights, of an index of several, or of a folder with either.
 
-    Floating-point tensors count as trained parameters in fp32, whatever their stored format. Others keep their format
-    and are not trained.
+    Floating-point tensors count as parameters that are trained in fp32, whatever their stored format. Others keep their
+    format and are not trained.
 
     Raises:
         ConfigError: the path holds no weights.
@@ -41,9 +128,9 @@ def from_headers(path: Path) -> Model:
     headers = read_headers(path)
     parameters: list[Parameter] = []
     for name, entry in chain.from_iterable(header.tensors.items() for header in headers):
-        trained = entry.dtype in _FLOATS
-        item_bytes = _TRAINED_BYTES if trained else _BYTES.get(entry.dtype, 1)
-        parameters.append(Parameter(name=name, shape=entry.shape, item_bytes=item_bytes, trained=trained))
+        trained = entry.dtype in _TRAINED
+        dtype = "F32" if trained else entry.dtype
+        parameters.append(Parameter(name=name, shape=entry.shape, dtype=dtype, file_dtype=entry.dtype, trained=trained))
     return Model(source=name_headers(path, headers), parameters=tuple(parameters))
 
 
@@ -119,7 +206,7 @@ def _pickled(file: Path) -> Header:
     found: dict[str, TensorHeader] = {}
     end = 0
     for name, tensor in cast("Mapping[Any, Any]", loaded).items() if isinstance(loaded, Mapping) else [("", loaded)]:
-        dtype = _DTYPES.get(str(getattr(tensor, "dtype", "")).removeprefix("torch."))
+        dtype = DTYPE_NAMES.get(str(getattr(tensor, "dtype", "")).removeprefix("torch."))
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or dtype is None or not name:
             got = f"{type(tensor).__name__} under {name!r}"
             raise CheckpointError("not weights by name", expected="a state dict", got=got, where=str(file))

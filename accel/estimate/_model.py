@@ -1,18 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a decoder of repeated blocks, and the step that is estimated on a mesh; free of torch."""
+"""The description of a model that every estimate reads: its tensors and blocks, from code, headers or sizes; pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
 
 from accel.errors import ConfigError, check_choice
-from accel.estimate._plan import COMPUTE_BYTES, OPTIMIZERS, Parameter
-from accel.formats import PrecisionName, StrategyName, precision
-from accel.topology import Axes, Plan
+from accel.storage import FLOATS, tensor_bytes
+
+_UNIT = re.compile(r"(?:.*?\.)?[0-9]+(?=\.)")
+
+
+class Parameter(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter or buffer.
+
+    Attributes:
+        name: name in the model.
+        shape: sizes.
+        dtype: safetensors' name of the dtype in training.
+        file_dtype: that of the dtype in its checkpoint; None for `dtype`.
+        trained: whether it has a gradient.
+        stored: whether checkpoints hold it; False for a non-persistent buffer.
+        looked_up: whether it is known for a table of which rows are read, and no product.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "F32"
+    file_dtype: str | None = None
+    trained: bool = True
+    stored: bool = True
+    looked_up: bool = False
+
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element in training."""
+        return tensor_bytes((), self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in training."""
+        return tensor_bytes(self.shape, self.dtype)
+
+    def weight_bytes(self, dtype: str | None = None) -> int:
+        """Return the bytes in a checkpoint; floating-point values of 16 to 64 bits in `dtype`, if given."""
+        own = self.file_dtype or self.dtype
+        return tensor_bytes(self.shape, dtype if dtype is not None and own in FLOATS else own) if self.stored else 0
+
+
+class Activations(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors that a forward keeps for the backward.
+
+    Attributes:
+        saved: bytes of tensors that depend on the inputs.
+        copies: bytes of copies of parameters in the compute format.
+    """
+
+    saved: int
+    copies: int
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model without its values.
+
+    Attributes:
+        source: origin, in words.
+        parameters: each once, even if several modules share it.
+        buffers: likewise.
+        activations: of one step on one rank, by compute format; empty without inputs, and where `sizes` give them.
+        sizes: of a transformer whose blocks are known; None for other models.
+    """
+
+    source: str
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Parameter, ...] = ()
+    activations: Mapping[str, Activations] = {}
+    sizes: Transformer | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of elements of all parameters."""
+        return sum(parameter.count for parameter in self.parameters)
+
+    @property
+    def knows_activations(self) -> bool:
+        """Whether a step's activations are known."""
+        return self.sizes is not None or bool(self.activations)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(each.nbytes for each in self.buffers)
+
+    def weight_bytes(self, dtype: str | None = None) -> int:
+        """Return the bytes of what a checkpoint holds, buffers included.
+
+        Args:
+            dtype: safetensors' name of the dtype for floating-point values of 16 to 64 bits; None for their own.
+        """
+        return sum(each.weight_bytes(dtype) for each in (*self.parameters, *self.buffers))
+
+
+def sizes_of(model: Model | Transformer) -> Transformer | None:
+    """Return the sizes of a transformer; None for a model whose blocks are not known."""
+    return model if isinstance(model, Transformer) else model.sizes
+
+
+def units_of(parameters: Iterable[Parameter]) -> dict[str, list[Parameter]]:
+    """Return parameters by the block for `fully_shard`, such as "layers.0"; "" for the others."""
+    units: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        match = _UNIT.match(parameter.name)
+        units.setdefault(match[0] if match else "", []).append(parameter)
+    return units
+
 
 _LLAMA = {
     "layers": "num_hidden_layers",
@@ -23,7 +135,7 @@ _LLAMA = {
 }
 _GPT2 = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "vocabulary": "vocab_size"}
 # Of each kind of model: the fields that it must name, and what is the same in all models of the kind.
-_KINDS: Mapping[str, tuple[Mapping[str, str], Mapping[str, Any]]] = {
+KINDS: Mapping[str, tuple[Mapping[str, str], Mapping[str, Any]]] = {
     "llama": (_LLAMA, {}),
     "mistral": (_LLAMA, {}),
     "qwen2": (_LLAMA, {"qkv_bias": True}),
@@ -36,6 +148,11 @@ _KINDS: Mapping[str, tuple[Mapping[str, str], Mapping[str, Any]]] = {
     ),
     "gpt2": (_GPT2, {"gated": False, "qkv_bias": True, "biases": True, "divided_ends": False}),
 }
+_USUAL: Mapping[str, Any] = {
+    "attention_bias": False, "mlp_bias": False, "add_cross_attention": False, "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}  # fmt: skip
+_DECODERS = ("ForCausalLM", "LMHeadModel")
 _TIED = ("gpt2",)  # unless the configuration says otherwise
 
 
@@ -85,6 +202,13 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         return ends + self.layers * sum(each.count for each in self.block())
 
     @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All parameters, those of a block with the block's path before their names."""
+        block = self.block()
+        blocks = (_inside(f"layers.{at}", block) for at in range(self.layers))
+        return (*self.embedding(), *(each for found in blocks for each in found), *self.head())
+
+    @property
     def active_count(self) -> int:
         """The number of elements of the matrices that a token is multiplied with."""
         matrices = [each for each in self.block() if len(each.shape) > 1]
@@ -97,10 +221,11 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     def embedding(self) -> tuple[Parameter, ...]:
         """Parameters before the blocks."""
         name = "embed_tokens.weight" if self.divided_ends else "wte.weight"
-        tokens = Parameter(name=name, shape=(self.vocabulary, self.width))
+        tokens = Parameter(name=name, shape=(self.vocabulary, self.width), looked_up=not self.tied)
         if not self.positions:
             return (tokens,)
-        return (tokens, Parameter(name="embed_positions.weight", shape=(self.positions, self.width)))
+        shape = (self.positions, self.width)
+        return (tokens, Parameter(name="embed_positions.weight", shape=shape, looked_up=True))
 
     def block(self) -> tuple[Parameter, ...]:
         """Parameters of one block."""
@@ -142,6 +267,10 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         return [Parameter(name=f"{name}.{end}", shape=(self.width,)) for end in ends]
 
 
+def _inside(path: str, parameters: Iterable[Parameter]) -> Iterable[Parameter]:
+    return (msgspec.structs.replace(each, name=f"{path}.{each.name}") for each in parameters)
+
+
 def is_expert(parameter: Parameter) -> bool:
     """Return whether a parameter of a block is that of its experts, expert after expert along its first dimension."""
     return parameter.name.startswith("mlp.experts.")
@@ -157,14 +286,22 @@ def read_transformer(path: Path) -> Transformer:
         ConfigError: the file is missing, the model type is unknown, or a size is missing or invalid.
     """
     path = path / "config.json" if path.is_dir() else path
+    return transformer_from(read_fields(path), where=str(path))
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of a `config.json`.
+
+    Raises:
+        ConfigError: the file is missing, or no JSON.
+    """
     try:
-        fields = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError as error:
         expected = "a config.json of Hugging Face's transformers, or a folder with one"
         raise ConfigError("there is no such file", expected=expected, got=repr(str(path))) from error
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("the file cannot be read", expected="JSON", got=str(error), where=str(path)) from error
-    return transformer_from(fields, where=str(path))
 
 
 def transformer_from(fields: Mapping[str, Any], *, where: str) -> Transformer:
@@ -180,8 +317,8 @@ def transformer_from(fields: Mapping[str, Any], *, where: str) -> Transformer:
     kind = fields.get("model_type")
     if not isinstance(kind, str):
         raise ConfigError("not a model's configuration", expected="`model_type`", got="none", where=where)
-    check_choice(kind, list(_KINDS), "the blocks of this kind of model are not known", where=where)
-    names, same = _KINDS[kind]
+    check_choice(kind, list(KINDS), "the blocks of this kind of model are not known", where=where)
+    names, same = KINDS[kind]
     sizes = {field: _size(fields, name, where) for field, name in names.items()}
     heads, width = sizes["heads"], sizes["width"]
     if width % heads and not fields.get("head_dim"):
@@ -194,8 +331,12 @@ def transformer_from(fields: Mapping[str, Any], *, where: str) -> Transformer:
     if kind == "gpt2":
         optional["inner"] = _size(fields, "n_inner", where, 4 * width)
         optional["positions"] = _size(fields, "n_positions", where, 1024)
-    if fields.get("attention_bias"):
-        raise ConfigError("the blocks of this model are not known", got="attention_bias", where=where)
+    if named := [name for name, usual in _USUAL.items() if fields.get(name, usual) not in (usual, None)]:
+        raise ConfigError("the blocks of this model are not known", got=", ".join(named), where=where)
+    classes: list[str] = fields.get("architectures") or []
+    if classes and not classes[0].endswith(_DECODERS):
+        expected = " or ".join(f"a class ...{each}" for each in _DECODERS)
+        raise ConfigError("not a causal language model", expected=expected, got=classes[0], where=where)
     return Transformer(**sizes, **optional, **same)
 
 
@@ -207,133 +348,3 @@ def _size(fields: Mapping[str, Any], name: str, where: str, default: int | None 
         got = "none" if value is None else repr(value)
         raise ConfigError("not a size of a model", expected="1 or above", got=got, where=f"{where}, {name}")
     return value
-
-
-Engine = Literal["fully_shard", "ddp", "none"]
-_WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A training step of a transformer.
-
-    Attributes:
-        tokens: length of a sequence, before ranks along cp divide it.
-        rows: sequences of a micro-batch, on ranks that share samples.
-        micro_batches: number of micro-batches of the step, on ranks that share samples.
-        precision: as in `accel.formats.precision`; fp8 counts as bf16.
-        optimizer: one of `OPTIMIZERS`.
-        strategy: "ddp" or "fsdp", for the axis `dp`; ranks along `dp_shard` hold shards in any case.
-        recompute: whether blocks keep their inputs alone and compute the rest again in backward.
-        held: whether gradients wait on their rank for the last micro-batch; else each one exchanges them.
-
-    Raises:
-        ConfigError: an unknown name, or a number below 1.
-    """
-
-    tokens: int
-    rows: int = 1
-    micro_batches: int = 1
-    precision: PrecisionName = "bf16"
-    optimizer: str = "adamw"
-    strategy: StrategyName = "fsdp"
-    recompute: bool = False
-    held: bool = True
-
-    def __post_init__(self) -> None:
-        _ = precision(self.precision)
-        check_choice(self.optimizer, list(OPTIMIZERS), "unknown optimizer", where="EstimatedStep.optimizer")
-        check_choice(self.strategy, ["ddp", "fsdp"], "unknown strategy", where="EstimatedStep.strategy")
-        for name in ("tokens", "rows", "micro_batches"):
-            if getattr(self, name) < 1:
-                got = str(getattr(self, name))
-                raise ConfigError(
-                    "nothing would be computed", expected="1 or above", got=got, where=f"EstimatedStep.{name}"
-                )
-
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes of a value in products."""
-        return COMPUTE_BYTES[precision(self.precision).compute]
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of a value of a parameter, and of its gradient, between steps."""
-        return 2 if precision(self.precision).params == "bf16" else 4
-
-
-class EqualRanks(NamedTuple):
-    """Ranks with equal parameters: those that share their shards out, and those that repeat them.
-
-    Attributes:
-        engine: "fully_shard", "ddp", or "none" where no two ranks have equal parameters.
-        shards: number of ranks among which each parameter is divided.
-        replicas: number of ranks with equal shards.
-        shard_axes: names of the axes of the first, joined by "+".
-        replica_axes: names of the axes of the second.
-    """
-
-    engine: Engine
-    shards: int
-    replicas: int
-    shard_axes: str
-    replica_axes: str
-
-
-def copies_of(axes: Axes, strategy: StrategyName) -> EqualRanks:
-    """Return which ranks of a mesh hold equal parameters of a block.
-
-    DDP takes whole models. Where ranks along pp, tp or ep hold parts, `fully_shard` exchanges gradients of replicas.
-
-    Args:
-        axes: of the mesh.
-        strategy: of the axis `dp`.
-    """
-    names = [name for name in ("dp", "dp_replicate", "dp_shard", "cp") if getattr(axes, name) > 1]
-    whole = strategy == "ddp" and axes.dp_shard == 1
-    repeated = [name for name in names if whole or name == "dp_replicate"]
-    shared = [name for name in names if name not in repeated]
-    parts = axes.pp * axes.tp * axes.ep > 1
-    engine: Engine = "none" if not names and axes.ep == 1 else "fully_shard" if shared or parts else "ddp"
-    shards = replicas = 1
-    for name in shared:
-        shards *= getattr(axes, name)
-    for name in repeated:
-        replicas *= getattr(axes, name)
-    return EqualRanks(engine, shards, replicas, "+".join(shared), "+".join(repeated))
-
-
-def wire_bytes(step: EstimatedStep, plan: Plan) -> tuple[int, int]:
-    """Return the bytes of a value of a parameter that `fully_shard` gathers, and of a gradient that it reduces."""
-    gathered = step.compute_bytes if plan.gather_dtype == "auto" else _WIRE_BYTES[plan.gather_dtype]
-    reduced = 4 if plan.reduce_dtype == "auto" else _WIRE_BYTES[plan.reduce_dtype]
-    return gathered, reduced
-
-
-def stream_bytes(step: EstimatedStep, engine: Engine) -> int:
-    """Return the bytes of a value between blocks: of the compute format, or fp32 where autocast leaves it."""
-    return step.compute_bytes if engine == "fully_shard" or step.stored_bytes == 2 else 4
-
-
-def keeps_blocks(plan: Plan, axes: Axes) -> bool:
-    """Return whether blocks stay gathered from forward to backward; those of a pipeline do for the whole step."""
-    return axes.pp > 1 or plan.reshard_after_forward is False
-
-
-def stage_layers(layers: int, stages: int) -> list[int]:
-    """Return the number of blocks of each stage: equal, or earlier stages one more."""
-    return [layers // stages + (at < layers % stages) for at in range(stages)]
-
-
-def rank_stages(plan: Plan, pp: int, rank: int) -> tuple[int, ...]:
-    """Return the stages of a rank along pp: in a V for schedules that need one, else round and round."""
-    stages = pp * plan.stages_per_rank
-    if plan.schedule in ("ZBVZeroBubble", "DualPipeV") and pp > 1:
-        return rank, stages - 1 - rank
-    return tuple(range(rank, stages, pp))
-
-
-def divides_logits(plan: Plan) -> bool:
-    """Return whether a plan divides the head's outputs for `vocab_cross_entropy`; what models declare gathers them."""
-    if plan.tensor == "model":
-        return False
-    return any(name.split(".")[-1] == "lm_head" and style == "colwise" for name, style in plan.tensor.items())

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a training step on a rank of a mesh, at the moment when it is largest; pure.
+
+Reference: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from accel.errors import check_choice
+from accel.estimate._model import Model, Transformer, sizes_of
+from accel.estimate._step import (
+    OPTIMIZERS,
+    EqualRanks,
+    EstimatedStep,
+    HeldParameters,
+    Kept,
+    copies_of,
+    expert_shards,
+    held_by,
+    keeps_blocks,
+    kept_by,
+    rank_stages,
+    stream_bytes,
+    wire_bytes,
+)
+from accel.formats import StrategyName
+from accel.topology import Axes, Plan
+
+_ALL_FORWARD = ("GPipe", "LoopedBFS")  # schedules in which all forwards come before the backwards
+Moment = Literal["loss", "block", "next block", "reduction", "last reduction", "optimizer"]
+
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")  # of the total
+
+
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on a rank at one moment of a step.
+
+    Attributes:
+        moment: the backward of the loss, that of the last block or of the next one, the reduction of the last block's
+            gradients or of the first one's, or the optimizer's step.
+        stage: index of the rank along pp.
+        parameters: of parameters as stored, and of buffers.
+        gradients: of gradients.
+        optimizer: of optimizer state.
+        activations: of what forward keeps for backward, logits included; None where they are not known.
+        gathered: of parameters in the compute format: gathered from other ranks, or converted by autocast.
+        buffers: of gradients on their way to other ranks, and of temporaries of the loss and of the optimizer.
+        host: in the host's memory, of shards that `Plan.offload` leaves there: no part of the total.
+    """
+
+    moment: Moment
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int | None
+    gathered: int
+    buffers: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all known parts on the rank's device."""
+        stored = self.parameters + self.gradients + self.optimizer
+        return stored + (self.activations or 0) + self.gathered + self.buffers
+
+
+def rank_memory(model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan | None = None) -> RankMemory:
+    """Return the memory of the rank that needs most, at the moment when it does.
+
+    Args:
+        model: description of the model; without sizes, for meshes of data parallelism alone.
+        axes: of the mesh.
+        step: tokens, formats and choices.
+        plan: options of the spreading; None for the defaults.
+
+    Raises:
+        ConfigError: a mesh that needs the sizes of a transformer.
+    """
+    return max(_moments(model, axes, step, plan), key=lambda each: each.total)
+
+
+def largest_parts(
+    model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan | None = None
+) -> Mapping[str, int | None]:
+    """Return the most bytes of each part, whenever in the step: not at one moment, so their sum is above a total.
+
+    Args:
+        model, axes, step, plan: as for `rank_memory`.
+    """
+    found = list(_moments(model, axes, step, plan))
+    return {part: max((getattr(each, part) for each in found), key=lambda size: size or 0) for part in PARTS}
+
+
+def _moments(model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan | None) -> Iterator[RankMemory]:
+    ranks = {0, min(1, axes.pp - 1), axes.pp - 1}  # those between hold no more micro-batches than the second
+    for rank in ranks:
+        yield from memory_by_moment(model, axes, step, plan or Plan(), rank)
+
+
+def _offloaded(memory: RankMemory, full: int) -> RankMemory:
+    """The memory of a rank whose shards, their gradients and their state lie in the host's."""
+    shards = memory.gradients if memory.moment == "optimizer" else max(0, memory.gradients - full)
+    return replace(
+        memory,
+        parameters=0,
+        gradients=memory.gradients - shards,
+        optimizer=0,
+        buffers=0 if memory.moment == "optimizer" else memory.buffers,
+        host=memory.parameters + shards + memory.optimizer,
+    )
+
+
+def memory_by_moment(
+    model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan, rank: int
+) -> Iterator[RankMemory]:
+    """Yield the memory of a rank along pp at each moment.
+
+    Args:
+        model, axes, step, plan: as for `rank_memory`.
+        rank: index along pp.
+    """
+    copies = copies_of(axes, step.strategy)
+    held = held_by(model, axes, plan, step, copies, rank)
+    kept = kept_by(model, axes, plan, step, copies.engine, len(held.blocks))
+    is_known = isinstance(model, Transformer) or model.knows_activations
+    trained = held.every.trained
+    parameters = held.every.stored + (model.buffer_bytes if isinstance(model, Model) else 0)
+    state = _state(model, held, step, copies)
+    full = _full_gradients(held, step, plan, copies)
+    earlier = _earlier(trained, full, step, copies)
+    flying = in_flight(plan, axes.pp, rank, step.micro_batches)
+    waiting = _waiting(held, kept, step, flying)
+    losses = step.micro_batches if axes.pp > 1 and plan.schedule in _ALL_FORWARD else 1
+    logits = held.is_last * (kept.ends + kept.logits)
+    received = _received(model, axes, step, plan, copies, rank)
+    entry = kept.entry if step.recompute else kept.block
+    wire = _wire(held, axes, copies)
+    reduced = _reduced(held, step, plan, copies, wire)
+
+    def at(moment: Moment, gradients: int, activations: int, blocks: int, buffers: int) -> RankMemory:
+        found = RankMemory(
+            moment=moment,
+            stage=rank,
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=state,
+            activations=activations if is_known else None,
+            gathered=_gathered(held, kept, step, plan, copies, blocks, flying, wire),
+            buffers=buffers + received,
+        )
+        return _offloaded(found, full) if plan.offload and copies.engine == "fully_shard" else found
+
+    layers = sum(held.layers)
+    whole = layers if keeps_blocks(plan, axes) else 0
+    again = kept.block if step.recompute else 0
+    inside = kept.inside + _root_gradients(held, step, plan, copies)
+    if held.is_last:
+        yield at("loss", earlier, waiting + losses * logits, max(1, whole), kept.peak)
+    waiting += (losses - 1) * logits
+    yield at("block", earlier, waiting + again, max(2, whole), inside)
+    if full:  # they are reduced beside the backward of the last micro-batch, when no other waits
+        waiting = _waiting(held, kept, step, 1)
+    if layers > 1:
+        beside = inside + _on_its_way(held, step, plan, copies, wire)
+        yield at("next block", earlier, waiting - entry + again, min(layers - 1, max(2, whole - 1)), beside)
+    yield at("reduction", earlier, waiting - entry, min(layers - 1, max(2, whole - 1)), reduced)
+    yield at("last reduction", trained + full, waiting - layers * entry, 0, reduced)
+    temporaries = OPTIMIZERS[step.optimizer].temporaries * trained
+    yield at("optimizer", trained, 0, whole if axes.pp > 1 and copies.engine == "fully_shard" else 0, temporaries)
+
+
+def _state(model: Model | Transformer, held: HeldParameters, step: EstimatedStep, copies: EqualRanks) -> int:
+    """Bytes of the optimizer's state on the rank that has most."""
+    optimizer = OPTIMIZERS[step.optimizer]
+    if not step.dealt or copies.engine != "ddp":
+        return optimizer.state(held.every.trained, held.every.tensors)
+    # ZeroRedundancyOptimizer gives whole parameters, the largest first, each to the rank with the fewest elements
+    counts = [0] * copies.replicas
+    sizes = [0] * copies.replicas
+    trained = [parameter for parameter in model.parameters if parameter.trained]
+    for parameter in sorted(trained, key=lambda each: each.count, reverse=True):
+        rank = counts.index(min(counts))
+        counts[rank] += parameter.count
+        sizes[rank] += optimizer.state(parameter.count * step.item_bytes(parameter), 1)
+    return max(sizes)
+
+
+def in_flight(plan: Plan, pp: int, rank: int, micro_batches: int) -> int:
+    """Return the most micro-batches, counted for each stage of a rank, whose backward is still to come.
+
+    Args:
+        plan: schedule and stages of a rank.
+        pp: number of ranks along pp.
+        rank: index along pp.
+        micro_batches: number of micro-batches of the step.
+    """
+    if pp == 1:
+        return 1
+    most = micro_batches * plan.stages_per_rank
+    if plan.schedule in _ALL_FORWARD:
+        return most
+    if plan.schedule == "1F1B":
+        return min(most, pp - rank)
+    if plan.schedule in ("ZBVZeroBubble", "DualPipeV"):
+        return min(most, 2 * pp)
+    return min(most, (plan.stages_per_rank - 1) * pp + 2 * (pp - rank - 1) + 1)
+
+
+def _received(
+    model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan, copies: EqualRanks, rank: int
+) -> int:
+    """Bytes of room for what stages before and behind send, which torch keeps for each micro-batch."""
+    sizes = sizes_of(model)
+    if axes.pp == 1 or sizes is None:
+        return 0
+    last = axes.pp * plan.stages_per_rank - 1
+    messages = sum((at > 0) + (at < last) for at in rank_stages(plan, axes.pp, rank))
+    tokens = step.rows * step.tokens // axes.cp
+    return messages * step.micro_batches * tokens * sizes.width * stream_bytes(step, copies.engine)
+
+
+def _waiting(held: HeldParameters, kept: Kept, step: EstimatedStep, flying: int) -> int:
+    """Bytes of blocks whose backward is still to come, of all micro-batches in flight."""
+    layers = max(held.layers)
+    return flying * layers * (kept.entry if step.recompute else kept.block)
+
+
+def _earlier(trained: int, full: int, step: EstimatedStep, copies: EqualRanks) -> int:
+    """Bytes of gradients while a forward runs: those of micro-batches before, and DDP's buckets."""
+    held = (full or trained) if step.micro_batches > 1 else 0
+    if copies.engine != "ddp":
+        return held
+    return trained + (held if step.held else 0)  # gradients that wait lie outside of the buckets
+
+
+def _wire(held: HeldParameters, axes: Axes, copies: EqualRanks) -> int:
+    """Elements of a block on its way to or from other ranks, filled up to shards of equal length."""
+    experts = held.block.experts if axes.ep > 1 else 0
+    return copies.shards * (held.block.shards - experts) + expert_shards(axes, copies) * experts
+
+
+def _full_gradients(held: HeldParameters, step: EstimatedStep, plan: Plan, copies: EqualRanks) -> int:
+    """Bytes of gradients that wait whole, for the last micro-batch to reduce them."""
+    if copies.engine != "fully_shard" or not step.held or step.micro_batches == 1:
+        return 0
+    return held.every.gradients * max(wire_bytes(step, plan)[1], step.compute_bytes)
+
+
+def _gathered(
+    held: HeldParameters,
+    kept: Kept,
+    step: EstimatedStep,
+    plan: Plan,
+    copies: EqualRanks,
+    blocks: int,
+    flying: int,
+    wire: int,
+) -> int:
+    """Bytes of parameters in the compute format while so many blocks are used; autocast converts in each forward."""
+    size = wire_bytes(step, plan)[0]
+    if copies.engine != "fully_shard":
+        if not blocks:
+            return 0  # a backward has freed them
+        stages = plan.stages_per_rank if flying > 1 else 1
+        return held.every.matrices * size * flying // stages if kept.copies is None else kept.copies
+    if copies.shards == 1 and size == step.stored_bytes:
+        return 0
+    used = min(blocks, sum(held.layers))  # one of them is on its way
+    return size * (held.root.whole + sum(held.blocks[1:used]) + min(used, 1) * max(wire, held.block.whole))
+
+
+def _root_gradients(held: HeldParameters, step: EstimatedStep, plan: Plan, copies: EqualRanks) -> int:
+    """Bytes of the gradients outside of the blocks, which are reduced last."""
+    return held.root.gradients * wire_bytes(step, plan)[0] if copies.engine == "fully_shard" else 0
+
+
+def _reduced(held: HeldParameters, step: EstimatedStep, plan: Plan, copies: EqualRanks, wire: int) -> int:
+    """Bytes of the gradients of a block, and of the root's, before and while they are reduced."""
+    if copies.engine != "fully_shard":
+        return 0
+    block = held.block.gradients * wire_bytes(step, plan)[0]
+    return _root_gradients(held, step, plan, copies) + block + _on_its_way(held, step, plan, copies, wire)
+
+
+def _on_its_way(held: HeldParameters, step: EstimatedStep, plan: Plan, copies: EqualRanks, wire: int) -> int:
+    """Bytes of the gradients of a block while ranks sum them, filled up to shards of equal length."""
+    if copies.engine != "fully_shard":
+        return 0
+    block = held.block
+    elements = max(wire, block.whole) if block.gradients == block.whole else block.gradients
+    return elements * wire_bytes(step, plan)[1]
+
+
+class Strategy(msgspec.Struct, frozen=True, kw_only=True):
+    """A way for equal ranks to share a step.
+
+    Attributes:
+        about: description.
+        name: strategy of the axis `dp`.
+        dealt: whether they share the optimizer's state alone.
+        plan: options of the spreading.
+    """
+
+    about: str
+    name: StrategyName
+    dealt: bool = False
+    plan: Plan = Plan()
+
+    def of(self, step: EstimatedStep) -> EstimatedStep:
+        """Return a step with this strategy in the place of its own."""
+        return replace(step, strategy=self.name, dealt=self.dealt)
+
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "ddp": Strategy(about="every rank holds all", name="ddp"),
+    "ddp-zero": Strategy(about="DDP with ZeroRedundancyOptimizer", name="ddp", dealt=True),
+    "fsdp-keep": Strategy(
+        about="fully_shard(reshard_after_forward=False)", name="fsdp", plan=Plan(reshard_after_forward=False)
+    ),
+    "fsdp": Strategy(about="fully_shard", name="fsdp"),
+}
+_MOST_RANKS = 1 << 16
+
+
+def strategy_memory(model: Model, strategy: str, step: EstimatedStep, nproc: int = 1) -> RankMemory:
+    """Return the memory of a rank of a mesh of one axis, `dp`.
+
+    Args:
+        model: description of the model.
+        strategy: one of `STRATEGIES`; it replaces that of the step.
+        step: tokens and formats.
+        nproc: number of ranks.
+
+    Raises:
+        ConfigError: an unknown name, or `nproc` below 1.
+    """
+    check_choice(strategy, list(STRATEGIES), "unknown strategy", where="strategy")
+    how = STRATEGIES[strategy]
+    return rank_memory(model, Axes(dp=nproc), how.of(step), how.plan)
+
+
+def fewest_ranks(model: Model, limit: int, strategy: str, step: EstimatedStep, *, least: int = 1) -> int:
+    """Return the smallest of `least`, twice that and so on, at which a step fits into `limit` bytes; 0 if none."""
+    nproc = least
+    while nproc <= _MOST_RANKS:
+        if strategy_memory(model, strategy, step, nproc).total <= limit:
+            return nproc
+        nproc *= 2
+    return 0

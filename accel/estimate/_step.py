@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training step, and what a rank of its mesh holds: parts of the parameters, and tensors for the backward; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from accel.errors import ConfigError, check_choice
+from accel.estimate._model import Model, Parameter, Transformer, is_expert, sizes_of, units_of
+from accel.formats import PrecisionName, StrategyName, precision
+from accel.topology import Axes, Plan
+
+Engine = Literal["fully_shard", "ddp", "none"]
+_FP32 = 4
+_COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+_WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Optimizer(NamedTuple):
+    """Memory of an optimizer of torch.
+
+    Attributes:
+        values: values of state for each value of a parameter.
+        counts_steps: whether each tensor has a step of 4 bytes.
+        temporaries: values for each value of a parameter while `foreach` steps.
+    """
+
+    values: int
+    counts_steps: bool
+    temporaries: int
+
+    def state(self, nbytes: int, tensors: int) -> int:
+        """Return the bytes of the state of so many tensors."""
+        return self.values * nbytes + 4 * tensors * self.counts_steps
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "adamw": Optimizer(2, True, 1),
+    "adam": Optimizer(2, True, 1),
+    "sgd": Optimizer(0, False, 0),
+    "sgd-momentum": Optimizer(1, False, 0),
+}
+
+
+class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A training step.
+
+    Attributes:
+        tokens: length of a sequence, before ranks along cp divide it; of a transformer, as `rows`.
+        rows: sequences of a micro-batch, on ranks that share samples.
+        micro_batches: number of micro-batches of the step, on ranks that share samples.
+        precision: as in `accel.formats.precision`; fp8 counts as bf16.
+        optimizer: one of `OPTIMIZERS`.
+        strategy: "ddp" or "fsdp", for the axis `dp`; ranks along `dp_shard` hold shards in any case.
+        recompute: whether blocks keep their inputs alone and compute the rest again in backward.
+        held: whether gradients wait on their rank for the last micro-batch; else each one exchanges them.
+        dealt: whether ranks of DDP share the optimizer's state, as by `ZeroRedundancyOptimizer`.
+
+    Raises:
+        ConfigError: an unknown name, or a number below 1.
+    """
+
+    tokens: int = 4096
+    rows: int = 1
+    micro_batches: int = 1
+    precision: PrecisionName = "bf16"
+    optimizer: str = "adamw"
+    strategy: StrategyName = "fsdp"
+    recompute: bool = False
+    held: bool = True
+    dealt: bool = False
+
+    def __post_init__(self) -> None:
+        _ = precision(self.precision)
+        check_choice(self.optimizer, list(OPTIMIZERS), "unknown optimizer", where="EstimatedStep.optimizer")
+        check_choice(self.strategy, ["ddp", "fsdp"], "unknown strategy", where="EstimatedStep.strategy")
+        for name in ("tokens", "rows", "micro_batches"):
+            if getattr(self, name) < 1:
+                got = str(getattr(self, name))
+                raise ConfigError(
+                    "nothing would be computed", expected="1 or above", got=got, where=f"EstimatedStep.{name}"
+                )
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a value in products."""
+        return _COMPUTE_BYTES[precision(self.precision).compute]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a value of a parameter of fp32, and of its gradient, between steps."""
+        return 2 if precision(self.precision).params == "bf16" else 4
+
+    def item_bytes(self, parameter: Parameter) -> int:
+        """Return the bytes of a value of a parameter between steps."""
+        return 2 if self.stored_bytes == 2 and parameter.trained else parameter.item_bytes
+
+
+class EqualRanks(NamedTuple):
+    """Ranks with equal parameters: those that share their shards out, and those that repeat them.
+
+    Attributes:
+        engine: "fully_shard", "ddp", or "none" where no two ranks have equal parameters.
+        shards: number of ranks among which each parameter is divided.
+        replicas: number of ranks with equal shards.
+        shard_axes: names of the axes of the first, joined by "+".
+        replica_axes: names of the axes of the second.
+    """
+
+    engine: Engine
+    shards: int
+    replicas: int
+    shard_axes: str
+    replica_axes: str
+
+
+def copies_of(axes: Axes, strategy: StrategyName) -> EqualRanks:
+    """Return which ranks of a mesh hold equal parameters of a block.
+
+    DDP takes whole models. Where ranks along pp, tp or ep hold parts, `fully_shard` exchanges gradients of replicas.
+
+    Args:
+        axes: of the mesh.
+        strategy: of the axis `dp`.
+    """
+    names = [name for name in ("dp", "dp_replicate", "dp_shard", "cp") if getattr(axes, name) > 1]
+    whole = strategy == "ddp" and axes.dp_shard == 1
+    repeated = [name for name in names if whole or name == "dp_replicate"]
+    shared = [name for name in names if name not in repeated]
+    parts = axes.pp * axes.tp * axes.ep > 1
+    engine: Engine = "none" if not names and axes.ep == 1 else "fully_shard" if shared or parts else "ddp"
+    shards = replicas = 1
+    for name in shared:
+        shards *= getattr(axes, name)
+    for name in repeated:
+        replicas *= getattr(axes, name)
+    return EqualRanks(engine, shards, replicas, "+".join(shared), "+".join(repeated))
+
+
+def wire_bytes(step: EstimatedStep, plan: Plan) -> tuple[int, int]:
+    """Return the bytes of a value of a parameter that `fully_shard` gathers, and of a gradient that it reduces."""
+    gathered = step.compute_bytes if plan.gather_dtype == "auto" else _WIRE_BYTES[plan.gather_dtype]
+    reduced = 4 if plan.reduce_dtype == "auto" else _WIRE_BYTES[plan.reduce_dtype]
+    return gathered, reduced
+
+
+def stream_bytes(step: EstimatedStep, engine: Engine) -> int:
+    """Return the bytes of a value between blocks: of the compute format, or fp32 where autocast leaves it."""
+    return step.compute_bytes if engine == "fully_shard" or step.stored_bytes == 2 else 4
+
+
+def keeps_blocks(plan: Plan, axes: Axes) -> bool:
+    """Return whether blocks stay gathered from forward to backward; those of a pipeline do for the whole step."""
+    return axes.pp > 1 or plan.reshard_after_forward is False
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Return the number of blocks of each stage: equal, or earlier stages one more."""
+    return [layers // stages + (at < layers % stages) for at in range(stages)]
+
+
+def rank_stages(plan: Plan, pp: int, rank: int) -> tuple[int, ...]:
+    """Return the stages of a rank along pp: in a V for schedules that need one, else round and round."""
+    stages = pp * plan.stages_per_rank
+    if plan.schedule in ("ZBVZeroBubble", "DualPipeV") and pp > 1:
+        return rank, stages - 1 - rank
+    return tuple(range(rank, stages, pp))
+
+
+def divides_logits(plan: Plan) -> bool:
+    """Return whether a plan divides the head's outputs for `vocab_cross_entropy`; what models declare gathers them."""
+    if plan.tensor == "model":
+        return False
+    return any(name.split(".")[-1] == "lm_head" and style == "colwise" for name, style in plan.tensor.items())
+
+
+_COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
+_ROWWISE = ("o_proj.weight", "down_proj.weight")
+
+
+class Unit(NamedTuple):
+    """Parameters that `fully_shard` gathers together, as numbers of elements on one rank.
+
+    Attributes:
+        whole: of the parts that this rank computes with.
+        matrices: of those of two dimensions and more that autocast converts.
+        shards: of its shards, each as long as the longest.
+        experts: of those of experts.
+        gradients: of the trained ones of `whole`.
+        tensors: number of trained parameters.
+        stored: bytes of the shards.
+        trained: bytes of those with a gradient.
+    """
+
+    whole: int = 0
+    matrices: int = 0
+    shards: int = 0
+    experts: int = 0
+    gradients: int = 0
+    tensors: int = 0
+    stored: int = 0
+    trained: int = 0
+
+
+class HeldParameters(NamedTuple):
+    """The parameters of one rank.
+
+    Attributes:
+        root: unit of what is outside of the blocks.
+        block: unit of the largest block.
+        every: sum of all units.
+        blocks: elements of each block, `whole` of its unit, the largest first.
+        layers: number of blocks of each stage of the rank.
+        is_first: whether the rank has the embedding.
+        is_last: whether the rank has the head.
+    """
+
+    root: Unit
+    block: Unit
+    every: Unit
+    blocks: Sequence[int]
+    layers: Sequence[int]
+    is_first: bool
+    is_last: bool
+
+
+def held_by(
+    model: Model | Transformer, axes: Axes, plan: Plan, step: EstimatedStep, copies: EqualRanks, rank: int
+) -> HeldParameters:
+    """Return the parameters of a rank along pp.
+
+    Args:
+        model: description of the model.
+        axes: of the mesh.
+        plan: options of the spreading.
+        step: formats.
+        copies: ranks with equal parameters.
+        rank: index along pp.
+
+    Raises:
+        ConfigError: a mesh with other axes than those of data parallelism, for a model without sizes.
+    """
+    if (sizes := sizes_of(model)) is not None:
+        return _held_by_sizes(sizes, axes, plan, step, copies, rank)
+    if axes.pp * axes.cp * axes.tp * axes.ep > 1:
+        expected = "a mesh of dp, dp_replicate and dp_shard, or the sizes of a transformer"
+        raise ConfigError("the blocks of this model are not known", expected=expected, got=str(axes))
+    parts = units_of(model.parameters)
+    root = _unit(parts.pop("", ()), axes, step, copies)
+    blocks = sorted((_unit(each, axes, step, copies) for each in parts.values()), key=lambda each: -each.whole)
+    every = Unit(*map(sum, zip(root, *blocks, strict=True)))
+    largest = blocks[0] if blocks else Unit()
+    return HeldParameters(root, largest, every, [each.whole for each in blocks], [len(blocks)], True, True)
+
+
+def _held_by_sizes(
+    model: Transformer, axes: Axes, plan: Plan, step: EstimatedStep, copies: EqualRanks, rank: int
+) -> HeldParameters:
+    own = rank_stages(plan, axes.pp, rank)
+    stages = axes.pp * plan.stages_per_rank
+    layers = stage_layers(model.layers, stages)
+    is_first, is_last = 0 in own, stages - 1 in own
+    ends = [*(model.embedding() if is_first else ()), *(model.head() if is_last else ())]
+    if model.tied and is_last and not is_first:
+        ends += model.embedding()[:1]  # both ends have a copy
+    root = _unit(ends, axes, step, copies)
+    block = _unit(model.block(), axes, step, copies)
+    count = sum(layers[at] for at in own)
+    every = Unit(*(one + count * each for one, each in zip(root, block, strict=True)))
+    return HeldParameters(root, block, every, [block.whole] * count, [layers[at] for at in own], is_first, is_last)
+
+
+def part_shape(parameter: Parameter, axes: Axes) -> list[int]:
+    """Return the shape of the largest part of a parameter along tp and ep, which the first rank has."""
+    shape = list(parameter.shape)
+    if axes.tp == axes.ep == 1:
+        return shape
+    if is_expert(parameter):
+        shape[0] //= axes.ep
+        return shape
+    if parameter.name.split(".")[-2] in _COLWISE:
+        shape[0] = -(-shape[0] // axes.tp)
+    if parameter.name.endswith(_ROWWISE):
+        shape[1] = -(-shape[1] // axes.tp)
+    return shape
+
+
+def _unit(parameters: Iterable[Parameter], axes: Axes, step: EstimatedStep, copies: EqualRanks) -> Unit:
+    whole = matrices = shards = experts = gradients = tensors = stored = trained = 0
+    for parameter in parameters:
+        shape = part_shape(parameter, axes)
+        count = math.prod(shape)
+        shard = shard_count(shape, expert_shards(axes, copies) if is_expert(parameter) else copies.shards)
+        item_bytes = step.item_bytes(parameter)
+        whole += count
+        is_converted = len(shape) > 1 and not parameter.looked_up and item_bytes > step.compute_bytes
+        matrices += count if is_converted else 0
+        shards += shard
+        experts += shard if is_expert(parameter) else 0
+        stored += shard * item_bytes
+        if parameter.trained:
+            gradients += count
+            tensors += 1
+            trained += shard * item_bytes
+    return Unit(whole, matrices, shards, experts, gradients, tensors, stored, trained)
+
+
+def shard_count(shape: Sequence[int], ranks: int) -> int:
+    """Return the elements in the largest shard of a tensor, split along its first dimension."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:]) if shape else 1
+
+
+def expert_shards(axes: Axes, copies: EqualRanks) -> int:
+    """Return the number of ranks among which the parts of experts are divided."""
+    if axes.ep == 1 or copies.shards == 1:
+        return copies.shards
+    return copies.shards * axes.tp // axes.ep
+
+
+class Kept(NamedTuple):
+    """Bytes of a micro-batch.
+
+    Attributes:
+        block: of one block.
+        entry: of one block that computes again in backward: its input.
+        ends: of what stands behind the blocks, without the logits.
+        logits: of the logits, until their backward is done.
+        peak: further ones while the loss's backward computes.
+        inside: further ones while a block's backward computes.
+        copies: of parameters in the compute format, where a forward has been measured; None where they are computed.
+    """
+
+    block: int
+    entry: int
+    ends: int
+    logits: int
+    peak: int
+    inside: int
+    copies: int | None = None
+
+
+def kept_by(
+    model: Model | Transformer, axes: Axes, plan: Plan, step: EstimatedStep, engine: Engine, blocks: int
+) -> Kept:
+    """Return what one micro-batch keeps on a rank: by sizes, or as measured.
+
+    Args:
+        model: description of the model; nothing is kept where it has neither sizes nor activations.
+        axes: of the mesh.
+        plan: options of the spreading.
+        step: tokens and formats.
+        engine: of data parallelism: `fully_shard` computes with parameters in the compute format, others by autocast.
+        blocks: number of blocks of the rank; each keeps an equal part of what was measured.
+    """
+    if (sizes := sizes_of(model)) is not None:
+        return _kept_by_sizes(sizes, axes, plan, step, engine)
+    compute = "pure-bf16" if step.stored_bytes == 2 else precision(step.precision).compute
+    found = model.activations.get(compute) if isinstance(model, Model) else None
+    if found is None:
+        return Kept(0, 0, 0, 0, 0, 0)
+    block = found.saved // blocks if blocks else 0
+    return Kept(block, block, found.saved - blocks * block, 0, 0, 0, found.copies)
+
+
+def _kept_by_sizes(model: Transformer, axes: Axes, plan: Plan, step: EstimatedStep, engine: Engine) -> Kept:
+    tokens = step.rows * step.tokens // axes.cp
+    own = tokens // axes.tp if plan.sequence else tokens  # of what lies between products
+    size = step.compute_bytes
+    stream = stream_bytes(step, engine)
+    entry = own * model.width * stream
+    first, second = (1, 1) if model.biases else (3, 2)  # products behind a norm; GPT-2 has one of each kind
+    norms = _norm(model, own, tokens, stream, size, first) + _norm(model, own, tokens, stream, size, second)
+    attention = _attention(model, axes, plan, tokens, size)
+    block = norms + attention + _mlp(model, axes, tokens, size)
+    vocabulary = -(-model.vocabulary // (axes.tp if divides_logits(plan) else 1))
+    return Kept(
+        block=block,
+        entry=entry,
+        ends=_norm(model, own, tokens, stream, size, 1),
+        logits=tokens * vocabulary * _FP32,
+        peak=2 * tokens * vocabulary * _FP32,
+        inside=3 * _mlp(model, axes, tokens, size) // 4,
+    )
+
+
+def _norm(model: Transformer, own: int, tokens: int, stream: int, size: int, products: int) -> int:
+    """Bytes of a norm: its input and its result in between, and what the products behind it read."""
+    between = stream if model.biases else _FP32 + stream  # an RMSNorm keeps both in fp32, and normalised
+    casts = products if stream > size else 1  # autocast converts for each product
+    return own * model.width * between + tokens * model.width * size * casts
+
+
+def _attention(model: Transformer, axes: Axes, plan: Plan, tokens: int, size: int) -> int:
+    """Bytes of queries, keys, values and outputs, and of the sums of the softmax."""
+    heads = model.heads // axes.tp
+    keys = max(1, model.kv_heads // axes.tp)
+    values = 2 * heads + 2 * keys
+    if model.biases:
+        values += 2 * heads  # queries and keys are cut from one product, which the values keep whole
+    # a norm of queries and keys keeps them in fp32, normalised, and a factor for each head
+    norms = (heads + keys) * (model.head_width * (_FP32 + size) + _FP32) if model.head_norms else 0
+    if axes.cp > 1 and plan.context == "heads":
+        values = 4 * heads  # keys repeated for the heads that share them
+    if axes.cp > 1 and plan.context == "gather":
+        # each half of the queries keeps the keys up to its own end; together those of the sequence and half a part
+        seen = heads * (2 * axes.cp + 1) if keys < heads else 2 * keys * axes.cp
+        values = 2 * heads + seen
+    return tokens * (values * model.head_width * size + heads * _FP32 + norms)
+
+
+def _mlp(model: Transformer, axes: Axes, tokens: int, size: int) -> int:
+    if not model.experts:
+        return tokens * -(-model.inner // axes.tp) * size * (4 if model.gated else 5)
+    # ranks along tp that hold all experts compute all tokens; those that send them to others send a part each
+    rows = tokens * model.experts_per_token // (axes.tp if axes.ep > 1 else 1)
+    return rows * (4 * model.inner + 2 * model.width) * size

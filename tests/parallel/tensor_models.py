@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from steps import ByState
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -152,18 +153,17 @@ def train(
     ctx: accel.DistContext, model: nn.Module, optimizer: Any, data: Any, steps: int, *, divided: bool
 ) -> list[float]:
     """An epoch in windows of micro-batches, weighted by tokens; the norms."""
-    accum, scaler, norms = accel.Accumulation(steps), accel.loss_scale(ctx), list[float]()
-    for batch in accel.batches(ctx, data):
-        accum = accum.next(last=batch.is_last)
+    run = ByState(ctx, steps)
+    norms = list[float]()
+    for batch in run.batches(data):
         ids, labels = batch.data
         tokens = int((labels != IGNORED).sum()) if int(batch.valid) else 0
-        with accel.accumulate(ctx, accum, model):
+        with run.accumulate(model):
             loss = total_loss(ctx, model(ids), labels, divided=divided) / max(tokens, 1)
-            accum = accel.backward(ctx, loss, scaler, accum, weight=tokens)
-        if accum.sync:
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.3)
-            accum, scaler = step.accum, step.scaler
-            norms.append(float(step.grad_norm))
+            run.backward(loss, weight=tokens)
+        if run.sync:
+            run.step(optimizer, max_norm=0.3)
+            norms.append(float(run.grad_norm))
     return norms
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from processes import job, run_ranks
+from steps import ByState
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -93,20 +94,20 @@ def steps(
     ctx: accel.DistContext, model: nn.Module, optimizer: Any, *, uneven: bool = False, first: int = 0, micros: int = 4
 ) -> list[float]:
     """Clipped steps of two micro-batches each, with a balance loss: the norms."""
-    accum, scaler, norms = accel.Accumulation(2), accel.loss_scale(ctx), []
+    run = ByState(ctx, 2)
+    norms = []
     for micro in range(first, first + micros):
-        accum = accum.next()
+        run.begin()
         tokens = own_tokens(ctx, batch(micro), uneven=uneven)
-        with accel.accumulate(ctx, accum, model):
+        with run.accumulate(model):
             outputs, routings = model(tokens)
             error = (outputs - tokens.sum(1, keepdim=True).sin()).square().sum()
             balance = sum(accel.balance_loss(ctx, each.probabilities, each.indices) for each in routings)
             loss = error / max(len(tokens), 1) + 0.1 * balance
-            accum = accel.backward(ctx, loss, scaler, accum, weight=len(tokens))
-        if accum.sync:
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-            accum = step.accum
-            norms.append(float(step.grad_norm))
+            run.backward(loss, weight=len(tokens))
+        if run.sync:
+            run.step(optimizer, max_norm=0.5)
+            norms.append(float(run.grad_norm))
     return norms
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import ByState
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -56,20 +57,20 @@ def train(ctx: accel.DistContext, model: nn.Module, mesh: str) -> tuple[dict[str
     if mesh:
         ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp")
     model, optimizer = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accum, scaler, norms = accel.Accumulation(), accel.loss_scale(ctx), []
+    run = ByState(ctx)
+    norms = []
     generator = torch.Generator().manual_seed(1)
     at, count = ctx.data_parallel
     cuts = [round(ROWS * (i / count) ** 1.5) for i in range(count + 1)]
     for _ in range(3):
         ids = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=generator)[cuts[at] : cuts[at + 1]]
-        accum = accum.next()
-        with accel.accumulate(ctx, accum, model):
+        run.begin()
+        with run.accumulate(model):
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].flatten())
-            accum = accel.backward(ctx, loss, scaler, accum, weight=ids[:, 1:].numel())
-        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.1)
-        accum = step.accum
-        norms.append(float(step.grad_norm))
+            run.backward(loss, weight=ids[:, 1:].numel())
+        run.step(optimizer, max_norm=0.1)
+        norms.append(float(run.grad_norm))
     return {name: whole(each) for name, each in model.named_parameters()}, norms
 
 

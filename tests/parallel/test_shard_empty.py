@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import ByState
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
@@ -49,10 +50,11 @@ def _empty_with_buffers() -> Net:
 
 def _step(ctx: accel.DistContext, model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(ctx.rank))
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-    with accel.accumulate(ctx, accum, model):
-        accum = accel.backward(ctx, model(rows).square().mean(), scaler, accum, weight=len(rows))
-    accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
+    run = ByState(ctx)
+    run.begin()
+    with run.accumulate(model):
+        run.backward(model(rows).square().mean(), weight=len(rows))
+    run.step(optimizer, max_norm=1.0)
     return [each.full_tensor() if isinstance(each, DTensor) else each.clone() for each in model.parameters()]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from steps import ByState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -57,20 +58,20 @@ def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _train(ctx: accel.DistContext, model: nn.Module, optimizer: Any) -> tuple[list[Any], list[torch.Tensor]]:
     """Two clipped steps of two micro-batches: their norms, and the parameters."""
-    accum, scaler, norms = accel.Accumulation(2), accel.loss_scale(ctx), []
+    run = ByState(ctx, 2)
+    norms = []
     share, count = ctx.data_parallel
     place, parts = ctx.axis("cp")
     for micro in range(4):
-        accum = accum.next()
+        run.begin()
         ids, labels = (each.chunk(count)[share].chunk(parts, 1)[place] for each in _batch(micro))
         tokens = (labels != -100).sum()
-        with accel.accumulate(ctx, accum, model):
+        with run.accumulate(model):
             total = cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
-            accum = accel.backward(ctx, total / tokens.clamp(min=1), scaler, accum, weight=tokens)
-        if accum.sync:
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
-            accum = step.accum
-            norms.append(step.grad_norm)
+            run.backward(total / tokens.clamp(min=1), weight=tokens)
+        if run.sync:
+            run.step(optimizer, max_norm=0.05)
+            norms.append(run.grad_norm)
     return norms, _whole(model.parameters())
 
 
@@ -127,16 +128,16 @@ def _pair(seed: int = 3) -> nn.Module:
 
 
 def _train_pair(ctx: accel.DistContext, model: nn.Module, optimizer: Any) -> tuple[list[Any], list[torch.Tensor]]:
-    scaler, accum, norms = accel.loss_scale(ctx), accel.Accumulation(), []
+    run = ByState(ctx)
+    norms = []
     share, count = ctx.data_parallel
     rows = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).chunk(count)[share]
     for _ in range(2):
-        accum = accum.next()
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(rows).square().mean(), scaler, accum, weight=len(rows))
-        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
-        accum = step.accum
-        norms.append(step.grad_norm)
+        run.begin()
+        with run.accumulate(model):
+            run.backward(model(rows).square().mean(), weight=len(rows))
+        run.step(optimizer, max_norm=0.05)
+        norms.append(run.grad_norm)
     return norms, _whole(model.parameters())
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import ByState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -66,7 +67,8 @@ def _train(ctx: accel.DistContext, plan: Plan | None, seed: int = 4) -> Any:
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = AdamW(trained, lr=0.01) if plan == PLANS["offload"] else SGD(trained, lr=0.5)
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
-    accum, scaler, seen = accel.Accumulation(2), accel.loss_scale(ctx), []
+    run = ByState(ctx, 2)
+    seen = []
     share, count = ctx.data_parallel
     for micro in range(4):
         rows = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(micro)).chunk(count)[
@@ -74,13 +76,12 @@ def _train(ctx: accel.DistContext, plan: Plan | None, seed: int = 4) -> Any:
         ]
         with torch.no_grad():
             seen.append(float(accel.reduce(ctx, model(rows).square().mean(), op="mean")))
-        accum = accum.next()
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(rows).square().mean(), scaler, accum, weight=len(rows))
-        if accum.sync:
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
-            accum = step.accum
-            seen.append(step.grad_norm)
+        run.begin()
+        with run.accumulate(model):
+            run.backward(model(rows).square().mean(), weight=len(rows))
+        if run.sync:
+            run.step(optimizer, max_norm=0.05)
+            seen.append(run.grad_norm)
     assert all(each.is_cpu for state in optimizer.state.values() for each in state.values())
     return torch.tensor(seen), _whole(model.parameters())
 

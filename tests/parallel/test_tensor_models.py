@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from steps import ByState
 from tensor_models import whole
 from torch import nn
 
@@ -44,10 +45,12 @@ def _check(
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
         norms: list[float] = []
         for _ in range(2):
-            scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-            with accel.accumulate(ctx, accum, model):
-                accum = accel.backward(ctx, loss_of(model), scaler, accum)
-            norms.append(float(accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5).grad_norm))
+            run = ByState(ctx)
+            run.begin()
+            with run.accumulate(model):
+                run.backward(loss_of(model))
+            run.step(optimizer, max_norm=0.5)
+            norms.append(float(run.grad_norm))
         return norms, whole(model)
 
     expected = rank(accel.single())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from catching import caught
+from steps import ByState
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
@@ -91,18 +92,18 @@ def _rows(ctx: accel.DistContext, seed: int) -> Tensor:
 
 def _train(ctx: accel.DistContext, model: nn.Module, optimizer: Any, *, steps: int = 2) -> list[float]:
     """Steps of two micro-batches, the spare scale in the first of them alone; and their norms."""
-    scaler, accum, norms = accel.loss_scale(ctx), accel.Accumulation(steps=2), []
+    run = ByState(ctx, 2)
+    norms = []
     for at in range(2 * steps):
-        accum = accum.next()
+        run.begin()
         accel.unwrap_model(model).uses = at == 0
-        with accel.accumulate(ctx, accum, model):
+        with run.accumulate(model):
             with accel.autocast(ctx):
                 loss = model(_rows(ctx, at)).square().mean()
-            accum = accel.backward(ctx, loss, scaler, accum)
-        if accum.sync:
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-            accum = step.accum
-            norms.append(float(step.grad_norm))
+            run.backward(loss)
+        if run.sync:
+            run.step(optimizer, max_norm=0.5)
+            norms.append(float(run.grad_norm))
     return norms
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import WAYS, ByState
 from torch import nn
 from torch.distributed import HashStore
 
@@ -20,32 +21,37 @@ from accel.testing import Simulator
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
 
-def _refused(ctx: accel.DistContext, factors: list[float], *, windows: bool = True, **options: Any) -> str:
-    """The error of a step whose micro-batches multiply their losses by factors."""
+def _refused(
+    ctx: accel.DistContext, factors: list[float], *, way: type[ByState] | None = ByState, **options: Any
+) -> str:
+    """The error of a step whose micro-batches multiply their losses by factors; without a way, of one by its scale."""
     model = accel.prepare_model(ctx, nn.Linear(4, 2))
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), accel.LossScale()
-    accum = accel.Accumulation(steps=len(factors)) if windows else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if way is None:
+        [factor] = factors
+        accel.backward(ctx, model(X).square().mean() * factor, accel.LossScale())
+        with pytest.raises(NonFiniteError) as caught:
+            accel.optimizer_step(ctx, optimizer, accel.LossScale(), **options)
+        return str(caught.value)
+    run = way(ctx, len(factors))
     for factor in factors:
-        if accum is not None:
-            accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
-                accum = accel.backward(ctx, model(X).square().mean() * factor, scaler, accum)
-        else:
-            accel.backward(ctx, model(X).square().mean() * factor, scaler)
+        run.begin()
+        with run.accumulate(model):
+            run.backward(model(X).square().mean() * factor)
     with pytest.raises(NonFiniteError) as caught:
-        accel.optimizer_step(ctx, optimizer, scaler, accum, **options)
+        run.step(optimizer, **options)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("windows", [True, False])
+@pytest.mark.parametrize("way", [*WAYS, None], ids=["state", "parts", "scale"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_the_ranks_whose_loss_was_not_finite_are_named_on_all(
-    ranks: Simulator, strategy: Any, bad: float, windows: bool
+    ranks: Simulator, strategy: Any, bad: float, way: type[ByState] | None
 ):
     def rank(ctx: accel.DistContext, guilty: set[int]) -> str:
         ctx = accel.replace(ctx, strategy=strategy)
-        return _refused(ctx, [bad if ctx.rank in guilty else 1.0], windows=windows)
+        return _refused(ctx, [bad if ctx.rank in guilty else 1.0], way=way)
 
     for told in ranks.run(lambda ctx: rank(ctx, {1}), 3, default_group=True):
         assert "inf or NaN; the loss of rank 1 was not finite - at weight" in told
@@ -66,15 +72,14 @@ def test_a_window_that_was_given_up_is_not_blamed(ranks: Simulator):
     def rank(ctx: accel.DistContext) -> str:
         model = accel.prepare_model(ctx, nn.Linear(4, 2, bias=False))
         nn.init.zeros_(accel.unwrap_model(model).weight)
-        optimizer, scaler, accum = torch.optim.SGD(model.parameters(), lr=0.1), accel.LossScale(), accel.Accumulation()
+        optimizer, run = torch.optim.SGD(model.parameters(), lr=0.1), ByState(ctx)
         for factor in (math.nan, 1.0):
-            accum = accum.reset().next()
-            accel.clear_gradients(model)
-            with accel.accumulate(ctx, accum, model):
-                loss = model(X).abs().sum().sqrt() * factor
-                accum = accel.backward(ctx, loss, scaler, accum)
+            run.state = accel.discard(run.state, model)
+            run.begin()
+            with run.accumulate(model):
+                run.backward(model(X).abs().sum().sqrt() * factor)
         with pytest.raises(NonFiniteError) as caught:
-            accel.optimizer_step(ctx, optimizer, scaler, accum)
+            run.step(optimizer)
         return str(caught.value)
 
     for told in ranks.run(rank, 2):
@@ -90,11 +95,11 @@ def test_a_pipelines_ranks_know_the_loss_of_its_last_stage(ranks: Simulator):
         ctx = accel.replace(ctx, mesh="pp=2")
         net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
         model = accel.prepare_model(ctx, net)
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), accel.LossScale()
-        more: Any = {"loss_fn": lambda out: out.square().sum() * math.nan, "weight": 3.0}
-        _, accum = accel.forward_backward(ctx, model, scaler, accel.Accumulation().next(), X, **more)
+        optimizer, run = torch.optim.SGD(model.parameters(), lr=0.1), ByState(ctx)
+        run.begin()
+        run.forward_backward(model, X, loss_fn=lambda out: out.square().sum() * math.nan, weight=3.0)
         with pytest.raises(NonFiniteError) as caught:
-            accel.optimizer_step(ctx, optimizer, scaler, accum)
+            run.step(optimizer)
         return str(caught.value)
 
     assert all("; the loss of ranks 0, 1 was not finite" in told for told in ranks.run(rank, 2, default_group=True))
@@ -103,12 +108,12 @@ def test_a_pipelines_ranks_know_the_loss_of_its_last_stage(ranks: Simulator):
 def test_a_rank_that_refuses_alone_under_local_sgd_asks_nobody(ranks: Simulator):
     def rank(ctx: accel.DistContext) -> str:
         model = accel.prepare_local_model(ctx, nn.Linear(4, 2))
-        optimizer, scaler, accum = torch.optim.SGD(model.parameters(), lr=0.1), accel.LossScale(), accel.Accumulation()
-        accum = accum.next()
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(X).sum() * (math.nan if ctx.rank else 1), scaler, accum)
+        optimizer, run = torch.optim.SGD(model.parameters(), lr=0.1), ByState(ctx)
+        run.begin()
+        with run.accumulate(model):
+            run.backward(model(X).sum() * (math.nan if ctx.rank else 1))
         try:
-            accel.optimizer_step(ctx, optimizer, scaler, accum)
+            run.step(optimizer)
         except NonFiniteError as error:
             return str(error)
         finally:
@@ -125,8 +130,10 @@ def test_a_step_that_ignores_reads_no_loss():
     ctx, device = accel.single(), torch.device("meta")
     model = nn.Linear(4, 2, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accum = accel.backward(ctx, model(X.to(device)).sum(), accel.LossScale(), accel.Accumulation().next())
-    assert accel.optimizer_step(ctx, optimizer, accel.LossScale(), accum, nonfinite="ignore").stepped
+    run = ByState(ctx)
+    run.begin()
+    run.backward(model(X.to(device)).sum())
+    assert run.step(optimizer, nonfinite="ignore")
 
 
 def test_processes_tell_each_other_through_the_store_and_wait_for_nobody_long():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import ByState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -52,12 +53,14 @@ def _whole(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _step(ctx: accel.DistContext, model: nn.Module, optimizer: Any, **options: Any) -> torch.Tensor | None:
     """One step: the norm of the gradient."""
-    accum, scaler = accel.Accumulation().next(), accel.loss_scale(ctx)
-    with accel.accumulate(ctx, accum, model):
+    run = ByState(ctx)
+    run.begin()
+    with run.accumulate(model):
         with accel.autocast(ctx):
             loss = model(_inputs(ctx).to(next(model.parameters()).dtype), **options).square().mean()
-        accum = accel.backward(ctx, loss, scaler, accum)
-    return accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0).grad_norm
+        run.backward(loss)
+    run.step(optimizer, max_norm=1.0)
+    return run.grad_norm
 
 
 def _under(
@@ -195,12 +198,13 @@ def test_formats_are_those_of_ddp(ranks, precision):
     def rank(ctx):
         model = _model(nn.BatchNorm1d(4)).float()  # whose parameters stay fp32
         model, optimizer = accel.prepare(ctx, model, SGD(model.parameters(), lr=0.1))
-        scaler, accum = accel.LossScale(), accel.Accumulation().next()
-        with accel.accumulate(ctx, accum, model):
+        run = ByState(ctx)
+        run.begin()
+        with run.accumulate(model):
             with accel.autocast(ctx):
                 loss = model(_inputs(ctx).to(next(model.parameters()).dtype)).float().square().mean()
-            accum = accel.backward(ctx, loss, scaler, accum)
-        accel.optimizer_step(ctx, optimizer, scaler, accum)
+            run.backward(loss)
+        run.step(optimizer)
         return [each.dtype for each in model.parameters()], _whole(model.parameters())
 
     expected, got = (_under(ranks, rank, strategy=strategy, precision=precision)[0] for strategy in ("ddp", "fsdp"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import ByState, both_ways
 from torch import nn
 from torch.optim import SGD
 
@@ -43,19 +44,20 @@ def _inputs(ctx: accel.DistContext, scale: float = 1.0) -> torch.Tensor:
 
 def _begin(
     ctx: accel.DistContext, model: nn.Module, steps: int = 1, *, micros: int = 1, scale: float = 1.0, **weight: Any
-) -> accel.Accumulation:
+) -> ByState:
     """The first micro-batches of a window."""
-    accum = accel.Accumulation(steps=steps)
+    run = ByState(ctx, steps)
     for _ in range(micros):
-        accum = accum.next()
-        with accel.accumulate(ctx, accum, model):
+        run.begin()
+        with run.accumulate(model):
             loss = model(_inputs(ctx, scale)).square().mean()
-            accum = accel.backward(ctx, loss, accel.LossScale(), accum, **weight)
-    return accum
+            run.backward(loss, **weight)
+    return run
 
 
-def _step(ctx: accel.DistContext, optimizer: Any, accum: accel.Accumulation) -> Any:
-    return accel.optimizer_step(ctx, optimizer, accel.LossScale(), accum)
+def _step(optimizer: Any, run: ByState) -> ByState:
+    run.step(optimizer)
+    return run
 
 
 def _on(ranks: Any, layout: str, fn: Callable[[accel.DistContext], Any]) -> list[Any]:
@@ -71,14 +73,14 @@ def _refused(ctx: accel.DistContext, optimizer: Any, model: nn.Module) -> None:
     """A next window is refused, and changes nothing."""
     before = _whole(model)
     with pytest.raises(StepError, match=LEFT):
-        _step(ctx, optimizer, _begin(ctx, model))
+        _step(optimizer, _begin(ctx, model))
     assert torch.equal(_whole(model), before)
 
 
 def _expected(ctx: accel.DistContext) -> torch.Tensor:
     """The parameters after one window of a new model."""
     model, optimizer = _prepared(ctx)
-    _step(ctx, optimizer, _begin(ctx, model))
+    _step(optimizer, _begin(ctx, model))
     return _whole(model)
 
 
@@ -95,7 +97,7 @@ def test_a_window_left_before_its_step_is_refused_until_its_gradients_are_droppe
         _begin(ctx, model, steps, micros=micros, scale=BIG, **weight)
         _refused(ctx, optimizer, model)
         accel.clear_gradients(model)
-        _step(ctx, optimizer, _begin(ctx, model, **weight))
+        _step(optimizer, _begin(ctx, model, **weight))
         torch.testing.assert_close(_whole(model), _expected(ctx), rtol=0, atol=1e-12)
         return True
 
@@ -118,14 +120,15 @@ def test_zero_grad_before_the_first_backward_of_a_window_is_early_enough(ranks, 
     def rank(ctx):
         model, optimizer = _prepared(ctx)
         _begin(ctx, model, scale=BIG)
-        accum = accel.Accumulation().next()
-        with accel.accumulate(ctx, accum, model):
+        run = ByState(ctx)
+        run.begin()
+        with run.accumulate(model):
             loss = model(_inputs(ctx)).square().mean()
             optimizer.zero_grad()
-            accum = accel.backward(ctx, loss, accel.LossScale(), accum)
-        _step(ctx, optimizer, accum)
+            run.backward(loss)
+        _step(optimizer, run)
         torch.testing.assert_close(_whole(model), _expected(ctx), rtol=0, atol=1e-12)
-        _step(ctx, optimizer, _begin(ctx, model))
+        _step(optimizer, _begin(ctx, model))
         return True
 
     assert all(_on(ranks, layout, rank))
@@ -136,7 +139,7 @@ def test_a_step_that_was_not_finite_is_not_stepped_with_later(ranks, layout):
     def rank(ctx):
         model, optimizer = _prepared(ctx)
         with pytest.raises(accel.NonFiniteError):
-            _step(ctx, optimizer, _begin(ctx, model, scale=float("nan") if ctx.rank == 0 else 1.0))
+            _step(optimizer, _begin(ctx, model, scale=float("nan") if ctx.rank == 0 else 1.0))
         _refused(ctx, optimizer, model)
         return True
 
@@ -148,11 +151,11 @@ def test_a_step_that_was_not_finite_is_not_stepped_with_later(ranks, layout):
 def test_loading_inside_a_window_drops_its_gradients(ranks, layout, micros, tmp_path):
     def rank(ctx):
         model, optimizer = _prepared(ctx)
-        items = {"model": model, "optimizer": optimizer, "accum": accel.Accumulation()}
+        items = {"model": model, "optimizer": optimizer, "state": accel.train_state(ctx)}
         path = accel.save_state(ctx, tmp_path / f"{layout}-{micros}", items, step=0)
         _begin(ctx, model, 2, micros=micros, scale=BIG)
         accel.load_state(ctx, path, items)
-        _step(ctx, optimizer, _begin(ctx, model))
+        _step(optimizer, _begin(ctx, model))
         torch.testing.assert_close(_whole(model), _expected(ctx), rtol=0, atol=1e-12)
         return True
 
@@ -166,9 +169,9 @@ def test_after_gradients_that_are_not_finite_the_last_checkpoint_is_a_way_on(ran
         items = {"model": model, "optimizer": optimizer}
         path = accel.save_state(ctx, tmp_path / layout, items, step=0)
         with pytest.raises(accel.NonFiniteError):
-            _step(ctx, optimizer, _begin(ctx, model, scale=float("nan")))
+            _step(optimizer, _begin(ctx, model, scale=float("nan")))
         accel.load_state(ctx, path, items)
-        return _step(ctx, optimizer, _begin(ctx, model)).stepped
+        return _step(optimizer, _begin(ctx, model)).stepped
 
     assert all(_on(ranks, layout, rank))
 
@@ -181,17 +184,19 @@ def test_the_pass_of_a_generator_leaves_no_gradients_in_the_critic(ranks, layout
         noise = _inputs(ctx)
 
         def generate() -> None:
-            accum = accel.Accumulation().next()
-            with accel.accumulate(ctx, accum, generator, critic):
-                accum = accel.backward(ctx, critic(generator(noise)).mean(), accel.LossScale(), accum)
-            _step(ctx, optimizer_g, accum)
+            run = ByState(ctx)
+            run.begin()
+            with run.accumulate(generator, critic):
+                run.backward(critic(generator(noise)).mean())
+            _step(optimizer_g, run)
 
         def criticise() -> Any:
-            accum = accel.Accumulation().next()
-            with accel.accumulate(ctx, accum, critic):
+            run = ByState(ctx)
+            run.begin()
+            with run.accumulate(critic):
                 loss = critic(generator(noise).detach()).square().mean()
-                accum = accel.backward(ctx, loss, accel.LossScale(), accum)
-            return _step(ctx, optimizer_c, accum)
+                run.backward(loss)
+            return _step(optimizer_c, run)
 
         generate()
         with pytest.raises(StepError, match=LEFT):
@@ -209,7 +214,7 @@ def test_an_optimizer_of_every_other_window_needs_its_gradients_dropped_between(
         model, _ = _prepared(ctx)
         each, other = (SGD(part.parameters(), lr=0.1) for part in accel.unwrap_model(model))
         for update in range(4):
-            _step(ctx, [each, other] if update % 2 else each, _begin(ctx, model))
+            _step([each, other] if update % 2 else each, _begin(ctx, model))
             if drops:
                 other.zero_grad()
         return _whole(model)
@@ -230,7 +235,7 @@ def test_parameters_that_no_optimizer_has_may_keep_their_gradients(ranks, layout
     def rank(ctx):
         model, _ = _prepared(ctx, 3, 4, 2)
         head = SGD(accel.unwrap_model(model)[1].parameters(), lr=0.1)
-        stepped = [_step(ctx, head, _begin(ctx, model)).stepped for _ in range(3)]
+        stepped = [_step(head, _begin(ctx, model)).stepped for _ in range(3)]
         body = next(iter(accel.unwrap_model(model)[0].parameters()))
         assert body.grad is not None
         return stepped
@@ -252,8 +257,8 @@ def test_zeros_are_no_gradients(ranks, layout):
         twin, plain = _prepared(ctx)
         zeros = KeepsZeros(model.parameters(), lr=0.1)
         for _ in range(3):
-            _step(ctx, zeros, _begin(ctx, model, 2, micros=2))
-            _step(ctx, plain, _begin(ctx, twin, 2, micros=2))
+            _step(zeros, _begin(ctx, model, 2, micros=2))
+            _step(plain, _begin(ctx, twin, 2, micros=2))
         return torch.equal(_whole(model), _whole(twin))
 
     assert all(_on(ranks, layout, rank))
@@ -267,7 +272,7 @@ def test_a_leftover_in_the_shard_of_one_rank_is_refused_by_all(ranks):
         for each in model.parameters():
             each.grad = torch.full_like(each, 1.0 if ctx.rank else 0.0)
         with pytest.raises(StepError, match=f"rank 1: .*{LEFT}"):
-            _step(ctx, optimizer, _begin(ctx, model))
+            _step(optimizer, _begin(ctx, model))
         return True
 
     assert all(_on(ranks, "fsdp", rank))
@@ -281,28 +286,27 @@ def test_a_whole_gradient_that_one_rank_left_is_refused_there(ranks):
         if ctx.rank == 0:
             accel.unwrap_model(model)(_inputs(ctx)).sum().backward()
             with pytest.raises(StepError, match=LEFT):
-                _step(ctx, optimizer, _begin(ctx, model))
+                _step(optimizer, _begin(ctx, model))
             return True
-        return _step(ctx, optimizer, _begin(ctx, model)).stepped
+        return _step(optimizer, _begin(ctx, model)).stepped
 
     assert all(_on(ranks, "ddp", rank))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_windows_over_different_models_may_overlap(ranks, layout):
+@both_ways
+def test_windows_over_different_models_may_overlap(ranks, layout, way):
     def rank(ctx):
         pairs = [_prepared(ctx), _prepared(ctx)]
-        accums = [accel.Accumulation(steps=2), accel.Accumulation(steps=3)]
+        runs = [way(ctx, 2), way(ctx, 3)]
         stepped = 0
         for _ in range(6):
-            for at, (model, optimizer) in enumerate(pairs):
-                accums[at] = accums[at].next()
-                with accel.accumulate(ctx, accums[at], model):
-                    loss = model(_inputs(ctx)).square().mean()
-                    accums[at] = accel.backward(ctx, loss, accel.LossScale(), accums[at])
-                if accums[at].sync:
-                    accums[at] = _step(ctx, optimizer, accums[at]).accum
-                    stepped += 1
+            for run, (model, optimizer) in zip(runs, pairs, strict=True):
+                run.begin()
+                with run.accumulate(model):
+                    run.backward(model(_inputs(ctx)).square().mean())
+                if run.sync:
+                    stepped += run.step(optimizer)
         return stepped
 
     assert set(_on(ranks, layout, rank)) == {5}
@@ -312,12 +316,13 @@ def test_windows_over_different_models_may_overlap(ranks, layout):
 def test_a_first_micro_batch_may_have_several_blocks(ranks, layout):
     def rank(ctx):
         model, optimizer = _prepared(ctx)
-        accum = accel.Accumulation().next()
+        run = ByState(ctx)
+        run.begin()
         for at in range(2):
-            with accel.accumulate(ctx, accum, model):
+            with run.accumulate(model):
                 loss = model(_inputs(ctx)).square().mean()
-                accum = accel.backward(ctx, loss, accel.LossScale(), accum, weight=2, same_units=at == 1)
-        return _step(ctx, optimizer, accum).stepped
+                run.backward(loss, weight=2, same_units=at == 1)
+        return _step(optimizer, run).stepped
 
     assert all(_on(ranks, "alone" if layout == "ddp" else layout, rank))
 
@@ -334,11 +339,11 @@ def test_sharpness_aware_minimisation_takes_two_windows_of_which_one_is_stepped(
             for each in model.parameters():
                 each.add_(each.grad, alpha=0.05)
         optimizer.zero_grad()
-        accum = _begin(ctx, model)
+        run = _begin(ctx, model)
         with torch.no_grad():
             for each, old in zip(model.parameters(), before, strict=True):
                 each.copy_(old)
-        return _step(ctx, optimizer, accum).stepped
+        return _step(optimizer, run).stepped
 
     assert all(_on(ranks, layout, rank))
 
@@ -347,17 +352,17 @@ def test_sharpness_aware_minimisation_takes_two_windows_of_which_one_is_stepped(
 def test_a_penalty_on_gradients_of_inputs_leaves_no_gradients(ranks, layout):
     def rank(ctx):
         model, optimizer = _prepared(ctx)
-        accum = accel.Accumulation(steps=2)
+        run = ByState(ctx, 2)
         for _ in range(4):
-            accum = accum.next()
+            run.begin()
             inputs = _inputs(ctx).requires_grad_()
-            with accel.accumulate(ctx, accum, model):
+            with run.accumulate(model):
                 outputs = model(inputs).square().mean()
                 [slope] = torch.autograd.grad(outputs, inputs, create_graph=True)
-                accum = accel.backward(ctx, outputs + slope.square().sum(), accel.LossScale(), accum)
-            if accum.sync:
-                accum = _step(ctx, optimizer, accum).accum
-        return accum.updates
+                run.backward(outputs + slope.square().sum())
+            if run.sync:
+                run.step(optimizer)
+        return run.updates
 
     assert set(_on(ranks, layout, rank)) == {2}
 
@@ -396,7 +401,7 @@ def test_a_model_with_notes_is_copied_and_saved_as_any_other(tmp_path):
     for twin in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
         assert torch.equal(_whole(twin), _whole(model))
     with pytest.raises(StepError, match=LEFT):
-        _step(ctx, optimizer, _begin(ctx, model))
+        _step(optimizer, _begin(ctx, model))
 
 
 def test_the_error_names_parameters_and_the_line_to_write():
@@ -404,7 +409,7 @@ def test_the_error_names_parameters_and_the_line_to_write():
     model, optimizer = _prepared(ctx, 3, 4, 4, 2)
     _begin(ctx, model)
     with pytest.raises(StepError) as caught:
-        _step(ctx, optimizer, _begin(ctx, model))
+        _step(optimizer, _begin(ctx, model))
     assert caught.value.got == "gradients of 0.weight, 0.bias, 1.weight and 3 more"
     assert "accel.clear_gradients(model)" in caught.value.fix
 
@@ -417,12 +422,14 @@ def test_a_note_ends_with_the_gradients_that_it_is_of(ranks, layout):
         model, _ = _prepared(ctx)
         *body, weight, bias = model.parameters()
         for _ in range(2):
-            _step(ctx, SGD([weight, bias], lr=0.1), _begin(ctx, model))
+            _step(SGD([weight, bias], lr=0.1), _begin(ctx, model))
         everything = SGD([*body, weight, bias], lr=0.1)
         everything.zero_grad()
         loss = model(_inputs(ctx)).square().mean()
-        accum = accel.backward(ctx, loss, accel.LossScale(), accel.Accumulation().next())  # without `accumulate`
-        return _step(ctx, everything, accum).stepped
+        run = ByState(ctx)
+        run.begin()
+        run.backward(loss)  # without `accumulate`
+        return _step(everything, run).stepped
 
     assert all(_on(ranks, layout, train))
 
@@ -432,11 +439,12 @@ def test_a_gradient_that_is_gone_at_the_step_is_none():
     model = _model(3, 3, 3)
     optimizer, first = SGD(model.parameters(), lr=0.1), model.get_submodule("0")
     _begin(ctx, model, steps=2)
-    accum = accel.Accumulation().next()
-    with accel.accumulate(ctx, accum, model):
+    run = ByState(ctx)
+    run.begin()
+    with run.accumulate(model):
         optimizer.zero_grad()
-        accum = accel.backward(ctx, first(_inputs(ctx)).square().mean(), accel.LossScale(), accum)
-    assert _step(ctx, optimizer, accum).stepped
+        run.backward(first(_inputs(ctx)).square().mean())
+    assert _step(optimizer, run).stepped
 
 
 @pytest.mark.parametrize("layout", ["alone", "ddp"])
@@ -445,23 +453,25 @@ def test_a_window_whose_gradients_were_cleared_does_not_go_on(ranks, layout):
 
     def train(ctx: accel.DistContext) -> None:
         model, optimizer = _prepared(ctx)
-        accum = _begin(ctx, model, steps=2)
+        run = _begin(ctx, model, steps=2)
         optimizer.zero_grad()
-        accum = accum.next()
+        run.begin()
         with pytest.raises(StepError, match=r"first micro-batch are gone.*zero_grad\(\) out of the loop"):
-            accel.accumulate(ctx, accum, model)
+            run.accumulate(model)
 
     _on(ranks, layout, train)
 
 
 def test_windows_over_models_without_gradients_by_design_go_on():
     ctx, frozen = accel.single(), _model(3, 3, 3).requires_grad_(False)
-    accum = accel.Accumulation(steps=2, sync_each_batch=True)
+    run = ByState(ctx, 2, sync_each_batch=True)
     for model in (_model(3, 2), _model(3, 2)):  # one model a micro-batch
-        accum = accum.next()
-        with accel.accumulate(ctx, accum, model, frozen):
-            accum = accel.backward(ctx, model(_inputs(ctx)).square().mean(), accel.LossScale(), accum)
-    accel.accumulate(ctx, _begin(ctx, _model(3, 2), steps=2).next(), frozen)
+        run.begin()
+        with run.accumulate(model, frozen):
+            run.backward(model(_inputs(ctx)).square().mean())
+    run = _begin(ctx, _model(3, 2), steps=2)
+    run.begin()
+    run.accumulate(frozen)
 
 
 def test_windows_leave_at_most_one_hook_on_a_parameter_that_no_backward_reaches():
@@ -469,8 +479,9 @@ def test_windows_leave_at_most_one_hook_on_a_parameter_that_no_backward_reaches(
     first, second = model.get_submodule("0"), model.get_submodule("1")
     model(_inputs(ctx)).square().mean().backward()
     for _ in range(3):
-        accum = accel.Accumulation().next()
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, first(_inputs(ctx)).square().mean(), accel.LossScale(), accum)
+        run = ByState(ctx)
+        run.begin()
+        with run.accumulate(model):
+            run.backward(first(_inputs(ctx)).square().mean())
         first.zero_grad()
     assert all(len(each._backward_hooks or ()) <= 1 for each in second.parameters())

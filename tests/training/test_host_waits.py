@@ -10,6 +10,7 @@ import dataclasses
 
 import pytest
 import torch
+from steps import ByState
 from torch import nn
 
 import accel
@@ -20,18 +21,19 @@ def _step(ctx: accel.DistContext, *, tokens: bool, apart: bool = False, **option
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     model = accel.prepare_model(ctx, model)
-    accum, scaler = accel.Accumulation(steps=2), accel.LossScale(scale=8.0)
+    run = ByState(ctx, 2, scaler=accel.LossScale(scale=8.0))
     for micro in range(2):
-        accum = accum.next(last=micro == 1)
+        run.begin(last=micro == 1)
         weight = torch.ones((), dtype=torch.int64, device=ctx.device) if tokens else 3
-        with accel.accumulate(ctx, accum, model):
+        with run.accumulate(model):
             loss = model(torch.ones(3, 4, device=ctx.device)).square().mean()
-            accum = accel.backward(ctx, loss, scaler, accum, weight=weight)
+            run.backward(loss, weight=weight)
     if apart:
-        accel.clip_grad_norm_(ctx, model.parameters(), 1.0, scaler, accum)
-        accel.clip_grad_value_(ctx, model.parameters(), 1.0, scaler, accum)
-        accum = accel.unscale_gradients(ctx, optimizer, scaler, accum)
-    return accel.optimizer_step(ctx, optimizer, scaler, accum, scheduler=scheduler, **options)
+        run.clip_norm(model.parameters(), 1.0)
+        run.clip_value(model.parameters(), 1.0)
+        run.unscale(optimizer)
+    run.step(optimizer, scheduler=scheduler, **options)
+    return run
 
 
 @pytest.fixture
@@ -46,9 +48,9 @@ LIMITS = [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "norm_type": float("inf")}, {
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("limits", LIMITS)
 def test_a_step_that_does_not_look_reads_nothing(empty, tokens, apart, limits):
-    step = _step(empty, tokens=tokens, apart=apart, nonfinite="ignore", **limits)
-    assert step.stepped
-    assert (step.grad_norm is None) == ("max_norm" not in limits)
+    run = _step(empty, tokens=tokens, apart=apart, nonfinite="ignore", **limits)
+    assert run.stepped
+    assert (run.grad_norm is None) == ("max_norm" not in limits)
 
 
 @pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}])

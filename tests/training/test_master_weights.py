@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from steps import ByState
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,17 +71,16 @@ def train(
     model, optimizer = accel.prepare(ctx, model, optimizer)
     items: dict[str, Any] = {"model": model, "optimizer": optimizer}
     micro = 2 * MICRO // ctx.world_size
-    accum, scaler = accel.Accumulation(steps=micro), accel.loss_scale(ctx)
+    run = ByState(ctx, micro)
     if out is not None and windows.start:
         accel.load_state(ctx, out, items)
     for window in windows:
         for at in range(micro):
-            accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
+            run.begin()
+            with run.accumulate(model):
                 loss = model(inputs(window, at * ctx.world_size + ctx.rank)).float()
-                accum = accel.backward(ctx, loss, scaler, accum)
-        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm)
-        accum, scaler = step.accum, step.scaler
+                run.backward(loss)
+        run.step(optimizer, max_norm=max_norm)
     if out is not None:
         accel.save_state(ctx, out, items, step=windows.stop)
     inner = accel.unwrap_model(model)

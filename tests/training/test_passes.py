@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import ByParts, ByState, both_ways
 from torch import nn
 
 import accel
@@ -57,72 +58,75 @@ def _expected(micros: int = 1, world: int = WORLD) -> list[torch.Tensor]:
     return _gradient(model)
 
 
-def _divided(ctx: accel.DistContext, model: nn.Module, scaler: accel.LossScale, accum: accel.Accumulation) -> Any:
-    accel.unscale_gradients(ctx, torch.optim.SGD(model.parameters()), scaler, accum)
+def _divided(model: nn.Module, run: ByState) -> Any:
+    run.unscale(torch.optim.SGD(model.parameters()))
     return _gradient(model)
 
 
-def _one_graph_twice(ctx, model, scaler, accum, weights):
+def _one_graph_twice(ctx, model, run, weights):
     """Two losses of one forward: ranks exchange gradients in the first pass, and DDP knows nothing of the second."""
-    with accel.accumulate(ctx, accum, model):
-        first, second = _losses(model, _inputs(ctx.rank, accum.micro - 1))
-        accum = accel.backward(ctx, first, scaler, accum, retain_graph=True, **weights)
-        return accel.backward(ctx, second, scaler, accum, same_units=True, **weights)
+    with run.accumulate(model):
+        first, second = _losses(model, _inputs(ctx.rank, run.accum.micro - 1))
+        run.backward(first, retain_graph=True, **weights)
+        run.backward(second, same_units=True, **weights)
 
 
-def _two_forwards(ctx, model, scaler, accum, weights):
-    with accel.accumulate(ctx, accum, model):
-        inputs = _inputs(ctx.rank, accum.micro - 1)
-        accum = accel.backward(ctx, _losses(model, inputs)[0], scaler, accum, **weights)
-        return accel.backward(ctx, _losses(model, inputs)[1], scaler, accum, same_units=True, **weights)
+def _two_forwards(ctx, model, run, weights):
+    with run.accumulate(model):
+        inputs = _inputs(ctx.rank, run.accum.micro - 1)
+        run.backward(_losses(model, inputs)[0], **weights)
+        run.backward(_losses(model, inputs)[1], same_units=True, **weights)
 
 
-def _held_then_triggered(ctx, model, scaler, accum, weights):
+def _held_then_triggered(ctx, model, run, weights):
     with accel.no_sync(ctx, model):
-        first, second = _losses(model, _inputs(ctx.rank, accum.micro - 1))
-        if not accum.sync:
-            return accel.backward(ctx, first + second, scaler, accum, **weights)
-        accum = accel.backward(ctx, first, scaler, accum, **weights, retain_graph=True)
+        first, second = _losses(model, _inputs(ctx.rank, run.accum.micro - 1))
+        if not run.sync:
+            run.backward(first + second, **weights)
+            return
+        run.backward(first, **weights, retain_graph=True)
     with accel.trigger_sync_in_backward(ctx, model, second):
-        return accel.backward(ctx, second, scaler, accum, same_units=True, **weights)
+        run.backward(second, same_units=True, **weights)
 
 
-def _without_a_block(ctx, model, scaler, accum, weights):
-    if not accum.sync:
+def _without_a_block(ctx, model, run, weights):
+    if not run.sync:
         with accel.no_sync(ctx, model):
-            return accel.backward(ctx, sum(_losses(model, _inputs(ctx.rank, 0))), scaler, accum, **weights)
-    first, second = _losses(model, _inputs(ctx.rank, accum.micro - 1))
-    accum = accel.backward(ctx, first, scaler, accum, **weights, retain_graph=True)
-    return accel.backward(ctx, second, scaler, accum, **weights, same_units=True)
+            run.backward(sum(_losses(model, _inputs(ctx.rank, 0))), **weights)
+        return
+    first, second = _losses(model, _inputs(ctx.rank, run.accum.micro - 1))
+    run.backward(first, **weights, retain_graph=True)
+    run.backward(second, **weights, same_units=True)
 
 
 @pytest.mark.parametrize("passes", [_one_graph_twice, _two_forwards, _held_then_triggered, _without_a_block])
 @pytest.mark.parametrize("micros", [1, 2])
 @pytest.mark.parametrize("weighs", ["samples", "tensor"])
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
-def test_losses_of_several_passes_are_added(ranks, passes, micros, weighs, find_unused_parameters):
+@both_ways
+def test_losses_of_several_passes_are_added(ranks, passes, micros, weighs, find_unused_parameters, way):
     def rank(ctx):
         model = accel.prepare_model(ctx, _heads(), find_unused_parameters=find_unused_parameters)
-        accum, scaler = accel.Accumulation(steps=micros), accel.LossScale(scale=32.0)
+        run = way(ctx, micros, scaler=accel.LossScale(scale=32.0))
         for micro in range(micros):
             count = len(_inputs(ctx.rank, micro))
             weight = torch.tensor(count) if weighs == "tensor" else count
-            accum = passes(ctx, model, scaler, accum.next(), {"weight": weight})
-        return _divided(ctx, model, scaler, accum)
+            run.begin()
+            passes(ctx, model, run, {"weight": weight})
+        return _divided(model, run)
 
     for gradient in ranks.run(rank, WORLD):
         torch.testing.assert_close(gradient, _expected(micros), **TOLERANCE)
 
 
 def test_without_weights_a_micro_batch_counts_once_whatever_its_passes():
-    ctx, model, scaler = accel.single(), _heads(), accel.LossScale()
-    accum = accel.Accumulation(steps=2)
+    model, run = _heads(), ByParts(accel.single(), 2)
     for micro in range(2):
-        accum = accum.next()
+        run.begin()
         first, second = _losses(model, _inputs(0))
-        accum = accel.backward(ctx, first, scaler, accum, retain_graph=micro == 1)
-        accum = accel.backward(ctx, second if micro else _losses(model, _inputs(0))[1], scaler, accum)
-    torch.testing.assert_close(_divided(ctx, model, scaler, accum), _expected(world=1), **TOLERANCE)
+        run.backward(first, retain_graph=micro == 1)
+        run.backward(second if micro else _losses(model, _inputs(0))[1])
+    torch.testing.assert_close(_divided(model, run), _expected(world=1), **TOLERANCE)
 
 
 def test_several_passes_without_accumulation_are_added(ranks):
@@ -141,15 +145,14 @@ def test_several_passes_without_accumulation_are_added(ranks):
 def test_gradients_are_exchanged_once_a_window_or_in_each_micro_batch(ranks, each, find_unused_parameters):
     def rank(ctx):
         model = accel.prepare_model(ctx, _heads(), find_unused_parameters=find_unused_parameters)
-        accum, scaler, same = accel.Accumulation(steps=3, sync_each_batch=each), accel.LossScale(), []
+        run, same = ByState(ctx, 3, sync_each_batch=each), []
         for micro in range(3):
-            accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
-                loss = sum(_losses(model, _inputs(ctx.rank, micro)))
-                accum = accel.backward(ctx, loss, scaler, accum, weight=ctx.rank + 1)
+            run.begin()
+            with run.accumulate(model):
+                run.backward(sum(_losses(model, _inputs(ctx.rank, micro))), weight=ctx.rank + 1)
             ranks_grads = accel.gather(ctx, next(model.parameters()).grad.flatten()[None])
             same.append(bool((ranks_grads == ranks_grads[0]).all()))
-        return same, _divided(ctx, model, scaler, accum)
+        return same, _divided(model, run)
 
     for same, gradient in ranks.run(rank, WORLD):
         assert same == [each, each, True]
@@ -195,11 +198,12 @@ def test_a_parameter_that_is_frozen_or_unused_on_purpose_is_none(ranks):
 
 def test_passes_that_ddp_cannot_tell_apart_are_refused(ranks):
     def rank(ctx):
-        model, scaler = accel.prepare_model(ctx, _heads()), accel.LossScale()
+        model, run = accel.prepare_model(ctx, _heads()), ByState(ctx)
         first, second = model(_inputs(ctx.rank))
-        accum = accel.backward(ctx, first.mean(), scaler, accel.Accumulation().next(), retain_graph=True)
+        run.begin()
+        run.backward(first.mean(), retain_graph=True)
         with pytest.raises(StepError, match=r"Add the losses and call backward once"):
-            accel.backward(ctx, second.mean(), scaler, accum, same_units=True)
+            run.backward(second.mean(), same_units=True)
         return True
 
     assert ranks.run(rank, WORLD) == [True] * WORLD
@@ -217,17 +221,12 @@ def test_a_second_pass_that_nothing_remembers_is_refused(ranks):
     accel.backward(accel.single(), _losses(model, _inputs(0))[0], accel.LossScale(), retain_graph=True)
 
 
-def test_the_first_pass_has_units_of_its_own():
-    model = _heads()
+@both_ways
+def test_the_first_pass_has_units_of_its_own(way):
+    model, run = _heads(), way(accel.single())
+    run.begin()
     with pytest.raises(StepError, match="from its second backward on"):
-        accel.backward(
-            accel.single(),
-            _losses(model, _inputs(0))[0],
-            accel.LossScale(),
-            accel.Accumulation().next(),
-            weight=2,
-            same_units=True,
-        )
+        run.backward(_losses(model, _inputs(0))[0], weight=2, same_units=True)
 
 
 def test_unused_parameters_are_found_by_the_loss_that_triggers(ranks):
@@ -284,13 +283,14 @@ def test_a_block_that_exchanges_checks_that_all_took_part(ranks, block):
 def test_a_gradient_of_an_earlier_micro_batch_does_not_hide_an_exchange_that_never_was(ranks):
     def rank(ctx):
         model = accel.prepare_model(ctx, _heads())
-        accum, scaler = accel.Accumulation(steps=2).next(), accel.LossScale()
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, sum(_losses(model, _inputs(ctx.rank))), scaler, accum)
-        accum = accum.next()
+        run = ByState(ctx, 2)
+        run.begin()
+        with run.accumulate(model):
+            run.backward(sum(_losses(model, _inputs(ctx.rank))))
+        run.begin()
         said = r"no gradient for second\.weight, second\.bias"
-        with pytest.raises(StepError, match=said), accel.accumulate(ctx, accum, model):
-            accel.backward(ctx, model(_inputs(ctx.rank))[0].mean(), scaler, accum)
+        with pytest.raises(StepError, match=said), run.accumulate(model):
+            run.backward(model(_inputs(ctx.rank))[0].mean())
         return True
 
     assert ranks.run(rank, WORLD) == [True] * WORLD
@@ -303,17 +303,16 @@ def test_gradients_go_to_the_inputs_alone(ranks, world):
     def rank(ctx):
         model = accel.prepare_model(ctx, net := _heads())
         other = accel.prepare_model(ctx, still := nn.Linear(2, 1).double())
-        scaler = accel.loss_scale(ctx)
-        accum = accel.Accumulation(steps=2)
+        run = ByState(ctx, 2)
         for leaves in (list(net.first.parameters()), list(net.parameters())):
-            accum = accum.next(last=False)
-            with accel.accumulate(ctx, accum, model):
+            run.begin()
+            with run.accumulate(model):
                 loss = _losses(model, _inputs(ctx.rank))[0] + 0 * other(torch.ones(1, 2).double()).sum()
-                accum = accel.backward(ctx, loss, scaler, accum, weight=1.0, inputs=leaves)
-            if not accum.sync:
+                run.backward(loss, weight=1.0, inputs=leaves)
+            if not run.sync:
                 assert net.trunk.weight.grad is None
         assert still.weight.grad is None
-        _divided(ctx, model, scaler, accum)
+        _divided(model, run)
         return net.trunk.weight.grad, net.first.weight.grad
 
     def by_hand(at):
@@ -343,11 +342,12 @@ def test_gradients_have_a_graph_of_their_own_on_one_rank():
     ctx = accel.single()
     model = _heads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accum, scaler = accel.Accumulation(steps=1).next(last=True), accel.loss_scale(ctx)
+    run = ByState(ctx)
+    run.begin()
     inputs = _inputs(0)
-    accum = accel.backward(ctx, _losses(model, inputs)[0], scaler, accum, weight=1.0, create_graph=True)
+    run.backward(_losses(model, inputs)[0], weight=1.0, create_graph=True)
     penalty = sum(each.grad.square().sum() for each in model.parameters() if each.grad is not None)
-    accum = accel.backward(ctx, penalty, scaler, accum, weight=1.0, same_units=True)
+    run.backward(penalty, weight=1.0, same_units=True)
 
     twin = _heads()
     loss = _losses(twin, inputs)[0]
@@ -356,7 +356,7 @@ def test_gradients_have_a_graph_of_their_own_on_one_rank():
     for got, wanted in zip(_gradient(model), _gradient(twin), strict=True):
         torch.testing.assert_close(got, wanted, **TOLERANCE)
     before = [each.detach().clone() for each in model.parameters()]
-    accel.optimizer_step(ctx, optimizer, scaler, accum)
+    run.step(optimizer)
     for was, parameter, grad in zip(before, model.parameters(), _gradient(twin), strict=True):
         torch.testing.assert_close(parameter.detach(), was - 0.1 * grad, **TOLERANCE)
 

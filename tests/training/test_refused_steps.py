@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import ByState, both_ways
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, OneCycleLR, SequentialLR
@@ -41,16 +42,21 @@ def _loss(model: nn.Module) -> torch.Tensor:
 )
 def test_a_weight_that_is_no_count_is_refused_before_the_backward(weight):
     ctx, model = accel.single(), _model()
+    run = ByState(ctx, 2)
+    run.begin()
     with pytest.raises(ConfigError, match="not a weight"):
-        accel.backward(ctx, _loss(model), accel.LossScale(), ACCUMS.next(), weight=weight)
+        run.backward(_loss(model), weight=weight)
     assert all(each.grad is None for each in model.parameters())
 
 
 @pytest.mark.parametrize("weight", [0, 2, 1.5, True, Fraction(1, 3), torch.tensor(0), torch.tensor([2.5])])
-def test_counts_of_any_kind_are_weights(weight):
+@both_ways
+def test_counts_of_any_kind_are_weights(weight, way):
     ctx, model = accel.single(), _model()
-    accum = accel.backward(ctx, _loss(model), accel.LossScale(), ACCUMS.next(), weight=weight)
-    assert accum.world_weight == pytest.approx(float(weight))
+    run = way(ctx, 2)
+    run.begin()
+    run.backward(_loss(model), weight=weight)
+    assert run.accum.world_weight == pytest.approx(float(weight))
 
 
 @pytest.mark.gpu
@@ -58,13 +64,12 @@ def test_counts_of_any_kind_are_weights(weight):
 def test_a_bad_weight_on_a_device_is_refused_where_it_is_read(bad):
     ctx = accel.single("cuda")
     model = accel.prepare_model(ctx, _model())
-    accum, before = accel.Accumulation(steps=2), copy.deepcopy(model.state_dict())
+    run, before = ByState(ctx, 2), copy.deepcopy(model.state_dict())
     for weight in (torch.tensor(bad, device=ctx.device), torch.tensor(5.0, device=ctx.device)):
-        accum = accum.next()
-        loss = model(torch.ones(3, 2, device=ctx.device)).square().mean()
-        accum = accel.backward(ctx, loss, accel.LossScale(), accum, weight=weight)
+        run.begin()
+        run.backward(model(torch.ones(3, 2, device=ctx.device)).square().mean(), weight=weight)
     with pytest.raises(ConfigError, match="a weight of this window is none"):
-        accel.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), accel.LossScale(), accum)
+        run.step(SGD(model.parameters(), lr=0.1))
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
@@ -106,18 +111,19 @@ def test_the_next_window_may_be_of_the_other_kind():
 @pytest.mark.parametrize("limit", [-HUGE, HUGE, 0, -1.0, math.nan, "1", 1j], ids=lambda limit: str(limit)[:8])
 def test_a_limit_that_is_none_is_refused(limit):
     ctx, model = accel.single(), _model()
-    optimizer, scaler = SGD(model.parameters(), lr=0.1), accel.LossScale()
-    accel.backward(ctx, _loss(model), scaler)
+    optimizer, run = SGD(model.parameters(), lr=0.1), ByState(ctx)
+    run.begin()
+    run.backward(_loss(model))
     for call in (
-        lambda: accel.optimizer_step(ctx, optimizer, scaler, max_norm=limit),
-        lambda: accel.optimizer_step(ctx, optimizer, scaler, max_value=limit),
-        lambda: accel.clip_grad_norm_(ctx, model.parameters(), limit, scaler, None),
-        lambda: accel.clip_grad_value_(ctx, model.parameters(), limit, scaler, None),
-        lambda: accel.optimizer_step(ctx, optimizer, scaler, max_norm=1.0, norm_type=limit),
+        lambda: run.step(optimizer, max_norm=limit),
+        lambda: run.step(optimizer, max_value=limit),
+        lambda: run.clip_norm(model.parameters(), limit),
+        lambda: run.clip_value(model.parameters(), limit),
+        lambda: run.step(optimizer, max_norm=1.0, norm_type=limit),
     ):
         with pytest.raises(ConfigError):
             call()
-    assert accel.optimizer_step(ctx, optimizer, scaler, max_norm=math.inf).stepped
+    assert run.step(optimizer, max_norm=math.inf)
 
 
 class Mixed(nn.Module):
@@ -134,18 +140,19 @@ class Mixed(nn.Module):
 
 def test_complex_gradients_have_no_order_to_be_cut_in():
     ctx, model = accel.single(), Mixed(torch.float32)
-    optimizer, scaler = SGD(model.parameters(), lr=0.1), accel.LossScale()
-    accel.backward(ctx, model(), scaler)
+    optimizer, run = SGD(model.parameters(), lr=0.1), ByState(ctx)
+    run.begin()
+    run.backward(model())
     before = [each.grad.clone() for each in model.parameters()]
     for call in (
-        lambda: accel.optimizer_step(ctx, optimizer, scaler, max_value=1.0),
-        lambda: accel.clip_grad_value_(ctx, model.parameters(), 1.0, scaler, None),
+        lambda: run.step(optimizer, max_value=1.0),
+        lambda: run.clip_value(model.parameters(), 1.0),
     ):
         with pytest.raises(ConfigError, match=r"complex gradients cannot be cut to a value.*max_norm="):
             call()
         assert all(map(torch.equal, before, [each.grad for each in model.parameters()]))
-    accel.clip_grad_value_(ctx, [model.other], 1.0, scaler, None)
-    assert accel.optimizer_step(ctx, optimizer, scaler, max_norm=1.0).stepped
+    run.clip_value([model.other], 1.0)
+    assert run.step(optimizer, max_norm=1.0)
 
 
 @pytest.mark.parametrize("other", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -181,14 +188,17 @@ def test_a_schedule_that_is_over_is_refused_while_no_parameter_has_moved(schedul
     ctx, model = accel.single(), _model()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = SCHEDULES[schedule](optimizer)
-    state = accel.Accumulation()
+    run = ByState(ctx)
     for _ in range(3):
-        state = accel.backward(ctx, _loss(model), accel.LossScale(), state.next())
-        state = accel.optimizer_step(ctx, optimizer, accel.LossScale(), state, scheduler=scheduler).accum
-    state = accel.backward(ctx, _loss(model), accel.LossScale(), state.next())
+        run.begin()
+        run.backward(_loss(model))
+        run.step(optimizer, scheduler=scheduler)
+    run.begin()
+    run.backward(_loss(model))
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     with pytest.raises(ConfigError, match="the learning rate's cycle is over"):
-        accel.optimizer_step(ctx, optimizer, accel.LossScale(), state, scheduler=scheduler)
+        run.step(optimizer, scheduler=scheduler)
     after = [model.state_dict(), optimizer.state_dict()]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert accel.optimizer_step(ctx, optimizer, accel.LossScale(), state).accum.updates == 4
+    run.step(optimizer)
+    assert run.updates == 4

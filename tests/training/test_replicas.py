@@ -10,6 +10,7 @@ import pytest
 import torch
 from processes import job, script_ranks
 from safetensors.torch import load_file
+from steps import ByState
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -33,10 +34,11 @@ class Branches(nn.Module):
 def test_parameters_without_a_part_in_the_loss_are_named_before_the_step(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         model = accel.prepare_model(ctx, Branches())
-        accum = accel.Accumulation().next()
+        run = ByState(ctx)
+        run.begin()
         with pytest.raises(StepError, match=r"no gradient for second\.weight, second\.bias.*find_unused_parameters"):  # noqa: SIM117
-            with accel.accumulate(ctx, accum, model):
-                _ = accel.backward(ctx, model(torch.ones(1, 2), both=False).sum(), accel.loss_scale(ctx), accum)
+            with run.accumulate(model):
+                run.backward(model(torch.ones(1, 2), both=False).sum())
 
     ranks.run(rank, 2)
 
@@ -46,10 +48,11 @@ def test_unused_parameters_that_were_announced_are_fine(ranks: Simulator) -> Non
         torch.manual_seed(ctx.rank)
         model = accel.prepare_model(ctx, Branches(), find_unused_parameters=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        accum, scaler = accel.Accumulation().next(), accel.loss_scale(ctx)
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(torch.ones(1, 2) * ctx.rank, both=False).sum(), scaler, accum)
-        assert accel.optimizer_step(ctx, optimizer, scaler, accum).stepped
+        run = ByState(ctx)
+        run.begin()
+        with run.accumulate(model):
+            run.backward(model(torch.ones(1, 2) * ctx.rank, both=False).sum())
+        assert run.step(optimizer)
         return accel.unwrap_model(model).first.weight.detach()
 
     first, second = ranks.run(rank, 2)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from steps import ByState
 from torch import nn
 from torch.optim import SGD
 
@@ -25,19 +26,16 @@ def test_a_gradient_that_one_rank_spoils_is_seen_by_all(ranks, norm_type, bad, s
             "replicated": accel.prepare_model(ctx, nn.Linear(4, 2)),
         }
         optimizers = [SGD(model.parameters(), lr=0.1) for model in models.values()]
-        accum, stepped = accel.Accumulation(), []
+        run, stepped = ByState(ctx), []
         for spoils in (False, True, False):
-            accum = accum.next()
-            with accel.accumulate(ctx, accum, *models.values()):
+            run.begin()
+            with run.accumulate(*models.values()):
                 loss = torch.stack([model(torch.ones(3, 4)).square().mean() for model in models.values()]).sum()
-                accum = accel.backward(ctx, loss, accel.LossScale(), accum)
+                run.backward(loss)
             if spoils and ctx.rank == 1:
                 next(models[spoilt].parameters()).grad.mul_(bad)
-            step = accel.optimizer_step(
-                ctx, optimizers, accel.LossScale(), accum, nonfinite="skip", max_norm=1.0, norm_type=norm_type
-            )
-            accum = step.accum
-            stepped.append(step.stepped)
+            run.step(optimizers, nonfinite="skip", max_norm=1.0, norm_type=norm_type)
+            stepped.append(run.stepped)
         return stepped
 
     assert ranks.run(rank, 2, default_group=True) == [[True, False, True]] * 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import ByState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -63,15 +64,15 @@ def _run(ranks: Any, fn: Any, layout: str) -> list[Any]:
     return ranks.run(fn, WORLD, default_group=layout != "ddp")
 
 
-def _window(ctx: accel.DistContext, model: nn.Module, same: int, scaler: accel.LossScale, **options: Any) -> Any:
+def _window(ctx: accel.DistContext, model: nn.Module, same: int, scale: float = 1.0) -> ByState:
     """Two micro-batches, of other sizes on every rank that has data of its own."""
-    accum = accel.Accumulation(steps=2, **options)
+    run = ByState(ctx, 2, scaler=accel.LossScale(scale=scale))
     for micro in range(2):
-        accum = accum.next()
+        run.begin()
         inputs = _inputs(ctx.rank // same, micro)
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(inputs).square().mean(), scaler, accum, weight=len(inputs))
-    return accum
+        with run.accumulate(model):
+            run.backward(model(inputs).square().mean(), weight=len(inputs))
+    return run
 
 
 def _by_hand(shares: int) -> nn.Module:
@@ -89,11 +90,10 @@ def test_the_norm_counts_every_element_once_wherever_it_lies(ranks, layout, norm
         prepared = accel.prepare_model(ctx, model)
         assert layout == "ddp" or prepared is model
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scaler = accel.LossScale(scale=64.0)
-        accum = _window(ctx, prepared, same, scaler)
-        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.01, norm_type=norm_type)
-        assert step.stepped
-        return same, step.grad_norm, _full(list(model.parameters()))
+        run = _window(ctx, prepared, same, 64.0)
+        run.step(optimizer, max_norm=0.01, norm_type=norm_type)
+        assert run.stepped
+        return same, run.grad_norm, _full(list(model.parameters()))
 
     outcomes = _run(ranks, rank, layout)
     expected = _by_hand(WORLD // outcomes[0][0])
@@ -111,20 +111,20 @@ def test_a_forward_without_a_backward_leaves_the_model_trainable(ranks, layout, 
 
     def rank(ctx):
         model, same = _spread(layout)
-        prepared, accum, scaler = accel.prepare_model(ctx, model), accel.Accumulation(), accel.LossScale()
+        prepared, run = accel.prepare_model(ctx, model), ByState(ctx)
         optimizer, inputs = torch.optim.SGD(model.parameters(), lr=1.0), _inputs(ctx.rank // same, 0)
         with torch.no_grad():
             prepared(inputs)
-        accum = accum.next()
+        run.begin()
         if entered == "accumulate":
-            with accel.accumulate(ctx, accum, prepared):
-                accum = accel.backward(ctx, prepared(inputs).square().mean(), scaler, accum, weight=len(inputs))
+            with run.accumulate(prepared):
+                run.backward(prepared(inputs).square().mean(), weight=len(inputs))
         else:
             with accel.no_sync(ctx, prepared):
                 loss = prepared(inputs).square().mean()
             with accel.trigger_sync_in_backward(ctx, prepared):
-                accum = accel.backward(ctx, loss, scaler, accum, weight=len(inputs))
-        accel.optimizer_step(ctx, optimizer, scaler, accum)
+                run.backward(loss, weight=len(inputs))
+        run.step(optimizer)
         assert accel.prepare_model(ctx, prepared) is prepared
         return same, _full(list(model.parameters()))
 
@@ -144,16 +144,15 @@ def test_clipping_knows_no_model_only_parameters(ranks, layout):
         first, same = _spread(layout)
         second, _ = _spread(layout)
         models = [accel.prepare_model(ctx, model) for model in (first, second)]
-        scaler, norms = accel.LossScale(), []
-        accum = _window(ctx, models[0], same, scaler)
-        _window(ctx, models[1], same, scaler)
+        run, norms = _window(ctx, models[0], same), []
+        _window(ctx, models[1], same)
         chosen = [list(first.parameters())[1:3], [*second.parameters(), *first.parameters()]]
         for parameters in chosen:
             generator = (each for each in reversed(parameters))
-            norms.append(accel.clip_grad_norm_(ctx, generator, 1e-3, scaler, accum))
-        clipped = accel.clip_grad_norm_(ctx, chosen[1], 1.0, scaler, accum)
-        accel.clip_grad_value_(ctx, chosen[1], 1e-5, scaler, accum)
-        accel.unscale_gradients(ctx, torch.optim.SGD(chosen[1]), scaler, accum)
+            norms.append(run.clip_norm(generator, 1e-3))
+        clipped = run.clip_norm(chosen[1], 1.0)
+        run.clip_value(chosen[1], 1e-5)
+        run.unscale(torch.optim.SGD(chosen[1]))
         return same, norms, clipped, _full([each.grad for each in chosen[1]])
 
     outcomes = _run(ranks, rank, layout)
@@ -175,22 +174,22 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_moves_nothing_else(ranks,
         prepared = accel.prepare_model(ctx, model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        scaler, accum, seen = accel.LossScale(scale=8.0, dynamic=True), accel.Accumulation(), []
+        run = ByState(ctx, scaler=accel.LossScale(scale=8.0, dynamic=True))
+        seen = []
         for at in range(3):
-            accum = accum.next()
+            run.begin()
             mine = at == 1 and ctx.rank == spoilt
-            with accel.accumulate(ctx, accum, prepared):
+            with run.accumulate(prepared):
                 loss = prepared(_inputs(ctx.rank, at)).square().mean()
                 loss = loss * (math.inf if mine and spoils == "loss" else 1.0)
-                accum = accel.backward(ctx, loss, scaler, accum, weight=1)
+                run.backward(loss, weight=1)
             if mine and spoils == "shard":
                 model[0].weight.grad.to_local().view(-1)[0] = math.inf
             before = _full(list(model.parameters()))
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, scheduler=scheduler, max_norm=1.0)
-            accum, scaler = step.accum, step.scaler
+            run.step(optimizer, scheduler=scheduler, max_norm=1.0)
             moved = not torch.equal(before[0], _full(list(model.parameters()))[0])
             counts = {int(state["step"]) for state in optimizer.state.values()}
-            seen.append((step.stepped, moved, scaler.scale, *scheduler.get_last_lr(), counts, accum.skipped))
+            seen.append((run.stepped, moved, run.scaler.scale, *scheduler.get_last_lr(), counts, run.skipped))
             assert all(each.grad is None for each in model.parameters())
         return seen
 
@@ -207,13 +206,12 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_moves_nothing_else(ranks,
 def test_a_spoilt_shard_of_one_rank_is_named_by_all(ranks, value, norm_type):
     def rank(ctx):
         model, same = _spread("fsdp")
-        prepared, scaler = accel.prepare_model(ctx, model), accel.LossScale()
-        accum = _window(ctx, prepared, same, scaler)
+        run = _window(ctx, accel.prepare_model(ctx, model), same)
         if ctx.rank == 2:
             model[2].weight.grad.to_local().view(-1)[0] = value
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with pytest.raises(NonFiniteError, match=r"step 0 .* at 2\.weight, shape \[3, 8\]"):
-            accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0, norm_type=norm_type)
+            run.step(optimizer, max_norm=1.0, norm_type=norm_type)
         return _full(list(model.parameters()))
 
     for parameters in _run(ranks, rank, "fsdp"):
@@ -223,14 +221,15 @@ def test_a_spoilt_shard_of_one_rank_is_named_by_all(ranks, value, norm_type):
 def test_gradients_are_held_back_within_a_window_or_exchanged_in_each_micro_batch(ranks):
     def rank(ctx, each):
         model, _ = _spread("fsdp")
-        accum, scaler = accel.Accumulation(steps=2, sync_each_batch=each).next(), accel.LossScale()
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(_inputs(ctx.rank, 0)).square().mean(), scaler, accum, weight=ctx.rank + 1)
+        run = ByState(ctx, 2, sync_each_batch=each)
+        run.begin()
+        with run.accumulate(model):
+            run.backward(model(_inputs(ctx.rank, 0)).square().mean(), weight=ctx.rank + 1)
         held = [parameter.grad is None for parameter in model.parameters()]
-        accum = accum.next()
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(_inputs(ctx.rank, 1)).square().mean(), scaler, accum, weight=ctx.rank + 2)
-        accum = accel.unscale_gradients(ctx, torch.optim.SGD(model.parameters()), scaler, accum)
+        run.begin()
+        with run.accumulate(model):
+            run.backward(model(_inputs(ctx.rank, 1)).square().mean(), weight=ctx.rank + 2)
+        run.unscale(torch.optim.SGD(model.parameters()))
         return held, _full([parameter.grad for parameter in model.parameters()])
 
     expected = [each.grad for each in _by_hand(WORLD).parameters()]

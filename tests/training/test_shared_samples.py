@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from steps import WAYS, ByState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,24 +33,23 @@ def _loader(samples: int, batch_size: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(rows), batch_size=batch_size, shuffle=True)
 
 
-def _train(ctx: accel.DistContext, model: nn.Module, loader: Any, steps: int, how: str) -> Any:
+def _train(
+    ctx: accel.DistContext, model: nn.Module, loader: Any, steps: int, how: str, way: type[ByState] = ByState
+) -> Any:
     """Two epochs of clipped steps: the norms of gradients, and the mean loss as metrics count it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    accum, scaler, norms = accel.Accumulation(steps), accel.loss_scale(ctx), []
+    run, norms = way(ctx, steps, seed=4), []
     mean = accel.running_metrics(loss="mean")
-    cursor = accel.Cursor(seed=4)
-    while cursor.epoch < 2:
-        for batch in accel.batches(ctx, loader, cursor):
-            accum, cursor = accum.next(last=batch.is_last), batch.next
+    while run.cursor.epoch < 2:
+        for batch in run.batches(loader):
             weight = {"count": batch.valid, "number": int(batch.valid), "tensor": torch.tensor(int(batch.valid))}[how]
-            with accel.accumulate(ctx, accum, model):
+            with run.accumulate(model):
                 loss = model(batch.data[0]).square().mean()
-                accum = accel.backward(ctx, loss, scaler, accum, weight=weight)
+                run.backward(loss, weight=weight)
             mean = mean.add(batch.weight, loss=loss)
-            if accum.sync:
-                step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
-                accum, scaler = step.accum, step.scaler
-                norms.append(step.grad_norm)
+            if run.sync:
+                run.step(optimizer, max_norm=0.05)
+                norms.append(run.grad_norm)
     return norms, mean.read(ctx)[0]["loss"]
 
 
@@ -80,30 +80,39 @@ windows = {
     "per_step": st.sampled_from([4, 8]),
     "steps": st.integers(1, 3),
     "how": st.sampled_from(["count", "number", "tensor"]),
+    "way": st.sampled_from(WAYS),
 }
 
 
 @settings(deadline=None, max_examples=12)
 @given(share=st.sampled_from([1, 2, 4]), **windows)
-def test_replicas_that_share_samples_step_as_one_process(ranks, share, samples, per_step, steps, how):
+def test_replicas_that_share_samples_step_as_one_process(ranks, share, samples, per_step, steps, how, way):
     def rank(ctx):
         model = accel.prepare_model(ctx, _model())
         place = (ctx.rank // share, ctx.world_size // share)
         raw = _loader(samples, per_step * share // ctx.world_size)
         loader = accel.prepare_loader(ctx, raw, data_parallel=place)
-        return _train(ctx, model, loader, steps, how), _whole(model)
+        return _train(ctx, model, loader, steps, how, way), _whole(model)
 
     for got in ranks.run(rank, 4):
         torch.testing.assert_close(got, _alone(samples, per_step, steps), **TOLERANCE)
 
 
 def _check_on_mesh(
-    ranks: Simulator, layout: str, world_size: int, *, samples: int, per_step: int, steps: int, how: str
+    ranks: Simulator,
+    layout: str,
+    world_size: int,
+    *,
+    samples: int,
+    per_step: int,
+    steps: int,
+    how: str,
+    way: type[ByState] = ByState,
 ) -> None:
     def rank(ctx: accel.DistContext) -> Any:
         ctx, model = _told(ctx, layout)
         model, loader = accel.prepare(ctx, model, _loader(samples, per_step * 2 // world_size))
-        return _train(ctx, model, loader, steps, how), _whole(model)
+        return _train(ctx, model, loader, steps, how, way), _whole(model)
 
     for got in ranks.run(rank, world_size, default_group=True):
         torch.testing.assert_close(got, _alone(samples, per_step, steps), **TOLERANCE)
@@ -112,8 +121,8 @@ def _check_on_mesh(
 @pytest.mark.parametrize("layout", ["whole", "sharded"])
 @settings(deadline=None, max_examples=4)
 @given(**windows)
-def test_a_mesh_alone_says_who_shares_samples(ranks, layout, samples, per_step, steps, how):
-    _check_on_mesh(ranks, layout, 4, samples=samples, per_step=per_step, steps=steps, how=how)
+def test_a_mesh_alone_says_who_shares_samples(ranks, layout, samples, per_step, steps, how, way):
+    _check_on_mesh(ranks, layout, 4, samples=samples, per_step=per_step, steps=steps, how=how, way=way)
 
 
 @pytest.mark.parametrize("how", ["count", "number"])

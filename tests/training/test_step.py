@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
+from steps import WAYS, ByState, both_ways
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
@@ -48,7 +49,14 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def train(
-    ctx: accel.DistContext, samples: int, window: int, steps: int, max_norm: float | None, *, tail: str = "ragged"
+    ctx: accel.DistContext,
+    samples: int,
+    window: int,
+    steps: int,
+    max_norm: float | None,
+    *,
+    tail: str = "ragged",
+    way: type[ByState] = ByState,
 ) -> Outcome:
     """Two epochs with `window` samples to a step, cut into `steps` micro-batches."""
     model = make_model()
@@ -57,24 +65,20 @@ def train(
     loader = DataLoader(make_data(samples), batch_size=1, shuffle=True)
     sharded = accel.prepare_loader(ctx, loader, global_batch=window // steps, tail=tail)  # type: ignore[arg-type]
     model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
-    cursor, accum, scaler = accel.Cursor(seed=3), accel.Accumulation(steps=steps), accel.loss_scale(ctx)
+    run = way(ctx, steps, seed=3)
     norms, rates, ids = [], [], []
-    while cursor.epoch < 2:
-        for batch in accel.batches(ctx, sharded, cursor):
+    while run.cursor.epoch < 2:
+        for batch in run.batches(sharded):
             inputs, targets, positions = batch.data
             rows = batch.valid if tail == "pad" and batch.valid else batch.rows
-            accum = accum.next(last=batch.is_last)
-            with accel.accumulate(ctx, accum, model):
-                loss = mse_loss(model(inputs)[:rows], targets[:rows])
-                accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
+            with run.accumulate(model):
+                run.backward(mse_loss(model(inputs)[:rows], targets[:rows]))
             ids += accel.gather_for_metrics(ctx, positions, batch).tolist()
-            if accum.sync:
+            if run.sync:
                 rates.append(optimizer.param_groups[0]["lr"])
-                step = accel.optimizer_step(ctx, optimizer, scaler, accum, scheduler=scheduler, max_norm=max_norm)
-                accum, scaler = step.accum, step.scaler
-                assert step.grad_norm is not None
-                norms.append(step.grad_norm.item())
-            cursor = batch.next
+                run.step(optimizer, scheduler=scheduler, max_norm=max_norm)
+                assert run.grad_norm is not None
+                norms.append(run.grad_norm.item())
     return Outcome(flat(model), norms, rates, ids)
 
 
@@ -108,15 +112,16 @@ def train_by_hand(samples: int, window: int, max_norm: float | None) -> Outcome:
     world_size=st.sampled_from([1, 2, 3, 4]),
     max_norm=st.sampled_from([None, 0.05, 1.0]),
     tail=st.sampled_from(["ragged", "pad"]),
+    way=st.sampled_from(WAYS),
 )
 def test_any_split_trains_the_same_model(
-    samples: int, micro: int, steps: int, world_size: int, max_norm: float | None, tail: str
+    samples: int, micro: int, steps: int, world_size: int, max_norm: float | None, tail: str, way: type[ByState]
 ) -> None:
     window = micro * steps
     expected = train_by_hand(samples, window, max_norm)
     with Simulator() as simulator:
         ranks = simulator.run(
-            lambda ctx: train(ctx, samples, window, steps, max_norm, tail=tail), world_size, seed=samples
+            lambda ctx: train(ctx, samples, window, steps, max_norm, tail=tail, way=way), world_size, seed=samples
         )
     for rank in ranks:
         assert torch.allclose(rank.parameters, expected.parameters, rtol=0, atol=TOLERANCE)
@@ -166,8 +171,11 @@ def test_real_processes_train_the_same_model(tmp_path: Path, world_size: int) ->
 @given(
     tokens=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=4),
     as_tensor=st.booleans(),
+    way=st.sampled_from(WAYS),
 )
-def test_token_weights_give_the_gradient_of_all_tokens(tokens: list[list[int]], as_tensor: bool) -> None:
+def test_token_weights_give_the_gradient_of_all_tokens(
+    tokens: list[list[int]], as_tensor: bool, way: type[ByState]
+) -> None:
     """Ranks with other numbers of valid tokens, none included: every valid token counts the same."""
     micro_batches = max(map(len, tokens))
     tokens = [counts + [0] * (micro_batches - len(counts)) for counts in tokens]
@@ -183,16 +191,15 @@ def test_token_weights_give_the_gradient_of_all_tokens(tokens: list[list[int]], 
         model = accel.prepare_model(ctx, make_model())
         before = flat(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        accum, scaler = accel.Accumulation(steps=micro_batches), accel.loss_scale(ctx)
+        run = way(ctx, micro_batches)
         for at in range(micro_batches):
-            accum = accum.next()
+            run.begin()
             count = tokens[ctx.rank][at]
-            with accel.accumulate(ctx, accum, model):
+            with run.accumulate(model):
                 loss = cross_entropy(model(inputs[ctx.rank, at]), labels[ctx.rank, at])
                 weight = torch.tensor(count) if as_tensor else count
-                accum = accel.backward(ctx, loss, scaler, accum, weight=weight)
-        step = accel.optimizer_step(ctx, optimizer, scaler, accum)
-        return step.stepped, before - flat(model)
+                run.backward(loss, weight=weight)
+        return run.step(optimizer), before - flat(model)
 
     with Simulator() as simulator:
         ranks = simulator.run(rank_gradient, len(tokens))
@@ -213,34 +220,36 @@ def one_weight(ctx: accel.DistContext) -> tuple[nn.Module, torch.optim.Optimizer
     return model, torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-def test_a_last_window_that_is_not_full_weighs_what_it_holds() -> None:
+@both_ways
+def test_a_last_window_that_is_not_full_weighs_what_it_holds(way: type[ByState]) -> None:
     """Three micro-batches with two to a window: the last step's gradient is 1, not one half."""
     ctx = accel.single()
     model, optimizer = one_weight(ctx)
-    accum, scaler = accel.Accumulation(steps=2), accel.loss_scale(ctx)
+    run = way(ctx, 2)
     moves = []
     for i in range(3):
-        accum = accum.next(last=i == 2)
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(torch.ones(1, 1, dtype=torch.float64)).mean(), scaler, accum)
-        if accum.sync:
+        run.begin(last=i == 2)
+        with run.accumulate(model):
+            run.backward(model(torch.ones(1, 1, dtype=torch.float64)).mean())
+        if run.sync:
             before = flat(model)
-            accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+            run.step(optimizer)
             moves.append((before - flat(model)).item())
     assert moves == [1.0, 1.0]
 
 
-def test_micro_batches_of_one_and_three_tokens_weigh_one_to_three() -> None:
+@both_ways
+def test_micro_batches_of_one_and_three_tokens_weigh_one_to_three(way: type[ByState]) -> None:
     """Gradients 2 over one token and 8 over three: 6.5, where the mean of means would be 5."""
     ctx = accel.single()
     model, optimizer = one_weight(ctx)
-    accum, scaler = accel.Accumulation(steps=2), accel.loss_scale(ctx)
+    run = way(ctx, 2)
     for gradient, tokens in ((2.0, 1), (8.0, 3)):
-        accum = accum.next()
+        run.begin()
         loss = model(torch.full((1, 1), gradient, dtype=torch.float64)).mean()
-        accum = accel.backward(ctx, loss, scaler, accum, weight=tokens)
+        run.backward(loss, weight=tokens)
     before = flat(model)
-    _ = accel.optimizer_step(ctx, optimizer, scaler, accum)
+    run.step(optimizer)
     assert (before - flat(model)).item() == 6.5
 
 
@@ -257,29 +266,29 @@ def test_a_step_without_accumulation_averages_ranks() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
+@both_ways
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int, way: type[ByState]) -> None:
     def rank(ctx: accel.DistContext) -> tuple[list[bool], list[float], torch.Tensor, int, float]:
         ctx = accel.replace(ctx, precision="fp16")
         model, optimizer = one_weight(ctx)
         scheduler = LinearLR(optimizer, start_factor=0.5, total_iters=100)
-        accum, scaler = accel.Accumulation(), accel.loss_scale(ctx, initial=8.0, growth_interval=2)
-        stepped, scales = [], [scaler.scale]
+        run = way(ctx, scaler=accel.loss_scale(ctx, initial=8.0, growth_interval=2))
+        stepped, scales = [], [run.scaler.scale]
         for i in range(4):
-            accum = accum.next()
+            run.begin()
             inputs = torch.ones(1, 1, dtype=torch.float64)
             if i == 1 and ctx.rank == 0:
                 inputs[:] = math.inf
-            accum = accel.backward(ctx, model(inputs).mean(), scaler, accum, weight=1)
+            run.backward(model(inputs).mean(), weight=1)
             rate = optimizer.param_groups[0]["lr"]
             before = flat(model)
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, scheduler=scheduler, max_norm=0.5)
-            accum, scaler = step.accum, step.scaler
-            stepped.append(step.stepped)
-            scales.append(scaler.scale)
-            if not step.stepped:
+            run.step(optimizer, scheduler=scheduler, max_norm=0.5)
+            stepped.append(run.stepped)
+            scales.append(run.scaler.scale)
+            if not run.stepped:
                 assert torch.equal(before, flat(model))
                 assert optimizer.param_groups[0]["lr"] == rate
-        return stepped, scales, flat(model), accum.skipped, optimizer.param_groups[0]["lr"]
+        return stepped, scales, flat(model), run.skipped, optimizer.param_groups[0]["lr"]
 
     with Simulator() as simulator:
         ranks = simulator.run(rank, world_size)
@@ -293,18 +302,20 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_nonfinite_gradients_follow_the_policy_on_every_rank(policy: str, value: float) -> None:
+@both_ways
+def test_nonfinite_gradients_follow_the_policy_on_every_rank(policy: str, value: float, way: type[ByState]) -> None:
     def rank(ctx: accel.DistContext) -> tuple[str, torch.Tensor]:
         model, optimizer = one_weight(ctx)
         inputs = torch.full((1, 1), value if ctx.rank == 1 else 1.0, dtype=torch.float64)
-        accum = accel.Accumulation().next()
-        accum = accel.backward(ctx, model(inputs).mean(), accel.loss_scale(ctx), accum)
+        run = way(ctx)
+        run.begin()
+        run.backward(model(inputs).mean())
         try:
-            step = accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum, nonfinite=policy)  # type: ignore[arg-type]
+            run.step(optimizer, nonfinite=policy)  # type: ignore[arg-type]
         except NonFiniteError as error:
             return str(error), flat(model)
-        assert step.accum.skipped == (policy == "skip")
-        return str(step.stepped), flat(model)
+        assert run.skipped == (policy == "skip")
+        return str(run.stepped), flat(model)
 
     with Simulator() as simulator:
         for told, parameters in simulator.run(rank, 2):
@@ -322,48 +333,55 @@ def test_nonfinite_gradients_follow_the_policy_on_every_rank(policy: str, value:
 def test_an_overflow_that_never_ends_is_an_error() -> None:
     ctx = accel.replace(accel.single(), precision="fp16")
     model, optimizer = one_weight(ctx)
-    scaler, steps = accel.loss_scale(ctx), 0
+    run, steps = ByState(ctx), 0
     with pytest.raises(NonFiniteError, match="not finite"):  # noqa: PT012 - which of the calls raises is the question
         for steps in range(200):  # noqa: B007
-            accel.backward(ctx, model(torch.full((1, 1), math.nan, dtype=torch.float64)).mean(), scaler)
-            scaler = accel.optimizer_step(ctx, optimizer, scaler).scaler
+            run.begin()
+            run.backward(model(torch.full((1, 1), math.nan, dtype=torch.float64)).mean())
+            run.step(optimizer)
     assert steps == 64
 
 
-def test_two_optimizers_share_one_norm_and_one_decision() -> None:
+@both_ways
+def test_two_optimizers_share_one_norm_and_one_decision(way: type[ByState]) -> None:
     ctx = accel.replace(accel.single(), precision="fp16")
     (first, one), (second, two) = one_weight(ctx), one_weight(ctx)
-    accum, scaler = accel.Accumulation().next(), accel.loss_scale(ctx, initial=4.0)
+    run = way(ctx, scaler=accel.loss_scale(ctx, initial=4.0))
+    run.begin()
     loss = (
         3 * first(torch.ones(1, 1, dtype=torch.float64)).mean()
         + 4 * second(torch.ones(1, 1, dtype=torch.float64)).mean()
     )
-    accum = accel.backward(ctx, loss, scaler, accum)
-    step = accel.optimizer_step(ctx, [one, two], scaler, accum, max_norm=1.0)
-    assert step.grad_norm is not None
-    assert step.grad_norm.item() == pytest.approx(5.0)
+    run.backward(loss)
+    run.step([one, two], max_norm=1.0)
+    assert run.grad_norm is not None
+    assert run.grad_norm.item() == pytest.approx(5.0)
     assert [flat(first).item(), flat(second).item()] == pytest.approx([-0.6, -0.8], abs=1e-6)
 
 
 @settings(max_examples=25, deadline=None)
-@given(weights=st.lists(st.integers(1, 5), min_size=1, max_size=3), max_norm=st.sampled_from([0.01, 0.5, 100.0]))
-def test_clipping_apart_is_clipping_in_the_step(weights: list[int], max_norm: float) -> None:
+@given(
+    weights=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    max_norm=st.sampled_from([0.01, 0.5, 100.0]),
+    way=st.sampled_from(WAYS),
+)
+def test_clipping_apart_is_clipping_in_the_step(weights: list[int], max_norm: float, way: type[ByState]) -> None:
     def rank(ctx: accel.DistContext, apart: bool) -> tuple[torch.Tensor, float]:
         model = accel.prepare_model(ctx, make_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        accum, scaler = accel.Accumulation(steps=len(weights)), accel.LossScale(scale=16.0)
+        run = way(ctx, len(weights), scaler=accel.LossScale(scale=16.0))
         generator = torch.Generator().manual_seed(ctx.rank)
         for weight in weights:
-            accum = accum.next()
+            run.begin()
             inputs = torch.randn(3, 5, dtype=torch.float64, generator=generator)
-            with accel.accumulate(ctx, accum, model):
-                accum = accel.backward(ctx, model(inputs).square().mean(), scaler, accum, weight=weight + ctx.rank)
+            with run.accumulate(model):
+                run.backward(model(inputs).square().mean(), weight=weight + ctx.rank)
         if not apart:
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm)
-            assert step.grad_norm is not None
-            return flat(model), step.grad_norm.item()
-        norm = accel.clip_grad_norm_(ctx, model.parameters(), max_norm, scaler, accum)
-        _ = accel.optimizer_step(ctx, optimizer, scaler, accum)
+            run.step(optimizer, max_norm=max_norm)
+            assert run.grad_norm is not None
+            return flat(model), run.grad_norm.item()
+        norm = run.clip_norm(model.parameters(), max_norm)
+        run.step(optimizer)
         return flat(model), norm.item()
 
     with Simulator() as simulator:
@@ -384,14 +402,15 @@ def test_bfloat16_losses_are_weighted_in_full_precision() -> None:
     ctx = accel.single(precision="bf16")
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    accum = accel.Accumulation().next()
+    run = ByState(ctx)
+    run.begin()
     with accel.autocast(ctx):
         loss = model(torch.ones(2, 4)).mean()
     assert loss.dtype == torch.bfloat16
-    accum = accel.backward(ctx, loss, accel.loss_scale(ctx), accum, weight=257)  # bf16 knows 256 and 258
-    step = accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum)
-    assert step.grad_norm is not None
-    assert step.grad_norm.item() == pytest.approx(math.sqrt(4 * 4 / 16 + 4 / 16), rel=1e-2)
+    run.backward(loss, weight=257)  # bf16 knows 256 and 258
+    run.step(optimizer)
+    assert run.grad_norm is not None
+    assert run.grad_norm.item() == pytest.approx(math.sqrt(4 * 4 / 16 + 4 / 16), rel=1e-2)
 
 
 class TestCallsOutOfOrder:
@@ -506,11 +525,12 @@ def test_a_parameter_of_two_optimizers_is_scaled_once(max_norm: float | list[flo
     model, one = one_weight(ctx)
     other, _ = one_weight(ctx)
     two = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.0)
-    accum = accel.Accumulation(steps=2)
+    run = ByState(ctx, 2)
     for _ in range(2):
         loss = 3 * flat_loss(model) + flat_loss(other)
-        accum = accel.backward(ctx, loss, accel.LossScale(), accum.next(), weight=4)
-    _ = accel.optimizer_step(ctx, [one, two], accel.LossScale(), accum, max_norm=max_norm)
+        run.begin()
+        run.backward(loss, weight=4)
+    run.step([one, two], max_norm=max_norm)
     assert flat(model).item() == -3.0
 
 

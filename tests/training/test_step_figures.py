@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from steps import ByState, both_ways
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
@@ -33,98 +34,105 @@ def _weight(model: nn.Module) -> float:
     return next(model.parameters()).item()
 
 
-def test_a_second_context_and_accumulation_leave_the_first_alone():
+@both_ways
+def test_a_second_context_and_accumulation_leave_the_first_alone(way):
     """A library that makes its own for an evaluation changes nothing of the run's."""
     ctx = accel.single()
     model, optimizer = _one_weight(ctx)
-    accum, scaler, syncs = accel.Accumulation(steps=2), accel.loss_scale(ctx), []
+    run = way(ctx, 2)
+    syncs = []
     for _ in range(4):
         other = accel.single()
         accel.backward(other, _output(_one_weight(other)[0]), accel.loss_scale(other), accel.Accumulation().next())
-        accum = accum.next()
-        accum = accel.backward(ctx, _output(model), scaler, accum)
-        syncs.append(accum.sync)
-        if accum.sync:
-            accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+        run.begin()
+        run.backward(_output(model))
+        syncs.append(run.sync)
+        if run.sync:
+            run.step(optimizer)
     assert syncs == [False, True, False, True]
-    assert (accum.steps, accum.updates, _weight(model)) == (2, 2, -1.0)
+    assert (run.accum.steps, run.updates, _weight(model)) == (2, 2, -1.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_schedule_goes_one_step_for_each_step_of_the_optimizer(ranks, world_size, steps):
+@both_ways
+def test_a_schedule_goes_one_step_for_each_step_of_the_optimizer(ranks, world_size, steps, way):
     """Neither held micro-batches nor other ranks nor skipped steps move it, and nothing has to be said for that."""
 
     def rank(ctx):
         model, optimizer = _one_weight(ctx)
         scheduler = LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
-        accum, scaler, rates = accel.Accumulation(steps=steps), accel.LossScale(dynamic=True), []
+        run = way(ctx, steps, scaler=accel.LossScale(dynamic=True))
+        rates = []
         for micro in range(3 * steps):
-            accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
+            run.begin()
+            with run.accumulate(model):
                 loss = _output(model) * (math.inf if micro // steps == 1 and ctx.rank == 0 else 1.0)
-                accum = accel.backward(ctx, loss, scaler, accum)
-            if accum.sync:
+                run.backward(loss)
+            if run.sync:
                 rates.append(optimizer.param_groups[0]["lr"])
-                step = accel.optimizer_step(ctx, optimizer, scaler, accum, scheduler=scheduler)
-                accum, scaler = step.accum, step.scaler
+                run.step(optimizer, scheduler=scheduler)
         return rates, scheduler.last_epoch
 
     assert ranks.run(rank, world_size) == [([1.0, 0.5, 0.5], 2)] * world_size
 
 
 @pytest.mark.parametrize("clips", [0, 1, 2])
-def test_two_optimizers_under_a_loss_scale_both_move_by_their_gradient(clips):
+@both_ways
+def test_two_optimizers_under_a_loss_scale_both_move_by_their_gradient(clips, way):
     """Both weights go from 1 to 0, however often they are clipped to more than their norm before."""
     ctx = accel.single()
     (first, one), (second, two) = _one_weight(ctx), _one_weight(ctx)
-    scaler = accel.LossScale(scale=1024.0, dynamic=True)
-    accum = accel.backward(ctx, _output(first) + _output(second), scaler, accel.Accumulation().next())
-    norms = [
-        accel.clip_grad_norm_(ctx, model.parameters(), 10.0, scaler, accum).item()
-        for _ in range(clips)
-        for model in (first, second)
-    ]
-    step = accel.optimizer_step(ctx, [one, two], scaler, accum)
+    run = way(ctx, scaler=accel.LossScale(scale=1024.0, dynamic=True))
+    run.begin()
+    run.backward(_output(first) + _output(second))
+    norms = [run.clip_norm(model.parameters(), 10.0).item() for _ in range(clips) for model in (first, second)]
+    run.step([one, two])
     assert norms == [1.0] * 2 * clips
-    assert (step.stepped, step.scaler.good_steps) == (True, 1)  # one step, though of two optimizers
+    assert (run.stepped, run.scaler.good_steps) == (True, 1)  # one step, though of two optimizers
     assert (_weight(first), _weight(second)) == (0.0, 0.0)
 
 
-def test_dividing_for_one_of_two_optimizers_is_refused():
+@both_ways
+def test_dividing_for_one_of_two_optimizers_is_refused(way):
     """The other's gradients would keep the loss scale: its weight would go from 1 to -1023."""
     ctx = accel.single()
     (first, one), (second, two) = _one_weight(ctx), _one_weight(ctx)
-    scaler = accel.LossScale(scale=1024.0, dynamic=True)
-    accum = accel.backward(ctx, _output(first) + _output(second), scaler, accel.Accumulation().next())
-    divided = accel.unscale_gradients(ctx, one, scaler, accum)
+    run = way(ctx, scaler=accel.LossScale(scale=1024.0, dynamic=True))
+    run.begin()
+    run.backward(_output(first) + _output(second))
+    run.unscale(one)
     with pytest.raises(StepError, match="got 1 gradients divided, 2 in the step"):
-        accel.optimizer_step(ctx, [one, two], scaler, divided)
+        run.step([one, two])
     assert (_weight(first), _weight(second)) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0, [1.0, 1.0]])
-def test_an_optimizer_whose_parameters_took_no_part_stays(max_norm):
+@both_ways
+def test_an_optimizer_whose_parameters_took_no_part_stays(max_norm, way):
     ctx = accel.single()
     (first, one), (second, two) = _one_weight(ctx), _one_weight(ctx)
-    accel.backward(ctx, 2 * _output(first), accel.LossScale())
-    step = accel.optimizer_step(ctx, [one, two], accel.LossScale(), max_norm=max_norm)
-    assert step.grad_norm.tolist() == ([2.0, 0.0] if isinstance(max_norm, list) else 2.0)
+    run = way(ctx)
+    run.begin()
+    run.backward(2 * _output(first))
+    run.step([one, two], max_norm=max_norm)
+    assert run.grad_norm.tolist() == ([2.0, 0.0] if isinstance(max_norm, list) else 2.0)
     assert (_weight(first), _weight(second)) == (pytest.approx(-1.0 if max_norm is None else 0.0, abs=1e-6), 1.0)
 
 
-def test_a_window_that_begins_with_a_batch_of_no_samples(ranks):
+@both_ways
+def test_a_window_that_begins_with_a_batch_of_no_samples(ranks, way):
     """Of all ranks: it counts nothing, and what follows counts as it would without it."""
 
     def rank(ctx):
         model, optimizer = _one_weight(ctx)
-        accum, scaler = accel.Accumulation(steps=2), accel.loss_scale(ctx)
+        run = way(ctx, 2)
         for samples in (0, 3):
-            accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
+            run.begin()
+            with run.accumulate(model):
                 weight = SampleCount(samples, samples * ctx.world_size)
-                accum = accel.backward(ctx, _output(model) * (ctx.rank + 1), scaler, accum, weight=weight)
-        accel.optimizer_step(ctx, optimizer, scaler, accum)
+                run.backward(_output(model) * (ctx.rank + 1), weight=weight)
+        run.step(optimizer)
         return _weight(model)
 
     assert ranks.run(rank, 2) == [-0.5, -0.5]
@@ -134,25 +142,29 @@ def test_a_window_that_begins_with_a_batch_of_no_samples(ranks):
 def test_the_norm_of_complex_gradients_is_real():
     ctx, model = accel.single(), nn.Linear(1, 1, bias=False, dtype=torch.complex64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    accel.backward(ctx, (model(torch.ones(1, 1, dtype=torch.complex64)) * (3 + 4j)).real.sum(), accel.LossScale())
-    step = accel.optimizer_step(ctx, optimizer, accel.LossScale(), max_norm=1.0)
-    assert (step.grad_norm.dtype, step.grad_norm.item()) == (torch.float32, 5.0)
+    run = ByState(ctx)
+    run.begin()
+    run.backward((model(torch.ones(1, 1, dtype=torch.complex64)) * (3 + 4j)).real.sum())
+    run.step(optimizer, max_norm=1.0)
+    assert (run.grad_norm.dtype, run.grad_norm.item()) == (torch.float32, 5.0)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_clipping_before_the_step_hides_no_overflow(value):
+@both_ways
+def test_clipping_before_the_step_hides_no_overflow(value, way):
     ctx = accel.single()
     (first, one), (second, two) = _one_weight(ctx), _one_weight(ctx)
     parameters = [*first.parameters(), *second.parameters()]
-    scaler = accel.LossScale(scale=1024.0, dynamic=True)
+    run = way(ctx, scaler=accel.LossScale(scale=1024.0, dynamic=True))
     loss = _output(first) * value + _output(second)
-    accum = accel.backward(ctx, loss, scaler, accel.Accumulation().next())
-    accel.clip_grad_value_(ctx, parameters, 0.5, scaler, accum)
-    norm = accel.clip_grad_norm_(ctx, parameters, 0.5, scaler, accum)
+    run.begin()
+    run.backward(loss)
+    run.clip_value(parameters, 0.5)
+    norm = run.clip_norm(parameters, 0.5)
     assert not math.isfinite(norm)
     assert parameters[1].grad.item() == 1024.0
-    step = accel.optimizer_step(ctx, [one, two], scaler, accum)
-    assert (step.stepped, step.scaler.scale, _weight(first), _weight(second)) == (False, 512.0, 1.0, 1.0)
+    run.step([one, two])
+    assert (run.stepped, run.scaler.scale, _weight(first), _weight(second)) == (False, 512.0, 1.0, 1.0)
 
 
 def test_half_precision_on_the_cpu_is_half_precision():
@@ -173,11 +185,12 @@ def test_a_plateau_counts_each_metric_once(ranks, world_size):
         model, optimizer, plateau = accel.prepare(ctx, accel.unwrap_model(model), optimizer, plateau)
         rates = []
         for _ in range(5):
-            accum, scaler = accel.Accumulation().next(), accel.loss_scale(ctx)
-            accum = accel.backward(ctx, _output(model), scaler, accum)
+            run = ByState(ctx)
+            run.begin()
+            run.backward(_output(model))
             with pytest.raises(ConfigError, match=r"Call scheduler.step\(metric\) yourself, with a metric from"):
-                accel.optimizer_step(ctx, optimizer, scaler, accum, scheduler=plateau)
-            accel.optimizer_step(ctx, optimizer, scaler, accum)
+                run.step(optimizer, scheduler=plateau)
+            run.step(optimizer)
             metric = accel.reduce(ctx, torch.tensor(1.0 + ctx.rank))
             plateau.step(metric)
             rates.append(optimizer.param_groups[0]["lr"])
@@ -190,24 +203,27 @@ def test_a_plateau_counts_each_metric_once(ranks, world_size):
     ("zeros", "expected"),
     [("mean", None), ("clamped", 0.0), ("ignored labels", 1.0 + 1.0 / (1.0 + math.e))],
 )
-def test_a_mean_over_no_units(ranks, zeros, expected):
+@both_ways
+def test_a_mean_over_no_units(ranks, zeros, expected, way):
     """One rank of two has no unit. A mean whose own gradient is 0 / 0 is refused by name; the others count as none."""
 
     def rank(ctx):
         model, optimizer = _one_weight(ctx)
-        accum, scaler, count = accel.Accumulation().next(), accel.loss_scale(ctx), torch.tensor(1 - ctx.rank)
+        run = way(ctx)
+        run.begin()
+        count = torch.tensor(1 - ctx.rank)
         output = model(torch.ones(1, 1))
         if zeros == "ignored labels":
             logits = torch.cat([output, torch.zeros(1, 1)], 1)
             loss = nn.functional.cross_entropy(logits, torch.tensor([0 if count else -100]))
         else:
             loss = (output * count).sum() / (count if zeros == "mean" else count.clamp(min=1))
-        accum = accel.backward(ctx, loss, scaler, accum, weight=count)
+        run.backward(loss, weight=count)
         if expected is None:
             with pytest.raises(accel.NonFiniteError, match=r"at weight.* divide means by a count of at least 1"):
-                accel.optimizer_step(ctx, optimizer, scaler, accum)
+                run.step(optimizer)
         else:
-            accel.optimizer_step(ctx, optimizer, scaler, accum)
+            run.step(optimizer)
         return _weight(model)
 
     assert ranks.run(rank, 2) == pytest.approx([1.0 if expected is None else expected] * 2)

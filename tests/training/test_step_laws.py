@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from steps import WAYS, ByState
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -33,6 +34,7 @@ class Case(NamedTuple):
         sync_each_batch: of the accumulation.
         divided: whether gradients are divided before the step.
         apart: whether they are clipped before it, by a call of its own.
+        way: whether the loop carries the state or its parts.
     """
 
     units: list[list[list[int]]]
@@ -44,6 +46,7 @@ class Case(NamedTuple):
     sync_each_batch: bool
     divided: bool
     apart: bool
+    way: type[ByState]
 
 
 class Outcome(NamedTuple):
@@ -72,6 +75,7 @@ def cases(draw: st.DrawFn) -> Case:
         sync_each_batch=draw(st.booleans()),
         divided=draw(st.booleans()),
         apart=clip in ("joint", "value") and draw(st.booleans()),
+        way=draw(st.sampled_from(WAYS)),
     )
 
 
@@ -105,46 +109,41 @@ def _flat(models: list[nn.Module], of: str = "parameter") -> torch.Tensor:
 def _train(ctx: accel.DistContext, case: Case) -> Outcome:
     models = [accel.prepare_model(ctx, model) for model in _models()]
     optimizers, schedulers = _optimizers(models)
-    scaler = accel.LossScale(scale=SCALE, dynamic=True)
-    accum = accel.Accumulation(steps=3, sync_each_batch=case.sync_each_batch)
+    run = case.way(ctx, 3, sync_each_batch=case.sync_each_batch, scaler=accel.LossScale(scale=SCALE, dynamic=True))
     outcome = Outcome([], [], [], [], [], [])
     for at, window in enumerate(case.units):
         for micro, counts in enumerate(window):
             count = counts[ctx.rank]
-            accum = accum.next(last=micro == len(window) - 1)
-            with accel.accumulate(ctx, accum, *models):
+            run.begin(last=micro == len(window) - 1)
+            with run.accumulate(*models):
                 loss = _loss(models, _inputs(at, micro, ctx.rank, count)) / max(count, 1)
                 if case.overflows.get(at) == ctx.rank and micro == 0:
                     loss = loss * math.inf
-                weight = torch.tensor(count) if case.weights == "tensor" else count
-                accum = accel.backward(ctx, loss, scaler, accum, weight=weight)
+                run.backward(loss, weight=torch.tensor(count) if case.weights == "tensor" else count)
         outcome.rates.extend(scheduler.get_last_lr()[0] for scheduler in schedulers)
         if case.divided:
-            accum = accel.unscale_gradients(ctx, optimizers, scaler, accum)
+            run.unscale(optimizers)
             outcome.gradients.append(_flat(models, "gradient"))
         limits = {"max_norm": case.max_norm, "norm_type": case.norm_type, "max_value": case.max_value}
-        norm = _clip_apart(ctx, case, models, scaler, accum) if case.apart else None
+        norm = _clip_apart(case, models, run) if case.apart else None
         if norm is not None:
             limits = {}
-        step = accel.optimizer_step(ctx, optimizers, scaler, accum, scheduler=schedulers, **limits)
-        accum, scaler = step.accum, step.scaler
-        outcome.stepped.append(step.stepped)
-        outcome.scales.append(scaler.scale)
+        stepped = run.step(optimizers, scheduler=schedulers, **limits)
+        outcome.stepped.append(stepped)
+        outcome.scales.append(run.scaler.scale)
         outcome.parameters.append(_flat(models))
-        if step.stepped:
-            outcome.norms.append(step.grad_norm if norm is None else norm)
-    assert (accum.updates, accum.skipped) == (sum(outcome.stepped), len(_overflowing(case)))
+        if stepped:
+            outcome.norms.append(run.grad_norm if norm is None else norm)
+    assert (run.updates, run.skipped) == (sum(outcome.stepped), len(_overflowing(case)))
     return outcome
 
 
-def _clip_apart(
-    ctx: accel.DistContext, case: Case, models: list[nn.Module], scaler: accel.LossScale, accum: accel.Accumulation
-) -> torch.Tensor:
+def _clip_apart(case: Case, models: list[nn.Module], run: ByState) -> torch.Tensor:
     every = [each for model in models for each in model.parameters()]
     if case.max_value is None:
-        return accel.clip_grad_norm_(ctx, every, case.max_norm, scaler, accum, norm_type=case.norm_type)
-    norm = accel.clip_grad_norm_(ctx, every, math.inf, scaler, accum, norm_type=case.norm_type)
-    accel.clip_grad_value_(ctx, every, case.max_value, scaler, accum)
+        return run.clip_norm(every, case.max_norm, norm_type=case.norm_type)
+    norm = run.clip_norm(every, math.inf, norm_type=case.norm_type)
+    run.clip_value(every, case.max_value)
     return norm
 
 

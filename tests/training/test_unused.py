@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import ByState
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -73,19 +74,19 @@ def _same_everywhere(ranks: Simulator, train: Any, spreads: Any = SPREADS) -> No
 def test_what_nobody_used_stays_still(ranks: Simulator, read: str) -> None:
     def train(ctx: accel.DistContext) -> Any:
         model, optimizer = _prepared(ctx, _blocks(ctx))
-        scaler, accum = accel.loss_scale(ctx), accel.Accumulation(steps=2)
+        run = ByState(ctx, 2)
         for at in range(8):  # the second block and head take part in the first micro-batch of the first window alone
-            accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
+            run.begin()
+            with run.accumulate(model):
                 loss = model(_rows(ctx, at), 3 if at == 0 else 1, other=at == 0).square().mean()
-                accum = accel.backward(ctx, loss, scaler, accum)
-            if not accum.sync:
+                run.backward(loss)
+            if not run.sync:
                 continue
             if read == "clip":
-                _ = accel.clip_grad_norm_(ctx, model.parameters(), 0.05, scaler, accum)
+                _ = run.clip_norm(model.parameters(), 0.05)
             if read == "unscale":
-                accum = accel.unscale_gradients(ctx, optimizer, scaler, accum)
-            accum = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.04).accum
+                run.unscale(optimizer)
+            run.step(optimizer, max_norm=0.04)
         return _values(ctx, model)
 
     _same_everywhere(ranks, train)
@@ -94,10 +95,12 @@ def test_what_nobody_used_stays_still(ranks: Simulator, read: str) -> None:
 def test_what_one_rank_used_moves_on_all(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> Any:
         model, optimizer = _prepared(ctx, _blocks(ctx))
+        run = ByState(ctx)
         for at in range(3):
             loss = model(_rows(ctx, at), 3, other=ctx.rank == 1 and at == 1).square().mean()
-            accel.backward(ctx, loss, accel.LossScale())
-            _ = accel.optimizer_step(ctx, optimizer, accel.LossScale())
+            run.begin()
+            run.backward(loss)
+            run.step(optimizer)
         return _values(ctx, model)
 
     def under(strategy: Any) -> Any:
@@ -154,16 +157,15 @@ def test_a_tied_weight_that_no_stage_used_stays_still(ranks: Simulator, mesh: st
             model = nn.Sequential(Shared(weight), nn.Linear(4, 4), Shared(weight))
         plan = accel.Plan(stages=(("0",), ("1", "2")), micro_batches=2)
         model, optimizer = _prepared(ctx, model, plan=plan)
-        accum = accel.Accumulation()
+        run = ByState(ctx)
         for at, users in enumerate([(0, 2), (2,), (), ()]):
             for path, each in model.named_modules():
                 if isinstance(each, Shared):
                     each.uses = int(path.rpartition(".")[2]) in users
-            rows, accum = _rows(ctx, at), accum.next()
-            _, accum = accel.forward_backward(
-                ctx, model, accel.LossScale(), accum, rows, loss_fn=lambda out: out.square().sum(), weight=len(rows)
-            )
-            accum = accel.optimizer_step(ctx, optimizer, accel.LossScale(), accum).accum
+            rows = _rows(ctx, at)
+            run.begin()
+            run.forward_backward(model, rows, loss_fn=lambda out: out.square().sum(), weight=len(rows))
+            run.step(optimizer)
         return _values(ctx, model)
 
     expected = ranks.run(train, 1, default_group=True)[0]
@@ -182,14 +184,14 @@ def test_it_costs_one_message_a_step_and_none_without_the_option(ranks: Simulato
     def rank(ctx: accel.DistContext, *, find: bool) -> None:
         ctx = accel.replace(ctx, strategy="fsdp")
         model = accel.prepare_model(ctx, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), find_unused_parameters=find)
-        optimizer, scaler, accum = HEAVY(model.parameters()), accel.LossScale(), accel.Accumulation(steps=2)
+        optimizer, run = HEAVY(model.parameters()), ByState(ctx, 2)
         for _ in range(4):
-            accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
-                accum = accel.backward(ctx, model(torch.ones(2, 4)).square().mean(), scaler, accum)
-            if accum.sync:
-                _ = accel.clip_grad_norm_(ctx, model.parameters(), 1.0, scaler, accum)
-                accum = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0).accum
+            run.begin()
+            with run.accumulate(model):
+                run.backward(model(torch.ones(2, 4)).square().mean())
+            if run.sync:
+                _ = run.clip_norm(model.parameters(), 1.0)
+                run.step(optimizer, max_norm=1.0)
 
     ranks.run(partial(rank, find=False), 2, default_group=True)
     assert sent == []

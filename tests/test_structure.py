@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 from accel.testing import simulate
 
@@ -18,16 +21,29 @@ MOST_FILES = {
     "save a run": 29,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
     "load a run": 30,
 }
+MOST_OF_A_LAUNCH = 24
 
 
-def test_a_verb_enters_few_files(tmp_path: Path) -> None:
+def benchmark() -> ModuleType:
     spec = importlib.util.spec_from_file_location("structure", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     structure = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(structure)
+    return structure
+
+
+def test_a_verb_enters_few_files(tmp_path: Path) -> None:
+    structure = benchmark()
     _ = simulate(lambda ctx: structure.verbs(ctx, str(tmp_path / "first")), 2)  # looks public names up
     seen = simulate(lambda ctx: structure.verbs(ctx, str(tmp_path / "again")), 2)[0]
     for verb, most in MOST_FILES.items():
         files = seen[verb].files()
         assert 0 < len(files) <= most, f"{verb} enters {len(files)} files, the most is {most}: {', '.join(files)}"
+
+
+@pytest.mark.multiprocess
+def test_the_launch_of_a_function_enters_few_files() -> None:
+    files = benchmark().launched().files()
+    assert "launching/_function.py" in files
+    assert len(files) <= MOST_OF_A_LAUNCH, f"a launch enters {len(files)} files: {', '.join(files)}"

@@ -3,17 +3,20 @@
 
     python tests/benchmarks/structure.py [--files]
 
-A verb runs on two simulated ranks; rank 0's thread is counted. Files of `comm`, `errors`, `context` and
-`testing` are left out: a reader knows them from the first verb on.
+A verb runs on two simulated ranks; rank 0's thread is counted. A launch starts two processes; their parent is counted.
+Files of `comm`, `errors`, `context` and `testing` are left out: a reader knows them from the first verb on.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -102,6 +105,13 @@ def verbs(ctx: accel.DistContext, folder: str) -> dict[str, Seen]:
     return found
 
 
+def launched() -> Seen:
+    """Return what the launch of a function on two ranks enters in the process that calls it."""
+    launch = partial(accel.launch, attrgetter("rank"), nproc=2, environ=os.environ | {"ACCEL_DEVICE": "cpu"})
+    assert launch() == [0, 1]  # looks names up
+    return traced(launch)
+
+
 def statements(path: Path) -> int:
     """Count a file's statements, an assignment of several values as one each; docstrings are none."""
     count = 0
@@ -124,6 +134,7 @@ def main() -> None:
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = simulate(lambda ctx: verbs(ctx, folder), 2)[0]
+    found["launch"] = launched()
     print(f"{'verb':<16}{'files':>8}{'functions':>11}{'changes':>9}{'collectives':>13}")
     for verb, seen in found.items():
         print(f"{verb:<16}{len(seen.files()):>8}{len(seen.codes):>11}{seen.changes:>9}{seen.collectives:>13}")

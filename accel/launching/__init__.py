@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start N processes of this machine that run a script or a function, show their output, and report the first failure.
+"""Start N processes that run a script or a function, show their output, and report the first failure.
 
-`launch` runs a function. `plan_launch` turns plain values into a `LaunchPlan`, `run_plan` carries a plan out, and
-`run_launch` does both for a script. None of them imports torch or writes to the environment of the calling process.
-Names resolve on first use: each process of a launch imports this package for the record of its failure alone.
+Read `_launch.py` first: a target (`_target.py`) and settings become a `LaunchPlan` (`local/_plan.py`), the supervisor
+(`local/_supervisor.py`) carries it out, and `reports/` describes what happened. `_function.py` does so for a function.
+Over several hosts each launcher starts an agent (`hosts/`), which supervises this host's ranks. Only agents import
+torch, and none writes to the environment of its own process. Names resolve on first use, as every rank imports this
+package for the record of its failure alone.
 """
 
 from __future__ import annotations

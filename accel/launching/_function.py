@@ -79,17 +79,7 @@ def read_hosted(environ: Mapping[str, str]) -> HostedNotebook | None:
 def choose_device(
     config: LaunchConfig, hosted: HostedNotebook | None, modules: Mapping[str, ModuleType]
 ) -> LaunchConfig:
-    """Return the settings of a launch for the TPU of a hosted notebook, where it has one and nobody chose a device.
-
-    Args:
-        config: settings of the launch.
-        hosted: host of this notebook; None elsewhere.
-        modules: modules that this process has imported.
-
-    Raises:
-        MissingExtraError: torch_xla is not installed.
-        LaunchError: the TPU cannot be reached, its chips cannot be counted, or this process has begun to use it.
-    """
+    """Return the settings of a launch for a hosted notebook's TPU, if it has one and nobody chose a device."""
     on_xla = config.device.partition(":")[0] == "xla"
     if hosted is None or not hosted.tpu or not (on_xla or config.device == "auto"):
         return config
@@ -167,7 +157,7 @@ def launch(
         EnvError: the environment holds a setting that the processes would refuse.
         KeyboardInterrupt: Ctrl-C; the ranks have had their time to leave.
     """
-    __tracebackhide__ = True  # a notebook shows its cell and the error, and not what lies between
+    __tracebackhide__ = True  # a notebook shows its cell and the error, without the frames between
     environ = os.environ if environ is None else environ
     resolved = _resolve({}, environ) if config is None else Resolved(config, {})
     config = resolved.config
@@ -175,6 +165,7 @@ def launch(
     _refuse_without_effect(config, "nnodes")
     hosted = read_hosted(environ)
     config = choose_device(config, hosted, sys.modules)
+    # Before a process starts: a function that cannot be pickled is an error of this call, not of N ranks.
     call = _packed(fn, args)
     with record_dir() as folder:
         send_call(folder, call)
@@ -185,9 +176,10 @@ def launch(
 def _run(
     name: str, folder: str, config: LaunchConfig, sources: Mapping[str, Source], environ: Mapping[str, str]
 ) -> tuple[LaunchEnd, int]:
-    """Run the function that lies in a folder on ranks of this machine; return their end and their number."""
+    """Run the packed function in a folder on ranks of this machine; return their end and their number."""
     target = LaunchTarget(kind="module", name=CALLED, args=(folder,))
     redraw_s = _REDRAW_S if is_notebook_stream(sys.stderr) else 0.0
+    # Planned for its number of ranks, and so that wrong settings fail before anything is set up.
     count = len(plan_here(target, config, environ, record_dir=folder).processes)
     make_log_dir(config.log_dir)
 
@@ -195,9 +187,11 @@ def _run(
         plan = plan_here(target, config, environ, record_dir=folder, position=HostPosition(restarts=failed))
         if failed:
             tell(f"accel: all ranks start again, restart {failed} of {config.max_restarts}\n")
+            # A value that a rank left before the failure would pass for one of this attempt.
             drop_results(folder)
         return msgspec.structs.replace(plan, redraw_s=redraw_s), Peers()
 
+    # The log names the function; what the ranks execute is a module of this package and a temporary folder.
     shown = LaunchTarget(kind="program", name=name)
     with listening() as signals, open_journal(shown, first_record(shown, config, sources)) as journal:
         ending = run_attempts(start, signals, max_restarts=config.max_restarts, shows_last=False, journal=journal)
@@ -213,21 +207,7 @@ def launch_placed(
     environ: Mapping[str, str] | None = None,
     place: Callable[[LaunchConfig, bytes], AbstractContextManager[Children]],
 ) -> list[T]:
-    """Run `fn(ctx, *args)` as `launch` does, on ranks that another program places on its hosts.
-
-    Args:
-        fn, args: as for `launch`.
-        nproc: number of ranks.
-        config: settings of the launch; None for those of the `ACCEL_*` variables.
-        environ: mapping of these variables; `os.environ` if None.
-        place: takes the settings and the packed call, and gives the processes, which it ends with its block.
-
-    Returns:
-        A copy of each rank's value, in rank order.
-
-    Raises:
-        Exception: as `launch` does.
-    """
+    """Run `fn(ctx, *args)` as `launch` does, on processes of `place`, which ends them with its block."""
     config = _resolve({}, os.environ if environ is None else environ).config if config is None else config
     config = msgspec.structs.replace(config, nproc_per_node=nproc)
     _refuse_without_effect(config, "nnodes", "max_restarts")
@@ -235,6 +215,7 @@ def launch_placed(
     call = _packed(fn, args)
     with record_dir() as folder:
         send_call(folder, call)
+        # Neither commands nor environments: `place` starts the ranks, and only the supervisor reads this plan.
         planned = tuple(
             ProcessPlan(rank=rank, program=(), command=(), environ={}, record=f"{folder}/rank-{rank}-0.json")
             for rank in range(nproc)
@@ -375,6 +356,7 @@ def _failure(ending: LaunchEnd, folder: str, world_size: int) -> BaseException:
     rank, lines = ending.first.rank, ending.report.splitlines()
     told = [line.removeprefix("accel: ") for line in takewhile(lambda line: line.startswith("accel: "), lines)]
     raised = receive_error(folder, rank)
+    # A rank's SystemExit or KeyboardInterrupt, raised here, would end the caller's program or notebook cell.
     if raised is not None and isinstance(raised.error, Exception):
         error, about = raised.error, f"rank {rank} of {world_size} raised this"
     else:

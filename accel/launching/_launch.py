@@ -77,6 +77,7 @@ def run_launch(
         return _launch_on_hosts(target, config, environ, sources, summary=summary, is_command=is_command)
     check_tasks(sources, environ)
     first = first_record(target, config, sources)
+    # In this order: the journal still reads what ranks announced in `folder`, and orphans are released last.
     with (
         Orphans() if is_command else contextlib.nullcontext() as orphans,
         record_dir() as folder,
@@ -107,10 +108,13 @@ def _launch_on_hosts(
     is_command: bool,
 ) -> int:
     fewest, most = config.hosts  # raises now what the agent would raise
+    # Nothing starts from this plan: the user's own launcher refuses here what its agent would refuse.
     plan = plan_here(target, config, environ, record_dir="", port=1, position=HostPosition(num_nodes=fewest))
+    # A mesh must fit every number of hosts that an elastic launch may go on with.
     for hosts in range(fewest + 1, most + 1):
         check_mesh(config, hosts * len(plan.processes))
     with listening(is_guarded=is_command) as signals:
+        # The name first: a pod's resolves only once it runs, and `check_endpoint` refuses names that do not.
         if stopped := await_name(config, environ, signals):
             return 128 + stopped
         _ = check_endpoint(config)
@@ -130,11 +134,7 @@ def plan_here(
     position: HostPosition = HostPosition(),  # noqa: B008 - a frozen value
     port: int | None = None,
 ) -> LaunchPlan:
-    """Plan a launch on this machine: its cores and GPUs, a free port, this process as the parent.
-
-    Raises:
-        LaunchError, EnvError: as `plan_launch` does, or there is no free port.
-    """
+    """Plan a launch on this machine: its cores and GPUs, a free port, this process as the parent."""
     return plan_launch(
         target,
         config,
@@ -149,13 +149,10 @@ def plan_here(
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that is free at the moment.
-
-    Raises:
-        LaunchError: there is none.
-    """
+    """Return a TCP port of 127.0.0.1 that is free at the moment."""
     try:
         with socket.socket() as probe:
+            # Closed with the block: rank 0 must bind the port before anybody else does, and reports if it cannot.
             probe.bind(("127.0.0.1", 0))
             return probe.getsockname()[1]
     except OSError as error:
@@ -168,11 +165,7 @@ def free_port() -> int:
 
 
 def make_log_dir(folder: str) -> None:
-    """Make the folder for log files, if one is wanted.
-
-    Raises:
-        LaunchError: it cannot be made.
-    """
+    """Make the folder for log files, if one is wanted."""
     try:
         if folder:
             os.makedirs(folder, exist_ok=True)
@@ -253,19 +246,10 @@ class PlacedRank:
             return probe.getsockname()[1]
 
     def start(self, position: RankPosition, config: LaunchConfig, call: bytes) -> None:
-        """Start the process of the rank.
-
-        Args:
-            position: its position.
-            config: settings of the launch.
-            call: packed function, as `send_call` wrote it.
-
-        Raises:
-            LaunchError, EnvError: as `plan_launch` does.
-            OSError: the system refuses the process.
-        """
+        """Start the rank's process at its position, with the packed function that `send_call` wrote."""
         folder = self._folder.name
         _ = Path(folder, "call").write_bytes(call)
+        # Planned as a host of one process; the launcher, on another host, keeps the log files.
         plan = plan_launch(
             LaunchTarget(kind="module", name=CALLED, args=(folder,)),
             msgspec.structs.replace(config, nproc_per_node=1, log_dir=""),
@@ -279,6 +263,7 @@ class PlacedRank:
                 node_rank=position.rank, num_nodes=position.world_size, master_addr=position.master_addr
             ),
         ).processes[0]
+        # Where several ranks share a host, that plan counts places wrong.
         place = {
             "LOCAL_RANK": position.local_rank,
             "LOCAL_WORLD_SIZE": position.local_world_size,
@@ -304,6 +289,7 @@ class PlacedRank:
         if process is None:
             return RankNews()
         read = {"out": b"", "err": b""}
+        # Waits a moment, so that a caller who asks again and again does not spin.
         ready, _, _ = select.select(list(self._open), [], [], _REACT_S)
         for fd in ready:
             chunk = os.read(fd, _CHUNK_BYTES)
@@ -326,6 +312,7 @@ class PlacedRank:
         if not group:
             self._process.send_signal(number)
             return
+        # The rank leads a session of its own, so its pid names the group of all that it has started.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 

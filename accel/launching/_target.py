@@ -33,15 +33,8 @@ class LaunchTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_target(target: LaunchTarget, environ: Mapping[str, str]) -> None:
-    """Refuse a target that no process could run.
-
-    Args:
-        target: target of the launch.
-        environ: environment of the launch.
-
-    Raises:
-        LaunchError: the target does not exist, or may not be read or executed.
-    """
+    """Refuse a target that does not exist, or may not be read or executed."""
+    # Once, before a process starts: else each rank would print a traceback for the same typing error.
     if target.kind == "script":
         _check_script(target.name)
     elif target.kind == "module":
@@ -69,6 +62,7 @@ def _check_module(module: str) -> None:
     spec = None
     for at, part in enumerate(parts := module.split(".")):
         name = ".".join(parts[: at + 1])
+        # Without places the part before is a plain module, which holds no further ones.
         spec = _find(name, places) if part and places is not None else None
         if spec is None:
             raise LaunchError(
@@ -131,14 +125,7 @@ class HostTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def terms_of(host: str, config: LaunchConfig, *, processes: int, contents: Mapping[str, str]) -> HostTerms:
-    """Return the terms of a host.
-
-    Args:
-        host: its name.
-        config: settings of the launch on it.
-        processes: number of ranks that it starts.
-        contents: versions of the packages and of the script, which must be the same.
-    """
+    """Return the terms of a host; `contents` are versions of packages and script, which hosts must share."""
     settings = {name: to_text(getattr(config, name)) for name in _SHARED}
     return HostTerms(
         host=host,
@@ -149,11 +136,7 @@ def terms_of(host: str, config: LaunchConfig, *, processes: int, contents: Mappi
 
 
 def assign_node_ranks(terms: Sequence[HostTerms]) -> list[int]:
-    """Return the node rank of each host: the one that it asks for, else the next free one.
-
-    Raises:
-        LaunchError: two hosts ask for one node rank, or their settings differ; it names them.
-    """
+    """Return the node rank of each host: the one that it asks for, else the next free one."""
     asked = Counter(each.node_rank for each in terms if each.node_rank is not None)
     if taken := [rank for rank, count in asked.items() if count > 1]:
         hosts = " and ".join(each.host for each in terms if each.node_rank == taken[0])
@@ -168,14 +151,12 @@ def assign_node_ranks(terms: Sequence[HostTerms]) -> list[int]:
 
 
 def compare(terms: Sequence[HostTerms], fix: str) -> None:
-    """Refuse hosts whose settings differ.
-
-    Raises:
-        LaunchError: they differ; it names the hosts, and ends with `fix`.
-    """
+    """Refuse hosts whose settings differ, with an error that names them and ends with `fix`."""
+    # One difference is reported at a time, as one slip often causes several.
     for name in terms[0].settings:
         said: dict[str, list[str]] = {}
         for each in terms:
+            # A host with another version of accel may lack a setting.
             said.setdefault(each.settings.get(name, "nothing"), []).append(each.host)
         if len(said) > 1:
             got = "; ".join(f"{value} on {_few(hosts)}" for value, hosts in said.items())

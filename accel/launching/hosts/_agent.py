@@ -48,7 +48,7 @@ _JOB = "accel"
 _RUNNING = "accel/running"  # terms of the hosts that run; a later host must fit them, or all would end
 _STORE_TIMEOUT = timedelta(seconds=60)
 _OWNER = "accel/owner"  # name of the job that meets here
-_SILENT_S = 1.0  # until a line says that other hosts are awaited
+_SILENT_S = 1.0  # until a line reports the wait for other hosts
 _READ_S = 1.5  # for others to read the terms in the store of this process
 _ANSWER_S = 10.0
 _POLL_S = 0.1
@@ -65,16 +65,7 @@ class NotMetError(LaunchError):
 
 
 class Rendezvous:
-    """torch's rendezvous, in which hosts also compare their terms, one round after another.
-
-    Args:
-        config: settings of the launch on this host.
-        processes: number of ranks on this host.
-        script: text that differs for another script.
-
-    Raises:
-        LaunchError: something else listens at the endpoint, or nobody answers there.
-    """
+    """torch's rendezvous, in which hosts also compare their terms, one round after another."""
 
     def __init__(self, config: LaunchConfig, processes: int, script: str) -> None:
         host, port = split_endpoint(config.rdzv_endpoint)
@@ -104,18 +95,9 @@ class Rendezvous:
         self._round: HostRound | None = None
 
     def join(self, signals: Signals) -> tuple[HostRound, str, int] | LaunchEnd:
-        """Join the next round, together with the other hosts.
+        """Join the next round: return it with address and port of rank 0, or the launch's end without this host.
 
-        Args:
-            signals: signals of this process; one that asks to stop ends the wait.
-
-        Returns:
-            The round, and address and port of rank 0; or the end of the launch if this host is not to take part.
-
-        Raises:
-            NotMetError: too few hosts came in time, the first one does not answer, or another has ended the job.
-            LaunchError: settings of the hosts differ.
-        """
+        Raises `NotMetError` if the hosts do not come together, another `LaunchError` if their settings differ."""
         is_first = self._round is None
         if self._round is not None:
             self._round.end()
@@ -146,7 +128,7 @@ class Rendezvous:
     def leave(self, seconds: float) -> None:
         """End the launch for all hosts, within some seconds; the process that serves the store lets the others read."""
         current = self._round
-        if current is None or current.noted_s is None:  # nobody can be told
+        if current is None or current.noted_s is None:  # the store is lost, and with it the way to the others
             return
 
         def leave() -> None:
@@ -187,11 +169,7 @@ class Rendezvous:
 
 
 def claim(store: Store, config: LaunchConfig) -> None:
-    """Refuse a rendezvous at which another job meets; its first host names the job.
-
-    Raises:
-        LaunchError: the job there has another name.
-    """
+    """Refuse a rendezvous at which another job meets; its first host names the job."""
     owner = store.compare_set(_OWNER, "", f"job {config.rdzv_id}").decode().removeprefix("job ")
     if owner != config.rdzv_id:
         raise LaunchError(
@@ -225,17 +203,14 @@ _CLOSE_S = 2.0
 
 
 def run(order: AgentOrder) -> int:
-    """Carry an order out; return the exit status.
-
-    Raises:
-        LaunchError: the hosts do not come together, do not agree, or a process cannot be started.
-    """
+    """Carry an order out; return the exit status."""
     config = order.config
     environ = {name: value for name, value in os.environ.items() if name not in order.added}
     orphans = Orphans() if order.is_command else None
     with listening(is_guarded=True) as signals, record_dir() as folder:
 
         def plan(position: HostPosition, port: int) -> LaunchPlan:
+            # A folder for each round: one that begins because a host came has the restarts, and names, of the last.
             records = f"{folder}/{time.monotonic_ns()}"
             os.mkdir(records)
             return plan_here(order.target, config, environ, record_dir=records, position=position, port=port)
@@ -274,6 +249,7 @@ def run(order: AgentOrder) -> int:
                 journal=journal,
                 orphans=orphans,
             )
+        # A stopped host leaves the job to the others, which may go on without it.
         if not ending.stopped:
             rendezvous.leave(_CLOSE_S)
         return ending.status

@@ -52,11 +52,7 @@ class HostCommand(msgspec.Struct, frozen=True):
 
 
 def read_hosts(text: str, path: str) -> tuple[HostSlots, ...]:
-    """Return the hosts of a file of lines such as "node0 slots=8", as DeepSpeed and Open MPI have it.
-
-    Raises:
-        LaunchError: a line that names no host, a host that stands twice, or no host at all.
-    """
+    """Return the hosts of a file of lines such as "node0 slots=8", as DeepSpeed and Open MPI write it."""
     hosts: dict[str, HostSlots] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not (stripped := line.strip()) or stripped.startswith("#"):
@@ -75,17 +71,7 @@ def read_hosts(text: str, path: str) -> tuple[HostSlots, ...]:
 
 
 def choose_hosts(hosts: Sequence[HostSlots], include: str = "", exclude: str = "") -> tuple[HostSlots, ...]:
-    """Return the hosts and slots that filters leave, in the order of the file.
-
-    Args:
-        hosts: all hosts.
-        include: hosts and slots to use, such as "node0@node1:0,2": all of node0, slots 0 and 2 of node1; empty for all.
-        exclude: those to leave out, written alike.
-
-    Raises:
-        ConfigError: both filters at once, or a filter of another form.
-        LaunchError: a host or slot that the file does not have, or nothing is left.
-    """
+    """Return the hosts and slots that a filter leaves: "node0@node1:0,2" is all of node0, two slots of node1."""
     if include and exclude:
         raise ConfigError("two filters at once", got="--include and --exclude", fix="Leave one of them out.")
     if not include and not exclude:
@@ -100,19 +86,10 @@ def choose_hosts(hosts: Sequence[HostSlots], include: str = "", exclude: str = "
 
 
 def exported(environ: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables that launchers on other hosts get.
-
-    Those of communication libraries, threads and Python's path go by themselves; no others, as they may hold secrets.
-
-    Args:
-        environ: the variables here.
-        names: names of further ones.
-
-    Raises:
-        ConfigError: a name that is not among them.
-    """
+    """Return the variables for launchers on other hosts: those of communication, threads, Python's path, `names`."""
     if missing := [name for name in names if name not in environ]:
         raise ConfigError("no such variable here", got=", ".join(missing), where="--export")
+    # No others: command lines are visible to every user of a host, and variables may hold secrets.
     own = {name: value for name, value in environ.items() if name.startswith(_EXPORTED) or name in names}
     return dict(sorted(own.items()))
 
@@ -127,21 +104,7 @@ def host_commands(
     folder: str,
     exports: Mapping[str, str],
 ) -> tuple[HostCommand, ...]:
-    """Return the command of each host's launcher.
-
-    Args:
-        hosts: hosts in the order of their ranks.
-        target: target of every process.
-        config: settings of the launch.
-        given: names of the fields that are set somewhere; these become flags of the launchers.
-        python: interpreter of the launchers.
-        folder: folder to start in, the same on all hosts.
-        exports: variables that the launchers get.
-
-    Raises:
-        ConfigError: a setting that the file of hosts says otherwise.
-        LaunchError: hosts with different numbers of slots.
-    """
+    """Return the command of each host's launcher, in order of rank; fields in `given` become its flags."""
     _check(hosts, config, given)
     endpoint = config.rdzv_endpoint or f"{hosts[0].name}:{PORT}"
     told = [
@@ -157,8 +120,10 @@ def host_commands(
         place += [f"--nproc-per-node={_count(host, config)}", *_gpus(host, config, given)]
         words = [python, "-m", "accel.cli", "launch", *place, *told, *kind, "--", target.name, *target.args]
         variables = [f"{name}={value}" for name, value in exports.items()]
+        # By `env`, as sshd drops most variables that its client sends.
         command = shlex.join(["env", *variables, *words] if variables else words)
         inside = _UNTIL_CUT_OFF.format(command=command)
+        # A remote shell begins in the home folder; the script's path may be relative to this one.
         commands.append(HostCommand(host.name, f"cd {shlex.quote(folder)} || exit 1; {inside}"))
     return tuple(commands)
 
@@ -239,11 +204,7 @@ _KILL_AFTER_S = 20.0  # over the grace of the launchers themselves
 
 
 def read_hostfile(path: str) -> str:
-    """Return the text of a file of hosts.
-
-    Raises:
-        LaunchError: it cannot be read.
-    """
+    """Return the text of a file of hosts."""
     try:
         return Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:
@@ -254,25 +215,15 @@ def read_hostfile(path: str) -> str:
 def run_on_hosts(
     commands: Sequence[HostCommand], shell: Sequence[str], environ: Mapping[str, str], *, grace_s: float
 ) -> int:
-    """Start every host's launcher, and wait for all. A stop here, or a host that cannot be reached, ends the others.
+    """Start every host's launcher and wait for all; return the first failure's status, or 128 and a stop's signal.
 
-    Args:
-        commands: commands by host.
-        shell: words of the remote shell, before a host and its command.
-        environ: the environment of the remote shell.
-        grace_s: seconds that launchers have to end their ranks.
-
-    Returns:
-        The status of the first host that failed, else 0; 128 and the signal after a stop.
-
-    Raises:
-        LaunchError: there is no such remote shell.
-    """
+    A stop here, or a host without connection, ends the others."""
     with listening() as signals:
         started: list[subprocess.Popen[bytes]] = []
         try:
             for each in commands:
                 words = [*shell, each.host, each.command]
+                # The open pipe keeps the launcher there alive: a remote shell forwards no signals.
                 started.append(subprocess.Popen(words, env=dict(environ), stdin=subprocess.PIPE))
         except OSError as error:
             _end(started)
@@ -301,6 +252,7 @@ def _wait(
             failed = failed or status
             if status == _NO_CONNECTION:
                 tell(f"accel: no connection to {host}, exit status {status}\n")
+                # The others would wait for this host up to their time-out.
                 stopped = stopped or -1
         if stopped and deadline is None:
             deadline = time.monotonic() + grace_s + _KILL_AFTER_S
@@ -330,19 +282,13 @@ _ENDPOINT = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((200
 
 
 def batch_script(target: LaunchTarget, config: LaunchConfig, given: Collection[str], *, python: str) -> str:
-    """Return a script for `sbatch` that launches on the nodes of the job. No communication.
-
-    Args:
-        target: target of every process.
-        config: settings of the launch; `nnodes` is the number of nodes to ask for.
-        given: names of the fields that are set somewhere; these become flags of the job's launchers.
-        python: interpreter of the launchers.
-    """
+    """Return a script for `sbatch` that launches on the job's nodes; fields in `given` become the launchers' flags."""
     fewest, most = config.hosts
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={shlex.quote(Path(target.name).stem)}",
         f"#SBATCH --nodes={fewest if fewest == most else f'{fewest}-{most}'}",
+        # A task is a launcher, which starts the ranks of its node.
         "#SBATCH --ntasks-per-node=1",
     ]
     lines += ["#SBATCH --no-kill"] if fewest != most else []  # the job outlives a node that dies
@@ -366,11 +312,7 @@ def batch_script(target: LaunchTarget, config: LaunchConfig, given: Collection[s
 
 
 def submit(script: str, environ: Mapping[str, str]) -> str:
-    """Submit a script by `sbatch`; return its output.
-
-    Raises:
-        LaunchError: there is no Slurm here, or it refuses the job.
-    """
+    """Submit a script by `sbatch`; return its output."""
     sbatch = shutil.which("sbatch", path=environ.get("PATH"))
     if sbatch is None:
         raise LaunchError(

@@ -27,7 +27,7 @@ from accel.run_folder import LaunchRecord
 
 _AGENT = str(Path(__file__).with_name("_agent.py"))
 _RETRY_S = 0.5
-_SILENT_S = 0.5  # until a line says what is awaited
+_SILENT_S = 0.5  # until a line reports the wait
 _KILL_AFTER_S = 10.0  # an agent may be waiting for a host that is cut off
 # Without the first, a host that comes back finds nobody at the address that rank 0 once had (torch 2.13).
 _AGENTS_OWN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -56,11 +56,7 @@ class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_endpoint(config: LaunchConfig) -> str:
-    """Return the host of the rendezvous endpoint, or refuse an endpoint that no host can use.
-
-    Raises:
-        LaunchError: there is no endpoint, its host does not resolve, or its port is out of range.
-    """
+    """Return the host of the rendezvous endpoint, or refuse an endpoint that no host can use."""
     if not config.rdzv_endpoint:
         raise LaunchError(
             "nobody says where the hosts meet",
@@ -76,15 +72,7 @@ def check_endpoint(config: LaunchConfig) -> str:
 
 
 def check_tasks(sources: Mapping[str, Source], environ: Mapping[str, str]) -> None:
-    """Refuse a launcher that runs in each of several tasks and was not told whether they are one job.
-
-    Args:
-        sources: source of each setting, by name.
-        environ: the environment of this launcher.
-
-    Raises:
-        LaunchError: each would start a job of its own, and all would write the same files.
-    """
+    """Refuse a launcher that runs in each of several tasks, if `--nnodes` does not decide whether they are one job."""
     source = sources.get("nnodes")
     tasks = read_tasks(environ) if source is not None and source.kind == "default" else None
     if tasks is None:
@@ -122,14 +110,9 @@ def is_here(host: str, port: int) -> bool:
 
 
 def await_first_host(config: LaunchConfig, signals: Signals) -> int:
-    """Wait until something listens at the rendezvous endpoint, unless this host is to serve it.
+    """Wait until the first host listens at the endpoint, unless this one is to serve it.
 
-    Returns:
-        A signal that cut in, else 0.
-
-    Raises:
-        LaunchError: there is no route, or nothing listened in time.
-    """
+    Returns a signal that cut in, else 0."""
     host, port = split_endpoint(config.rdzv_endpoint)
     if config.node_rank == 0 or is_here(host, port):
         return 0
@@ -169,6 +152,7 @@ def run_agent(
         is_command=is_command,
     )
     command = [sys.executable, _AGENT, msgspec.json.encode(order).decode()]
+    # Another process, as torch takes a second to import, and this one must answer signals from the start.
     agent = subprocess.Popen(command, env={**environ, **added}, start_new_session=True)
     return _wait(agent, signals, config.stop_grace_s + _KILL_AFTER_S)
 

@@ -30,13 +30,7 @@ _LISTEN_S = 5.0  # between two reads, as each host reads those of all others
 
 
 class Heartbeats:
-    """Counts a host's heartbeats and watches those of the others.
-
-    Args:
-        store: store of the hosts.
-        node_rank: position of this host.
-        others: positions of the other hosts.
-    """
+    """The heartbeats of a round: this host's own are counted, those of the others watched."""
 
     def __init__(self, store: Store, node_rank: int, others: Sequence[int]) -> None:
         self._store = store
@@ -105,14 +99,6 @@ _LINGER_S = 1.5  # for others to read the store of this process
 
 class HostRound(Peers):
     """The hosts that have met, from the start of their ranks to the end.
-
-    Args:
-        store: store of this round alone.
-        node_rank: position of this host.
-        hosts: their names, in order of their ranks.
-        processes: number of ranks on each host.
-        count_waiting: returns the number of hosts that wait for all ranks to start again.
-        roles: their roles, in the same order.
 
     Attributes:
         noted_s: time of the last write for other hosts, by `time.monotonic`; None once the store is lost.

@@ -37,27 +37,18 @@ def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
 class Sink:
     """A stream of this process, to which the lines of all ranks go.
 
-    One progress bar at a time is redrawn: while a rank's stands open, others show the last state of theirs only.
-
-    Args:
-        fd: file descriptor of the stream.
-        redraw_s: least number of seconds between two states of a progress bar.
-    """
+    One progress bar at a time is redrawn: while a rank's is open, others show only the last state of theirs."""
 
     def __init__(self, fd: int, redraw_s: float = 0.0) -> None:
         self._fd = fd
         self._redraw_s = redraw_s
-        self._open_line: bytes | None = None  # whose progress bar the cursor stands on
+        self._open_line: bytes | None = None  # prefix of the rank with the progress bar at the cursor
         self._changed_s = 0.0  # when that bar last changed
         self._drawn_s = -redraw_s  # when a bar was last drawn
-        self._held: tuple[bytes, bytes] | None = None  # a bar's newest state, not drawn yet, and whose it is
+        self._held: tuple[bytes, bytes] | None = None  # prefix and newest state of a bar that is not drawn yet
 
     def write(self, prefix: bytes, lines: Iterable[bytes]) -> None:
-        """Write whole lines; a rank overwrites its own progress bar only, never another rank's.
-
-        Raises:
-            OSError: the stream has no reader any more, or cannot be written.
-        """
+        """Write whole lines; a rank overwrites only its own progress bar."""
         text = bytearray()
         now_s = time.monotonic()
         for line in lines:
@@ -73,17 +64,13 @@ class Sink:
         _write_all(self._fd, text)
 
     def refresh(self) -> None:
-        """Draw the newest state of the progress bar, if its time has come.
-
-        Raises:
-            OSError: the stream has no reader any more, or cannot be written.
-        """
+        """Draw the newest state of the progress bar, if it is due."""
         now_s = time.monotonic()
         if self._held is not None and now_s >= self._drawn_s + self._redraw_s:
             _write_all(self._fd, self._drawn(*self._held, now_s))
 
     def finish(self, prefix: bytes) -> None:
-        """End the rank's progress bar if the cursor still stands on it."""
+        """End the rank's progress bar if the cursor is still on it."""
         if self._held is not None and self._held[0] == prefix:
             self._held = None
         if self._open_line == prefix:
@@ -110,15 +97,7 @@ class Sink:
 
 
 class Log:
-    """The file of one rank's output, appended to that of earlier launches.
-
-    Args:
-        folder: folder of the file.
-        rank: rank of the process.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """The file of one rank's output, appended to that of earlier launches."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self._file = open(log_path(folder, rank), "ab", buffering=0)  # noqa: SIM115 - open until the relay ends
@@ -144,10 +123,7 @@ def log_path(folder: str, rank: int) -> str:
 
 
 class Relay(threading.Thread):
-    """A thread that copies pipes to sinks until all are at their end.
-
-    It is a thread, so that a slow reader of the output never delays the launcher.
-    """
+    """A thread that copies pipes to sinks until all are at their end: a slow reader never delays the launcher."""
 
     def __init__(self, pipes: Iterable[Pipe], logs: Iterable[Log] = ()) -> None:
         super().__init__(name="accel-launch-relay", daemon=True)
@@ -179,14 +155,7 @@ class Relay(threading.Thread):
 
 
 class Pipe:
-    """One output stream of one process.
-
-    Args:
-        source: pipe to read from.
-        sink: stream that shows its lines; None to hide them.
-        prefix: text in front of each line shown.
-        log: file for its lines; None for none.
-    """
+    """One output stream of one process; its lines go to a sink, if they are shown, and to a log, if there is one."""
 
     def __init__(self, source: IO[bytes], sink: Sink | None, *, prefix: bytes, log: Log | None = None) -> None:
         self.source = source
@@ -201,7 +170,7 @@ class Pipe:
         lines, self._rest = split_lines(self._rest + chunk)
         try:
             self._write(lines)
-        except OSError:  # nobody reads: closing our end tells the child, as its own stream would have
+        except OSError:  # nobody reads: closing our end ends the child's writes, as its own stream would have
             self._rest = b""
             chunk = b""
         if not chunk:
@@ -251,11 +220,9 @@ class Children:
         self._noticed_s: dict[int, float] = {}
 
     def start(self, plan: LaunchPlan) -> Relay | None:
-        """Start every process of a plan; return the relay of their output, None if they write to our streams.
+        """Start every process of a plan; return the relay of their output, None if they share these streams.
 
-        Raises:
-            LaunchError: a log file cannot be written, or the system refuses a process; those started have been killed.
-        """
+        If one does not start, those that have are killed."""
         alone = len(plan.processes) == 1
         logs = open_logs(plan)
         if plan.unbound and not plan.restarts:
@@ -360,13 +327,7 @@ class Children:
 
 
 def start_relay(plan: LaunchPlan, logs: Mapping[int, Log], pipes: Mapping[int, Sequence[IO[bytes] | None]]) -> Relay:
-    """Start to show what comes through the pipes of ranks.
-
-    Args:
-        plan: prefix and silence of the lines.
-        logs: file of each rank, if any.
-        pipes: standard output and error of each rank.
-    """
+    """Start to show the output of each rank, given its pipes for standard output and error."""
     stdout = Sink(1, plan.redraw_s)
     is_shared = os.path.samestat(os.fstat(1), os.fstat(2))  # one terminal has one cursor
     stderr = stdout if is_shared else Sink(2, plan.redraw_s)
@@ -391,11 +352,7 @@ def start_relay(plan: LaunchPlan, logs: Mapping[int, Log], pipes: Mapping[int, S
 
 
 def open_logs(plan: LaunchPlan) -> dict[int, Log]:
-    """Open the log file of each process, if there is a folder for them.
-
-    Raises:
-        LaunchError: one cannot be written.
-    """
+    """Open the log file of each process, if there is a folder for them."""
     try:
         return {process.rank: Log(plan.log_dir, process.rank) for process in plan.processes if plan.log_dir}
     except OSError as error:

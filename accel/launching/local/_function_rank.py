@@ -34,12 +34,7 @@ class SentError(NamedTuple):
 
 
 def pack(obj: object, where: str) -> bytes:
-    """Pickle an object; functions and classes of no module go by value, which takes the extra `notebook`.
-
-    Raises:
-        MissingExtraError: it holds functions or classes of no module, and the extra is not installed.
-        ConfigError: it cannot be pickled.
-    """
+    """Pickle an object; functions and classes of no module go by value, which takes the extra `notebook`."""
     try:
         if find_spec("cloudpickle") is not None:
             return import_module("cloudpickle").dumps(obj)
@@ -53,11 +48,7 @@ def pack(obj: object, where: str) -> bytes:
 
 
 def unpack(data: bytes, where: str) -> Any:
-    """Return the object that `pack` has packed.
-
-    Raises:
-        ConfigError: it cannot be unpickled in this process.
-    """
+    """Return the object that `pack` has packed."""
     try:
         return pickle.loads(data)
     except Exception as error:
@@ -66,7 +57,9 @@ def unpack(data: bytes, where: str) -> Any:
 
 def send_call(folder: str, call: bytes) -> None:
     """Write a packed call for the ranks, with this process's import path and sources that are in no file."""
+    # With them a rank's traceback shows lines of notebook cells.
     sources = {name: linecache.getlines(name) for name in list(linecache.cache) if not os.path.exists(name)}
+    # Two layers: the import path must be in place before the inner one, which imports, is unpickled.
     _ = Path(folder, _CALL).write_bytes(pickle.dumps((sys.path, sources, call)))
 
 
@@ -76,11 +69,7 @@ def read_call(folder: str) -> bytes:
 
 
 def receive_call(folder: str) -> bytes:
-    """Read what `send_call` has written; take over the parent's import path and the sources of its notebook's cells.
-
-    Returns:
-        The packed call.
-    """
+    """Return the packed call; take over the parent's import path and the sources of its notebook's cells."""
     sys.path[:], sources, call = pickle.loads(Path(folder, _CALL).read_bytes())
     for name, lines in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)  # without a time it is never looked for
@@ -102,6 +91,7 @@ def send_error(folder: str, rank: int, error: BaseException, traceback: str) -> 
     """Write an exception for the parent; only the traceback if it cannot be pickled."""
     try:
         packed = pack(error, "an exception")
+        # Some exceptions pickle and come back as nothing or another class: the parent could not find out.
         packed = packed if type(unpack(packed, "an exception")) is type(error) else None
     except (ConfigError, MissingExtraError):
         packed = None
@@ -141,11 +131,7 @@ class _ByReference(pickle.Pickler):
 
 
 def main(folder: str) -> None:
-    """Call the function in a folder, and write its value or exception there.
-
-    Raises:
-        BaseException: the exception of the function.
-    """
+    """Call the function in a folder, and write its value or exception there."""
     rank = int(os.environ["RANK"])
     try:
         value = _call(receive_call(folder))
@@ -155,6 +141,7 @@ def main(folder: str) -> None:
         )
         send_error(folder, rank, error, "".join(told.format()))
         raise
+    # After the session: a rank that fails while it closes has returned nothing.
     send_value(folder, rank, value)
 
 
@@ -163,6 +150,7 @@ def _call(call: bytes) -> bytes:
 
     fn, args = unpack(call, "the function that was launched")
     with session(os.environ) as ctx:
+        # Within the session, as pickling may read what it closes, such as a sharded tensor's group.
         return pack(fn(ctx, *args), "the value that the function returned")
 
 

@@ -21,7 +21,7 @@ from accel.run_folder import read_json
 
 _ANSWER_S = 1.0
 _PAUSE_S = 0.02
-_MOST_PLACES = 4  # of which the stack is shown
+_MOST_PLACES = 4  # with their stacks
 _MOST_LINES = 16
 _MOST_FRAMES = 20
 _HIDDEN = re.compile(rf"{re.escape(WORKER)}|<frozen importlib")
@@ -66,13 +66,7 @@ class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watch:
-    """Watches the output of a launch's ranks, and asks them where they are after a silence.
-
-    Args:
-        children: the ranks.
-        relay: relay of their output.
-        after_s: seconds without output that count as a silence; None to watch nothing.
-    """
+    """A watch over the ranks' output, which asks them where they are after `after_s` seconds of silence."""
 
     def __init__(self, children: Children, relay: Relay | None, after_s: float | None) -> None:
         self._children = children
@@ -92,6 +86,7 @@ class Watch:
         """Return a report of where the ranks are after a silence; empty if none has moved since the last."""
         if self._relay is None or self._after_s is None or self.left_s() != 0:
             return ""
+        # There was output since the last report: this silence is another.
         if self._told_s <= self._relay.last_s:
             self._looks, self._places = 0, {}
         self._told_s = time.monotonic()
@@ -104,8 +99,10 @@ class Watch:
     def ask(self) -> dict[int, RankAnswer]:
         """Ask each running rank where it is; return the answers that come in time."""
         stopped = self._children.stopped()
+        # A stopped process answers nothing, and waiting for it would cost the answers of the others their time.
         records = {rank: record for rank, record in self._children.records().items() if rank not in stopped}
         stacks = {rank: file_beside(record, "stack") for rank, record in records.items()}
+        # Stacks are appended: an answer is what lies behind the end that the file has now.
         sizes = {rank: os.path.getsize(file) for rank, file in stacks.items() if os.path.exists(file)}
         calls = {rank: file_beside(record, "calls") for rank, record in records.items() if _request(record)}
         for rank in sizes:
@@ -116,10 +113,11 @@ class Watch:
                 map(os.path.exists, calls.values())
             )
 
+        # The launcher waits here, a second at most: a rank in C code may never answer, and that is news as well.
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline and open_questions():
             time.sleep(_PAUSE_S)
-        time.sleep(_PAUSE_S)  # for the end of a stack whose beginning is there
+        time.sleep(_PAUSE_S)  # a stack that has begun may still be written
         heard = {
             rank: RankAnswer(
                 stack=_from(stacks[rank], sizes[rank]) if rank in sizes else "",
@@ -132,12 +130,7 @@ class Watch:
 
 
 def hang_report(heard: Mapping[int, RankAnswer], after_s: float) -> str:
-    """Return a report of where ranks are: groups with waiting ranks, one line for each place, a stack for each place.
-
-    Args:
-        heard: answer of each rank.
-        after_s: seconds without output.
-    """
+    """Return a report of where ranks are: groups with waiting ranks, one line and one stack for each place."""
     places: dict[str, list[int]] = {}
     for rank, each in heard.items():
         places.setdefault(_place(each), []).append(rank)
@@ -154,12 +147,7 @@ def hang_report(heard: Mapping[int, RankAnswer], after_s: float) -> str:
 
 
 def locate(heard: Mapping[int, RankAnswer], left: Sequence[int]) -> Whereabouts:
-    """Sort the ranks of one host by whether they wait in a collective.
-
-    Args:
-        heard: answers of the ranks that still run.
-        left: ranks that have ended with status 0.
-    """
+    """Sort the ranks of one host by whether they wait in a collective; those in `left` have ended with status 0."""
     elsewhere: dict[int, str] = {}
     waiting: dict[int, str] = {}
     for rank, each in heard.items():
@@ -168,12 +156,7 @@ def locate(heard: Mapping[int, RankAnswer], left: Sequence[int]) -> Whereabouts:
 
 
 def absent_report(whereabouts: Iterable[Whereabouts], hosts: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Return a report of the ranks that others missed: one line for each place, missing ranks first.
-
-    Args:
-        whereabouts: places of the ranks of each host.
-        hosts: the host of each rank; empty where there is one host only.
-    """
+    """Return a report of the ranks that others missed: one line for each place, missing ranks first."""
     found = list(whereabouts)
     facts = [("left the run with status 0, while other ranks went on", rank) for each in found for rank in each.left]
     facts += [("did not come: no answer from the launcher", rank) for each in found for rank in each.silent]

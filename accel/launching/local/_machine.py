@@ -35,19 +35,9 @@ class Binding(NamedTuple):
 
 
 def bind_processes(count: int, nodes: MemoryNodes, near: Sequence[int | None] = ()) -> Binding:
-    """Choose the cores of each process: pure.
+    """Choose the cores of each process, given the memory node of its GPU: of all processes or of none.
 
-    Processes with GPUs at the same memory node share its cores evenly, and those without a GPU share all cores, node
-    after node. The hardware threads of a core stay together while there are cores enough.
-
-    Args:
-        count: number of processes.
-        nodes: usable cores of each memory node; empty if unknown.
-        near: memory node of each process's GPU, None if unknown; empty if the processes use none.
-
-    Returns:
-        The binding, of all processes or of none.
-    """
+    Processes at one memory node share its cores evenly; those without a GPU share all cores, node after node."""
     if not any(nodes.values()):
         return Binding(((),) * count, "the system does not list its cores")
     if len(nodes) == 1 or not near:
@@ -68,13 +58,7 @@ def bind_processes(count: int, nodes: MemoryNodes, near: Sequence[int | None] = 
 def share_cores(cores: Sequence[tuple[int, ...]], part: int, count: int) -> tuple[int, ...]:
     """Return one part of the cores, in one piece, as numbers of hardware threads.
 
-    Parts share a core only if there are fewer cores than parts, and a hardware thread only if there are fewer of those.
-
-    Args:
-        cores: numbers of each core's hardware threads.
-        part: number of the part.
-        count: number of parts.
-    """
+    Parts share a core only if there are fewer cores than parts, and a thread only if there are fewer of those."""
     if len(cores) < count:
         cores = [(thread,) for core in cores for thread in core]
     if len(cores) < count:
@@ -96,11 +80,7 @@ def describe_cores(cores: Collection[int]) -> str:
 
 
 def list_cores(text: str) -> list[int]:
-    """Return the numbers in a list of cores as Linux writes it: "0-3,8".
-
-    Raises:
-        ValueError: the text is no such list.
-    """
+    """Return the numbers in a list of cores as Linux writes it: "0-3,8"."""
     listed: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -109,15 +89,7 @@ def list_cores(text: str) -> list[int]:
 
 
 def read_memory_nodes(usable: Collection[int], sys: Path) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Read the usable cores of each memory node.
-
-    Args:
-        usable: numbers of the hardware threads that this process may use, as its affinity and control group leave them.
-        sys: the folder /sys.
-
-    Returns:
-        The nodes that have a usable core; one node with all of them where the system lists no nodes.
-    """
+    """Read the usable cores of each memory node; one node has all of them where the system lists no nodes."""
     left = set(usable)
     nodes: dict[int, tuple[tuple[int, ...], ...]] = {}
     listed = {int(path.name[4:]): path for path in sys.glob("devices/system/node/node[0-9]*")}
@@ -130,12 +102,7 @@ def read_memory_nodes(usable: Collection[int], sys: Path) -> dict[int, tuple[tup
 
 
 def read_memory_node(bus_id: str, sys: Path) -> int | None:
-    """Read the memory node of a PCI device; None if the system does not tell.
-
-    Args:
-        bus_id: "DOMAIN:BUS:DEVICE.FUNCTION", hexadecimal.
-        sys: the folder /sys.
-    """
+    """Read the memory node of the PCI device "DOMAIN:BUS:DEVICE.FUNCTION"; None if the system does not list it."""
     domain, colon, slot = bus_id.lower().partition(":")
     try:
         node = int((sys / f"bus/pci/devices/{int(domain, 16):04x}{colon}{slot}" / "numa_node").read_text())
@@ -165,15 +132,12 @@ def _read_list(path: Path) -> list[int]:
 
 @contextlib.contextmanager
 def bound(cores: Collection[int]) -> Generator[None]:
-    """Bind this thread inside the block: a process that it starts there is bound from its first instruction.
-
-    Args:
-        cores: numbers of hardware threads; empty for no change. Those that have been taken away change nothing either.
-    """
+    """Bind this thread inside the block: a process that it starts there is bound from its first instruction."""
     if not cores:
         yield
         return
     before = os.sched_getaffinity(0)
+    # A control group may have taken cores away since the plan: then the process runs unbound.
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cores)
     try:
@@ -190,31 +154,20 @@ _CHIPS = ("0x005e", "0x0062", "0x0063", "0x006f")
 
 
 def count_chips(devices: Path = Path("/sys/bus/pci/devices")) -> int:
-    """Return the number of TPU chips of this machine that are one device each.
-
-    Args:
-        devices: folder in which Linux lists PCI devices.
-    """
+    """Return the number of TPU chips of this machine that are one device each."""
     return sum(
         _read(device / "vendor") == _GOOGLE and _read(device / "device") in _CHIPS for device in _listed(devices)
     )
 
 
 def on_pod(resolved: Resolved, environ: Mapping[str, str]) -> LaunchConfig:
-    """Return a configuration with the hosts of this host's TPU slice, unless hosts are set already.
-
-    Args:
-        resolved: settings of the launch, and the source of each.
-        environ: the variables of the host.
-
-    Raises:
-        EnvError: the slice's hosts are named, and which of them this is cannot be read.
-    """
+    """Return a configuration with the hosts of this host's TPU slice, unless hosts are set already."""
     config, sources = resolved
     told = any(sources[name].kind != "default" for name in ("nnodes", "node_rank", "rdzv_endpoint"))
     pod = read_pod(environ) if _on_xla(config) and not told else None
     if pod is None:
         return config
+    # The port would else be read as the last part of an IPv6 address.
     first = f"[{pod.hosts[0]}]" if ":" in pod.hosts[0] else pod.hosts[0]
     return msgspec.structs.replace(
         config, nnodes=len(pod.hosts), node_rank=pod.worker, rdzv_endpoint=f"{first}:{_PORT}"
@@ -222,15 +175,7 @@ def on_pod(resolved: Resolved, environ: Mapping[str, str]) -> LaunchConfig:
 
 
 def count_processes(config: LaunchConfig, chips: int) -> int | None:
-    """Return the number of processes for the TPU chips of a host; None without TPUs.
-
-    Args:
-        config: settings of the launch.
-        chips: number of chips of this host.
-
-    Raises:
-        LaunchError: neither a process for each, which XLA connects, nor one alone.
-    """
+    """Return the number of processes for a host's TPU chips, one for each or one alone; None without TPUs."""
     if not _on_xla(config) or not chips:
         return None
     if config.nproc_per_node == "auto":
@@ -307,15 +252,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_machine(sys: Path = _SYS) -> Machine:
-    """Read the resources of this machine: usable cores, GPUs of NVIDIA's driver, TPU chips.
-
-    Args:
-        sys: the folder in which Linux lists them.
-    """
+    """Read the resources of this machine: usable cores, GPUs of NVIDIA's driver, TPU chips."""
     try:
         gpus = read_gpus(ctypes.CDLL("libnvidia-ml.so.1"), sys)
     except OSError:
+        # Unknown is not none: without a count, a given number of processes is taken as it is.
         gpus = None if any(map(os.path.exists, _OTHER_GPUS)) else ()
+    # Not the number of CPUs: a scheduler or container leaves this process fewer.
     usable = os.sched_getaffinity(0)
     nodes = read_memory_nodes(usable, sys)
     return Machine(cores=len(usable), gpus=gpus, memory_nodes=nodes, tpu_chips=count_chips())
@@ -331,14 +274,8 @@ def read_gpus(nvml: Any, sys: Path = _SYS) -> tuple[Gpu, ...]:
 
 
 def memory_nodes_of(names: Sequence[str], gpus: Sequence[Gpu], *, by_bus: bool) -> tuple[int | None, ...]:
-    """Return the memory node of each GPU, None if unknown.
-
-    Args:
-        names: names of GPUs as `visible_gpus` returns them.
-        gpus: the machine's, in the order of the bus.
-        by_bus: whether CUDA counts them in that order; else its fastest come first, and cards of several models have no
-            known order.
-    """
+    """Return the memory node of each named GPU, None if unknown; `by_bus` if CUDA counts GPUs in the bus's order."""
+    # Else CUDA counts the fastest first, an order that is known only if all cards are of one model.
     counted = gpus if by_bus or len({gpu.name for gpu in gpus}) <= 1 else ()
     nodes: list[int | None] = []
     for name in names:
@@ -351,17 +288,9 @@ def memory_nodes_of(names: Sequence[str], gpus: Sequence[Gpu], *, by_bus: bool) 
 
 
 def visible_gpus(variable: str | None, count: int | None) -> tuple[str, ...] | None:
-    """Return the GPUs that CUDA shows to a process, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs that CUDA shows to a process, as CUDA_VISIBLE_DEVICES names them; None if unknown.
 
-    Like CUDA, it stops at the first invalid index. A name that begins with letters is not checked.
-
-    Args:
-        variable: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
-        count: number of GPUs; None if unknown.
-
-    Returns:
-        The names; None if unknown.
-    """
+    Like CUDA, it stops at the first invalid index. A name that begins with letters is not checked."""
     if variable is None:
         return None if count is None else tuple(str(index) for index in range(count))
     shown: list[str] = []

@@ -109,27 +109,9 @@ def plan_launch(
     record_dir: str,
     position: HostPosition = HostPosition(),  # noqa: B008 - a frozen value
 ) -> LaunchPlan:
-    """Plan the processes of a launch on one host.
+    """Plan the processes of a launch on one host; equal values give equal plans.
 
-    Args:
-        target: program of every process.
-        config: settings of the launch; it overrides the `ACCEL_*` variables of `environ`.
-        environ: base environment of each process.
-        machine: resources of the machine.
-        interpreter: command that runs the worker: program and leading arguments.
-        parent_pid: process that will start them, and whose end ends them.
-        port: port at which rank 0 is to listen.
-        record_dir: folder for failure records.
-        position: position of this host among all.
-
-    Returns:
-        The plan; planning the same values twice gives equal plans.
-
-    Raises:
-        LaunchError: more processes than GPUs, GPUs that are not there, another number of processes than of TPU chips,
-            or a mesh of another number of processes.
-        EnvError: `environ` has a setting that the processes would refuse.
-    """
+    Settings of `config` override the `ACCEL_*` variables of `environ`; the end of `parent_pid` ends the processes."""
     known = None if machine.gpus is None else len(machine.gpus)
     gpus = _usable_gpus(config, visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), known))
     tpus = count_processes(config, machine.tpu_chips)
@@ -145,12 +127,14 @@ def plan_launch(
     for local_rank, cores in enumerate(binding.cores):
         threads = len(cores) or max(1, machine.cores // count)
         rank = position.node_rank * count + local_rank
+        # A name for each attempt: a record of the last one would be read as a failure of this.
         record = f"{record_dir}/rank-{rank}-{position.restarts}.json"
         processes.append(
             ProcessPlan(
                 rank=rank,
                 program=(*launcher, target.name, *target.args),
                 command=(*interpreter, record, str(parent_pid), target.kind, target.name, *target.args),
+                # Later ones win: the user's variables over our threads, the place over what a shell has set.
                 environ={"OMP_NUM_THREADS": str(threads)}
                 | shared
                 | _variables(config, local_rank, count, position, port),
@@ -172,11 +156,7 @@ def plan_launch(
 
 
 def check_mesh(config: LaunchConfig, world_size: int) -> None:
-    """Refuse a mesh of another number of processes than the launch has.
-
-    Raises:
-        LaunchError: it does not fit.
-    """
+    """Refuse a mesh of another number of processes than the launch has."""
     _ = fit_axes(config.mesh, world_size, where="--mesh", error=LaunchError)
 
 
@@ -269,5 +249,6 @@ def _variables(config: LaunchConfig, local_rank: int, count: int, position: Host
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(position.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+        # Python writes to a pipe in blocks, and a crash would lose the last one.
         "PYTHONUNBUFFERED": "1",
     }

@@ -41,11 +41,9 @@ class Signals:
         self.abandon: Callable[[], object] = lambda: None
 
     def wait(self, timeout_s: float | None) -> int:
-        """Wait for any signal, a child's end included; return the first that asks to stop, else a notice, else 0.
+        """Wait for any signal, a child's end included; None waits for ever.
 
-        Args:
-            timeout_s: for how long, in seconds; None waits until something arrives.
-        """
+        Returns the first that asks to stop, else a notice, else 0."""
         self.looks += 1
         ready, _, _ = select.select([self._source], [], [], timeout_s)
         arrived = self._source.recv(4096) if ready else b""
@@ -58,14 +56,7 @@ class Signals:
 
 
 class Guard(threading.Thread):
-    """A thread that ends this process if it is asked to stop and cannot, as while nobody reads what it prints.
-
-    Args:
-        source: socket of the signals.
-        signals: the main thread's looks at it.
-        leave: ends the process with a status.
-        deaf_s: seconds after which a request to stop counts as unheard.
-    """
+    """A thread that ends this process if it is asked to stop and cannot, as while nobody reads what it prints."""
 
     def __init__(
         self, source: socket.socket, signals: Signals, leave: Callable[[int], object], deaf_s: float = _DEAF_S
@@ -108,12 +99,7 @@ class Guard(threading.Thread):
 def listening(*, is_guarded: bool = False) -> Generator[Signals]:
     """Collect SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGCHLD in the block; afterwards all is as it was.
 
-    Args:
-        is_guarded: whether a request to stop ends the process even if the main thread is stuck.
-
-    Raises:
-        LaunchError: this is not the main thread, the only one that may change what signals do.
-    """
+    With `is_guarded`, a request to stop ends the process even if the main thread is stuck."""
     source, sink = socket.socketpair()
     with source, sink:
         source.setblocking(False)
@@ -146,18 +132,14 @@ def _ignore(_number: int, _frame: object) -> None:
 
 GRACE_S = 20.0  # for services of trackers, which still upload
 _KILLED_GRACE_S = 1.5
-_SILENT_S = 1.0  # until a line says what is awaited
+_SILENT_S = 1.0  # until a line reports the wait
 _POLL_S = 0.05
 _MOST_NAMED, _MOST_WORDS = 8, 80
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Orphans:
-    """Descendants of this process whose own parent has ended; the kernel gives them to this one from now on.
-
-    Args:
-        grace_s: seconds between SIGTERM and SIGKILL.
-    """
+    """Descendants of this process without a parent of their own; the kernel gives them to this one from now on."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
@@ -172,11 +154,7 @@ class Orphans:
             _ = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
     def reap(self, own: Collection[int]) -> None:
-        """Take note of orphans that have ended, of which a long run can have many.
-
-        Args:
-            own: the children that this process has started.
-        """
+        """Reap orphans that have ended, as a long run can have many; `own` children are left to their `Popen`."""
         while self._adopts:
             with suppress(ChildProcessError):  # there is no child
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -188,11 +166,7 @@ class Orphans:
     def end(self, own: Collection[int], wait: Callable[[float], bool], tell: Callable[[str], None]) -> str:
         """End all orphans: SIGTERM, and SIGKILL when their time is over; return a line that names them, or nothing.
 
-        Args:
-            own: the children that this process has started.
-            wait: waits for some seconds at most; returns whether there is no time left.
-            tell: prints a line.
-        """
+        `wait` pauses for some seconds at most, and returns whether there is no time left."""
         named: dict[int, str] = {}
         asked_s = time.monotonic()
         is_told = hurry = False

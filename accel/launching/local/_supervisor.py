@@ -28,7 +28,7 @@ from accel.launching.reports._report import (
     tell,
 )
 
-SETTLE_S = 0.3  # for the records of other ranks, one of which may have failed first
+SETTLE_S = 0.3  # for the records of other ranks: one may have failed first
 FAILED_GRACE_S = 2.5  # nothing of a failed run is left after 3 s, or 4 where a rank does not answer
 _LEFTOVER_GRACE_S = 1.0  # for what ended ranks have left behind
 _KILLED_GRACE_S = 1.5  # a process that waits for a device may outlive SIGKILL; the launcher does not wait with it
@@ -83,32 +83,14 @@ class Peers:
         """Report a failure of this host to the others."""
 
     def exchange(self, mine: Failure | None, find: Callable[[], Whereabouts]) -> Exchange:
-        """Exchange failures, and where ranks are if all failures only repeat another rank's.
+        """Exchange failures, and the places of ranks if all failures only repeat another rank's.
 
-        Args:
-            mine: the failure of this host that came first; None if another host failed.
-            find: returns where the ranks of this host are.
-
-        Returns:
-            The failure of each other host that has one; where the ranks of all hosts are, or nothing.
-        """
+        Returns the failure of each other host that has one, and the places of the ranks of all hosts, or nothing."""
         return [], [find()] if mine is not None and repeats(mine) else []
 
 
 class Supervisor:
-    """Starts the ranks of this host once, and looks after them until all have ended.
-
-    Args:
-        signals: signals of this process.
-        plan: ranks of this host.
-        peers: the other hosts; None on one host.
-        journal: journal of the launch; None for none.
-        children: the processes, where another program starts them; None for those of this host.
-        orphans: processes that ranks leave behind, to be ended with a failure; None to leave them alone.
-
-    Raises:
-        LaunchError: a process cannot be started.
-    """
+    """Starts the ranks of this host once, and looks after them until all have ended."""
 
     def __init__(
         self,
@@ -125,16 +107,13 @@ class Supervisor:
         self._signals = signals
         self._children = Children() if children is None else children
         self._orphans = orphans
+        # Set before a process starts: a launcher that is ended by force takes its ranks along at any moment.
         signals.abandon = partial(self._children.signal_groups, signal.SIGKILL)
         self._relay = self._children.start(plan)
         self._watch = Watch(self._children, self._relay, plan.hang_timeout_s)
 
     def run(self) -> LaunchEnd:
-        """Wait for the end of all ranks, and until their output is shown.
-
-        Raises:
-            LaunchError: the other hosts are lost.
-        """
+        """Wait for the end of all ranks, and until their output is shown."""
         try:
             ending = self._supervise()
         except AccelError:
@@ -142,6 +121,7 @@ class Supervisor:
             _ = self._end_orphans()
             self._journal.end(self._children.statuses(), self._children.failures(), None)
             raise
+        # The report comes last on the screen, and a traceback behind the rank's own lines in its log file.
         self._drain()
         self._log_failures()
         self._journal.end(self._children.statuses(), self._children.failures(), ending.first)
@@ -169,7 +149,7 @@ class Supervisor:
                 self._journal.note("hang", silence)
             if number in NOTICES:
                 children.signal(number)
-                self._journal.note("notice", f"{signal.Signals(number).name} was handed on to the ranks")
+                self._journal.note("notice", f"{signal.Signals(number).name} was forwarded to the ranks")
             # Who stops a whole job may have sent the signal to the ranks as well; that is no failure of theirs.
             elif number and all(number in (-failure.status, stop_number(failure)) for failure in children.failures()):
                 children.signal(number)
@@ -281,7 +261,7 @@ class Supervisor:
                     _ = file.write(failure.record.traceback)
 
     def _drain(self) -> None:
-        """Wait until all output is shown, unless a signal says that nobody waits for it any more."""
+        """Wait until all output is shown, unless a signal asks to stop."""
         if self._relay is None:
             return
         self._relay.end()
@@ -292,32 +272,14 @@ class Supervisor:
 def run_plan(plan: LaunchPlan) -> int:
     """Start the processes of a plan and wait for them; the first failure, or a signal, ends all.
 
-    Their output goes to this process's own streams. When a rank fails, the others get SIGTERM, and SIGKILL if they
-    are still there 2.5 s later; then the report of the rank that failed first is written to stderr. SIGINT and
-    SIGTERM are handed on, with the plan's time to end; a second one kills. SIGUSR1 and SIGUSR2 are handed on.
-
-    Args:
-        plan: processes to start.
-
-    Returns:
-        0, or the exit status of the rank that failed first (128 plus the number of the signal that killed it), or
-        128 plus the number of the signal that stopped the launch.
-
-    Raises:
-        LaunchError: a process cannot be started, or this is not the main thread.
-    """
+    Returns the exit status as a shell has it, after the report on stderr."""
     ending = run_to_end(plan)
     tell(ending.report + (last_message(ending.first) if ending.first else ""))
     return ending.status
 
 
 def run_to_end(plan: LaunchPlan, children: Children | None = None) -> LaunchEnd:
-    """Run a plan as `run_plan` does, but leave the report to the caller.
-
-    Args:
-        plan: processes to start.
-        children: starts and watches them; None for processes of this host.
-    """
+    """Run a plan as `run_plan` does, on `children` if there are any; the report is left to the caller."""
     with listening() as signals:
         return Supervisor(signals, plan, children=children).run()
 
@@ -334,21 +296,7 @@ def run_attempts(
 ) -> LaunchEnd:
     """Start all ranks, and again after each failure, `max_restarts` times at most; return the last end.
 
-    Args:
-        start: returns the ranks of the next attempt and the other hosts, given the number of failures and the end of
-            the last attempt; an `LaunchEnd` if there can be no attempt.
-        signals: signals of this process.
-        max_restarts: number of failures after which all ranks start again. A host that comes or goes is none.
-        summary: whether the last line on stderr reports the end of the run. Without log files, one rank gets none but
-            below a traceback, as its streams are this process's own, nor does a stop without a checkpoint, whose report
-            is the last line; nor a good end with `quiet`.
-        shows_last: whether the report of the last end is written to stderr, as those before it.
-        journal: journal of the launch; None for none.
-        orphans: processes that ranks leave behind, to be ended with a failure; None to leave them alone.
-
-    Raises:
-        LaunchError: a process cannot be started.
-    """
+    `start` returns the next attempt's ranks and hosts, or the end. A host that comes or goes is no failure."""
     journal = Journal() if journal is None else journal
     began_s = time.monotonic()
     attempt = None

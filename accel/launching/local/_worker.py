@@ -31,16 +31,7 @@ _MOST_TEXT = 100_000  # characters of a message, and of a traceback, that the la
 def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> None:
     """Run a script as `python script.py args...` would, and record its failure; or become another program.
 
-    Args:
-        record: the file to write a failure to.
-        parent: the process to end with.
-        kind: "script", "module" or "program".
-        name: path of the script, dotted name of the module, or the program.
-        args: its own arguments.
-
-    Raises:
-        BaseException: the exception of the script, so that the interpreter ends as without a launcher.
-    """
+    The script's exception is raised anew, so that the interpreter ends as without a launcher."""
     die_with(parent)
     if kind == "program":
         os.execvp(name, [name, *args])
@@ -88,10 +79,7 @@ def show_stacks(record: str) -> None:
 
 
 def announce_runs(record: str, parent: int) -> None:
-    """Write down the newest checkpoint of this process, and the folders of its runs, for the launcher.
-
-    The library announces both as audit events: https://docs.python.org/3/library/audit_events.html.
-    """
+    """Write the newest checkpoint and the folders of runs for the launcher, from the library's audit events."""
     started = os.getpid()
     known: set[str] = set()
 
@@ -112,6 +100,7 @@ def announce_runs(record: str, parent: int) -> None:
             elif event == RUN_EVENT:
                 announce(str(args[0]))
 
+    # Audit events, https://docs.python.org/3/library/audit_events.html: the library need not know of its launcher.
     sys.addaudithook(note)
 
 
@@ -124,11 +113,9 @@ def die_with(parent: int) -> None:
 
 
 def run_script(script: str) -> None:
-    """Execute a script as the module `__main__`, which stays in place until the interpreter ends.
-
-    `runpy.run_path` would put the old `__main__` and `sys.argv` back while exit handlers and threads of the script
-    still need theirs. Without a `__spec__`, multiprocessing finds the script by its `__file__`.
-    """
+    """Execute a script as the module `__main__`, which stays in place until the interpreter ends."""
+    # Not by `runpy.run_path`, which puts the old `__main__` and `sys.argv` back while exit handlers and threads still
+    # need theirs. Without a `__spec__`, multiprocessing finds the script by its `__file__`.
     path = os.path.abspath(script)
     loader = SourceFileLoader("__main__", path)
     code = loader.source_to_code(loader.get_data(path), path)
@@ -139,11 +126,7 @@ def run_script(script: str) -> None:
 
 
 def run_module(name: str) -> None:
-    """Execute a module, or a package's `__main__`, as `python -m` does, in place like a script.
-
-    Raises:
-        ImportError: there is no such module, or it has no code.
-    """
+    """Execute a module, or a package's `__main__`, as `python -m` does, in place like a script."""
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{name}.__main__")

@@ -64,23 +64,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def file_beside(record: str, kind: Literal["ask", "calls", "checkpoint", "crash", "run", "stack"]) -> str:
-    """Return the path of another file of a rank.
-
-    Args:
-        record: path of the rank's failure record.
-        kind: "crash" for the fault handler's dump; "stack" and "calls" for the stacks and collectives that a rank is
-            asked for, "ask" for the named pipe that asks; "checkpoint" for the name of its newest checkpoint; "run" for
-            the folders of its runs, one a line.
-    """
+    """Return the path of another file of a rank, beside its failure record."""
+    # The rank writes "crash" (the fault handler's dump), "stack" and "calls" (answers to a byte in the named pipe
+    # "ask"), "checkpoint" (name of its newest one) and "run" (folders of its runs, one a line); the launcher reads.
     return f"{record}.{kind}"
 
 
 def newest_checkpoint(records: Iterable[str]) -> str:
-    """Return the checkpoint that ranks have written or resumed from last; empty if there is none.
-
-    Args:
-        records: paths of the ranks' failure records.
-    """
+    """Return the checkpoint that ranks have written or resumed from last; empty if there is none."""
     paths = [Path(file_beside(record, "checkpoint")) for record in records]
     found = [path for path in paths if path.exists()]
     newest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
@@ -88,14 +79,7 @@ def newest_checkpoint(records: Iterable[str]) -> str:
 
 
 def read_failure(rank: int, status: int, path: str, noticed_s: float) -> Failure:
-    """Return the failure of a process that has ended, with its record and dump.
-
-    Args:
-        rank: rank of the process.
-        status: its exit status, or minus the number of the signal that killed it.
-        path: path of its record, which may be missing.
-        noticed_s: time when its end was noticed, in seconds since the epoch.
-    """
+    """Return the failure of a process that has ended, with its record, if it left one, and its crash dump."""
     record = read_json(path, FailureRecord)
     dump = Path(file_beside(path, "crash"))
     crash = dump.read_text(encoding="utf-8", errors="replace") if dump.exists() else ""
@@ -103,12 +87,9 @@ def read_failure(rank: int, status: int, path: str, noticed_s: float) -> Failure
 
 
 def culprit(failures: list[Failure]) -> Failure:
-    """Return the failure that caused the others.
-
-    Peers of a lost process see a closed connection. They raise, which leaves a record, or abort in a C++ thread. So a
-    death without a record comes first, unless it is an abort. An error that names a lost peer comes last. Among equals
-    the earliest counts.
-    """
+    """Return the failure that caused the others; among equals the earliest."""
+    # Peers of a lost process see a closed connection: they raise, which leaves a record, or abort in a C++ thread.
+    # So a death without a record comes first, unless it is an abort; an error that names a lost peer comes last.
     return min(failures, key=lambda failure: (_echo(failure), failure.time_s, failure.rank))
 
 
@@ -156,11 +137,7 @@ def frames_below(trace: TracebackType | None, file: str) -> TracebackType | None
 
 
 def without_own(traceback: str) -> str:
-    """Return a traceback as text without accel's frames beside those of the user, where a line counts them.
-
-    Accel's frames behind the last of the user's stay unless accel raised the error on purpose: they may show a fault of
-    its own. So do stacks without a frame of the user's.
-    """
+    """Return a traceback as text, in which a line counts accel's frames beside those of the user."""
     shown: list[str] = []
     stack: list[tuple[str, list[str]]] = []  # file and lines of each frame
     for line in (*traceback.splitlines(keepends=True), ""):
@@ -177,6 +154,7 @@ def without_own(traceback: str) -> str:
 
 def _short(stack: Sequence[tuple[str, list[str]]], *, is_accels: bool) -> list[str]:
     users = [at for at, (file, _) in enumerate(stack) if is_users(file)]
+    # Accel's frames behind the user's last stay, unless accel raised on purpose: they may show a fault of its own.
     until = (len(stack) if is_accels else users[-1]) if users else 0
     shown: list[str] = []
     omitted = 0
@@ -252,12 +230,7 @@ class _Trace(msgspec.Struct, frozen=True):
 
 
 def answer_calls(record: str, ask: str) -> None:
-    """Start a thread that answers each byte in a named pipe with a file of this process's collectives.
-
-    Args:
-        record: path of this rank's failure record; the file lies beside it.
-        ask: the pipe.
-    """
+    """Start a thread that answers each byte in the named pipe `ask` with a file of this process's collectives."""
 
     def answer() -> None:
         source = os.open(ask, os.O_RDWR)  # also for writing, so that it never ends
@@ -270,14 +243,7 @@ def answer_calls(record: str, ask: str) -> None:
 
 
 def last_calls(trace: object) -> list[EnteredCollective]:
-    """Return the current or last collective of each group, the most telling one first.
-
-    Args:
-        trace: a dump of torch's flight recorder, as plain values.
-
-    Raises:
-        msgspec.ValidationError: `trace` is no such dump.
-    """
+    """Return each group's current or last collective from a dump of torch's flight recorder, waiting ones first."""
     groups: dict[str, list[_Entry]] = {}
     for entry in msgspec.convert(trace, _Trace).entries:
         if not entry.is_p2p:

@@ -81,15 +81,9 @@ def _source(field: Field, config: LaunchConfig, sources: Mapping[str, Source]) -
 
 
 class Journal:
-    """The log of a launch, as its supervisor writes it: the same lines to each folder that wants them.
+    """The log of a launch, as its supervisor writes it: the same lines to each folder; without a record none.
 
-    An `AccelError` that leaves its block is the end of the launch.
-
-    Args:
-        record: result of `first_record`; None to keep no log.
-        code: folder whose git repository holds the script.
-        clock: returns seconds since the epoch.
-    """
+    An `AccelError` that leaves its block is the end of the launch."""
 
     def __init__(
         self, record: LaunchRecord | None = None, code: str = ".", clock: Callable[[], float] = time.time

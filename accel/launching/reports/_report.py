@@ -19,8 +19,8 @@ _MOST_MESSAGE = 1_000  # characters of a message in a line
 _INNER = "Traceback (most recent call last):"  # in the message of an error that a worker process had
 _FRAME = re.compile(r'  File "([^"\n]+)", line (\d+)')
 _HINTS = (
-    (signal.SIGKILL, "the kernel sends SIGKILL when memory runs out; `dmesg` tells"),
-    (signal.SIGBUS, "shared memory may be full; `df /dev/shm` tells"),
+    (signal.SIGKILL, "the kernel sends SIGKILL when memory runs out; see `dmesg`"),
+    (signal.SIGBUS, "shared memory may be full; see `df /dev/shm`"),
 )
 
 
@@ -40,17 +40,7 @@ def failure_report(
     absent: str = "",
     left: str = "",
 ) -> str:
-    """Return the report of a failed run: one line for the culprit, one for the others, the culprit's traceback.
-
-    Args:
-        first: failure of the culprit.
-        others: failures of other ranks.
-        log: path of the culprit's output.
-        hosts: host of each rank, if there are several.
-        where: line with the ranks of each host, if a rank is missing.
-        absent: result of `absent_report`, if a rank is missing.
-        left: line that names what ranks had left behind.
-    """
+    """Return the report of a failed run: a line for the culprit, lines for other ranks, the culprit's traceback."""
 
     def told(failure: Failure) -> str:
         host = (hosts or {}).get(failure.rank)
@@ -85,19 +75,7 @@ def last_line(
     checkpoint: str = "",
     log_dir: str = "",
 ) -> str:
-    """Return the last line of a launch: its end, its time, the folder of its files.
-
-    Args:
-        status: the exit status of the launch.
-        ranks: processes started.
-        seconds: time since the first start.
-        restarts: times that all ranks have started again.
-        stopped: number of the signal that stopped it, or 0.
-        culprit: the rank that failed first, None if none did.
-        reason: result of `reason` for it.
-        checkpoint: folder of the newest checkpoint; empty if there is none.
-        log_dir: folder of the ranks' output; empty if there is none.
-    """
+    """Return the last line of a launch: its end, its time, the folder of its files."""
     if stopped:
         end = f"stopped by {signal.Signals(stopped).name}"
     elif culprit is not None:
@@ -160,7 +138,7 @@ def has_stack(failure: Failure) -> bool:
 
 
 def last_message(first: Failure) -> str:
-    """Return a line with the error of a failed run whose traceback leaves a long message out; else nothing."""
+    """Return a line with the error if the traceback leaves a long message out; else nothing."""
     is_left_out = first.record is not None and _is_told(first.record)
     return f"accel: rank {first.rank} {describe_end(first)}\n" if is_left_out else ""
 

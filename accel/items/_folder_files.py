@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a `Folder`: each is a tensor of bytes in the checkpoint, mapped from the disk on both ways."""
+"""Folders of files as items: each file is a tensor of bytes in the checkpoint, mapped from the disk on both ways."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,18 +16,51 @@ import torch
 
 from accel.checkpoint import Item
 from accel.errors import CheckpointError, ConfigError
-from accel.items._kinds import Folder
-from accel.items._source import Change, ItemLoad, fields_in
+from accel.items._source import Captured, Change, ItemHandler, ItemLoad, fields_in, join_fields
 from accel.storage import disk_errors
 
 
-def capture_folder(name: str, live: Folder, tensors: dict[str, torch.Tensor]) -> Item:
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """An item whose state is a folder of files: functions write it for a save, and read it for a load.
+
+    Takes what another library saves its own way, such as an adapter of PEFT or an engine's checkpoint, into the same
+    commit: the files are part of the checkpoint, their digests are in its manifest, and stores of objects take them.
+
+    On a save, `save(folder)` runs on every rank, each with an empty folder of its own on its host, and may be a
+    collective. The checkpoint gets the files of all ranks, by their paths in the folder; of a path that several ranks
+    wrote, with as many bytes, the lowest rank's. Empty folders are not kept.
+
+    On a load, after every check, `load(folder)` runs on every rank, with a folder of all files, or those of `select`.
+    It runs after the other items have taken their state, but before the tensors of modules are copied in place. If it
+    raises, or another rank fails, the other items get their former state back; what `load` did itself stays. The
+    folders are deleted when the functions have returned, so nothing may keep files of them open.
+
+    Attributes:
+        save: writes files into a folder; None where only loads are made. It gets the folder's path.
+        load: reads them; None where only saves are made.
+        select: whether this rank needs the file at a path, such as "rank-3/model.pt"; None for all files.
+        scratch: parent of the temporary folders, on a disk with room for the files; None for the system's folder of
+            temporary files.
+
+    Example:
+        >>> adapter = accel.Folder(save=peft_model.save_pretrained, load=lambda path: load_adapter(peft_model, path))
+        >>> accel.save_state(ctx, "runs/demo", {"adapter": adapter, "optimizer": optimizer}, step=3)
+    """
+
+    save: Callable[[Path], object] | None = None
+    load: Callable[[Path], object] | None = None
+    select: Callable[[str], bool] | None = None
+    scratch: str | Path | None = None
+
+
+_TYPE = Folder.__qualname__  # which no other value has
+
+
+def _capture(name: str, live: Folder, to: Captured) -> Item:
     """Return a folder's entry in a checkpoint. Runs its `save`; communicates where that does.
 
-    Args:
-        name: name of the item.
-        live: the folder.
-        tensors: receives the bytes of its files by name, mapped from files that have no name any more.
+    The bytes of its files are mapped, from files that have no name any more.
 
     Raises:
         ConfigError: it has no `save`.
@@ -40,9 +73,9 @@ def capture_folder(name: str, live: Folder, tensors: dict[str, torch.Tensor]) ->
         live.save(scratch)
         for path, file in sorted(_files_in(scratch, name)):
             key = f"{name}.{path}"
-            tensors[key] = _mapped(file)
+            to.loose[key] = _mapped(file)
             value[path] = {"$tensor": key}
-    return Item("value", Folder.__qualname__, value)
+    return Item("value", _TYPE, value)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,6 +119,19 @@ class FolderLoad(ItemLoad):
                     mapped = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
                     self.source.saved.read_into(mapped, key)
             self.live.load(scratch)
+
+
+FOLDER = ItemHandler(
+    kind="value",
+    stored_type=_TYPE,
+    takes=Folder,
+    type_of=lambda _: _TYPE,
+    capture=_capture,
+    load=FolderLoad,
+    join=join_fields,
+    is_divided=lambda _: True,
+    loads_last=True,
+)
 
 
 @contextlib.contextmanager

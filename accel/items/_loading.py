@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,24 @@ from accel.errors import CheckpointError
 from accel.items._bases import Sums
 from accel.items._kinds import check_items
 from accel.items._matching import Matching, apply_changes, match_items, undo_changes
-from accel.items._saving import check_taken
 from accel.items._source import Change, LoadOptions, LoadTransform, agree_on_readers
 from accel.storage import RemotePath, Span, as_place, lag_of
+
+
+def _check_taken(left: Sequence[Set[str]]) -> None:
+    """Raise unless some rank loads each stored tensor and parameter of `Part`s.
+
+    Args:
+        left: entries that a rank does not load, by rank.
+
+    Raises:
+        CheckpointError: no rank loads an entry; each is named.
+    """
+    if lost := sorted(name for name in left[0] if all(name in other for other in left)):
+        raise CheckpointError(
+            "stored, but in no rank's part:" + "".join(f"\n  {name}" for name in lost),
+            fix="Build the parts so that together they are the whole, or pass strict=False.",
+        )
 
 
 class Loaded(dict[str, Any]):
@@ -212,7 +227,7 @@ class _Loading:
         self._wishes = agreed_values(self._ctx.comm, self._call("comparing"), match, _Wish)
         damage = self._of_all([wish.damage for wish in self._wishes])
         if self._options.strict and all(wish.left for wish in self._wishes):
-            check_taken([wish.left for wish in self._wishes])
+            _check_taken([wish.left for wish in self._wishes])
         if self._matching is not None and not damage and any(wish.bases for wish in self._wishes):
             self._matching.compare_bases([wish.bases for wish in self._wishes])
         return damage

@@ -3,33 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-from accel.checkpoint import Box, Item, MisfitError, Saved, held_box
+from accel.checkpoint import Box, MisfitError, Saved, held_box
 from accel.context import DistContext
 from accel.data import Cursor
 from accel.errors import CheckpointError
 from accel.items._bases import Sums, differing_bases
-from accel.items._folder_files import FolderLoad
 from accel.items._kinds import (
-    Folder,
-    Part,
-    Stateful,
-    are_numbers,
-    is_staged,
-    kind_of,
-    type_name,
+    drop_gradients,
+    handler_of,
+    staged_names,
+    stored_handler,
     with_engine_state,
     without_parts,
-    without_wrappers,
 )
-from accel.items._module import ModuleLoad, ModuleState, module_states, parameter_names
-from accel.items._optimizer import OptimizerLoad
+from accel.items._module import module_states, parameter_names, transformed_names
 from accel.items._rng import apply_rng, joins_ranks, read_rows, rehearse_rng, wanted_rows
 from accel.items._source import (
     MISSING,
@@ -40,13 +32,11 @@ from accel.items._source import (
     LoadOptions,
     Problems,
     Wanted,
-    transformed_names,
 )
-from accel.items._stateful import StatefulLoad
-from accel.items._value import ValueLoad
+from accel.items._value import VALUE
 from accel.metrics import Metrics, StepStatistics
-from accel.optim import Accumulation, parameters_of
-from accel.parallel import ENGINES, LocalSgd, clear_gradients, clear_parameters, engine_loaded
+from accel.optim import Accumulation
+from accel.parallel import ENGINES, LocalSgd, engine_loaded
 from accel.precision import LossScale
 from accel.random import Key, RngState
 from accel.tensors import local_part
@@ -166,7 +156,7 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
     if ctx.settings.strategy in ENGINES:
         items = with_engine_state(ctx, items)
         whole = without_parts(items)
-    live = without_wrappers(without_parts(items))
+    live = without_parts(items)
     modules = module_states(live)
     source = CheckpointSource(
         ctx=ctx,
@@ -174,7 +164,8 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
         options=options,
         file_names=_file_names(saved, options),
         parameters=parameter_names(modules),
-        parts={name for name, item in items.items() if isinstance(item, Part) or is_staged(ctx, item)},
+        parts=staged_names(ctx, items),
+        modules=modules,
         types=[*_OWN_RECORDS, *map(type, live.values())],
     )
     matching = Matching(source, passed, whole=whole)
@@ -182,14 +173,22 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
     found.note(MISSING, (f"item {name}" for name in items.keys() - stored.keys()))
     found.note(UNASKED, stored.keys() - items.keys())
     source.judge(found)
-    for name in sorted(live.keys() & stored.keys(), key=lambda name: (isinstance(live[name], Folder), name)):
-        load = _load_of(name, live[name], stored[name], source, passed[name], modules)
-        if load is None:
-            continue
+    for name in sorted(live.keys() & stored.keys(), key=lambda name: (handler_of(live[name]).loads_last, name)):
+        if live[name] is None and stored_handler(stored[name]) is not VALUE:
+            continue  # it stays in the file
+        handler = handler_of(live[name])
+        load = handler.load(
+            live=live[name],
+            name=name,
+            item=stored[name],
+            source=source,
+            result=passed[name],
+            problems=Problems(options.cast),
+        )
         if _same_kind(load, live[name]):
             load.compare()
         source.judge(load.problems)
-        if not load.problems or isinstance(load, ModuleLoad):  # of a module, what fits is loaded
+        if not load.problems or handler.loads_partly:
             matching.loads.append(load)
     if source.problems:
         raise source.problems.error(saved.path)
@@ -233,15 +232,6 @@ def undo_changes(changes: Sequence[Change]) -> bool:
     return undone
 
 
-def drop_gradients(items: Iterable[object]) -> None:
-    """Drop the gradients of modules and of optimizers' parameters. No communication."""
-    for item in items:
-        if isinstance(item, nn.Module):
-            clear_gradients(item)
-        elif isinstance(item, Optimizer):
-            clear_parameters(parameters_of([item]))
-
-
 def _file_names(saved: Saved, options: LoadOptions) -> dict[str, str]:
     """Return the names of modules' tensors in the file, by live name."""
     modules = tuple(f"{name}." for name, item in saved.manifest.items.items() if item.kind == "module")
@@ -251,41 +241,13 @@ def _file_names(saved: Saved, options: LoadOptions) -> dict[str, str]:
     return {name: name for name in entries}
 
 
-def _load_of(
-    name: str, live: object, item: Item, source: CheckpointSource, passed: object, modules: Mapping[str, ModuleState]
-) -> ItemLoad | None:
-    """Make the load of an item by the kind of the live one; None where a live None leaves it in the file."""
-    if live is None and (item.kind != "value" or item.type == Folder.__qualname__):
-        return None
-    common: dict[str, Any] = {"name": name, "item": item, "source": source, "result": passed}
-    common["problems"] = Problems(source.options.cast)
-    if isinstance(live, nn.Module):
-        return ModuleLoad(live=modules[name], **common)
-    if isinstance(live, Optimizer):
-        return OptimizerLoad(live=live, **common)
-    if isinstance(live, Stateful) and item.kind == "stateful":
-        return StatefulLoad(live=live, **common)
-    if isinstance(live, Folder):
-        return FolderLoad(live=live, **common)
-    return ValueLoad(live=live, **common)
-
-
 def _same_kind(load: ItemLoad, live: object) -> bool:
     """Return whether the live item has the stored one's kind and class; note a difference."""
     if live is None:
         return True  # a plain value of any class
-    kind = kind_of(live)
-    name = type_name(live)
-    item = load.item
-    if kind == item.kind == "optimizer" and _is_wrapper_name(item.type):
+    item, handler = load.item, handler_of(live)
+    name = handler.type_of(live)
+    if item.kind == handler.kind and (not item.type or handler.fits(name, item.type)):  # other formats name no classes
         return True
-    named = kind != "module" and item.type != ""  # a module is its tensors, and other formats name no classes
-    if kind == item.kind and (not named or name == item.type or are_numbers([name, item.type])):
-        return True
-    load.problems.wrong_type(f"item {load.name}", f"{kind} {name}", f"{item.kind} {item.type}")
+    load.problems.wrong_type(f"item {load.name}", f"{handler.kind} {name}", f"{item.kind} {item.type}")
     return False
-
-
-def _is_wrapper_name(name: str) -> bool:
-    """Return whether a name is the class of a wrapper, of Accelerate or Fabric, which older versions stored."""
-    return name in ("AcceleratedOptimizer", "_FabricOptimizer") or name.startswith("Fabric")

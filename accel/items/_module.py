@@ -4,28 +4,99 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from accel.checkpoint import (
-    Item,
-    Kept,
-    check_tensor,
-    encode,
-    has_records,
+from accel.checkpoint import Item, Kept, TensorEntry, check_tensor, encode, has_records
+from accel.context import DistContext
+from accel.errors import CheckpointError, ConfigError
+from accel.items._bases import BASE, compare_base, join_bases
+from accel.items._source import (
+    Captured,
+    Change,
+    CheckpointSource,
+    ItemHandler,
+    ItemLoad,
+    LoadTransform,
+    ModuleState,
+    SaveTransform,
+    Stored,
+    belongs,
+    facts,
+    fields_in,
+    join_fields,
 )
-from accel.errors import CheckpointError
-from accel.items._bases import BASE, compare_base
-from accel.items._kinds import type_name
-from accel.items._source import Change, ItemLoad, SaveTransform, belongs, facts, fields_in, transformed_tensors
-from accel.parallel import is_pipelined, unwrap_model, wrapped_name
+from accel.parallel import clear_gradients, is_divided, is_pipelined, unwrap_model, wrapped_name
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import is_absent, is_dtensor, local_part, part_names, state_tensors, stored_values
+
+T = TypeVar("T")
+
+
+def transformed_names(entries: Mapping[str, TensorEntry], transform: LoadTransform) -> dict[str, str]:
+    """Return the names to load the tensors of modules by, each with its name in the file.
+
+    Args:
+        entries: the checkpoint's tensors of modules, aliases included.
+        transform: the user's transform.
+
+    Raises:
+        ConfigError: the result is no dict of the function's arguments by name.
+    """
+    given = {name: Stored(name, each.dtype, each.shape) for name, each in entries.items()}
+    found = _checked(transform(given), Stored, "load_state")
+    for name, stored in found.items():
+        if given.get(stored.name) != stored:
+            raise _refusal("load_state", f"{stored!r} as {name!r}")
+    return {name: stored.name for name, stored in found.items()}
+
+
+def transformed_tensors(
+    tensors: Mapping[str, torch.Tensor], modules: Iterable[str], transform: SaveTransform
+) -> dict[str, torch.Tensor]:
+    """Return the tensors to save of modules, by name.
+
+    Args:
+        tensors: tensors of modules, by name.
+        modules: names of items.
+        transform: the user's transform.
+
+    Raises:
+        CheckpointError: a tensor cannot be stored.
+        ConfigError: the result is no dict of tensors by names that begin with a module's.
+    """
+    found = _checked(transform(tensors), torch.Tensor, "save_state")
+    for name, tensor in found.items():
+        if not name.startswith(tuple(f"{item}." for item in modules)):
+            raise _refusal("save_state", f"the name {name!r}, which begins with no item that is a module")
+        check_tensor(tensor, name)
+    return {name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in found.items()}
+
+
+def _checked(found: object, kind: type[T], caller: str) -> dict[str, T]:
+    """Check the result of a user's function: a dict of such values by name."""
+    if not isinstance(found, Mapping):
+        raise _refusal(caller, type(found).__name__)
+    pairs = cast("Mapping[Any, Any]", found)
+    for name, value in pairs.items():
+        if not isinstance(name, str) or not isinstance(value, kind):
+            raise _refusal(caller, f"{type(value).__name__} under {name!r}")
+    return dict(pairs)
+
+
+def _refusal(caller: str, got: str) -> ConfigError:
+    return ConfigError(
+        "a transform with an invalid result",
+        expected="some of what it was given, by names that begin with an item's",
+        got=got,
+        where=f"{caller}, transform=",
+        fix="Return a new dict, such as {name.replace('old.', 'new.'): value for name, value in tensors.items()}.",
+    )
 
 
 def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> Change | None:
@@ -50,24 +121,6 @@ def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> Chang
 _OfItem = tuple[str, torch.Tensor]  # a tensor after the item that it is of
 
 _EXTRA_STATE = "_extra_state"  # the key that torch gives to what get_extra_state() returns
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleState:
-    """A module's live state.
-
-    Attributes:
-        parameters, buffers: the live tensors by name; tied ones under every name.
-        extras: values of get_extra_state(), by name.
-        owners: the submodule of each extra state.
-        twins: of each parameter that several stages of a pipeline have, its first name in the whole model.
-    """
-
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    extras: Mapping[str, Any]
-    owners: Mapping[str, nn.Module]
-    twins: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def module_states(items: Mapping[str, object]) -> dict[str, ModuleState]:
@@ -171,23 +224,15 @@ def capture_tensors(
     return kept, rest, {key: moved.get(name, name) for key, name in parameter_names(modules).items()}
 
 
-def capture_module(
-    name: str, module: nn.Module, state: ModuleState, tensors: dict[str, torch.Tensor], kept: Kept
-) -> Item:
+def _capture(name: str, live: nn.Module, to: Captured) -> Item:
     """Return a module's entry in a checkpoint, without its tensors.
-
-    Args:
-        name: name of the item.
-        module: the live module.
-        state: its state.
-        tensors: receives the tensors of extra state by name.
-        kept: receives the records of extra state by path.
 
     Raises:
         CheckpointError: an extra state cannot be stored.
     """
-    extras = {key: encode(extra, f"{name}.{key}", tensors, kept) for key, extra in state.extras.items()}
-    return Item(kind="module", type=type_name(module), value=extras)
+    held = to.modules[name].extras
+    extras = {key: encode(extra, f"{name}.{key}", to.loose, to.kept) for key, extra in held.items()}
+    return Item(kind="module", type=_type_of(live), value=extras)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -272,6 +317,40 @@ class ModuleLoad(ItemLoad):
         one, other = (local_part(self.source.read_like(each, {each: live})) for each in stored)
         if not torch.equal(one, other):
             self.source.problems.wrong_type(key, f"the same tensor as {twin}", "another one")
+
+
+def _load(*, live: nn.Module, name: str, source: CheckpointSource, **fields: Any) -> ModuleLoad:
+    del live  # its state has been listed
+    return ModuleLoad(live=source.modules[name], name=name, source=source, **fields)
+
+
+def _type_of(live: nn.Module) -> str:
+    return type(unwrap_model(live)).__qualname__
+
+
+def _is_staged(_: DistContext, live: nn.Module) -> bool:
+    return is_divided(live)
+
+
+def _join(name: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join extra state, and the digests of frozen parameters."""
+    joined = join_fields(name, ranks)
+    return joined | {BASE: join_bases(name, [rank[BASE] for rank in ranks])} if BASE in joined else joined
+
+
+MODULE = ItemHandler(
+    kind="module",
+    takes=nn.Module,
+    type_of=_type_of,
+    capture=_capture,
+    load=_load,
+    fits=lambda _live, _stored: True,  # a module is its tensors
+    join=_join,
+    is_part=True,
+    is_staged=_is_staged,
+    drop_gradients=clear_gradients,
+    loads_partly=True,
+)
 
 
 def _unwritable(tensor: torch.Tensor) -> str:

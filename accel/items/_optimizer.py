@@ -12,11 +12,13 @@ import msgspec
 import torch
 
 from accel.checkpoint import Item, Kept, Making, decode, encode, has_records, is_object, memory_id, tensors_in
+from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.items import _packed_state
-from accel.items._kinds import is_floating, is_zero, local_optimizer, type_name
-from accel.items._source import Change, ItemLoad, facts
+from accel.items._packed_state import is_zero, local_optimizer
+from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, is_floating
 from accel.optim import MASTER, parameters_of
+from accel.parallel import clear_parameters
 from accel.storage import dtype_name
 from accel.tensors import dtensor_like, has_wide_gradient, is_dtensor, local_part, mesh_of, placements_of
 
@@ -81,6 +83,15 @@ class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             state={name: each for name, each in self.state.items() if name in held},
             rest=self.rest,
         )
+
+
+def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer inside of wrappers that share its state, as those of Accelerate and Fabric do."""
+    held = getattr(optimizer, "optimizer", None)
+    if not isinstance(held, torch.optim.Optimizer) or held is optimizer:
+        return optimizer
+    shares = held.state is optimizer.state and held.param_groups is optimizer.param_groups
+    return bare_optimizer(held) if shares else optimizer
 
 
 def named_parameters(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, torch.Tensor]:
@@ -203,23 +214,14 @@ def _beside(value: Any, live: object) -> Any:
 _HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
-def capture_optimizer(
-    name: str, live: torch.optim.Optimizer, names: Names, tensors: dict[str, torch.Tensor], kept: Kept
-) -> Item:
+def _capture(name: str, live: torch.optim.Optimizer, to: Captured) -> Item:
     """Return an optimizer's entry in a checkpoint.
-
-    Args:
-        name: name of the item.
-        live: the optimizer.
-        names: full names of parameters by `id`.
-        tensors: receives its tensors by name.
-        kept: receives the records in its state by path.
 
     Raises:
         CheckpointError: something in its state cannot be stored.
     """
-    value = encode_optimizer(live, name, names, tensors, kept)
-    return Item(kind="optimizer", type=type_name(live), value=msgspec.to_builtins(value))
+    value = encode_optimizer(bare_optimizer(live), name, to.names, to.equal, to.kept)
+    return Item(kind="optimizer", type=_type_of(live), value=msgspec.to_builtins(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +335,62 @@ class OptimizerLoad(ItemLoad):
         stored, shape = self.source.facts(key)
         cast = stored == owner.stored_dtype and is_floating(stored) and shape and key not in self._packed
         return owner.parameter.dtype if cast else self.source.saved.stub(key).dtype
+
+
+def _load(*, live: torch.optim.Optimizer, **fields: Any) -> OptimizerLoad:
+    return OptimizerLoad(live=bare_optimizer(live), **fields)
+
+
+def _type_of(live: torch.optim.Optimizer) -> str:
+    return type(local_optimizer(bare_optimizer(live))).__qualname__
+
+
+def _fits(live: str, stored: str) -> bool:
+    """Return whether the classes are one, or the stored one a wrapper, of Accelerate or Fabric, of an older version."""
+    return live == stored or stored in ("AcceleratedOptimizer", "_FabricOptimizer") or stored.startswith("Fabric")
+
+
+def _is_staged(ctx: DistContext, _: torch.optim.Optimizer) -> bool:
+    """Return whether the mesh has a pipeline, which divides all its optimizers."""
+    return ctx.axis("pp").size > 1
+
+
+def _join(name: str, ranks: Sequence[Any]) -> Any:
+    """Join the state of a divided optimizer. Where several ranks hold a value, the lowest rank wins."""
+    values = [msgspec.convert(value, OptimizerValue) for value in ranks]
+    counts = [len(value.groups) for value in values]
+    if len(set(counts)) > 1:
+        raise CheckpointError(
+            "ranks have other numbers of parameter groups",
+            expected="the groups on every rank, empty ones where it has no such parameters",
+            got=f"by rank: {', '.join(map(str, counts))}",
+            where=name,
+        )
+    groups: list[ParameterGroup] = []
+    for same in zip(*(value.groups for value in values), strict=True):
+        names = dict.fromkeys(name for group in same for name in group.params)
+        groups.append(ParameterGroup(tuple(names), same[0].options))
+    params: dict[str, ParamFacts] = {}
+    state: dict[str, Any] = {}
+    for value in reversed(values):
+        params |= value.params
+        state |= value.state
+    return msgspec.to_builtins(OptimizerValue(tuple(groups), params, state, values[0].rest))
+
+
+OPTIMIZER = ItemHandler(
+    kind="optimizer",
+    takes=torch.optim.Optimizer,
+    type_of=_type_of,
+    capture=_capture,
+    load=_load,
+    fits=_fits,
+    join=_join,
+    is_part=True,
+    is_staged=_is_staged,
+    is_divided=is_zero,
+    drop_gradients=lambda live: clear_parameters(parameters_of([live])),
+)
 
 
 def optimizer_change(

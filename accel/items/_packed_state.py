@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 
 from accel.errors import CheckpointError, MissingExtraError
-from accel.items._kinds import local_optimizer
 from accel.optim import parameters_of
 from accel.storage import dtype_name
 from accel.tensors import dtensor_like, is_dtensor, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 # torchao exports no names of these classes.
 PRIVATE: Mapping[str, str] = {
@@ -22,6 +25,7 @@ PRIVATE: Mapping[str, str] = {
     "OptimStateFp8": "torchao.optim.subclass_fp8",
 }
 _KIND = "torchao"  # key of the class's name in a stored state
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 _FLAT = ("codes", "scale")  # parts with an element for each element or block of the parameter, in its order
 
 
@@ -162,6 +166,29 @@ def _class_of(kind: str) -> Any:
             where="load_state",
             fix="Run `pip install 'accel[torchao]'`.",
         ) from error
+
+
+def is_zero(optimizer: object) -> TypeGuard[ZeroRedundancyOptimizer]:
+    """Return whether an optimizer is a `ZeroRedundancyOptimizer`. No communication."""
+    module = sys.modules.get(_ZERO)  # its import takes long
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer with the state: inside a `ZeroRedundancyOptimizer` this rank's, else the optimizer itself.
+
+    Raises:
+        CheckpointError: a `ZeroRedundancyOptimizer` with `overlap_with_ddp`, which divides parameters at the first
+            step.
+    """
+    if not is_zero(optimizer):
+        return optimizer
+    if optimizer._overlap_with_ddp:
+        raise CheckpointError(
+            "a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be saved or loaded",
+            fix="Build it without overlap_with_ddp, or shard the model by fully_shard.",
+        )
+    return optimizer.optim
 
 
 def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

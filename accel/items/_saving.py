@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, Protocol, get_args, overload, runtime_checkable
 
 import msgspec
 import torch
@@ -28,26 +28,19 @@ from accel.checkpoint import (
 from accel.comm import Call, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, NonFiniteError, check_choice
-from accel.items._bases import BASE, Sums, has_sums, join_bases, without_base
-from accel.items._folder_files import capture_folder
+from accel.items._bases import BASE, Sums, has_sums, without_base
 from accel.items._kinds import (
-    Folder,
-    Stateful,
     TrainableOnly,
     check_items,
-    check_records,
     divided_names,
-    kind_of,
+    handler_of,
+    stored_handler,
     with_engine_state,
     without_parts,
-    without_wrappers,
 )
-from accel.items._module import capture_module, capture_tensors, module_states
-from accel.items._optimizer import OptimizerValue, ParameterGroup, ParamFacts, capture_optimizer
+from accel.items._module import capture_tensors, module_states
 from accel.items._rng import capture_row
-from accel.items._source import SaveTransform
-from accel.items._stateful import capture_stateful
-from accel.items._value import capture_value
+from accel.items._source import Captured, SaveTransform
 from accel.storage import RemotePath, as_place
 from accel.tensors import local_part
 
@@ -78,58 +71,19 @@ def join_values(mine: Mapping[str, Item], said: Sequence[bytes]) -> Mapping[str,
                 where=name,
             )
         values = [own[name] for own in ranks]
-        items[name] = msgspec.structs.replace(items[name], value=_join(name, items[name].kind, values))
+        join = stored_handler(items[name]).join
+        assert join is not None  # this rank has divided it
+        items[name] = msgspec.structs.replace(items[name], value=join(name, values))
     return items
 
 
-def check_taken(left: Sequence[Set[str]]) -> None:
-    """Raise unless some rank loads each stored tensor and parameter of `Part`s.
+@runtime_checkable
+class CheckedBeforeSave(Protocol):
+    """A record that cannot be saved at every moment."""
 
-    Args:
-        left: entries that a rank does not load, by rank.
-
-    Raises:
-        CheckpointError: no rank loads an entry; each is named.
-    """
-    if lost := sorted(name for name in left[0] if all(name in other for other in left)):
-        raise CheckpointError(
-            "stored, but in no rank's part:" + "".join(f"\n  {name}" for name in lost),
-            fix="Build the parts so that together they are the whole, or pass strict=False.",
-        )
-
-
-def _join(name: str, kind: str, values: list[Any]) -> Any:
-    if kind == "optimizer":
-        joined = _join_optimizers([msgspec.convert(value, OptimizerValue) for value in values], name)
-        return msgspec.to_builtins(joined)
-    extras: dict[str, Any] = {}
-    for value in reversed(values):
-        extras |= value
-    if BASE in extras:
-        extras[BASE] = join_bases(name, [value[BASE] for value in values])
-    return extras
-
-
-def _join_optimizers(values: Sequence[OptimizerValue], item: str) -> OptimizerValue:
-    """Join the state of a divided optimizer. Where several ranks hold a value, the lowest rank wins."""
-    counts = [len(value.groups) for value in values]
-    if len(set(counts)) > 1:
-        raise CheckpointError(
-            "ranks have other numbers of parameter groups",
-            expected="the groups on every rank, empty ones where it has no such parameters",
-            got=f"by rank: {', '.join(map(str, counts))}",
-            where=item,
-        )
-    groups: list[ParameterGroup] = []
-    for same in zip(*(value.groups for value in values), strict=True):
-        names = dict.fromkeys(name for group in same for name in group.params)
-        groups.append(ParameterGroup(tuple(names), same[0].options))
-    params: dict[str, ParamFacts] = {}
-    state: dict[str, Any] = {}
-    for value in reversed(values):
-        params |= value.params
-        state |= value.state
-    return OptimizerValue(tuple(groups), params, state, values[0].rest)
+    def check_saveable(self) -> None:
+        """Raise `ConfigError` unless a checkpoint may be taken now."""
+        ...
 
 
 SaveMode = Literal["sync", "async"]
@@ -280,7 +234,7 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
     own: dict[str, torch.Tensor] = {}
     loose: dict[str, torch.Tensor] = {}
     divided = divided_names(ctx, items)
-    live = without_wrappers(without_parts(items))
+    live = without_parts(items)
     modules = module_states(live)
     bases = dict[str, dict[str, str | Sums]]()
     for name in sorted(name for name, item in items.items() if isinstance(item, TrainableOnly)):
@@ -293,28 +247,38 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
     entries = dict[str, Item]()
     kept = Kept()
     for name, item in live.items():
-        same, first = (own, loose) if name in divided else (shared, main)
+        to_all, to_some = (own, loose) if name in divided else (shared, main)
+        to = Captured(modules=modules, names=names, equal=to_all, loose=to_some, kept=kept)
         try:
-            if isinstance(item, torch.nn.Module):
-                entries[name] = capture_module(name, item, modules[name], first, kept)
-            elif isinstance(item, torch.optim.Optimizer):
-                entries[name] = capture_optimizer(name, item, names, same, kept)
-            elif isinstance(item, Stateful) and kind_of(item) == "stateful":
-                entries[name] = capture_stateful(name, item, first, kept)
-            elif isinstance(item, Folder):
-                entries[name] = capture_folder(name, item, first)
-            else:
-                entries[name] = capture_value(name, item, first, kept)
+            entries[name] = handler_of(item).capture(name, item, to)
         except CheckpointError:
-            check_records(kept)  # a record within a step may hold what cannot be stored, and has more to say
+            _check_records(kept)  # a record within a step may hold what cannot be stored, and has more to say
             raise
         except RecursionError as error:
             raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error
     for name, digests in bases.items():
         value = {**entries[name].value, BASE: msgspec.to_builtins(digests)}
         entries[name] = msgspec.structs.replace(entries[name], value=value)
-    check_records(kept)
+    _check_records(kept)
     return Content(shared=shared, main=main, own=own, loose=loose, items=entries, row=capture_row(ctx, kept))
+
+
+def _check_records(kept: Kept) -> None:
+    """Check that every record can be saved now.
+
+    Args:
+        kept: the records, by path.
+
+    Raises:
+        ConfigError: a record refuses; `where` is its path.
+    """
+    for path, record in kept.items():
+        if isinstance(record, CheckedBeforeSave):
+            try:
+                record.check_saveable()
+            except ConfigError as error:
+                facts = {"expected": error.expected, "got": error.got, "fix": error.fix}
+                raise ConfigError(error.problem, where=f"item {path}", **facts) from error
 
 
 def check_finite(content: Content) -> None:

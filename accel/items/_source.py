@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint as items are loaded from it: its tensors and records beside the live ones, and where both differ."""
+"""Shared by kinds of items: the record of a kind, the gathered parts of a save, a checkpoint beside the live items."""
 
 from __future__ import annotations
 
 import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import torch
+from torch import nn
 
 from accel.checkpoint import (
     Box,
     Classes,
     Item,
+    ItemKind,
     Kept,
     Making,
     Saved,
-    TensorEntry,
-    check_tensor,
     decode,
     held_box,
     named_classes,
@@ -29,13 +30,10 @@ from accel.checkpoint import (
 )
 from accel.comm import Call, Comm, exchange, reduce_ints
 from accel.context import DistContext
-from accel.errors import CheckpointError, ConfigError
-from accel.items._kinds import is_floating
+from accel.errors import CheckpointError
 from accel.items._rng import Row, with_parts
 from accel.storage import dtype_name
 from accel.tensors import dtensor_like, is_dtensor, local_part
-
-T = TypeVar("T")
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -54,67 +52,6 @@ class Stored(msgspec.Struct, frozen=True):
 
 SaveTransform = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 LoadTransform = Callable[[Mapping[str, Stored]], Mapping[str, Stored]]
-
-
-def transformed_names(entries: Mapping[str, TensorEntry], transform: LoadTransform) -> dict[str, str]:
-    """Return the names to load the tensors of modules by, each with its name in the file.
-
-    Args:
-        entries: the checkpoint's tensors of modules, aliases included.
-        transform: the user's transform.
-
-    Raises:
-        ConfigError: the result is no dict of the function's arguments by name.
-    """
-    given = {name: Stored(name, each.dtype, each.shape) for name, each in entries.items()}
-    found = _checked(transform(given), Stored, "load_state")
-    for name, stored in found.items():
-        if given.get(stored.name) != stored:
-            raise _refusal("load_state", f"{stored!r} as {name!r}")
-    return {name: stored.name for name, stored in found.items()}
-
-
-def transformed_tensors(
-    tensors: Mapping[str, torch.Tensor], modules: Iterable[str], transform: SaveTransform
-) -> dict[str, torch.Tensor]:
-    """Return the tensors to save of modules, by name.
-
-    Args:
-        tensors: tensors of modules, by name.
-        modules: names of items.
-        transform: the user's transform.
-
-    Raises:
-        CheckpointError: a tensor cannot be stored.
-        ConfigError: the result is no dict of tensors by names that begin with a module's.
-    """
-    found = _checked(transform(tensors), torch.Tensor, "save_state")
-    for name, tensor in found.items():
-        if not name.startswith(tuple(f"{item}." for item in modules)):
-            raise _refusal("save_state", f"the name {name!r}, which begins with no item that is a module")
-        check_tensor(tensor, name)
-    return {name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in found.items()}
-
-
-def _checked(found: object, kind: type[T], caller: str) -> dict[str, T]:
-    """Check the result of a user's function: a dict of such values by name."""
-    if not isinstance(found, Mapping):
-        raise _refusal(caller, type(found).__name__)
-    pairs = cast("Mapping[Any, Any]", found)
-    for name, value in pairs.items():
-        if not isinstance(name, str) or not isinstance(value, kind):
-            raise _refusal(caller, f"{type(value).__name__} under {name!r}")
-    return dict(pairs)
-
-
-def _refusal(caller: str, got: str) -> ConfigError:
-    return ConfigError(
-        "a transform with an invalid result",
-        expected="some of what it was given, by names that begin with an item's",
-        got=got,
-        where=f"{caller}, transform=",
-        fix="Return a new dict, such as {name.replace('old.', 'new.'): value for name, value in tensors.items()}.",
-    )
 
 
 Facts = tuple[str, tuple[int, ...]]  # dtype and shape
@@ -213,6 +150,43 @@ class Problems:
         return sorted(self.found, key=lambda each: (_TITLES.index(each[0]), each[1]))
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleState:
+    """A module's live state.
+
+    Attributes:
+        parameters, buffers: the live tensors by name; tied ones under every name.
+        extras: values of get_extra_state(), by name.
+        owners: the submodule of each extra state.
+        twins: of each parameter that several stages of a pipeline have, its first name in the whole model.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    extras: Mapping[str, Any]
+    owners: Mapping[str, nn.Module]
+    twins: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(kw_only=True, slots=True)
+class Captured:
+    """The gathered parts of one item, for a save.
+
+    Attributes:
+        modules: states of all live modules, by item.
+        names: names of parameters in the checkpoint, by `id`.
+        equal: receives tensors by name whose copies on several ranks are equal.
+        loose: receives other tensors by name; of copies the first rank's is saved.
+        kept: receives records by path.
+    """
+
+    modules: Mapping[str, ModuleState]
+    names: Mapping[int, str]
+    equal: dict[str, torch.Tensor]
+    loose: dict[str, torch.Tensor]
+    kept: Kept
+
+
 @dataclass(kw_only=True)
 class CheckpointSource:
     """One checkpoint, as this rank loads it.
@@ -222,6 +196,7 @@ class CheckpointSource:
         file_names: names of modules' tensors in the file, by live name.
         parameters: full names of the live modules' parameters, by `id`.
         parts: names of items that are `Part`s.
+        modules: states of the live modules, by item.
         types: types of the live items and of accel's own records, by which stored records are made.
         problems: differences that are errors.
         skipped: differences that `strict=False` allows.
@@ -236,6 +211,7 @@ class CheckpointSource:
     file_names: dict[str, str]
     parameters: Mapping[int, str]
     parts: Set[str]
+    modules: Mapping[str, ModuleState]
     types: Sequence[type]
     problems: Problems = field(default_factory=Problems)
     skipped: Problems = field(default_factory=Problems)
@@ -369,9 +345,69 @@ class ItemLoad(ABC):
         """Read the wanted entries; return the changes that can fail. Changes nothing."""
 
 
+class LoadFunction(Protocol):
+    """A function, or class, that makes the load of an item."""
+
+    def __call__(
+        self, *, live: Any, name: str, item: Item, source: CheckpointSource, result: object, problems: Problems
+    ) -> ItemLoad:
+        """Set a live item beside the stored one; the arguments are the fields of `ItemLoad`. Compares nothing yet."""
+        ...
+
+
+class ItemHandler(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of item: how a live item of it is captured, compared, read, applied and joined.
+
+    Attributes:
+        kind: name of the kind in a manifest.
+        stored_type: name in a manifest in place of the class's; "" for the class's. Tells kinds of one name apart.
+        takes: class of live items, or a function that takes an item; the first handler of the table that does has it.
+        type_of: name of a live item's class, without wrappers.
+        capture: item's name, live item, and what the save gathers: to its entry in the manifest.
+        load: makes the load of a live item, which compares, reads and applies.
+        fits: names of a live and a stored class: to whether one loads the other.
+        join: item's name, and its encoded values by rank: to the value of the whole. None where no item is divided.
+        is_part: whether a `Part` may hold one.
+        is_staged: whether a pipeline divides a live item; None where none does.
+        is_divided: whether ranks hold other parts of a live item for another reason; None where they never do.
+        drop_gradients: drops the gradients of a live item; None where there are none.
+        loads_last: whether its changes come after those of other kinds, as they are not undone.
+        loads_partly: whether what fits is loaded where the rest does not, with strict=False.
+    """
+
+    kind: ItemKind
+    stored_type: str = ""
+    takes: type | Callable[[object], bool]
+    type_of: Callable[[Any], str]
+    capture: Callable[[str, Any, Captured], Item]
+    load: LoadFunction
+    fits: Callable[[str, str], bool] = operator.eq
+    join: Callable[[str, Sequence[Any]], Any] | None = None
+    is_part: bool = False
+    is_staged: Callable[[DistContext, Any], bool] | None = None
+    is_divided: Callable[[Any], bool] | None = None
+    drop_gradients: Callable[[Any], None] | None = None
+    loads_last: bool = False
+    loads_partly: bool = False
+
+
+def join_fields(_name: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the fields that ranks hold. Where several hold one, the lowest rank wins."""
+    joined = dict[str, Any]()
+    for fields in reversed(ranks):
+        joined |= fields
+    return joined
+
+
 def facts(tensor: torch.Tensor) -> Facts:
     """Return a tensor's dtype and shape."""
     return dtype_name(tensor.dtype), tuple(tensor.shape)
+
+
+def is_floating(dtype: str) -> bool:
+    """Return whether a dtype's name is one of real floating-point numbers."""
+    found = getattr(torch, dtype, None)
+    return isinstance(found, torch.dtype) and found.is_floating_point
 
 
 def belongs(key: str, inside: Set[str]) -> bool:

@@ -7,29 +7,39 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from accel.checkpoint import Item, Kept, encode
-from accel.items._kinds import Stateful, type_name
-from accel.items._source import Change, ItemLoad, facts, fields_in
+from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, fields_in, join_fields
 from accel.tensors import dtensor_like, is_dtensor, local_part
 
 
-def capture_stateful(name: str, live: Stateful, tensors: dict[str, torch.Tensor], kept: Kept) -> Item:
-    """Return an object's entry in a checkpoint.
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that returns its state as plain values and tensors, and loads it in place."""
 
-    Args:
-        name: name of the item.
-        live: the object.
-        tensors: receives the tensors of its state by name.
-        kept: receives the records in it by path.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Load a state from `state_dict`."""
+        ...
+
+
+def _capture(name: str, live: Stateful, to: Captured) -> Item:
+    """Return an object's entry in a checkpoint.
 
     Raises:
         CheckpointError: a value in its state cannot be stored.
     """
-    return Item(kind="stateful", type=type_name(live), value=encode(live.state_dict(), name, tensors, kept))
+    return Item("stateful", _type_of(live), encode(live.state_dict(), name, to.loose, to.kept))
+
+
+def _type_of(live: Stateful) -> str:
+    return type(live).__qualname__
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,6 +78,17 @@ class StatefulLoad(ItemLoad):
         own = {key: value for key, value in stored.items() if key in self._before}
         self.problems.compare_names(self._before.keys(), own.keys(), f"{self.name}.")
         return own
+
+
+STATEFUL = ItemHandler(
+    kind="stateful",
+    takes=Stateful,
+    type_of=_type_of,
+    capture=_capture,
+    load=StatefulLoad,
+    join=join_fields,
+    is_part=True,
+)
 
 
 def _copies(state: dict[str, Any]) -> dict[str, Any]:

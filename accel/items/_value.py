@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,25 +22,34 @@ from accel.checkpoint import (
     record_tag,
     stored_names,
 )
-from accel.items._kinds import are_numbers, kind_of, type_name
-from accel.items._source import Change, ItemLoad, Problems, fields_in
+from accel.items._source import Captured, Change, ItemHandler, ItemLoad, Problems, fields_in
+from accel.tensors import is_dtensor
+
+_BITS = ("8", "16", "32", "64")
+_NUMBERS = frozenset({"int", "float", "longdouble", *(kind + n for kind in ("int", "uint", "float") for n in _BITS)})
 
 
-def capture_value(name: str, live: object, tensors: dict[str, torch.Tensor], kept: Kept) -> Item:
-    """Return the entry of a record or plain value in a checkpoint.
+def _capture_record(name: str, live: object, to: Captured) -> Item:
+    return Item("record", _type_of(live), record_tag(live) | encode_record(live, name, to.loose, to.kept))
 
-    Args:
-        name: name of the item.
-        live: the value.
-        tensors: receives the tensors in it by name.
-        kept: receives the records in it by path, itself included.
 
-    Raises:
-        CheckpointError: a value in it cannot be stored.
-    """
-    if kind_of(live) == "record":
-        return Item("record", type_name(live), record_tag(live) | encode_record(live, name, tensors, kept))
-    return Item("value", type_name(live), encode(live, name, tensors, kept))
+def _capture_value(name: str, live: object, to: Captured) -> Item:
+    return Item("value", _type_of(live), encode(live, name, to.loose, to.kept))
+
+
+def _type_of(live: object) -> str:
+    if isinstance(live, torch.Tensor) and is_dtensor(live):
+        return "Tensor"  # what a mesh spreads, another mesh or none takes back
+    return "Path" if isinstance(live, Path) else type(live).__qualname__  # a path of any system
+
+
+def _fits(live: str, stored: str) -> bool:
+    return live == stored or _are_numbers([live, stored])
+
+
+def _are_numbers(type_names: Iterable[str]) -> bool:
+    """Return whether all classes are of real numbers: a saved 0 may have become 0.5."""
+    return _NUMBERS.issuperset(type_names)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,6 +114,12 @@ class ValueLoad(ItemLoad):
         return making.own(name, make_record(type(self.live), fields, name, exact=making.exact))
 
 
+RECORD = ItemHandler(
+    kind="record", takes=is_record, type_of=_type_of, capture=_capture_record, load=ValueLoad, fits=_fits
+)
+VALUE = ItemHandler(kind="value", takes=object, type_of=_type_of, capture=_capture_value, load=ValueLoad, fits=_fits)
+
+
 def _compare_fields(name: str, live: object, fields: Mapping[str, Any], problems: Problems) -> None:
     """Note the fields in only one of record and checkpoint; a stored None may lack a live field."""
     names = {*stored_names(type(live)), *record_tag(live)}
@@ -116,5 +132,5 @@ def _compare_fields(name: str, live: object, fields: Mapping[str, Any], problems
 def _compare_class(name: str, live: object, value: object, problems: Problems) -> None:
     """Note a value of another class than the live one; a live None accepts any, a number any number."""
     classes = [torch.Tensor if isinstance(each, torch.Tensor) else type(each) for each in (live, value)]
-    if live is not None and classes[0] is not classes[1] and not are_numbers(each.__name__ for each in classes):
+    if live is not None and classes[0] is not classes[1] and not _are_numbers(each.__name__ for each in classes):
         problems.wrong_type(f"item {name}", classes[0].__name__, classes[1].__name__)

@@ -23,7 +23,7 @@ class DeviceKind(msgspec.Struct, frozen=True):
 
     Attributes:
         float64: whether they compute in float64.
-        numbered: whether a machine may have several, told apart by numbers.
+        numbered: whether a machine may have several, distinguished by numbers.
         counts_memory: whether torch counts the bytes that tensors take there.
         backend: c10d backend for their tensors; "" for that which torch or the vendor's package registers.
     """

@@ -30,7 +30,7 @@ def rank_key(ctx: DistContext, key: Key, *, along: Sequence[str] | None = None, 
         ctx: the context.
         key: equal on every rank.
         along: axes of the mesh along which keys differ, instead of those of data parallelism; ranks that differ along
-            others alone have equal keys. Axes that the mesh does not have say nothing; "dp" stands for `dp_replicate`
+            others alone have equal keys. Axes that the mesh does not have are ignored; "dp" means `dp_replicate`
             and `dp_shard` too. Random numbers of activations differ along the axes along which these do: ("dp", "cp")
             where ranks share positions, and "tp" beside them inside of what tensor parallelism divides.
         data_rank: index of this rank's share of the samples, from 0; by default that of `ctx.data_parallel`, which

@@ -27,7 +27,7 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     "bitsandbytes": ("accel.engines.quantized", "take_apart"),
     "torchao": ("accel.engines.quantized", "take_apart"),
 }
-MARK = "accel_packed"  # attribute of a parameter of another class that stands for a packed weight
+MARK = "accel_packed"  # attribute of a parameter of another class in place of a packed weight
 
 Make = Callable[[Mapping[str, torch.Tensor]], nn.Parameter]
 
@@ -60,7 +60,7 @@ class AbsentWeight(Protocol):
 
 
 def is_absent(tensor: object) -> bool:
-    """Return whether a tensor is a weight that is not in memory, or a DTensor of which this rank's part is not."""
+    """Return whether a tensor is a weight that is not in memory, or a DTensor whose part on this rank is not."""
     if is_dtensor(tensor):
         tensor = local_part(tensor)
     return type(tensor) is not torch.Tensor and hasattr(type(tensor), "stored")

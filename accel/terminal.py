@@ -43,7 +43,7 @@ def show_clock(seconds: float) -> str:
 
 
 def show_text(text: str) -> str:
-    """Return a text of a file as one line, in which terminals find nothing to act on: escapes stand for it."""
+    """Return a text of a file as one line, with escapes for whatever terminals act on."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words and density of the source: noun first in docstrings, one thought a line."""
+"""Words and density of the source: noun first in docstrings, one thought a line, the words of the field."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,3 +46,31 @@ def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
 def test_a_line_assigns_one_call() -> None:
     found = [f"{path.relative_to(ROOT)}:{line}" for path in SOURCES for line in crowded(ast.parse(path.read_text()))]
     assert not found, f"one assignment a line, at {', '.join(found)}"
+
+
+# House verbs and clauses in place of nouns: the field reports, adopts, forwards, is; "of which each rank computes a
+# summand" is "a row-parallel linear layer".
+PLAIN = re.compile(
+    r"\b(told|(?:take|takes|took|taken|taking) up|hand(?:s|ed|ing)? on|stands?(?!-ins?\b| in\b)|stood)\b"
+    r"|(?<!\beach )(?<!\bone )(?<!\bsome )(?<!\ball )(?<!\bmost )\bof (?:which|whom)\b"
+    r"|\b(?:what it wraps|as it is to be saved|otherwise than it|cannot mean|do not know it|never killed)\b"
+)
+STRINGS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}  # Python 3.12 parts f-strings
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Lines of docstrings, comments and messages: strings with a space in them, without the fields of f-strings."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        written = re.sub(r"\{[^{}]*\}", "", token.string)
+        if token.type == tokenize.COMMENT or (token.type in STRINGS and " " in written):
+            yield from enumerate(written.split("\n"), token.start[0])
+
+
+def test_prose_has_the_words_of_the_field() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match[0]!r}"
+        for path in SOURCES
+        for number, line in prose(path.read_text())
+        for match in PLAIN.finditer(line)
+    ]
+    assert not found, "report, adopt, forward, be; or a noun in place of the clause:\n" + "\n".join(found)

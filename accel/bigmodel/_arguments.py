@@ -150,8 +150,8 @@ def check_dtype(dtype: object, *, where: str) -> None:
     """
     if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
         raise ConfigError(
-            "not a dtype of floating-point weights",
-            expected="one such as torch.bfloat16",
+            "invalid dtype of weights",
+            expected="a floating-point dtype, such as torch.bfloat16",
             got=str(dtype),
             where=where,
             fix="accel.load_quantized loads weights as integers, with their scales.",

@@ -23,7 +23,7 @@ M = TypeVar("M", bound=nn.Module)
 def call_order(model: M, modules: Mapping[str, nn.Module], call: Callable[[M], object]) -> Sequence[str]:
     """Return the names of the modules in the order of their first calls. No gradients; hooks are removed at the end.
 
-    Modules that are not called stand before the module that they were before.
+    Modules that are not called come before the module that they preceded.
 
     Args:
         model: the model.
@@ -105,7 +105,7 @@ def describe(
     """Return the skeleton of a model, which may be empty. No communication.
 
     Each block is a segment. So is each largest module without a block in it, and the parameters and buffers that a
-    module with blocks in it has itself. Segments stand in the order of registration, or in that of a call. A tensor
+    module with blocks in it has itself. Segments are in the order of registration, or in that of a call. A tensor
     with several paths is one weight, found by identity. Of a DTensor the part that this rank holds counts.
 
     Args:

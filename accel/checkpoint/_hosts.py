@@ -123,7 +123,7 @@ def plan_host_writes(
 
     Args:
         sizes: bytes of each box.
-        holders: ranks that hold a box as it is to be saved, at least one; all ranks for boxes without an entry.
+        holders: ranks (one or more) that hold the box to save; all ranks for boxes without an entry.
         readers: ranks that read a box again at the same layout; all ranks for boxes without an entry.
         nodes: host of each rank.
     """

@@ -69,7 +69,7 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
     if not is_absent(tensor) and _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
         problem, fix = (
             f"a {type(tensor).__name__}",
-            "Store what it wraps, plain or in a DTensor.",
+            "Store the wrapped tensor, plain or in a DTensor.",
         )
     elif tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
         problem, fix = "a tensor without values", "Give it values first: `to_empty`, or one forward pass."

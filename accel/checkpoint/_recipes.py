@@ -227,7 +227,7 @@ _FIELD = re.compile(r"\{(\w+)(\.\.\.)?\}")
 class Recipe(msgspec.Struct, frozen=True):
     """One step from stored tensors to a model's. Recipes run in order, each on the names that the one before gives.
 
-    Names are patterns. `{layer}` stands for one part of a path, without dots; `{before...}` for any text, which may be
+    Names are patterns. `{layer}` is one part of a path, without dots; `{before...}` for any text, which may be
     empty. A field has one value in all names of a step.
 
     Attributes:

@@ -310,7 +310,7 @@ def from_env(
             deepspeed: options of the strategy "deepspeed", an `accel.DeepSpeed` or the path of a DeepSpeed JSON.
             plan: an `accel.Plan`, for models that `prepare` gets without one of their own.
             compile: "whole", "repeated" or an `accel.Compile`: what torch compiles of the models that `prepare` takes.
-            mesh: axes of a mesh of all ranks, such as "dp=2,tp=2" or "dp=-1,tp=4", in any order; -1 stands for all
+            mesh: axes of a mesh of all ranks, such as "dp=2,tp=2" or "dp=-1,tp=4", in any order; -1 means all
                 ranks that the others leave. Ranks are numbered as `Axes` says. It becomes `ctx.mesh`. No mesh if empty.
             backend: c10d backend for that device.
             timeout_s: seconds after which a collective that misses a rank fails.

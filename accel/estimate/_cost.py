@@ -149,7 +149,7 @@ def _along_tp(
         yield _message("tp", axes.tp, "all-gather", (4 + 2 * again) * calls, whole * layers * entered)
         yield _message("tp", axes.tp, "reduce-scatter", (4 + again) * calls, whole * layers * left)
     else:
-        forward = (2 + again) * size  # what computes again stops before the last sum, of which nothing is kept
+        forward = (2 + again) * size  # recomputation stops before the last sum, whose result is not kept
         yield _message("tp", axes.tp, "all-reduce", (4 + again) * calls, whole * layers * (forward + 2 * stream))
     if model.kv_heads % axes.tp:  # each rank takes the rows of its head from those that store them
         size_of_row = model.width * (wire_bytes(step, plan)[0] if copies.engine == "fully_shard" else step.stored_bytes)
@@ -192,7 +192,7 @@ def _along_cp(
     keys = max(1, model.kv_heads // axes.tp)
     pair = 2 * tokens * keys * model.head_width
     again = 1 if step.recompute else 0
-    places = step.rows * step.tokens * _INDEX_BYTES  # of which ranks learn where documents begin
+    places = step.rows * step.tokens * _INDEX_BYTES  # ranks find the begins of documents in them
     yield _message("cp", axes.cp, "all-gather", step.micro_batches, step.micro_batches * places)
     if plan.context == "gather":
         yield _message("cp", axes.cp, "all-gather", calls * (1 + again), calls * (1 + again) * axes.cp * pair * size)
@@ -318,7 +318,7 @@ def axis_bandwidth(axes: Axes, axis: str, hosts: Hosts) -> float:
         axis: name of an axis; several are joined by "+".
         hosts: speeds of the machine.
     """
-    if axis == "efsdp":  # ranks with the same experts, of which those with others lie between
+    if axis == "efsdp":  # ranks with the same experts are apart, with those of other experts between them
         return _bandwidth(axes.expert_ranks // axes.ep, axes.ep, hosts)
     names = axis.split("+")
     order = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -27,7 +27,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         file_dtype: that of the dtype in its checkpoint; None for `dtype`.
         trained: whether it has a gradient.
         stored: whether checkpoints hold it; False for a non-persistent buffer.
-        looked_up: whether it is known for a table of which rows are read, and no product.
+        looked_up: whether it is known as a table whose rows are read, without a product.
     """
 
     name: str

@@ -55,7 +55,7 @@ class ModelSource(NamedTuple):
 
 
 def find_source(text: str, *, by_config: bool = True) -> ModelSource:
-    """Return what a text stands for: module:function, timm/NAME, or a path.
+    """Return the source that a text names: module:function, timm/NAME, or a path.
 
     Args:
         text: the text.

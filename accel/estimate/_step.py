@@ -327,7 +327,7 @@ class Kept(NamedTuple):
     Attributes:
         block: of one block.
         entry: of one block that computes again in backward: its input.
-        ends: of what stands behind the blocks, without the logits.
+        ends: of modules behind the blocks, without the logits.
         logits: of the logits, until their backward is done.
         peak: further ones while the loss's backward computes.
         inside: further ones while a block's backward computes.

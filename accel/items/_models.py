@@ -253,7 +253,7 @@ def _plan(ctx: DistContext, own: Mapping[str, torch.Tensor], stages: StagedTenso
 
 
 def _as_stored(weights: _Weights, rename: Sequence[Recipe], limit: int) -> _Weights:
-    """List what is written of a model that is stored otherwise than it runs."""
+    """List the stored tensors of a model whose checkpoint layout differs."""
     stored = StoredTensors(weights.tensors, weights.whole, rename)
     shards = plan_shards({name: tensor.nbytes for name, tensor in stored.facts.items()}, limit)
     aliases = {alias: name for alias, name in weights.aliases.items() if name in stored.facts}

@@ -146,7 +146,7 @@ def get_logger(name: str, ctx: DistContext, level: int | str | None = None) -> R
         >>> log = accel.get_logger("train", accel.single(), level="info")
         >>> log.info("%d samples", 8)
         >>> log.info("on each rank", main_process_only=False, in_order=True)
-        >>> log.warning_once("told once")
+        >>> log.warning_once("once")
     """
     check_context(ctx, "accel.get_logger(name, ctx)")
     if level is None and ctx.settings.log_level != "auto":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts, command lines and configurations with stars in place of credentials: the one rule of what a credential is.
 
-A value is hidden for its name, of which whole words count, or for its own form. Patterns pass over a character a
+A value is hidden for whole words of its name, or for its own form. Patterns pass over a character a
 bounded number of times, so no text takes longer than its length asks for; and texts are bounded before they are read.
 """
 
@@ -21,7 +21,7 @@ _JOINED = re.compile(r"(\w*?)(keys?|tokens?|secrets?|passwords?|passwd|passphras
 _PASSWORDS = {"password", "passwords", "passwd", "passphrase", "passcode"}
 _TOLD = {*_PASSWORDS, "secret", "secrets", "authorization", "bearer", "cookie", "cookies"}  # before a colon, too
 _ANYWHERE = {*_TOLD, "credential", "credentials", "creds", "auth", "jwt", "pwd"}
-_OPEN = {"api", "access", "private", "secret"}  # owners of keys that are told before a colon, too
+_OPEN = {"api", "access", "private", "secret"}  # owners of keys that are hidden behind a colon, too
 _OPEN_TOKENS = {"api", "access", "auth", "bearer", "refresh", "secret", "security", "session"}
 _OF_KEYS = """account admin aes anthropic app application aws azure clearml client comet consumer crypt decryption
 deploy encryption gcp github gitlab google gpg hf hmac hub huggingface kaggle license master mistral neptune openai
@@ -128,7 +128,7 @@ def hide_in_text(text: str, *, newest: bool = False) -> str:
     """Return a text with stars in place of credentials; of a long one the beginning, or with `newest` the end."""
     if len(text) <= MOST_TEXT or not newest:
         return _starred(bounded(text))
-    shown = _starred(text[-2 * MOST_TEXT :])  # with what stands before the part that stays, as that may be a name
+    shown = _starred(text[-2 * MOST_TEXT :])  # with the text before the kept part, as that may be a name
     kept = shown[-min(MOST_TEXT, len(shown) // 2) :]
     kept = kept[len(_half(kept.split(maxsplit=1)[0])) :] if kept.strip() and not kept[0].isspace() else kept
     return f"[{len(text) - len(kept)} characters before]\n{kept}"

@@ -125,7 +125,7 @@ class Scheduler:
             used = time.process_time()
             if self._stopping.wait(patience):
                 break
-            wall = min(time.monotonic() - began, patience)  # longer where the whole machine stood still
+            wall = min(time.monotonic() - began, patience)  # longer where the whole machine was suspended
             allowance.spend(wall, time.process_time() - used, self._meetings)
         return self._stopping.is_set() and self._over.wait(unwind_s)
 

@@ -218,7 +218,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Styles, stages and units by which a model is spread along the axes of a mesh.
 
     Fields of an axis of one rank have no effect, so one plan and one script serve all meshes. Patterns are paths
-    of modules in the model, in which `*` stands for one component, as in "layers.*.mlp.up".
+    of modules in the model, where `*` is one component, as in "layers.*.mlp.up".
 
     Raises:
         ConfigError: unknown names of styles, of the method, the schedule or a format, when the plan is made.

@@ -72,7 +72,7 @@ def fused_step(
         elif ctx.world_size == 1:
             raise bad
         else:
-            spoilt.append(bad)  # told after the backward, in which the other ranks wait for this one
+            spoilt.append(bad)  # raised after the backward, in which the other ranks wait for this one
             parameter.grad = None
 
     handles = [

@@ -287,7 +287,7 @@ def generate(
 
     Args:
         ctx: the context.
-        model: from `prepare` or `prepare_model`; causal, so that what follows a token has no effect on it.
+        model: from `prepare` or `prepare_model`; causal: later tokens do not affect earlier ones.
         ids: prompts, int64 of shape [rows, length], on the context's device.
         max_new_tokens: number of tokens to add, from 1.
         attention_mask: 1 for tokens and 0 for padding before them, shape [rows, length]; for a cache. None for prompts

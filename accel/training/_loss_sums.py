@@ -103,11 +103,11 @@ class LossProbe:
         both = sum(halves)
         if abs(both) <= _TWICE * abs(whole) or abs(both - whole) <= _ROUNDING * sum(map(abs, halves)):
             return False
-        # Rows twice leave a mean as it is. They tell it from a sum of pairs, as of one row beside targets of several.
+        # Rows twice leave a mean as it is, unlike a sum of pairs, as of one row beside targets of several.
         twice = self._values(given, rows, lambda tensor: torch.cat([tensor, tensor]))
         if not twice or abs(twice[0] - whole) > _SAME * abs(whole):
             return False
-        return not float(self._weight) <= self._micro_batches  # else it counts micro-batches, of which this is the mean
+        return not float(self._weight) <= self._micro_batches  # else it counts micro-batches, and this is their mean
 
     def _values(
         self, given: tuple[Any, ...], rows: int, *takes: Callable[[torch.Tensor], torch.Tensor]

@@ -195,7 +195,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
     """Prepare models, optimizers, schedulers and loaders, and return them in the order given. A collective.
 
     Under the strategy `fsdp` the optimizers take the shards of the models' parameters. Shards in 16 bits that a precision
-    such as "bf16" does not ask for are told once, by the logger `accel.training`, with the ways out.
+    such as "bf16" does not ask for are logged once, by the logger `accel.training`, with the ways out.
 
     Args:
         ctx: the context.
@@ -360,7 +360,7 @@ def _check_replaced(ctx: DistContext, objects: tuple[Any, ...]) -> None:
     known = set(listed)
     if len(known) < len(listed):
         raise PrepareError(
-            "two models share parameters, of which only one would get the shards",
+            "two models share parameters, and only one would get the shards",
             expected="models with parameters of their own",
             where="prepare, strategy fsdp",
             fix="Put both into one module, and prepare that.",

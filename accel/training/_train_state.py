@@ -186,7 +186,7 @@ class TrainState(msgspec.Struct, frozen=True, dict=True):
         return after
 
     def check_pass(self) -> None:
-        """Raise `StepError` within a window, whose gradients another pass would take up, or after `next_epoch`."""
+        """Raise `StepError` within a window, whose gradients another pass would use, or after `next_epoch`."""
         check_between(self.accum, "accel.batches")
         if vars(self).get("left"):
             raise StepError(

@@ -32,7 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "text"),
     [
         ({"device_map": "meta"}, r"a device without memory.*got 'meta'"),
-        ({"dtype": torch.int8}, r"not a dtype of floating-point weights.*got torch\.int8 - at dtype=.*load_quantized"),
+        (
+            {"dtype": torch.int8},
+            r"invalid dtype of weights: expected a floating-point dtype.*got torch\.int8 - at dtype=.*load_quantized",
+        ),
         ({"readers": 0}, r"not a number of readers: expected 1 or more, got 0"),
         ({"rename": {"old": "new"}}, r"not recipes: expected a function.*Recipe\(\"rename\", old, new\)"),
         ({"rename": accel.Recipe("rename", "old", "new")}, r"not recipes.*rename=\[recipe\]"),

@@ -59,7 +59,7 @@ def test_what_is_included_and_what_is_excluded_are_all_there_is(named: dict[str,
     [
         ("node0 slots=0", "not a host: expected NAME slots=COUNT"),
         ("node0 slots=2 x", "at hosts, line 1"),
-        ("node0\nnode0", "a host stands twice: got node0 - at hosts, line 2"),
+        ("node0\nnode0", "a host is repeated: got node0 - at hosts, line 2"),
         ("# none", "the file names no host"),
     ],
 )

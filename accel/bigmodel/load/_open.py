@@ -74,8 +74,8 @@ def find_files(path: str | os.PathLike[str] | RemotePath) -> WeightFiles:
     """Find the weights at a path.
 
     Args:
-        path: a file, an index, a folder with either, a checkpoint of accel, or a run's folder with some, of which the
-            newest counts; on a local disk or in a store.
+        path: a file, an index, a folder with either, a checkpoint of accel, or a run's folder with some, where
+            the newest counts; on a local disk or in a store.
 
     Raises:
         CheckpointError: an index cannot be read, or a file that it lists is missing.
@@ -197,7 +197,7 @@ def checkpoint_tensors(ranges: ByteRanges, manifest: Manifest, where: str) -> di
 
     Raises:
         CheckpointError: a file does not hold what the manifest lists.
-        ConfigError: no module, or several of which none is `model`.
+        ConfigError: no module, or several without one named `model`.
     """
     headers = {name: _header(ranges, name, f"{where}/{name}") for name in manifest.files}
     prefix = f"{_module_of(manifest, where)}."

@@ -329,7 +329,7 @@ def check_device_map(
 ) -> DeviceMap:
     """Make a device map of places by path, such as {"": 0, "model.layers.7": "cpu"}. Pure.
 
-    A path stands for all that lies below it, and the longest path counts. A segment on "cpu", "mmap" or "disk" computes
+    A path means everything below it, and the longest path counts. A segment on "cpu", "mmap" or "disk" computes
     on the device of the segment before it, the first ones on the first device. Segments that cannot move stay on that
     device. Without a device the host computes.
 

@@ -93,7 +93,7 @@ class BlockOrigin:
 
 
 class TableOrigin:
-    """A table of which rows move alone: an embedding away from its device."""
+    """A table whose rows are fetched on demand: an embedding away from its device."""
 
     def __init__(self, name: str, supply: Supply, fetches: Fetches, device: torch.device):
         self.name = name
@@ -188,7 +188,7 @@ def put_mapped(task: Task, supply: Supply, opened: ExitStack) -> None:
 
 
 def put_table(task: Task, supply: Supply, fetches: Fetches, opened: ExitStack) -> None:
-    """Put a placeholder for a table of which rows alone move into the model."""
+    """Install a placeholder for a table whose rows are fetched on demand."""
     origin = TableOrigin(task.weight.name, supply, fetches, task.device)
     absent = absent_parameter(kind_of(task.weight, task.places), origin, task.device)
     _put_absent(task, absent, supply, opened)

@@ -327,7 +327,7 @@ class Stream:
     def _give_back(self, slot: Slot, block: Block) -> bool:
         """End one use of a slot; the lock is held. Return whether a call has changed what the slot holds.
 
-        The last user empties a changed slot. The others computed with the change, so they are told too.
+        The last user empties a changed slot. The others used the changed values, so they raise too.
         """
         slot.users -= 1
         if not slot.users:

@@ -35,7 +35,7 @@ class Draft:
         return cls(rows, config.source)
 
     def said(self, key: Key) -> Any:
-        """Return the value at a key; None if nothing or "auto" stands there."""
+        """Return the value at a key; None if it is missing or "auto"."""
         row = self.rows.get(key)
         return None if row is None or row.value == "auto" else row.value
 

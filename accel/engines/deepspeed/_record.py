@@ -228,7 +228,7 @@ def from_section(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
 
 
 def from_setting(text: str, where: str = "deepspeed=") -> DeepSpeed:
-    """Return the record that the setting `deepspeed` stands for. Reads a file where it names one.
+    """Return the record of the setting `deepspeed`. Reads a file where it names one.
 
     Args:
         text: path of a DeepSpeed JSON; or the fields of a record as a JSON object, as a section becomes; or nothing.

@@ -50,7 +50,7 @@ class MegatronStreams:
         return {"streams": StreamStates(_place(), states)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Put the streams where they stood; those of another layout stay as they are. Mutates Megatron's tracker."""
+        """Restore the streams, but for those of another layout. Mutates Megatron's tracker."""
         loaded: StreamStates = state_dict["streams"]
         if loaded.place != _place() or not loaded.states:
             return
@@ -92,7 +92,7 @@ def megatron_items(
     """Return Megatron's model, optimizer and random streams as items of a checkpoint. No communication.
 
     Tensors are stored by global name and offset, so that a checkpoint loads at another layout of tensor, pipeline and
-    data parallelism, with or without the distributed optimizer. The state of random streams is taken up by the same
+    data parallelism, with or without the distributed optimizer. The state of random streams is adopted by the same
     layout alone. To gather a distributed optimizer's state for a save is a collective of its data group.
 
     Args:

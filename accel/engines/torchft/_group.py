@@ -122,7 +122,7 @@ class ReplicaGroup:
         quorum_timeout_s: seconds to wait for them.
         manager: torchft's `Manager`.
         offer: returns the state that a joining group would take; None before the first step.
-        taken: state of another group that this one has to take up; None if there is none.
+        taken: state of another group that this one has to adopt; None if there is none.
         begun: whether a step has begun.
     """
 

@@ -40,13 +40,13 @@ class LiveStateful(Protocol):
 
 
 def check_items(items: Mapping[str, object]) -> None:
-    """Raise `ConfigError` unless a group that joins can take all of these up."""
+    """Raise `ConfigError` unless a group that joins can adopt all of these."""
     wrong = [f"{name}: {type(item).__name__}" for name, item in items.items() if not isinstance(item, LiveStateful)]
     if wrong or _STATE in items:
         raise ConfigError(
-            "items that a joining group cannot take up",
+            "items that a joining group cannot adopt",
             expected=f"objects with state_dict and load_state_dict, by other names than {_STATE!r}",
-            got=", ".join(wrong) or f"{_STATE!r} among the items, where the TrainState itself stands",
+            got=", ".join(wrong) or f"{_STATE!r} among the items, the name of the TrainState itself",
             where="begin_step, items",
         )
 
@@ -142,7 +142,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         step: steps that the job has committed before.
         groups: number of groups that take part.
         index: place of this group among them, from 0.
-        healed: whether this group has just taken up the state of another.
+        healed: whether this group has just adopted the state of another.
         state: the state that every group begins with.
         begun_s: time of the begin, of `time.perf_counter`.
     """
@@ -163,7 +163,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
         committed: whether it counts; if not, its samples are dealt again.
         groups: number of groups that took part.
         index: place of this group among them.
-        healed: whether this group took up the state of another at its begin.
+        healed: whether this group adopted the state of another at its begin.
         start, stop: positions in the data, before and after the samples of all groups.
         weight: weight of the losses of all groups together; 0 for a step that does not count.
         seconds: time since its begin.
@@ -185,8 +185,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 def begin_step(group: ReplicaGroup, state: TrainState, items: Mapping[str, object]) -> Turn:
     """Agree with all live groups on the next step. A collective of all ranks of all groups; may mutate the items.
 
-    A group that is behind takes up the state of another first, into the items. At the first step all groups take up
-    that of one.
+    A group that is behind first adopts the state of another, into the items. At the first step all groups adopt that of
+    one.
 
     Args:
         group: from `replica`.
@@ -199,7 +199,7 @@ def begin_step(group: ReplicaGroup, state: TrainState, items: Mapping[str, objec
 
     Raises:
         PeerError: there were too few groups until the time-out, or the lighthouse is gone.
-        ConfigError: items that another group cannot take up, or a state within a window.
+        ConfigError: items that another group cannot adopt, or a state within a window.
     """
     began = time.perf_counter()
     check_items(items)
@@ -282,7 +282,7 @@ def next_batch(group: ReplicaGroup, loader: Loader, turn: Turn, state: TrainStat
 
 
 def _check_turn(turn: Turn, state: TrainState, where: str) -> None:
-    """Raise `StepError` unless a state goes on from that of a turn: a group that heals has taken up another."""
+    """Raise `StepError` unless a state goes on from that of a turn: a group that heals has adopted another."""
     own, agreed = (each.updates + each.accum.skipped for each in (state, turn.state))
     if own != agreed or state.cursor.epoch < turn.state.cursor.epoch:
         raise StepError(

@@ -62,7 +62,7 @@ def read_hosts(text: str, path: str) -> tuple[HostSlots, ...]:
         if found is None or found["slots"] == "0":
             raise LaunchError("not a host", expected="NAME slots=COUNT", got=repr(stripped), where=where)
         if found["name"] in hosts:
-            raise LaunchError("a host stands twice", got=found["name"], where=where, fix="Add its slots up.")
+            raise LaunchError("a host is repeated", got=found["name"], where=where, fix="Add its slots up.")
         slots = tuple(range(int(found["slots"]))) if found["slots"] else None
         hosts[found["name"]] = HostSlots(found["name"], slots)
     if not hosts:

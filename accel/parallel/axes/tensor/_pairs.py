@@ -123,7 +123,7 @@ def _way_out(patterns: Iterable[str]) -> str:
     return (
         f"Keep these pairs whole on each rank: plan=accel.Plan(tensor={{**accel.tensor_plan(model), {styles}}})."
         " A pair whose Sequential is always called as a whole may be left out of it. Where only element-wise functions"
-        " stand between the layers, say that you know: plan=accel.Plan(tensor=accel.tensor_plan(model))."
+        " are between the layers, confirm it: plan=accel.Plan(tensor=accel.tensor_plan(model))."
     )
 
 

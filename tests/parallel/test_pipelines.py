@@ -344,7 +344,7 @@ def _forward_backward(ctx: accel.DistContext, make: Any, loss_fn: Any = loss_sum
         (Scaled, "the forward changes what the last module of a stage returns"),
         (Pairs, "a module returns something else than one tensor"),
         (Late, "norm of stage 0 behind blocks.7 of stage 1"),
-        (Gated, "what it computes from the model's first input"),
+        (Gated, "a value computed from the model's first input"),
         (ReadsHead, "reads head.weight itself, a tensor of stage 1 alone"),
         (Listed, "reads scales.0 itself, a tensor of stage 1 alone"),
         (Flattened, "in the place of the first input, which the forward uses itself"),

@@ -185,8 +185,7 @@ def agreed(comm: Comm, call: Call) -> Generator[None]:
 
     Raises:
         AccelError: the lowest failing rank's error, with the rank unless all failed alike; errors of other kinds arrive
-            as
-            `PeerError`.
+            as `PeerError`.
     """
     with shared_failure(comm, call):
         yield
@@ -218,8 +217,7 @@ def told_by_ranks(comm: Comm, subject: str, note: str) -> Mapping[int, str]:
     """Return a word of each rank that calls this, by rank; of this one alone where the group has no store to ask.
 
     No collective of processes: a rank that calls it alone waits a second. Ranks of one process exchange their words,
-    and a
-    rank alone there has its own.
+    and a rank alone there has its own.
     """
     if comm.size == 1:
         return {comm.rank: note}
@@ -245,9 +243,8 @@ def foreign_call(comm: Comm, *, opens: bool = False) -> Generator[None]:
     """Run a call of a library that communicates by itself. A collective.
 
     An `AccelError` without a cause passes: it is raised before such a call communicates, alike on all ranks, or by a
-    call
-    of this package, which informs the ranks itself. So does any error that all ranks have, or that a batch-size search
-    handles.
+    call of this package, which informs the ranks itself. So does any error that all ranks have, or that a batch-size
+    search handles.
 
     Args:
         opens: whether the library opens groups in it.

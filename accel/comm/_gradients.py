@@ -64,8 +64,7 @@ def start_shift(tensors: Sequence[Tensor], by: int, group: dist.ProcessGroup) ->
     """Begin to send tensors to the rank `by` later, round and round, in one message. A collective without a gradient.
 
     Returns a function that waits, and returns the tensors of the rank `by` earlier. Tensors have one dtype, and the
-    same
-    shapes on all ranks; they stay unchanged until the wait.
+    same shapes on all ranks; they stay unchanged until the wait.
     """
     size = group.size()
     flat = torch.cat([each.reshape(-1) for each in tensors])

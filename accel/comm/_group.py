@@ -36,8 +36,7 @@ class ThreadExchange(Protocol):
         """Begin to pass an object to all ranks; return a function that waits for the common result. A collective.
 
         `mine` stays unchanged until the wait. `combine` maps the objects of all ranks, by rank, to the result. It is
-        called
-        once; all ranks get one object.
+        called once; all ranks get one object.
         """
         ...
 
@@ -262,13 +261,11 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
     """Open the default process group, or adopt it if it is open. A collective.
 
     A single process gets a group, too. On XLA devices, XLA assigns ranks of its own. `backend` is c10d's for tensors on
-    the
-    device; None for that of its kind, such as nccl on CUDA.
+    the device; None for that of its kind, such as nccl on CUDA.
 
     Raises:
         ConfigError: an open default group disagrees with the environment, or with the backend asked for; or XLA does
-            not
-            connect the processes.
+            not connect the processes.
         PeerError: other ranks cannot be reached.
     """
     if dist.is_initialized():

@@ -237,8 +237,7 @@ def merged_mesh(comm: Comm, mesh: DeviceMesh, parts: Sequence[Sequence[int]], ti
 
     Args:
         parts: sets of dimensions by number, each for one dimension of the new mesh, named "dp_shard+cp"; an empty set
-            for
-            a dimension of this rank alone.
+            for a dimension of this rank alone.
 
     Raises:
         CollectiveMismatch: ranks merge other dimensions.

@@ -61,8 +61,7 @@ def open_store(env: LaunchEnv, timeout_s: float) -> Store:
     """Return an empty store that every rank has reached. A collective.
 
     A process may open one group after another. torchrun's store outlives them all, so each opening has a prefix of its
-    own
-    in it. A store of rank 0 may be the previous one, about to close, so the other ranks try again.
+    own in it. A store of rank 0 may be the previous one, about to close, so the other ranks try again.
 
     Raises:
         PeerError: a rank did not come in time; or the address cannot be served or reached.

@@ -231,8 +231,7 @@ def start_reduction(comm: Comm, mine: torch.Tensor, combine: Combine) -> Callabl
     """Begin to reduce a small tensor on the CPU over all ranks; return a function that waits. A collective.
 
     Overwrites `mine`. The result is shared by ranks of one process: not to be changed. `combine` is associative, and
-    gets
-    its operands in the order of ranks, so that all ranks compute the same bits.
+    gets its operands in the order of ranks, so that all ranks compute the same bits.
     """
     if comm.share is not None:
         return comm.share(mine, lambda values: reduce_rows(torch.stack(list(values)), combine))

@@ -228,8 +228,7 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFi
     """Resolve a record: a flag beats a variable, that beats the file, that beats the default. No communication.
 
     Variables are `ACCEL_*`, or else torchrun's `PET_*`, which Kubeflow's jobs set; others are ignored. A value equal to
-    its
-    default is still a value. An empty variable counts as unset. Values that lose are checked too.
+    its default is still a value. An empty variable counts as unset. Values that lose are checked too.
 
     Raises:
         ConfigError: an unknown name, a value that its field does not take, or fields that contradict each other.

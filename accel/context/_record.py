@@ -165,8 +165,7 @@ def context_first(function: F) -> F:
     """Decorate a public function of `ctx`: a call that begins with something else raises `ConfigError`.
 
     Python reports a missing last argument before the body runs, so the check wraps the function. The error of an
-    unknown
-    keyword names the right one.
+    unknown keyword names the right one.
     """
 
     def checked(*args: Any, **kwargs: Any) -> Any:

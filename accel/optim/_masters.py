@@ -32,8 +32,7 @@ def step_masters(optimizer: Optimizer) -> None:
     """Step an optimizer on float32 copies of its 16-bit parameters, and round the copies into these. Mutates both.
 
     A copy begins with the parameter's values, and adopts elements that something else has changed since the latest
-    step,
-    such as a load of the weights; torch does not count changes through `.data`.
+    step, such as a load of the weights; torch does not count changes through `.data`.
     """
     pairs = [_pair(each, optimizer.state) for each in parameters_of([optimizer]) if _is_stepped(each)]
     masters = {id(pair.parameter): pair.master for pair in pairs}

@@ -26,8 +26,7 @@ def stays_empty(comm: Comm, model: nn.Module) -> bool:
     """Return whether no rank has values of a model that is not spread, so that they come later. A collective.
 
     Raises `PrepareError`, the same on every rank, where only the first rank has none, or nobody has those of a buffer
-    that
-    no checkpoint holds.
+    that no checkpoint holds.
     """
     held_here = [not each.is_meta for each in model.parameters()]
     missing_first = held_here.count(False) if comm.rank == 0 else 0

@@ -24,8 +24,7 @@ def label_parameters(model: nn.Module, *, needed: bool = False, viewed: bool = F
     """Label the model's parameters with their names. Mutates them by one attribute, which nothing computes with.
 
     `needed`: a step needs a gradient of each, because ranks exchange all or none. `viewed`: an exchanged gradient is a
-    view
-    of its bucket.
+    view of its bucket.
     """
     for name, parameter in model.named_parameters():
         setattr(parameter, _LABEL, (name, needed, viewed))

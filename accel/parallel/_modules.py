@@ -32,8 +32,7 @@ def selected(model: nn.Module, select: Select, where: str) -> dict[str, nn.Modul
     """Return the chosen modules by name, outermost ones only; the model itself has the name "".
 
     `select` is a class, several, a function of name and module, or "repeated": the blocks that a ModuleList or
-    Sequential
-    holds at least two of, of one class that has modules of its own. No choice is a `ConfigError`.
+    Sequential holds at least two of, of one class that has modules of its own. No choice is a `ConfigError`.
     """
     if select == "repeated":
         blocks = repeated(model)

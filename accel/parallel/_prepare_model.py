@@ -68,8 +68,8 @@ def check_axes(ctx: DistContext, *, spreads: bool = True) -> None:
     """Raise `PrepareError` for a pipeline or expert axis whose ranks would hold replicas.
 
     Stages and experts often have equal names and shapes, so every one of them would begin with rank 0's values and
-    would
-    be averaged with the others. `spreads`: the model is about to be spread along the axes that something here knows.
+    would be averaged with the others. `spreads`: the model is about to be spread along the axes that something here
+    knows.
     """
     for name, axis in ctx.position.axes:
         dimension = dimension_of(name)

@@ -105,8 +105,7 @@ def check_replicated(ctx: DistContext, replica: DistributedDataParallel) -> None
     alone.
 
     Along axes of the user's own both are adopted: ranks may hold replicas along them, or other parts. So is a group
-    that
-    torch has not opened, whose ranks its manager knows. No communication.
+    that torch has not opened, whose ranks its manager knows. No communication.
     """
     group = cast(Any, replica).process_group
     if group is ctx.comm.group and ctx.mesh is None:

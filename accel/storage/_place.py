@@ -172,8 +172,7 @@ class Place(Protocol):
         """Write a stage's last file, without which the folder counts for nothing, and give the stage its name.
 
         Returns the former holder of the name, moved aside; None without one. In a store, that is this place itself if
-        it holds
-        other objects than these.
+        it holds other objects than these.
         """
         ...
 

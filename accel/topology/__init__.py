@@ -2,8 +2,7 @@
 """Axes of a mesh of ranks, as plain values, free of torch; one file, `_axes.py`.
 
 A text such as "dp=2,tp=4" becomes `Axes`, the sizes; these give rows of ranks and a rank's `MeshPosition`; `Plan` is
-the
-user's choice of how a model is spread along them.
+the user's choice of how a model is spread along them.
 """
 
 from accel.topology._axes import (

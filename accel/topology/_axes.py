@@ -86,8 +86,7 @@ def mesh_sizes(text: str, *, where: str, error: type[AccelError] = ConfigError) 
 
     Raises:
         AccelError: of the class `error`. The text is none of these; an axis is repeated, unknown, or excluded by
-            another;
-            two sizes are -1, or that of `ep` is.
+            another; two sizes are -1, or that of `ep` is.
     """
     if not isinstance(text, str) or not re.fullmatch(MESH_TEXT, text):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise error("not a mesh", expected="a text such as dp=2,tp=2 or dp=-1,tp=4", got=repr(text), where=where)
@@ -169,8 +168,7 @@ def rank_rows(axes: Axes, *along: str) -> tuple[tuple[int, ...], ...]:
     """Return rows of ranks that differ along some axes alone, one for each position on the others.
 
     "ep" divides the ranks along dp or dp_shard, cp and tp anew: with it, `along` may have these, and "efsdp" for those
-    of
-    them that hold the same experts.
+    of them that hold the same experts.
     """
     if {"ep", "efsdp"} & set(along):
         shape = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "efsdp": axes.expert_ranks // axes.ep, "ep": axes.ep}
@@ -353,8 +351,7 @@ class MeshPosition:
 
         Args:
             data: dimension of an axis such as "dp", by the strategy: replicas ("replicate") or shards ("shard"); "data"
-                where
-                it is not known.
+                where it is not known.
         """
         names = [own for own, _ in self.axes]
         if name in names:

@@ -21,8 +21,7 @@ def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
     """Return a mapping of the same class and attributes with other values, in its order; None if it cannot be rebuilt.
 
     A UserDict is copied, so that a subclass keeps its attributes. Another class must give the same mapping back when it
-    is
-    called with a dict of it.
+    is called with a dict of it.
     """
     if isinstance(mapping, UserDict):
         clone = copy.copy(mapping)

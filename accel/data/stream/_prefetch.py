@@ -74,8 +74,8 @@ def read_steps(
     """Read a stream from a position to the end of its epoch, in steps; workers take turns. No communication.
 
     A step is yielded once one more element is known to follow; with tail `drop`, one more step. Without workers,
-    reading
-    does not restore the global random streams. A reader that replays skipped elements yields its progress first.
+    reading does not restore the global random streams. A reader that replays skipped elements yields its progress
+    first.
     """
     _warn_of_replay(source, start, replay)
     steps = StreamSteps(at_epoch(source, epoch), plan, collate, (key, start.workers, replay))

@@ -145,8 +145,7 @@ def ring_attention(
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
     No rank ever holds more than two ranks' keys and values. The next ones travel while a block is computed; the
-    backward
-    passes them round again, with their gradients.
+    backward passes them round again, with their gradients.
     """
     everywhere = None
     if documents is not None:

@@ -234,8 +234,7 @@ def shard_experts(ctx: DistContext, module: nn.Module, mesh: DeviceMesh, **optio
     """Call `fully_shard` on a module of experts, spread along `ep`. Mutates it.
 
     Fewer ranks average the gradients of experts than those of other parameters, and each of them has the tokens of
-    several
-    ranks, so the mean is brought to the number that other gradients are divided by.
+    several ranks, so the mean is brought to the number that other gradients are divided by.
     """
     from torch.distributed.fsdp import fully_shard  # its import takes most of a second
     from torch.distributed.tensor import Shard

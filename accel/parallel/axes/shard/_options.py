@@ -111,10 +111,8 @@ def shard_axes(
     """Return the axes to shard a model along, so that its gradients cross every axis of more than one rank.
 
     Axes with a name for shards, such as `dp_shard`; elsewhere those that are neither for replicas nor for ranks that
-    share
-    samples. In either case also axes along which ranks share a sequence, as they need the same parameters. Ranks of
-    another
-    pipeline stage have no part in it.
+    share samples. In either case also axes along which ranks share a sequence, as they need the same parameters. Ranks
+    of another pipeline stage have no part in it.
 
     Args:
         taken: names of axes over which tensor parallelism has spread the model.

@@ -129,8 +129,7 @@ def plan_units(
     Args:
         apart: names of modules that are units of their own in any case, such as experts.
         wide: the `id` of each parameter that travels in its own format, beside others in a narrower one. Their modules
-            are
-            units of their own too, where they can be.
+            are units of their own too, where they can be.
         ignored: the `id` of each parameter that is not sharded.
     """
     _check_model(model, ignored)

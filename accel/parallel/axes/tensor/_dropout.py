@@ -30,8 +30,7 @@ def dropout_marks(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Mark
     """Return the modules at which ranks begin and end to draw apart, by path. Pure.
 
     A "holder" contains layers that divide the features ("divides") and layers that join them ("joins"); a "divided"
-    module
-    works on a part of the tokens. Those without a rate of dropout need no mark.
+    module works on a part of the tokens. Those without a rate of dropout need no mark.
     """
     modules = dict(named_modules(model))
     found: dict[str, Mark] = {}

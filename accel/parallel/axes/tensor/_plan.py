@@ -60,9 +60,8 @@ def with_sequence(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[s
     """Return styles by which the blocks of a model work on parts of the tokens.
 
     The first block divides the tokens; attention and MLP gather them, and scatter what they sum; norms between work on
-    the
-    parts; the norm that follows the blocks gathers them, so that all others see the whole sequence. A model of another
-    form, or with parameters between its layers that are not a norm's, is a `PrepareError`.
+    the parts; the norm that follows the blocks gathers them, so that all others see the whole sequence. A model of
+    another form, or with parameters between its layers that are not a norm's, is a `PrepareError`.
     """
     blocks = _blocks(model, styles)
     problems: list[str] = []

@@ -244,8 +244,7 @@ def with_lora(model: nn.Module, styles: Mapping[str, str], problems: list[str]) 
     adapters.
 
     Of a column-wise layer the second factor is divided as the layer is; of a row-wise one the first is, whose few
-    outputs
-    are summed as the layer's are.
+    outputs are summed as the layer's are.
     """
     found: dict[str, str] = {}
     for path, style in styles.items():

@@ -55,12 +55,7 @@ _FIXES = {
 
 
 def keyword_fix(name: str, valid: Iterable[str]) -> str:
-    """Return the sentence that says what to write in place of an unknown keyword argument.
-
-    Args:
-        name: the argument.
-        valid: names of the function's own.
-    """
+    """Return the sentence that names the argument to write in place of an unknown one."""
     return _FIXES.get(name) or did_you_mean(name, valid)
 
 
@@ -80,12 +75,9 @@ def answered(function: F) -> F:
 
 
 def raise_unknown(function: Callable[..., Any], keywords: Mapping[str, object], error: TypeError) -> None:
-    """Raise a `TypeError` with a fix if a call failed for a keyword that the function does not have.
+    """Raise a `TypeError` with a fix if a call failed for an unknown keyword; else return.
 
-    Args:
-        function: the function; its frame is absent from the error's traceback if the call itself failed.
-        keywords: keyword arguments of the call.
-        error: error that the frame of the call caught.
+    If the call itself failed, the function's frame is left out of the traceback.
     """
     if error.__traceback__ is None or error.__traceback__.tb_next is not None:
         return

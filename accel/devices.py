@@ -43,11 +43,7 @@ _KINDS = {
 
 
 def kind_of_device(device: torch.device | str) -> DeviceKind:
-    """Return the abilities of devices of this kind.
-
-    Args:
-        device: a device, or its type, such as "mps".
-    """
+    """Return the abilities of devices of this kind, given a device or a type such as "mps"."""
     return _KINDS.get(device if isinstance(device, str) else device.type, _OTHER)
 
 
@@ -126,11 +122,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def get_random_state(device: torch.device) -> torch.Tensor:
-    """Return the state of a device's random stream, as bytes in a tensor on the CPU.
-
-    Raises:
-        DeviceError: this kind of device gives none.
-    """
+    """Return the state of a device's random stream, as bytes on the CPU; `DeviceError` if its kind gives none."""
     if device.type == "xla":
         return torch.frombuffer(bytearray(xla.get_random_state(str(device))), dtype=torch.uint8)
     module = _with_streams(device)
@@ -138,11 +130,7 @@ def get_random_state(device: torch.device) -> torch.Tensor:
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Set the state of a device's random stream. Mutates it.
-
-    Raises:
-        DeviceError: this kind of device takes none.
-    """
+    """Set the state of a device's random stream; `DeviceError` if its kind takes none. Mutates it."""
     if device.type == "xla":
         xla.set_random_state(str(device), bytes(state.numpy()))
         return
@@ -151,11 +139,7 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Seed a device's random stream. Mutates it.
-
-    Raises:
-        DeviceError: as `set_random_state`.
-    """
+    """Seed a device's random stream; `DeviceError` if its kind takes no state. Mutates it."""
     if device.type == "xla":
         xla.set_random_state(str(device), seed.to_bytes(xla.STATE_BYTES, "little"))
     else:

@@ -161,14 +161,7 @@ def rebuild(record: ErrorRecord) -> AccelError:
 
 
 def not_pickled(obj: object, error: Exception, where: str, parts: str) -> ConfigError:
-    """Make the error for an object that cannot be pickled.
-
-    Args:
-        obj: the object.
-        error: raised by its own `__reduce__`.
-        where: the sending call.
-        parts: values to send in its place.
-    """
+    """Make the error for an object whose `__reduce__` raised `error`; `parts` names values to send in its place."""
     return ConfigError(
         "an object that cannot be pickled",
         got=f"{type(obj).__name__}: {error}",

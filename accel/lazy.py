@@ -12,12 +12,9 @@ from types import FrameType
 def exports(
     package: str, homes: Mapping[str, Sequence[str]], others: Mapping[str, str] | None = None
 ) -> Callable[[str], object]:
-    """Return a package's `__getattr__`.
+    """Return a package's `__getattr__`, for names by home module; a home's own name means the module.
 
-    Args:
-        package: its full name.
-        homes: the module inside of it that each name is from; the module's own name means the module.
-        others: names that other libraries have, and the sentence that says how it is done here.
+    `others` maps names of other libraries to the sentence with their counterpart here.
     """
 
     def find(name: str) -> object:

@@ -32,15 +32,9 @@ class KeepsFormat(Mixin):
 
 
 def add_mixin(objects: Iterable[object], mixin: type[Mixin], **settings: object) -> None:
-    """Put a class before the class of each object, as torch's `fully_shard` does. Mutates the objects.
+    """Put a class before the class of each object that lacks it, as torch's `fully_shard` does. Mutates the objects.
 
-    Objects of one class stay of one class, for which torch.compile compiles once. An object that has the mixin is left
-    as it is.
-
-    Args:
-        objects: such as modules.
-        mixin: its methods reach the object's own by `super()`.
-        settings: class attributes for the mixin's methods to read.
+    Objects of one class stay of one class, for which torch.compile compiles once. The settings become class attributes.
     """
     made: dict[type, type] = {}
     for each in objects:
@@ -52,11 +46,7 @@ def add_mixin(objects: Iterable[object], mixin: type[Mixin], **settings: object)
 
 
 def remove_mixin(objects: Iterable[object], mixin: type[Mixin]) -> None:
-    """Take a class away that `add_mixin` has put before others. Mutates the objects; those without it stay as they are.
-
-    Raises:
-        ConfigError: another library has put a class of its own before it.
-    """
+    """Remove the class that `add_mixin` has put before others, unless a library's is before it. Mutates the objects."""
     made: dict[type, type] = {}
     for each in objects:
         own = type(each)

@@ -160,9 +160,7 @@ def _unstrided(tensor: DTensor) -> DTensor:
 def dtensor_of(part: torch.Tensor, template: DTensor) -> DTensor:
     """Make a DTensor of this rank's part, with the mesh, placements and shape of another. No communication.
 
-    Args:
-        part: on the meta device, or on one of the mesh's type, where it is the DTensor's memory; else it is copied.
-        template: the other one.
+    A part on the meta device, or of the mesh's device type, becomes the DTensor's memory; else it is copied.
     """
     from torch.distributed.tensor import DTensor
 
@@ -175,10 +173,7 @@ def dtensor_of(part: torch.Tensor, template: DTensor) -> DTensor:
 def dtensor_like(part: torch.Tensor, template: DTensor, shape: torch.Size | None = None) -> DTensor:
     """Make a DTensor of local parts, on the mesh and the device of another one. No communication.
 
-    Args:
-        part: the elements that this rank holds.
-        template: gives mesh, device and placements.
-        shape: of the whole; None for a part that is the whole, alike on every rank.
+    `shape` is that of the whole; None for a part that is the whole, alike on every rank.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -281,11 +276,9 @@ def _named_parts(weights: Mapping[str, Packed]) -> dict[str, dict[str, torch.Ten
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Give a tensor the memory, device and dtype of another, which is lost; it stays the object that others know.
+    """Give a tensor the memory, device and dtype of another of its class; the other is lost.
 
-    Args:
-        tensor: keeps its attributes. Weak references to it, as RNNs have, stay those to it.
-        other: of the same class.
+    The tensor keeps its identity, its attributes and the weak references to it, as RNNs have.
     """
     vars(other).update(vars(tensor))
     if weakref.getweakrefs(tensor) and type(tensor) is type(other) and not is_dtensor(tensor):

@@ -100,14 +100,7 @@ class ProgressBar:
         return time.monotonic() >= self._next_s
 
     def draw(self, label: str, at: int, done: int, facts: str = "") -> None:
-        """Draw the line.
-
-        Args:
-            label: text in front.
-            at: position, an amount of `total`.
-            done: amount since the start, for the rate; less than `at` in work that goes on from an earlier position.
-            facts: text behind the rate.
-        """
+        """Draw the line; `done` is the amount since the start, for the rate, and may be less than `at`."""
         now_s = time.monotonic()
         self._next_s = now_s + self._every_s
         self._drawn = True
@@ -147,14 +140,9 @@ class ProgressBar:
 
 @contextmanager
 def byte_progress(label: str, total: int) -> Generator[Callable[[int], None]]:
-    """Show a bar on a terminal and in a notebook while files are read or written, once it takes long.
+    """Show a bar on a terminal or in a notebook while bytes are read or written, once it takes long.
 
-    Args:
-        label: text in front of the bar.
-        total: bytes in all.
-
-    Yields:
-        A function that takes the number of bytes done since its last call.
+    Yields a function that takes the number of bytes since its last call.
     """
     bar = ProgressBar(sys.stderr, total, show=show_size, patience_s=_PATIENCE_S)
     done = 0

@@ -20,20 +20,12 @@ _INSTALL = "Run `pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*'`, then `pip 
 
 
 def require_xla() -> None:
-    """Import torch_xla, which registers the device with torch.
-
-    Raises:
-        MissingExtraError: torch_xla is not installed, or does not fit torch's version.
-    """
+    """Import torch_xla, which registers the device with torch; one for another version of torch counts as missing."""
     _ = _package("torch_xla")
 
 
 def has_begun(modules: Mapping[str, ModuleType]) -> bool:
-    """Return whether a process has begun to use XLA's devices, which it then holds until it ends.
-
-    Args:
-        modules: modules that the process has imported.
-    """
+    """Return whether a process with these modules has begun to use XLA's devices, which it then holds until it ends."""
     package: Any = modules.get("torch_xla")
     return package is not None and bool(package._XLAC._xla_runtime_is_initialized())
 
@@ -52,14 +44,7 @@ def join(local_rank: int, local_world_size: int, world_size: int) -> int:
     """Connect this process to one device of its host, and return the device's rank among those of all hosts.
 
     The hardware determines that order, not the launcher's order of processes. On TPUs this waits for the processes of
-    all hosts.
-
-    Args:
-        local_rank, local_world_size: this process's position among those of its host.
-        world_size: number of processes of the job.
-
-    Raises:
-        ConfigError: XLA does not connect one device of each process.
+    all hosts. `ConfigError` if XLA does not connect one device of each process.
     """
     _ = _package("torch_xla.distributed.xla_backend")  # registers the backend with torch.distributed
     if world_size > 1:

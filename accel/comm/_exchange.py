@@ -33,8 +33,7 @@ _LENGTH_BYTES = 8
 def exchange(comm: Comm, call: Call, payload: torch.Tensor, *, dst: int | None = None) -> list[torch.Tensor]:
     """All-gather byte payloads, uint8 on the CPU, of any lengths. A collective.
 
-    Args:
-        dst: the receiving rank, which `call` must compare; None for all. Other ranks get an empty list.
+    Ranks other than `dst`, which `call` must compare, get an empty list.
     """
     if comm.size == 1:
         comm.check_open()
@@ -183,9 +182,7 @@ def _listed(numbers: torch.Tensor) -> list[int]:
 def agreed(comm: Comm, call: Call) -> Generator[None]:
     """Run a block that communicates nothing, then wait for all ranks. A collective at the block's end.
 
-    Raises:
-        AccelError: the lowest failing rank's error, with the rank unless all failed alike; errors of other kinds arrive
-            as `PeerError`.
+    Raises the lowest failing rank's error, with its rank unless all failed alike; not an `AccelError`: as `PeerError`.
     """
     with shared_failure(comm, call):
         yield
@@ -214,10 +211,10 @@ def shared_failure(comm: Comm, call: Call) -> Generator[None]:
 
 
 def told_by_ranks(comm: Comm, subject: str, note: str) -> Mapping[int, str]:
-    """Return a word of each rank that calls this, by rank; of this one alone where the group has no store to ask.
+    """Return a word of each rank that calls this, by rank; of this rank alone without a store.
 
-    No collective of processes: a rank that calls it alone waits a second. Ranks of one process exchange their words,
-    and a rank alone there has its own.
+    Not a collective of processes: one that calls it alone waits a second. Ranks of one process exchange their words;
+    there a rank has its own.
     """
     if comm.size == 1:
         return {comm.rank: note}

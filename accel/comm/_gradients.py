@@ -61,10 +61,10 @@ def exchanged(x: Tensor, to: Sequence[int], back: Sequence[int], group: dist.Pro
 
 
 def start_shift(tensors: Sequence[Tensor], by: int, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
-    """Begin to send tensors to the rank `by` later, round and round, in one message. A collective without a gradient.
+    """Send tensors to the rank `by` later, cyclically; return a function that waits for those of the rank `by` earlier.
 
-    Returns a function that waits, and returns the tensors of the rank `by` earlier. Tensors have one dtype, and the
-    same shapes on all ranks; they stay unchanged until the wait.
+    A collective of one message, without a gradient. Tensors have one dtype, equal shapes on all ranks, and stay
+    unchanged until the wait.
     """
     size = group.size()
     flat = torch.cat([each.reshape(-1) for each in tensors])

@@ -260,12 +260,11 @@ def alone() -> Comm:
 def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s: float) -> Comm:
     """Open the default process group, or adopt it if it is open. A collective.
 
-    A single process gets a group, too. On XLA devices, XLA assigns ranks of its own. `backend` is c10d's for tensors on
-    the device; None for that of its kind, such as nccl on CUDA.
+    A single process gets a group, too. XLA assigns ranks of its own. `backend` is c10d's for tensors on the device;
+    None for that of its kind, such as nccl on CUDA.
 
     Raises:
-        ConfigError: an open default group disagrees with the environment, or with the backend asked for; or XLA does
-            not connect the processes.
+        ConfigError: an open default group disagrees with the environment or the backend; or XLA does not connect.
         PeerError: other ranks cannot be reached.
     """
     if dist.is_initialized():

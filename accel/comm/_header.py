@@ -116,11 +116,7 @@ class Answers(NamedTuple):
         return bytes(self.received[begin : begin + self.sizes[rank]])
 
     def elements(self, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
-        """View the elements at one offset of all payloads, shape [size, count], on the CPU.
-
-        Args:
-            start: offset in each payload, in bytes; a multiple of 16.
-        """
+        """View the elements at a byte offset of all payloads, a multiple of 16: shape [size, count], on the CPU."""
         ranks = len(self.sizes)
         size = dtype.itemsize
         stride = len(self.received) // ranks
@@ -224,8 +220,7 @@ def right_order(comm: Comm, earlier: Met | None, head: Head) -> int:
 def check_reduced_order(comm: Comm, call: Call, earlier: Met | None, head: Head, is_right: bool) -> None:
     """Do as `check_order` in a large group where the places of a call differ. A collective unless they are known.
 
-    Args:
-        is_right: whether one earlier comparison had the same places on all ranks, and found nothing.
+    `is_right`: an earlier comparison had the same places on all ranks, and passed.
     """
     now = Met(head.fingerprint, [head.place], call_trace())
     comm.met = now

@@ -57,12 +57,9 @@ def position_on_mesh(comm: Comm, mesh: DeviceMesh, data_dims: Sequence[str] | No
 
 
 def open_mesh(comm: Comm, sizes: Mapping[str, int], device: torch.device, timeout_s: float) -> DeviceMesh:
-    """Make a mesh of all ranks, in their order, the slowest dimension first; the handle owns its groups. A collective.
+    """Make a mesh of all ranks in their order, the slowest dimension first; the handle owns its groups. A collective.
 
-    Raises:
-        ConfigError: the handle's group is not the default one.
-        CollectiveMismatch: ranks open different meshes.
-        PeerError: another rank was lost.
+    The handle's group must be torch's default one, or all ranks raise `ConfigError`.
     """
     world = comm.group
     if world is None or world is not dist.group.WORLD:
@@ -113,14 +110,8 @@ def group_along(comm: Comm, mesh: DeviceMesh, axes: Sequence[str], timeout_s: fl
 def group_of_rows(comm: Comm, rows: Sequence[Sequence[int]], name: str, timeout_s: float) -> dist.ProcessGroup | None:
     """Return the group of this rank's row; None of a row of one. The first call opens it, a collective.
 
-    Args:
-        comm: handle of all ranks, which owns the group.
-        rows: ranks, each in at most one row; rows are of one length. None for a rank in no row.
-        name: of the groups, for errors and for torch.
-
-    Raises:
-        CollectiveMismatch: ranks name other axes.
-        PeerError: another rank was lost.
+    `comm` is the handle of all ranks, and owns the group. Rows have one length and no rank in common; a rank in no row
+    gets None.
     """
     if len(rows[0]) == 1:
         return None
@@ -230,18 +221,10 @@ MERGED = "+"  # between the names of merged dimensions
 
 
 def merged_mesh(comm: Comm, mesh: DeviceMesh, parts: Sequence[Sequence[int]], timeout_s: float) -> DeviceMesh:
-    """Return the mesh around this rank with one dimension for each set of another mesh's dimensions.
+    """Return the mesh around this rank with each set of another mesh's dimensions as one, such as "dp_shard+cp".
 
-    The first call opens the groups, which the handle owns: a collective. Where no dimensions are merged the mesh is a
-    slice of the other, and nothing is opened.
-
-    Args:
-        parts: sets of dimensions by number, each for one dimension of the new mesh, named "dp_shard+cp"; an empty set
-            for a dimension of this rank alone.
-
-    Raises:
-        CollectiveMismatch: ranks merge other dimensions.
-        PeerError: another rank was lost.
+    The first call opens the groups, which the handle owns: a collective, unless no dimensions are merged. An empty set
+    becomes a dimension of this rank alone.
     """
     if all(len(part) == 1 for part in parts):
         return mesh_of_dims(mesh, [part[0] for part in parts])
@@ -292,13 +275,7 @@ def grid_mesh(
 ) -> DeviceMesh:
     """Return the mesh of this rank's grid. The first call opens its groups, which the handle owns: a collective.
 
-    Args:
-        comm: handle of all ranks, on torch's default group.
-        grids: all ranks, each in one grid; the ranks of a grid in the order of its dimensions, the last fastest.
-
-    Raises:
-        CollectiveMismatch: ranks make other meshes.
-        PeerError: another rank was lost.
+    Each rank is in one grid. The ranks of a grid follow its dimensions, the last fastest.
     """
     shape = tuple(sizes.values())
     assert all(len(grid) == math.prod(shape) for grid in grids)

@@ -246,12 +246,9 @@ def start_reduction(comm: Comm, mine: torch.Tensor, combine: Combine) -> Callabl
 
 
 def start_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor, *, dst: int | None = None) -> Callable[[], None]:
-    """Begin to gather small tensors of one length; return a function that waits. A collective.
+    """Begin to gather small contiguous tensors of one length into `out`; return a function that waits. A collective.
 
-    Args:
-        out: shape [size * length], on the CPU, contiguous; overwritten on ranks that receive.
-        mine: shape [length], contiguous; unchanged until the wait.
-        dst: the receiving rank; None for all.
+    `out` has shape [size * length], on the CPU; without `dst` all ranks receive. `mine` stays unchanged until the wait.
     """
     if comm.share is not None:
         arrive = comm.share(mine, _joined)

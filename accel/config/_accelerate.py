@@ -20,10 +20,7 @@ _MOST_NODES = 100_000  # with each alias counted as all of its values
 def decode_yaml(text: str, path: str) -> dict[str, Any]:
     """Return the keys and values of a document.
 
-    Raises:
-        ConfigError: the document is malformed, is no mapping, has a key twice with different values, or is nested or
-            repeated by aliases beyond reason. The message has line and column.
-        MissingExtraError: PyYAML does not import.
+    A malformed one, or one nested or repeated by aliases beyond reason, is a `ConfigError` with line and column.
     """
     try:
         yaml = importlib.import_module("yaml")

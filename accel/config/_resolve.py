@@ -229,10 +229,6 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFi
 
     Variables are `ACCEL_*`, or else torchrun's `PET_*`, which Kubeflow's jobs set; others are ignored. A value equal to
     its default is still a value. An empty variable counts as unset. Values that lose are checked too.
-
-    Raises:
-        ConfigError: an unknown name, a value that its field does not take, or fields that contradict each other.
-        EnvError: a variable is nearly one of ours.
     """
     _check_names(flags, "unknown field", "flags")
     check_spelling(environ, [CONFIG_VARIABLE, SOURCES_VARIABLE, *(field.variable for field in FIELDS)])

@@ -35,9 +35,7 @@ def record_from_text(kind: type[msgspec.Struct], text: str) -> dict[str, Any]:
 def record_from_plain(kind: type[msgspec.Struct], values: Mapping[str, Any]) -> Any:
     """Return the record of decoded values; texts may spell numbers and booleans, as in pairs.
 
-    Raises:
-        ConfigError: an unknown key, or as the record itself raises.
-        msgspec.ValidationError: a value that its field does not take.
+    An invalid value raises msgspec's own `ValidationError`, an unknown key `ConfigError`.
     """
     _check_names(kind, values, "")
     try:

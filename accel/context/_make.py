@@ -78,10 +78,7 @@ _IMPORT = "If a vendor's package registers it with torch, import that package fi
 def choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch.device:
     """Return the device of a rank: the argument's, else the environment's, else the machine's accelerator.
 
-    Raises:
-        DeviceError: no such device, or it is missing.
-        EnvError: one of several TPU hosts, and a process without a place among theirs.
-        MissingExtraError: an XLA device without torch_xla.
+    Missing devices are `DeviceError`; a process without a place among several TPU hosts is `EnvError`.
     """
     wanted = explicit if explicit is not None else env.device
     where = "device=" if explicit is not None else env.sources.get("device", "the default device")

@@ -140,11 +140,7 @@ def batches(
 
 
 def cursor_of(state: Positioned | Cursor | None) -> Cursor:
-    """Return where a pass begins.
-
-    Raises:
-        StepError: a state within a window.
-    """
+    """Return where a pass begins; a state within a window is a `StepError`."""
     if state is None:
         return Cursor()
     if isinstance(state, Positioned):

@@ -39,11 +39,7 @@ class Input(NamedTuple):
 
 
 def function_of(name: str) -> Callable[[], nn.Module]:
-    """Return the function that `module:function` names.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
+    """Return the function that `module:function` names, or raise `ConfigError`."""
     module_name, _, attribute = name.partition(":")
     try:
         return getattr(import_module(module_name), attribute)
@@ -56,16 +52,7 @@ def function_of(name: str) -> Callable[[], nn.Module]:
 def from_config(path: Path, inputs: Sequence[Input] = ()) -> Model:
     """Return the model of a `config.json` of Hugging Face's transformers, in fp32 whatever its weights are stored in.
 
-    Sizes describe a model whose blocks are known, with token ids or nothing as its input. Others take the extra
-    `transformers`.
-
-    Args:
-        path: the file.
-        inputs: token ids, to count activations; also the labels.
-
-    Raises:
-        MissingExtraError: transformers is not installed.
-        ConfigError: transformers knows no model for the file, or the model cannot run without values.
+    Models with known blocks, and token ids or no input, are described by their sizes; others need transformers.
     """
     fields = read_fields(path)
     try:
@@ -110,12 +97,7 @@ class DescribedModel(NamedTuple):
 
 
 def read_config(path: Path) -> DescribedModel:
-    """Return the model that a `config.json` of Hugging Face's transformers describes.
-
-    Raises:
-        MissingExtraError: transformers is not installed.
-        ConfigError: transformers knows no model for the file.
-    """
+    """Return the model that a `config.json` of Hugging Face's transformers describes."""
     fields = read_fields(path)
     if find_spec("transformers") is None:
         raise MissingExtraError(
@@ -152,16 +134,8 @@ def measure(
 ) -> Model:
     """Return a model's shapes and, with inputs, its activations in each format.
 
-    The functions that build and call the model run unchanged, on fake tensors.
-
-    Args:
-        make: returns the model.
-        source: origin, in words.
-        inputs: inputs of the model; none for shapes alone.
-        labelled: whether the first input is also passed as `labels`, for models that compute their loss.
-
-    Raises:
-        ConfigError: no `nn.Module`, or one that needs values of tensors.
+    `make` and the model run unchanged, on fake tensors. `labelled` passes the first input as `labels` too, for models
+    that compute their loss.
     """
     with built(make, source) as model:
         parameters = tuple(_parameter(name, each) for name, each in model.named_parameters())
@@ -182,15 +156,7 @@ def _parameter(name: str, tensor: torch.Tensor) -> Parameter:
 
 @contextmanager
 def built(make: Callable[[], nn.Module], source: str) -> Generator[nn.Module]:
-    """Build a model on fake tensors, which have no memory, for the length of a block.
-
-    Args:
-        make: returns the model; runs unchanged.
-        source: origin, in words.
-
-    Raises:
-        ConfigError: no `nn.Module`, or one that needs values of tensors.
-    """
+    """Build a model on fake tensors, which have no memory, for the length of a block; `make` runs unchanged."""
     fake = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     with fake, _without_values(source):
         model = make()
@@ -218,11 +184,7 @@ def kept_by_forward(
 ) -> Activations:
     """Run a forward and return the bytes that it keeps for a backward, each storage once.
 
-    Args:
-        model: the model; its parameters stay unchanged.
-        inputs: inputs of the model.
-        labelled: whether the first input is also passed as `labels`.
-        stored: assumed format of trained parameters; None for their own.
+    `stored` is the assumed format of trained parameters, which stay unchanged; None for their own.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -310,11 +272,7 @@ def _without_values(source: str) -> Generator[None]:
 
 
 def timm_maker(name: str) -> Callable[[], nn.Module]:
-    """Return the function that builds a model of timm.
-
-    Raises:
-        MissingExtraError: timm is not installed.
-    """
+    """Return the function that builds a model of timm."""
     try:
         timm: Any = import_module("timm")
     except ImportError as error:

@@ -19,16 +19,9 @@ from accel.topology import Axes, Plan
 
 
 def list_meshes(ranks: int, *, experts: int = 0) -> Iterator[Axes]:
-    """Yield each mesh of so many ranks once.
+    """Yield each mesh of so many ranks once; `ep` takes the sizes that divide `experts`.
 
-    Where data parallelism is of one way its axis is `dp`; `dp_replicate` and `dp_shard` stand in meshes of both.
-
-    Args:
-        ranks: number of ranks.
-        experts: number of experts of the model; `ep` takes the sizes that divide it.
-
-    Raises:
-        ConfigError: `ranks` below 1.
+    Data parallelism of one kind has the axis `dp`; `dp_replicate` and `dp_shard` appear together.
     """
     if ranks < 1:
         raise ConfigError("not a number of ranks", expected="1 or above", got=str(ranks), where="ranks")
@@ -49,14 +42,7 @@ def divisors(count: int) -> list[int]:
 
 
 def mesh_problem(axes: Axes, model: Transformer, plan: Plan, *, tokens: int) -> ConfigError | None:
-    """Return why a model cannot be spread over a mesh; None if it can.
-
-    Args:
-        axes: of the mesh.
-        model: sizes of the model.
-        plan: options of its spreading.
-        tokens: length of a sequence.
-    """
+    """Return why a model cannot be spread over a mesh, for sequences of `tokens`; None if it can."""
     for what, count, name, divisor in _demands(axes, model, plan, tokens):
         if count % divisor:
             wanted = f"{name} that divides {count}" if divisor == getattr(axes, name) else f"a multiple of {divisor}"
@@ -168,15 +154,7 @@ class Choices(NamedTuple):
 
 
 def choose_meshes(model: Transformer, job: Job) -> Choices:
-    """Return the meshes for a job, with the options that serve each best.
-
-    Args:
-        model: sizes of the model.
-        job: the training.
-
-    Raises:
-        ConfigError: a number below 1, or an unknown name.
-    """
+    """Return the meshes for a job, with the options that serve each best."""
     fitting: list[Choice] = []
     too_large: list[Choice] = []
     refused: list[Refusal] = []

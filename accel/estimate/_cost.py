@@ -61,15 +61,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 def step_traffic(
     model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan | None = None, *, stage: int = 0
 ) -> tuple[Traffic, ...]:
-    """Return the messages of a step, axis by axis.
-
-    Args:
-        model: sizes of the model.
-        axes: of the mesh.
-        step: tokens, formats and choices.
-        plan: options of the spreading; None for the defaults.
-        stage: index of the rank along pp.
-    """
+    """Return the messages of a step, axis by axis, for the ranks at one index along pp."""
     chosen = plan or Plan()
     copies = copies_of(axes, step.strategy)
     held = held_by(model, axes, chosen, step, copies, stage)
@@ -293,30 +285,17 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_time(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, hosts: Hosts) -> StepTime:
-    """Return the time of a step on the slowest rank along pp.
-
-    Args:
-        model: sizes of the model.
-        axes: of the mesh.
-        step: tokens, formats and choices.
-        plan: options of the spreading.
-        hosts: speeds of the machine.
-    """
+    """Return the time of a step on the slowest rank along pp."""
     ranks = {0, min(1, axes.pp - 1), axes.pp - 1}
     found = [_rank_time(model, axes, step, plan, hosts, rank) for rank in ranks]
     return max(found, key=lambda each: each.total)
 
 
 def axis_bandwidth(axes: Axes, axis: str, hosts: Hosts) -> float:
-    """Return the bytes a second that a rank sends to its neighbour along an axis.
+    """Return the bytes a second that a rank sends to its neighbour along an axis; several are joined by "+".
 
     Ranks of one host send inside. Where some are on other hosts, all those of a host together use their links to
     others.
-
-    Args:
-        axes: of the mesh.
-        axis: name of an axis; several are joined by "+".
-        hosts: speeds of the machine.
     """
     if axis == "efsdp":  # ranks with the same experts are apart, with those of other experts between them
         return _bandwidth(axes.expert_ranks // axes.ep, axes.ep, hosts)
@@ -367,7 +346,7 @@ def _message_time(each: Traffic, axes: Axes, hosts: Hosts) -> float:
 
 
 def _exposed(each: Traffic, took: float, compute: float, attention: float, layers: int) -> float:
-    """Seconds of a message that no computation hides.
+    """Return the seconds of a message that no computation hides.
 
     Parameters and gradients travel beside the computation of other blocks, keys and values of a ring beside attention.
     Those of the first and the last block have nothing beside them.

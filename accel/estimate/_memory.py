@@ -76,14 +76,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 def rank_memory(model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan | None = None) -> RankMemory:
     """Return the memory of the rank that needs most, at the moment when it does.
 
-    Args:
-        model: description of the model; without sizes, for meshes of data parallelism alone.
-        axes: of the mesh.
-        step: tokens, formats and choices.
-        plan: options of the spreading; None for the defaults.
-
-    Raises:
-        ConfigError: a mesh that needs the sizes of a transformer.
+    A model without the sizes of a transformer fits meshes of data parallelism alone; others are a `ConfigError`.
     """
     return max(_moments(model, axes, step, plan), key=lambda each: each.total)
 
@@ -91,11 +84,7 @@ def rank_memory(model: Model | Transformer, axes: Axes, step: EstimatedStep, pla
 def largest_parts(
     model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan | None = None
 ) -> Mapping[str, int | None]:
-    """Return the most bytes of each part, whenever in the step: not at one moment, so their sum is above a total.
-
-    Args:
-        model, axes, step, plan: as for `rank_memory`.
-    """
+    """Return the most bytes of each part, whenever in the step: not at one moment, so their sum is above a total."""
     found = list(_moments(model, axes, step, plan))
     return {part: max((getattr(each, part) for each in found), key=lambda size: size or 0) for part in PARTS}
 
@@ -122,12 +111,7 @@ def _offloaded(memory: RankMemory, full: int) -> RankMemory:
 def memory_by_moment(
     model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan, rank: int
 ) -> Iterator[RankMemory]:
-    """Yield the memory of a rank along pp at each moment.
-
-    Args:
-        model, axes, step, plan: as for `rank_memory`.
-        rank: index along pp.
-    """
+    """Yield the memory of a rank along pp at each moment."""
     copies = copies_of(axes, step.strategy)
     held = held_by(model, axes, plan, step, copies, rank)
     kept = kept_by(model, axes, plan, step, copies.engine, len(held.blocks))
@@ -195,14 +179,7 @@ def _state(model: Model | Transformer, held: HeldParameters, step: EstimatedStep
 
 
 def in_flight(plan: Plan, pp: int, rank: int, micro_batches: int) -> int:
-    """Return the most micro-batches, counted for each stage of a rank, whose backward is still to come.
-
-    Args:
-        plan: schedule and stages of a rank.
-        pp: number of ranks along pp.
-        rank: index along pp.
-        micro_batches: number of micro-batches of the step.
-    """
+    """Return the most micro-batches, counted for each stage of a rank along pp, whose backward is still to come."""
     if pp == 1:
         return 1
     most = micro_batches * plan.stages_per_rank
@@ -332,17 +309,7 @@ _MOST_RANKS = 1 << 16
 
 
 def strategy_memory(model: Model, strategy: str, step: EstimatedStep, nproc: int = 1) -> RankMemory:
-    """Return the memory of a rank of a mesh of one axis, `dp`.
-
-    Args:
-        model: description of the model.
-        strategy: one of `STRATEGIES`; it replaces that of the step.
-        step: tokens and formats.
-        nproc: number of ranks.
-
-    Raises:
-        ConfigError: an unknown name, or `nproc` below 1.
-    """
+    """Return the memory of a rank of a mesh with the one axis `dp`; `strategy` replaces that of the step."""
     check_choice(strategy, list(STRATEGIES), "unknown strategy", where="strategy")
     how = STRATEGIES[strategy]
     return rank_memory(model, Axes(dp=nproc), how.of(step), how.plan)

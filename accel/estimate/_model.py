@@ -104,11 +104,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return sum(each.nbytes for each in self.buffers)
 
     def weight_bytes(self, dtype: str | None = None) -> int:
-        """Return the bytes of what a checkpoint holds, buffers included.
-
-        Args:
-            dtype: safetensors' name of the dtype for floating-point values of 16 to 64 bits; None for their own.
-        """
+        """Return the bytes in a checkpoint, buffers included; floats of 16 to 64 bits in `dtype`, if given."""
         return sum(each.weight_bytes(dtype) for each in (*self.parameters, *self.buffers))
 
 
@@ -277,24 +273,13 @@ def is_expert(parameter: Parameter) -> bool:
 
 
 def read_transformer(path: Path) -> Transformer:
-    """Return the sizes in a `config.json` of Hugging Face's transformers.
-
-    Args:
-        path: the file, or a folder with one.
-
-    Raises:
-        ConfigError: the file is missing, the model type is unknown, or a size is missing or invalid.
-    """
+    """Return the sizes in a `config.json` of Hugging Face's transformers, given the file or its folder."""
     path = path / "config.json" if path.is_dir() else path
     return transformer_from(read_fields(path), where=str(path))
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of a `config.json`.
-
-    Raises:
-        ConfigError: the file is missing, or no JSON.
-    """
+    """Return the fields of a `config.json`."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError as error:
@@ -305,15 +290,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def transformer_from(fields: Mapping[str, Any], *, where: str) -> Transformer:
-    """Return the sizes in a configuration.
-
-    Args:
-        fields: as transformers names them.
-        where: origin of the fields, for errors.
-
-    Raises:
-        ConfigError: as `read_transformer`.
-    """
+    """Return the sizes in a configuration with transformers' names; `where` is its origin, for errors."""
     kind = fields.get("model_type")
     if not isinstance(kind, str):
         raise ConfigError("not a model's configuration", expected="`model_type`", got="none", where=where)

@@ -57,12 +57,7 @@ class ModelSource(NamedTuple):
 def find_source(text: str, *, by_config: bool = True) -> ModelSource:
     """Return the source that a text names: module:function, timm/NAME, or a path.
 
-    Args:
-        text: the text.
-        by_config: whether the configuration counts in a folder with weights, too.
-
-    Raises:
-        ConfigError: there is no such source.
+    `by_config`: in a folder with weights, the configuration counts too.
     """
     path = Path(text)
     if text.startswith(_TIMM) and not path.exists():
@@ -80,12 +75,7 @@ def find_source(text: str, *, by_config: bool = True) -> ModelSource:
 
 
 def describe_source(source: ModelSource) -> DescribedModel:
-    """Return the model that a source other than headers makes, not yet built.
-
-    Raises:
-        MissingExtraError: transformers or timm is not installed.
-        ConfigError: the source makes no model.
-    """
+    """Return the model that a source other than headers makes, not yet built."""
     if source.kind == "timm":
         return DescribedModel(timm_maker(source.text.removeprefix(_TIMM)), source.text, False, None)
     if source.kind == "function":
@@ -94,15 +84,7 @@ def describe_source(source: ModelSource) -> DescribedModel:
 
 
 def read_source(source: ModelSource, inputs: Sequence[Input] = ()) -> Model:
-    """Return the description of a source's model.
-
-    Args:
-        source: the source.
-        inputs: inputs of the model, to count activations.
-
-    Raises:
-        ConfigError: inputs of headers; or as `describe_source`.
-    """
+    """Return the description of a source's model; inputs, which headers do not take, count activations."""
     if source.kind == "headers":
         if inputs:
             fix = "Name a config.json or module:function, or leave --input out."
@@ -118,12 +100,7 @@ def read_source(source: ModelSource, inputs: Sequence[Input] = ()) -> Model:
 def from_headers(path: Path) -> Model:
     """Return the model of a file of weights, of an index of several, or of a folder with either.
 
-    Floating-point tensors count as parameters that are trained in fp32, whatever their stored format. Others keep their
-    format and are not trained.
-
-    Raises:
-        ConfigError: the path holds no weights.
-        CheckpointError: a header is damaged.
+    Floating-point tensors count as trained in fp32, whatever their stored format; others keep it and are not trained.
     """
     headers = read_headers(path)
     parameters: list[Parameter] = []
@@ -137,9 +114,7 @@ def from_headers(path: Path) -> Model:
 def read_headers(path: Path) -> Sequence[Header]:
     """Return the headers of a file of weights, of an index of several, or of a folder with either.
 
-    Raises:
-        ConfigError: the path holds no weights.
-        CheckpointError: a header is damaged, or an index names tensors that its files lack.
+    A damaged header, or an index that names tensors its files lack, is a `CheckpointError`.
     """
     files, listed = _files(path)
     headers = {file.name: _header(file) for file in files}
@@ -222,15 +197,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(@[\w.-]+)?", re.ASCII)
 
 
 def cached_model(name: str, environ: Mapping[str, str]) -> Path:
-    """Return the folder of a model's files in the cache.
-
-    Args:
-        name: "organisation/model", or with a revision "organisation/model@v1"; else that of `main`.
-        environ: variables that say where the cache is: HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME or HOME.
-
-    Raises:
-        ConfigError: the model, or that revision of it, is not there.
-    """
+    """Return the folder of "organisation/model", or "organisation/model@revision", in Hugging Face's cache."""
     repository, _, revision = name.partition("@")
     cache = _cache(environ)
     folder = cache / f"models--{repository.replace('/', '--')}"

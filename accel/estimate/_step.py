@@ -119,13 +119,9 @@ class EqualRanks(NamedTuple):
 
 
 def copies_of(axes: Axes, strategy: StrategyName) -> EqualRanks:
-    """Return which ranks of a mesh hold equal parameters of a block.
+    """Return which ranks of a mesh hold equal parameters of a block, by the strategy of the axis `dp`.
 
     DDP takes whole models. Where ranks along pp, tp or ep hold parts, `fully_shard` exchanges gradients of replicas.
-
-    Args:
-        axes: of the mesh.
-        strategy: of the axis `dp`.
     """
     names = [name for name in ("dp", "dp_replicate", "dp_shard", "cp") if getattr(axes, name) > 1]
     whole = strategy == "ddp" and axes.dp_shard == 1
@@ -231,18 +227,9 @@ class HeldParameters(NamedTuple):
 def held_by(
     model: Model | Transformer, axes: Axes, plan: Plan, step: EstimatedStep, copies: EqualRanks, rank: int
 ) -> HeldParameters:
-    """Return the parameters of a rank along pp.
+    """Return the parameters of the rank at an index along pp.
 
-    Args:
-        model: description of the model.
-        axes: of the mesh.
-        plan: options of the spreading.
-        step: formats.
-        copies: ranks with equal parameters.
-        rank: index along pp.
-
-    Raises:
-        ConfigError: a mesh with other axes than those of data parallelism, for a model without sizes.
+    A model without sizes has meshes of data parallelism alone; others are a `ConfigError`.
     """
     if (sizes := sizes_of(model)) is not None:
         return _held_by_sizes(sizes, axes, plan, step, copies, rank)
@@ -346,15 +333,9 @@ class Kept(NamedTuple):
 def kept_by(
     model: Model | Transformer, axes: Axes, plan: Plan, step: EstimatedStep, engine: Engine, blocks: int
 ) -> Kept:
-    """Return what one micro-batch keeps on a rank: by sizes, or as measured.
+    """Return what one micro-batch keeps on a rank with so many blocks: by sizes, or as measured in equal parts.
 
-    Args:
-        model: description of the model; nothing is kept where it has neither sizes nor activations.
-        axes: of the mesh.
-        plan: options of the spreading.
-        step: tokens and formats.
-        engine: of data parallelism: `fully_shard` computes with parameters in the compute format, others by autocast.
-        blocks: number of blocks of the rank; each keeps an equal part of what was measured.
+    `fully_shard` computes with parameters in the compute format, other engines by autocast.
     """
     if (sizes := sizes_of(model)) is not None:
         return _kept_by_sizes(sizes, axes, plan, step, engine)

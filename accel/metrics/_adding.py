@@ -174,10 +174,6 @@ def add_others(states: States, kinds: Mapping[str, Kind], weight: Weight, values
     """Return the states with values added, tensors or numbers or containers of them. No wait for a device.
 
     `weight` is a number from 0, a tensor of shape [] on a device, or one for each sample, shape [rows].
-
-    Raises:
-        DataError: values of another form than before, or without a row for each weight.
-        TreeError: a container that cannot be taken apart, or a leaf that is no real number.
     """
     if isinstance(weight, torch.Tensor) and weight.ndim:
         for name, value in values.items():

@@ -85,8 +85,7 @@ def value_of(kind: Kind, name: str, state: float, weight: float) -> float:
 def values_of(kinds: Mapping[str, Kind], rows: Sequence[MetricsRow], own: Mapping[str, Nested]) -> dict[str, Any]:
     """Return the values over all ranks by name, in the order of the declaration; none where all weights are 0.
 
-    `rows` are all ranks', in rank order; `own` gives the values their containers. Ranks that added values of different
-    forms are a `DataError`, the same on every rank.
+    `rows` are all ranks', in rank order; `own` gives the values their containers.
     """
     found: dict[str, Any] = {}
     for name, kind in kinds.items():

@@ -119,18 +119,7 @@ def check_reduction(network: Network | None, name: str, reduction: Reduction, dt
 def check_layouts(
     network: Network | None, name: str, reduction: Reduction | None, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> None:
-    """Refuse sparse tensors, but for sums of one on all ranks, which gloo computes and nccl does not.
-
-    Args:
-        network: the backend.
-        name: the collective.
-        reduction: its operation; None for one that moves data.
-        inputs: tensors to read.
-        outputs: tensors to write.
-
-    Raises:
-        SimulationError: it does not take one.
-    """
+    """Refuse sparse tensors, but for sums of one on all ranks, which gloo computes and nccl does not."""
     if not any(each.is_sparse for each in (*inputs, *outputs)):
         return
     is_sum = name == "all_reduce" and reduction is Reduction.SUM and len(inputs) == 1

@@ -79,13 +79,7 @@ class SimulatedRun(Generic[T]):
         return self._halt(self._timeout_error(timeout_s))
 
     def outcome(self) -> list[T]:
-        """Return the results by rank, or raise the first error, with notes that name the rank and those left waiting.
-
-        Raises:
-            Deadlock: ranks waited for each other, or calls were never completed.
-            CollectiveMismatch: ranks made calls that do not fit together.
-            SimulationError: the run took too long, or a rank vanished.
-        """
+        """Return the results by rank, or raise the first error, with notes on its rank and those left waiting."""
         __tracebackhide__ = True
         for rank, error in self._errors.items():
             error.add_note(f"raised on rank {rank} of {self._size}{self._replay()}{self._left_waiting()}")

@@ -82,11 +82,9 @@ FACTORS = tuple(name for name in AXES if name != "ep")
 
 
 def mesh_sizes(text: str, *, where: str, error: type[AccelError] = ConfigError) -> dict[str, int]:
-    """Return the sizes of the axes that a text names, in the order of ranks: of "tp=2,dp=-1", {"dp": -1, "tp": 2}.
+    """Return the sizes of named axes, in the order of ranks: of "tp=2,dp=-1", {"dp": -1, "tp": 2}.
 
-    Raises:
-        AccelError: of the class `error`. The text is none of these; an axis is repeated, unknown, or excluded by
-            another; two sizes are -1, or that of `ep` is.
+    Raises `error`: an axis is repeated, unknown, or excluded by another; two sizes are -1, or that of `ep` is.
     """
     if not isinstance(text, str) or not re.fullmatch(MESH_TEXT, text):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise error("not a mesh", expected="a text such as dp=2,tp=2 or dp=-1,tp=4", got=repr(text), where=where)
@@ -347,11 +345,8 @@ class MeshPosition:
     def find(self, name: str, data: Dimension = "data") -> tuple[str, ...]:
         """Return the mesh's own names of an axis, which may be others of the same dimension; none without one.
 
-        "dp" of a mesh of both `dp_replicate` and `dp_shard` is both. Raises `ConfigError` for a name that no mesh has.
-
-        Args:
-            data: dimension of an axis such as "dp", by the strategy: replicas ("replicate") or shards ("shard"); "data"
-                where it is not known.
+        "dp" of a mesh of both `dp_replicate` and `dp_shard` is both. `data` is the dimension of an axis such as "dp",
+        by the strategy: "replicate" or "shard"; "data" where it is not known.
         """
         names = [own for own, _ in self.axes]
         if name in names:

@@ -20,8 +20,7 @@ _COMPARED = (str, int, float, bool, tuple)
 def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any] | None:
     """Return a mapping of the same class and attributes with other values, in its order; None if it cannot be rebuilt.
 
-    A UserDict is copied, so that a subclass keeps its attributes. Another class must give the same mapping back when it
-    is called with a dict of it.
+    A UserDict is copied, so that a subclass keeps its attributes. Other classes must rebuild the mapping from its dict.
     """
     if isinstance(mapping, UserDict):
         clone = copy.copy(mapping)

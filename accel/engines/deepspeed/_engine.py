@@ -132,11 +132,7 @@ def _check_mesh(ctx: DistContext) -> None:
 
 
 def _owner(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
-    """Return the model whose parameters an optimizer has.
-
-    Raises:
-        PrepareError: none of the models.
-    """
+    """Return the model whose parameters an optimizer has."""
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for model in models:
         if held <= {id(each) for each in model.parameters()}:

@@ -24,12 +24,7 @@ def config_of(ctx: DistContext) -> DeepSpeed:
 def read_facts(ctx: DistContext, objects: Iterable[object], *, accumulation: int | None = None) -> RunFacts:
     """Return what a context and prepared objects say. No communication.
 
-    Of several loaders, the first says the size of a micro-batch; of several optimizers and models, the first too.
-
-    Args:
-        ctx: the context.
-        objects: models, optimizers and prepared loaders; others say nothing.
-        accumulation: micro-batches of a step; None for the context's, which says nothing where nobody asked.
+    The first of several loaders gives the size of a micro-batch; optimizers and models follow the same rule.
     """
     facts: dict[str, Any] = {}
     for each in objects:

@@ -53,11 +53,7 @@ _BEFORE_FIRST = -1  # micro_step_id before the first backward of a window
 
 
 def package() -> Any:
-    """Return DeepSpeed.
-
-    Raises:
-        MissingExtraError: it is not installed, or does not import.
-    """
+    """Return DeepSpeed, or raise `MissingExtraError`."""
     try:
         return importlib.import_module("deepspeed")
     except (ImportError, RuntimeError) as error:
@@ -71,12 +67,7 @@ def package() -> Any:
 
 
 def connected() -> Any:
-    """Return DeepSpeed, with its calls on torch's default group, which must be open.
-
-    Raises:
-        ConfigError: torch has no default group.
-        MissingExtraError: DeepSpeed is missing.
-    """
+    """Return DeepSpeed, with its calls on torch's default group, which must be open."""
     found = package()
     if not torch.distributed.is_initialized():
         raise ConfigError(
@@ -97,12 +88,7 @@ def connected() -> Any:
 
 
 def initialized(model: Any, **arguments: Any) -> tuple[Any, Any, Any, Any]:
-    """Call DeepSpeed's `initialize`. A collective.
-
-    Raises:
-        ConfigError: the process has no LOCAL_RANK, which DeepSpeed reads from the environment alone; or as `connected`.
-        PrepareError: DeepSpeed itself refuses the model or its configuration.
-    """
+    """Call DeepSpeed's `initialize`; a refusal of its own is a `PrepareError`. A collective."""
     found = connected()
     try:
         return found.initialize(model=model, **arguments)
@@ -234,11 +220,7 @@ class ZeroGradients:
         self._found = holds_gradients(self._zero)
 
     def refuse_found(self) -> None:
-        """Raise if the window began with gradients.
-
-        Raises:
-            StepError: on every rank, as all of them ran that backward.
-        """
+        """Raise `StepError` if the window began with gradients: on every rank, as all of them ran that backward."""
         if self._found:
             raise StepError(
                 "the step would use gradients from before its window",
@@ -295,11 +277,7 @@ class ZeroOptimizer(Optimizer):
             self.passed.param_groups = every
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Raise: the engine steps.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise `ConfigError`: the engine steps."""
         fix = "Call accel.optimizer_step(ctx, optimizer, state)."
         raise ConfigError("DeepSpeed's engine steps this optimizer", where="optimizer.step", fix=fix)
 

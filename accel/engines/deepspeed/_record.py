@@ -210,15 +210,7 @@ def from_json(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
 
 
 def from_section(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
-    """Return the record whose fields a section [deepspeed] sets.
-
-    Args:
-        values: fields of `DeepSpeed` and their values.
-        source: place of the section, for tables and errors.
-
-    Raises:
-        ConfigError: no such field, or a value that it does not take.
-    """
+    """Return the record whose fields a section [deepspeed] sets; `source` is its place, for tables and errors."""
     known = [name for name in DeepSpeed.__struct_fields__ if name != "source"]
     for name in values:
         if name not in known:
@@ -228,14 +220,9 @@ def from_section(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
 
 
 def from_setting(text: str, where: str = "deepspeed=") -> DeepSpeed:
-    """Return the record of the setting `deepspeed`. Reads a file where it names one.
+    """Return the record of the setting `deepspeed`: of the JSON file that it names, or of fields as a JSON object.
 
-    Args:
-        text: path of a DeepSpeed JSON; or the fields of a record as a JSON object, as a section becomes; or nothing.
-        where: place of the setting, for errors.
-
-    Raises:
-        ConfigError: the file cannot be read, or a field or a value is none.
+    An empty text gives the defaults. `where` is the place of the setting, for errors.
     """
     if not text.startswith("{"):
         return read_deepspeed(text) if text else DeepSpeed()
@@ -335,14 +322,9 @@ class ResolvedDeepSpeed(msgspec.Struct, frozen=True):
         return "\n".join(_line(line, first, second) for line in lines)
 
     def check_step(self, *, max_norm: float | None, accumulation: int | None) -> None:
-        """Compare an optimizer step with what the configuration says.
+        """Raise `ConfigError` if a step clips to another norm than the configuration, or has other micro-batches.
 
-        Args:
-            max_norm: norm to which the step clips; None if it does not.
-            accumulation: micro-batches of a whole window; None where the caller keeps no record of it.
-
-        Raises:
-            ConfigError: the step clips otherwise, or has other micro-batches than the configuration says.
+        None for a step that does not clip, and for micro-batches that the caller does not count.
         """
         problems: list[str] = []
         if self.clipping is not None and max_norm != self.clipping:

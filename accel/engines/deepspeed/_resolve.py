@@ -150,19 +150,10 @@ _SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"
 
 
 def resolve(config: DeepSpeed, facts: RunFacts, *, imposed: Mapping[str, Any] | None = None) -> ResolvedDeepSpeed:
-    """Settle every value of a configuration. No communication.
+    """Return every setting of a configuration with its source. No communication.
 
-    Args:
-        config: the configuration.
-        facts: values that context, loader, model and optimizer have.
-        imposed: values that the training loop needs, by key with dots; a configuration that says otherwise is refused.
-
-    Returns:
-        The settings, each with its source.
-
-    Raises:
-        ConfigError: the configuration contradicts itself, the facts or the training loop, or leaves an "auto" that
-            nothing fills in. The error lists all that does not fit.
+    `imposed` are values that the training loop needs, by dotted key. All contradictions, and each "auto" that nothing
+    fills in, are listed in one `ConfigError`.
     """
     draft = Draft.of(config)
     check_names(draft)

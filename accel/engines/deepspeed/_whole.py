@@ -47,13 +47,7 @@ def whole_items(ctx: DistContext, items: Mapping[str, object]) -> Mapping[str, o
 
 
 def loaded(ctx: DistContext, items: Mapping[str, object], made: Mapping[str, object]) -> None:
-    """Give DeepSpeed's objects the state that was loaded into the whole ones. A collective for each tensor.
-
-    Args:
-        ctx: the context.
-        items: the caller's items.
-        made: the result of `whole_items`, loaded.
-    """
+    """Give DeepSpeed's objects the state loaded into the result of `whole_items`. A collective for each tensor."""
     for name, each in items.items():
         whole = made.get(name)
         if isinstance(each, ZeroOptimizer):

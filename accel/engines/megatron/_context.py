@@ -43,17 +43,7 @@ def mesh_of_groups(groups: Mapping[str, Sequence[int]], rank: int, world_size: i
     """Return the mesh that a rank's groups form, whatever order of parallelism made them.
 
     A group's stride, the distance of its ranks, gives its dimension's place: the fastest dimension has stride 1. So
-    every rank finds the same mesh.
-
-    Args:
-        groups: ranks of this rank's group of each kind, in ascending order: "tp", "cp", "dp" and "pp". Beside them "ep"
-            and "edp", the ranks with other experts and those with the same ones: where they divide "dp", they stand in
-            the mesh as "ep" and "dp".
-        rank: this rank.
-        world_size: number of all ranks.
-
-    Raises:
-        ConfigError: the groups do not form one mesh of all ranks.
+    every rank finds the same mesh. Groups "ep" and "edp" take the place of "dp" where they divide it.
     """
     dense = {name: tuple(groups[name]) for name in ("pp", "dp", "cp", "tp")}
     experts = tuple(groups.get("ep", (rank,)))
@@ -93,14 +83,7 @@ def _joint(mesh: RankMesh, rank: int) -> tuple[int, ...]:
 
 
 def megatron_core(module: str) -> Any:
-    """Import a module of Megatron-core.
-
-    Args:
-        module: its path below `megatron.core`.
-
-    Raises:
-        MissingExtraError: Megatron-core does not import.
-    """
+    """Import a module below `megatron.core`."""
     try:
         return importlib.import_module(f"megatron.core.{module}")
     except ImportError as error:
@@ -114,12 +97,7 @@ def megatron_core(module: str) -> Any:
 
 
 def initialized_state() -> Any:
-    """Return Megatron's module of the parallel state.
-
-    Raises:
-        MissingExtraError: Megatron-core does not import.
-        ConfigError: its parallel state is not initialized.
-    """
+    """Return Megatron's module of the parallel state, which must be initialized."""
     state = megatron_core("parallel_state")
     if not dist.is_initialized() or not state.model_parallel_is_initialized():
         raise ConfigError(

@@ -154,11 +154,7 @@ def _bare(model: Any) -> Any:
 
 
 def _check_context(ctx: DistContext) -> None:
-    """Raise unless the context's mesh is of Megatron's sizes.
-
-    Raises:
-        ConfigError: other sizes; each is named.
-    """
+    """Raise `ConfigError` unless the context's mesh is of Megatron's sizes; each other size is named."""
     state = initialized_state()
     sizes = {
         "tp": state.get_tensor_model_parallel_world_size(),

@@ -107,10 +107,7 @@ def _begin(optimizer: Any) -> None:
 def _settings(optimizer: Any, held: Any, at: int) -> dict[str, Any]:
     """Return the settings of an optimizer's groups, its step and its loss scaler, by name.
 
-    Args:
-        optimizer: one that is not a chain.
-        held: its sharded state dict.
-        at: its place in its chain.
+    `held` is its sharded state dict, `at` its place in its chain.
     """
     inner = held.get("optimizer", held)
     found: dict[str, Any] = {}

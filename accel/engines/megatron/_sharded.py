@@ -32,13 +32,9 @@ class ShardNames:
         self._meshes: dict[int, DeviceMesh] = {}
 
     def tensors(self, leaves: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
-        """Return the name and the live tensor of each sharded tensor: a DTensor where other ranks hold other parts.
+        """Return name and live tensor of each sharded tensor: a DTensor where other ranks hold other parts.
 
-        Args:
-            leaves: Megatron's `ShardedTensor`s, all of this rank's that have the same keys.
-
-        Raises:
-            CheckpointError: a part that no group of Megatron's explains.
+        `leaves` are all of this rank's `ShardedTensor`s with the same keys.
         """
         offsets = dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]]()
         for leaf in leaves:
@@ -48,10 +44,8 @@ class ShardNames:
     def _tensor(self, leaf: Any, held: Sequence[tuple[int, ...]]) -> tuple[str, torch.Tensor]:
         """Return name and tensor of a part.
 
-        Args:
-            leaf: the part.
-            held: offsets of all parts of its row on this rank: several where a tensor joins several, as that of a gated
-                layer does. Each then is a tensor of its own.
+        `held` has the offsets of all parts of its row on this rank: several where a tensor joins several, as that of a
+        gated layer does. Each then is a tensor of its own.
         """
         key, index = _row(leaf)
         name = key + "".join(f"[{each}]" for each in index)
@@ -96,8 +90,7 @@ class ShardNames:
 def sharded_leaves(nested: Any) -> Iterator[Any]:
     """Yield the `ShardedTensor`s in a sharded state dict, those that factories make of parameters included.
 
-    Raises:
-        CheckpointError: an object that only its own code can read back, such as the state of fp8 layers.
+    An object that only its own code can read back, such as the state of fp8 layers, is a `CheckpointError`.
     """
     mapping = megatron_core("dist_checkpointing.mapping")
     if isinstance(nested, mapping.ShardedTensorFactory):
@@ -112,12 +105,7 @@ def sharded_leaves(nested: Any) -> Iterator[Any]:
 
 
 def filled(nested: Any, take: Callable[[], torch.Tensor]) -> Any:
-    """Return a sharded state dict with plain tensors, in the order in which `sharded_leaves` yields them.
-
-    Args:
-        nested: the sharded state dict.
-        take: returns the next tensor.
-    """
+    """Return a sharded state dict with the tensors that `take` returns, in the order of `sharded_leaves`."""
     mapping = megatron_core("dist_checkpointing.mapping")
     if isinstance(nested, mapping.ShardedTensorFactory):
         return nested.merge_fn(filled(_built(nested), take))
@@ -136,12 +124,7 @@ def filled(nested: Any, take: Callable[[], torch.Tensor]) -> Any:
 
 
 def copy_into(nested: Any, take: Callable[[], torch.Tensor]) -> None:
-    """Copy tensors into the live ones of a model's sharded state dict, in the order of `sharded_leaves`. Mutates them.
-
-    Args:
-        nested: the sharded state dict.
-        take: returns the next tensor.
-    """
+    """Copy the tensors that `take` returns into a model's live ones, in the order of `sharded_leaves`. Mutates them."""
     mapping = megatron_core("dist_checkpointing.mapping")
     if isinstance(nested, mapping.ShardedTensorFactory | mapping.ShardedTensor):
         with torch.no_grad():

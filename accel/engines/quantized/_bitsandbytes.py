@@ -94,11 +94,7 @@ def take_apart(module: nn.Module, tensor: Any) -> Packed | None:
 
 
 def stored_format(constants: Mapping[str, torch.Tensor], where: str) -> StoredFormat | None:
-    """Return the facts that a checkpoint states of a weight of 4 bits; None where it states none.
-
-    Raises:
-        CheckpointError: no facts.
-    """
+    """Return the facts that a checkpoint states of a weight of 4 bits; None where it states none."""
     for name, tensor in constants.items():
         if name.startswith("weight.quant_state.bitsandbytes__"):
             try:

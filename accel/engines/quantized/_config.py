@@ -126,11 +126,7 @@ def _at(config: object) -> str:
 
 
 def package(name: str) -> Any:
-    """Import a module of bitsandbytes or torchao.
-
-    Raises:
-        MissingExtraError: it is not installed, or does not import.
-    """
+    """Import a module of bitsandbytes or torchao, or raise `MissingExtraError`."""
     try:
         return importlib.import_module(name)
     except (ImportError, RuntimeError, OSError) as error:  # a library for another system, or for another CUDA

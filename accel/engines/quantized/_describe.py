@@ -27,13 +27,7 @@ def check_installed(config: Quantization) -> None:
 
 
 def take_apart(module: nn.Module, key: str, tensor: Any) -> Packed | None:
-    """Return a parameter of a module as plain tensors; None for one that is no quantized weight.
-
-    Args:
-        module: the module.
-        key: name of the parameter in it.
-        tensor: the parameter, of a class of bitsandbytes or torchao.
-    """
+    """Return a parameter of a module as plain tensors; None for one that is no quantized weight."""
     if type(tensor).__module__.partition(".")[0] == "bitsandbytes":
         return _bitsandbytes.take_apart(module, tensor)
     return _torchao.take_apart(key, tensor) if hasattr(tensor, "__tensor_flatten__") else None
@@ -121,10 +115,7 @@ def describe_quantized(model: nn.Module, config: Quantization, *, blocks: Select
 def plan_layers(model: nn.Module, config: Quantization) -> QuantizationPlan:
     """Return the layers that a record quantizes: each `nn.Linear` with a weight of its own, but for those to skip.
 
-    Raises:
-        ConfigError: a pattern that matches nothing, a model that is quantized, sharded or dispatched already, a layer
-            that groups do not divide, or no layer.
-        MissingExtraError: the package of the record does not import.
+    A model that is quantized, sharded or dispatched already is refused, as is a pattern without a match.
     """
     if not isinstance(config, Bitsandbytes | Torchao):  # pyright: ignore[reportUnnecessaryIsInstance] - a caller's
         fix = "Pass accel.Bitsandbytes(bits=4) or accel.Torchao(kind='int8')."
@@ -226,11 +217,7 @@ def _check_layers(chosen: list[tuple[str, nn.Linear]], config: Quantization) -> 
 
 
 def _matched(model: nn.Module, wanted: Collection[str], where: str) -> set[int]:
-    """Return the `id` of each module whose path, or that of a module around it, matches a pattern.
-
-    Raises:
-        ConfigError: a pattern without a match.
-    """
+    """Return the `id` of each module whose path, or that of a module around it, matches a pattern; each must match."""
     paths = [(path, module) for path, module in named_modules(model, every_path=True) if path]
     found: set[int] = set()
     for pattern in wanted:

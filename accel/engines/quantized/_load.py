@@ -125,11 +125,7 @@ def _template(
 ) -> tuple[Packed, dict[str, torch.Tensor], str]:
     """Return a stored weight without values, the parts that its format states, and how it differs from the record.
 
-    Args:
-        layer: the layer.
-        source: the weights.
-        config: the way to quantize.
-        constants: receives the names of the tensors that state the format.
+    `constants` receives the names of the tensors that state the format.
     """
     root = f"{layer.name}."
     given: dict[str, torch.Tensor] = {}
@@ -192,12 +188,7 @@ class TensorDevices(NamedTuple):
 def find_places(
     model: nn.Module, plan: QuantizationPlan, device_map: DeviceChoice, default: torch.device
 ) -> TensorDevices:
-    """Return the devices that a map, or one device, gives the tensors of a model.
-
-    Raises:
-        ConfigError: neither a map nor a device, or a map that counts a layer as it was.
-        DeviceError: the device is not there.
-    """
+    """Return the devices of a model's tensors, by one device or by a map of the model as it is when quantized."""
     home = find_destinations(device_map, default)
     if not isinstance(device_map, DeviceMap):
         device = home("").device or default
@@ -226,12 +217,7 @@ def find_places(
 def made_layer(
     layer: QuantizedLayer, found: Found, source: WeightSource, config: Quantization, places: TensorDevices
 ) -> nn.Parameter:
-    """Return a layer's quantized weight, in its home.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-        ConfigError: a home in files for a weight that is still to be quantized.
-    """
+    """Return a layer's quantized weight, in its home; a home in files takes stored quantized weights alone."""
     name = f"{layer.name}.weight"
     if layer.name in found.templates:
         return _read_quantized(layer, found, source, places)
@@ -278,11 +264,7 @@ def _read_quantized(layer: QuantizedLayer, found: Found, source: WeightSource, p
 
 
 def read_others(found: Found, source: WeightSource, places: TensorDevices) -> list[tuple[Other, torch.Tensor]]:
-    """Read the tensors that are not quantized, one at a time where one is cast or goes to another device.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """Read the tensors that are not quantized, one at a time where one is cast or goes to another device."""
     made: list[tuple[Other, torch.Tensor]] = []
     together: list[tuple[str, torch.Tensor]] = []
     for other in found.others:

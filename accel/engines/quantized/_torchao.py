@@ -23,11 +23,7 @@ class DynamicLinear(nn.Linear):
     """A linear layer that quantizes its inputs as they come, for which torchao has no backward pass."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply.
-
-        Raises:
-            ConfigError: a gradient of the input is wanted, and would be lost.
-        """
+        """Multiply; a gradient of the input, which would be lost, is a `ConfigError`."""
         if input.requires_grad and torch.is_grad_enabled():
             raise ConfigError(
                 "layers that quantize their inputs have no backward pass",
@@ -47,12 +43,7 @@ def empty_layer(old: nn.Linear, config: Torchao) -> nn.Linear:
 
 
 def quantize(weight: torch.Tensor, config: Torchao) -> Packed:
-    """Quantize a matrix on its device.
-
-    Raises:
-        DeviceError: the device has no kernels for the kind.
-        MissingExtraError: the kind needs a further package.
-    """
+    """Quantize a matrix on its device; `DeviceError` where the device has no kernels for the kind."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     try:
@@ -74,11 +65,7 @@ def quantize(weight: torch.Tensor, config: Torchao) -> Packed:
 
 
 def empty(shape: tuple[int, int], dtype: torch.dtype, config: Torchao) -> Packed:
-    """Return a weight without values: its parts on the meta device.
-
-    Raises:
-        DeviceError, MissingExtraError: as `quantize`.
-    """
+    """Return a weight without values: its parts on the meta device."""
     try:
         return quantize(torch.empty(shape, dtype=dtype, device="meta"), config)
     except DeviceError:  # a kernel that knows no shapes without values

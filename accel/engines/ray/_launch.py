@@ -59,11 +59,7 @@ class RayChildren(Children):
         self._pipes: dict[int, tuple[IO[bytes], IO[bytes]]] = {}
 
     def open(self, positions: Sequence[RankPosition], config: LaunchConfig, call: bytes) -> None:
-        """Start the process of each rank.
-
-        Raises:
-            LaunchError: a host cannot start it.
-        """
+        """Start the process of each rank."""
         ray = self._ray
         starts = [
             actor.start.remote(position, config, call) for actor, position in zip(self._actors, positions, strict=True)
@@ -359,11 +355,7 @@ def _await_room(ray: Any, group: Any, bundle: Mapping[str, float], nproc: int, t
 
 
 def _seats(ray: Any, group: Any, nproc: int) -> list[tuple[int, str]]:
-    """Return the bundle and host of each rank; ranks of one host follow each other.
-
-    Raises:
-        LaunchError: hosts hold unequal numbers of ranks.
-    """
+    """Return the bundle and host of each rank; ranks of one host follow each other. Hosts must hold equal numbers."""
     nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     order = list(dict.fromkeys(nodes[at] for at in range(nproc)))

@@ -88,12 +88,7 @@ class StateServer:
             self._offered = None
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
-        """Fetch the state of a step from another group.
-
-        Raises:
-            PeerError: the answer is incomplete.
-            OSError: that group does not answer.
-        """
+        """Fetch the state of a step from another group; `PeerError` if incomplete, `OSError` without an answer."""
         with urllib.request.urlopen(f"{metadata}/{step}", timeout=timeout.total_seconds()) as answer:
             data = answer.read()
             if len(data) != int(answer.headers["Content-Length"]):

@@ -52,11 +52,7 @@ def check_items(items: Mapping[str, object]) -> None:
 
 
 def capture(items: Mapping[str, object], state: TrainState) -> dict[str, Any]:
-    """Return all items and the state as tensors and values. No communication.
-
-    Raises:
-        ConfigError: a model is sharded.
-    """
+    """Return all items and the state as tensors and values; a sharded model is refused. No communication."""
     tensors: dict[str, torch.Tensor] = {}
     values = {
         name: encode(item.state_dict(), name, tensors) for name, item in items.items() if isinstance(item, LiveStateful)
@@ -74,11 +70,7 @@ def capture(items: Mapping[str, object], state: TrainState) -> dict[str, Any]:
 
 
 def restore(items: Mapping[str, object], taken: Mapping[str, Any]) -> TrainState:
-    """Put another group's state into live objects; return its `TrainState`. No communication.
-
-    Raises:
-        ConfigError: that group has other items.
-    """
+    """Put another group's state into live objects with the same names; return its `TrainState`. No communication."""
     values, tensors = dict(taken["values"]), taken["tensors"]
     state = values.pop(_STATE)
     if values.keys() != items.keys():
@@ -374,8 +366,8 @@ def optimizer_step(
 def _exchange(group: ReplicaGroup, optimizers: Sequence[Optimizer], state: TrainState) -> float:
     """Sum gradients over groups, bit for bit the same in each; return the weight of all groups together.
 
-    Units of windows differ between groups, so the sums are in none. They are worthless where another group is lost,
-    which the manager knows.
+    Units of windows differ between groups, so the sums are in none. If another group is lost, which the manager knows,
+    they are worthless.
     """
     parameters = parameters_of(optimizers)
     unit = state.accum.unit or 1.0

@@ -269,19 +269,10 @@ def run_checks(
     note: Callable[[list[Outcome]], None],
     checks: Sequence[Check] = CHECKS,
 ) -> list[Outcome]:
-    """Run checks, each to its end on all ranks. A collective.
+    """Run checks, each to its end on all ranks; return their outcomes, the same on every rank. A collective.
 
-    Args:
-        ctx: the context.
-        folder: for checkpoints, on a file system that all hosts share; None to leave out the checks that need one.
-        note: called with the outcomes so far, before and after each check.
-        checks: the ones to run.
-
-    Returns:
-        An outcome for each check, the same on every rank.
-
-    Raises:
-        Exception: an error of this rank alone, after which the ranks cannot agree any more.
+    `folder` is on a file system that all hosts share; None leaves out the checks that need one. `note` gets the outcomes
+    so far, before and after each check. An error of this rank alone is raised: the ranks cannot agree any more.
     """
     outcomes: list[Outcome] = []
     for check in checks:

@@ -271,8 +271,8 @@ def run_checks(
 ) -> list[Outcome]:
     """Run checks, each to its end on all ranks; return their outcomes, the same on every rank. A collective.
 
-    `folder` is on a file system that all hosts share; None leaves out the checks that need one. `note` gets the outcomes
-    so far, before and after each check. An error of this rank alone is raised: the ranks cannot agree any more.
+    `folder` is on a file system that all hosts share; None leaves out the checks that need one. `note` gets the
+    outcomes so far, before and after each check. An error of this rank alone is raised: ranks cannot agree any more.
     """
     outcomes: list[Outcome] = []
     for check in checks:

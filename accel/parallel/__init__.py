@@ -9,7 +9,6 @@ calls know it. `_sync.py` decides when gradients are exchanged, `_leftovers.py` 
 
 from accel.parallel._compile import (
     checkpoint_activations as checkpoint_activations,
-    compile_as_set as compile_as_set,
     compile_model as compile_model,
 )
 from accel.parallel._empty import check_filled as check_filled, is_unknown as is_unknown
@@ -58,6 +57,7 @@ from accel.parallel._modules import (
 )
 from accel.parallel._prepare_model import (
     check_model as check_model,
+    compile_as_set as compile_as_set,
     prepare_model as prepare_model,
     refuse_plan as refuse_plan,
     replaces_parameters as replaces_parameters,

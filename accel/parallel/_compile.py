@@ -14,12 +14,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,  # pyright: ignore[reportUnknownVariableType]
 )
 
-from accel.context import DistContext
 from accel.errors import ConfigError, check_choice
-from accel.formats import Compile, CompileMode
+from accel.formats import CompileMode
 from accel.mixins import Mixin, add_mixin, remove_mixin
 from accel.parallel._modules import Select, selected, unwrap_model
-from accel.parallel._private import is_compiled
 
 M = TypeVar("M", bound=nn.Module)
 Keep: TypeAlias = Literal["products"] | Sequence[str]
@@ -190,18 +188,3 @@ def compile_model(
     for module in chosen:
         cast(Any, module).compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic, options=options)
     return model
-
-
-def compile_as_set(ctx: DistContext, model: nn.Module) -> None:
-    """Let torch compile a model by the context's settings, unless a part is compiled already. No communication. Mutates
-    the model."""
-    asked = ctx.settings.compile
-    if isinstance(asked, Compile) and not any(is_compiled(module) for module in model.modules()):
-        _ = compile_model(
-            model,
-            "repeated" if asked.regions == "repeated" else None,
-            backend=asked.backend,
-            mode=asked.mode,
-            fullgraph=asked.fullgraph,
-            dynamic=asked.dynamic,
-        )

@@ -12,11 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
-from accel.parallel._compile import compile_as_set
+from accel.formats import Compile
+from accel.parallel._compile import compile_model
 from accel.parallel._empty import allocate_empty, expect_values, move_model, stays_empty
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import label_parameters, name_of, note_micro_batches, watch_autocast
 from accel.parallel._modules import unwrap_model
+from accel.parallel._private import is_compiled
 from accel.parallel._refused import (
     check_absent,
     check_all,
@@ -28,7 +30,7 @@ from accel.parallel._refused import (
     check_sparse,
     check_unallocated,
 )
-from accel.parallel._same_batches import compare_batches
+from accel.parallel._same_batches import SHARING, compare_batches
 from accel.parallel._sharded import check_adopted, check_replicated, is_sharded
 from accel.parallel._spread import Spread, SpreadOptions, check_masters, refuse_foreign, stage_comm
 from accel.parallel.axes.context import CONTEXT
@@ -190,6 +192,21 @@ def prepare_model(
     return prepared
 
 
+def compile_as_set(ctx: DistContext, model: nn.Module) -> None:
+    """Let torch compile a model by the context's settings, unless a part is compiled already. No communication. Mutates
+    the model."""
+    asked = ctx.settings.compile
+    if isinstance(asked, Compile) and not any(is_compiled(module) for module in model.modules()):
+        _ = compile_model(
+            model,
+            "repeated" if asked.regions == "repeated" else None,
+            backend=asked.backend,
+            mode=asked.mode,
+            fullgraph=asked.fullgraph,
+            dynamic=asked.dynamic,
+        )
+
+
 def _spread(
     ctx: DistContext, model: nn.Module, spreads: Iterable[tuple[Spread, SpreadOptions]], *, is_empty: bool
 ) -> nn.Module:
@@ -199,7 +216,8 @@ def _spread(
         if not each.is_done(ctx, model):
             model = each.spread(ctx, model, options, is_empty=is_empty)
             spread.append(each.dimension)
-    compare_batches(ctx, model, spread)
+    if not SHARING.isdisjoint(spread):
+        compare_batches(ctx, model)
     return model
 
 

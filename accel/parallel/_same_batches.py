@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,7 +26,7 @@ from accel.tensors import mesh_of, split_dims
 from accel.topology import Dimension, dimension_of
 from accel.tree import Containers, leaves
 
-_SHARING: tuple[Dimension, ...] = ("tensor", "pipeline")  # ranks along these get one batch
+SHARING: frozenset[Dimension] = frozenset({"tensor", "pipeline"})  # ranks along these get one batch
 _AXES = ("tp", "pp")
 
 _WATCH = "accel_same_batches"  # attribute of a prepared model
@@ -120,12 +120,12 @@ class _Compared(Mixin, nn.Module):
         return cast(Any, super()).__call__(*args, **kwargs)
 
 
-def compare_batches(ctx: DistContext, model: nn.Module, spread: Iterable[Dimension]) -> None:
+def compare_batches(ctx: DistContext, model: nn.Module) -> None:
     """Let a model compare its first batches on the ranks that share them. Mutates it. A collective at first.
 
     A model that its user has spread along tp may get parts of a batch, so it is left alone.
     """
-    group = group_of(ctx, *_AXES) if set(_SHARING) & set(spread) else None
+    group = group_of(ctx, *_AXES)
     if group is None:
         return
     inner = unwrap_model(model)

@@ -17,13 +17,12 @@ from accel.collectives import reduce
 from accel.comm import Call, adopt, call_site, exchange
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError, DeviceError, PrepareError
-from accel.parallel._compile import compile_as_set
 from accel.parallel._empty import move_model
 from accel.parallel._labels import APART, is_local, label_parameters, mark_local, note_micro_batches
 from accel.parallel._modules import is_pipelined, unwrap_model
-from accel.parallel._prepare_model import check_axes, composition, own_options
+from accel.parallel._prepare_model import check_axes, compile_as_set, composition, own_options
 from accel.parallel._refused import check_devices, check_sparse
-from accel.parallel._same_batches import compare_batches
+from accel.parallel._same_batches import SHARING, compare_batches
 from accel.parallel._sharded import is_sharded
 from accel.parallel._spread import average_along_, begin_with_rank_0_, replicated_tensors
 from accel.parallel.axes.replicate._comm_hooks import ReplicateOptions
@@ -112,7 +111,8 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
     for each, options in zip(spreads, own, strict=True):
         _ = each.spread(ctx, model, options, is_empty=False)
     mark_local(model)  # with the parameters that it has now
-    compare_batches(ctx, model, [each.dimension for each in spreads])
+    if not SHARING.isdisjoint(each.dimension for each in spreads):
+        compare_batches(ctx, model)
     if plan is not None and plan.micro_batches is not None:
         note_micro_batches(model, plan.micro_batches)
     compile_as_set(ctx, model)

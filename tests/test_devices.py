@@ -28,7 +28,7 @@ CUDA = {  # what of CUDA each of these uses, that other accelerators have not or
     "metrics/_flops.py": "streams of CUDA",
     "observe/_profile.py": "CUPTI's activity, snapshots of CUDA's allocator",
     "parallel/axes/context/_kernels.py": "conditions of CUDA's attention kernels",
-    "precision/_autocast.py": "tf32",
+    "precision/_amp.py": "tf32",
     "precision/_fp8.py": "compute capability",
     "precision/_support.py": "compute capability",
     "testing/selfcheck/_checks.py": "a GPU's UUID",

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Around an optimizer. Begin with `_accumulation.py`, the window of micro-batches as a record.
 
-`optimizer_step` sums its weights, divides, un-scales and clips gradients in one pass (`_gradients.py`, by torch's
-lists of tensors in `_foreach.py`), and steps, on float32 copies where there are any (`_masters.py`).
+`optimizer_step` sums its weights, divides, un-scales and clips gradients in one pass (`_gradients.py`), and steps, on
+float32 copies where there are any (`_masters.py`).
 """
 
 from accel.optim._accumulation import Accumulation as Accumulation, keep_losses as keep_losses
-from accel.optim._foreach import norms as norms
 from accel.optim._gradients import (
     clamp_ as clamp_,
     elements_of as elements_of,
     first_nonfinite as first_nonfinite,
     gradients as gradients,
+    norms as norms,
     parameters_of as parameters_of,
     scale_ as scale_,
     total_norm as total_norm,

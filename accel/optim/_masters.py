@@ -7,12 +7,11 @@ Micikevicius et al. 2018, "Mixed precision training", arXiv:1710.03740.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer
 
-from accel.optim import _foreach
 from accel.optim._gradients import parameters_of
 from accel.tensors import has_wide_gradient
 
@@ -78,7 +77,8 @@ def _is_like(value: object, parameter: torch.Tensor) -> bool:
 
 def _round(pairs: Sequence[_Pair]) -> None:
     if pairs:
-        _foreach.copy_([pair.parameter.detach() for pair in pairs], [pair.master for pair in pairs])
+        parameters = [pair.parameter.detach() for pair in pairs]
+        cast(Any, torch)._foreach_copy_(parameters, [pair.master for pair in pairs])  # of any dtype
     for parameter, master, _ in pairs:
         setattr(master, _SEEN, _versions(parameter, master))
 

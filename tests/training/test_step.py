@@ -574,7 +574,7 @@ def test_an_unprepared_model_is_refused_where_ranks_would_drift_apart() -> None:
 
 
 def test_list_operations_of_torch_do_what_plain_loops_do() -> None:
-    """Fails when torch changes the two private names in accel.optim._foreach."""
+    """Fails when torch changes the private names in accel.optim._gradients."""
     from accel.optim import scale_, total_norm
 
     generator = torch.Generator().manual_seed(0)

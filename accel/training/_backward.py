@@ -23,9 +23,8 @@ from accel.optim import Accumulation
 from accel.parallel import check_kept, engine_of, exchanging, no_sync, note_gradients, raise_lost_peer
 from accel.precision import LossScale, matmul_precision
 from accel.tensors import is_dtensor
-from accel.training._refused import note_loss
 from accel.training._train_state import TrainState, after_backward, begun_window, weight_of
-from accel.training._window import check_alone, check_records
+from accel.training._window import check_alone, check_records, note_loss
 
 
 def weigh(

@@ -33,9 +33,8 @@ from accel.precision import LossScale, autocast, matmul_precision
 from accel.storage import dtype_name
 from accel.training._backward import accumulate, on_device, own_weight, run_backward, start_sharing, weigh
 from accel.training._loss_sums import LossFn, LossProbe, LossSums
-from accel.training._refused import note_loss
 from accel.training._train_state import TrainState, after_backward, weight_of
-from accel.training._window import check_records
+from accel.training._window import check_records, note_loss
 
 
 @overload

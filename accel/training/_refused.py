@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps refused before a parameter changes: idle settings, ended schedulers, losses and gradients not finite."""
+"""Steps refused before a parameter changes: settings without effect, and gradients that are not finite."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
-from accel.comm import MERGED, Call, adopt, all_reduce_flat, exchange_values, told_by_ranks
+from accel.comm import MERGED, Call, adopt, all_reduce_flat, exchange_values
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, NonFiniteError
 from accel.optim import Accumulation, first_nonfinite, parameters_of
@@ -19,6 +17,7 @@ from accel.parallel import ENGINES, check_context_used, name_of, runs_without_au
 from accel.precision import LossScale
 from accel.tensors import is_dtensor, split_dims
 from accel.topology import AXIS_NAMES, SHARED_DIMS
+from accel.training._window import blame
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -101,86 +100,6 @@ def _split_along(parameter: DTensor) -> Iterator[str]:
     if names is not None:
         for dim in split_dims(parameter):
             yield from names[dim].split(MERGED)
-
-
-def check_not_exhausted(schedulers: Iterable[LRScheduler]) -> None:
-    """Raise `ConfigError` if a scheduler has no further step."""
-    for each in schedulers:
-        for inner in _stepped(each):
-            if isinstance(inner, OneCycleLR) and inner.last_epoch >= inner.total_steps:
-                raise ConfigError(
-                    "the learning rate's cycle is over",
-                    expected=f"at most {inner.total_steps} steps",
-                    got=f"step {inner.last_epoch + 1}",
-                    where="optimizer_step, scheduler=",
-                    fix="OneCycleLR(total_steps=) counts optimizer steps, not batches: accel.total_steps gives their"
-                    " number.",
-                )
-
-
-def _stepped(scheduler: LRScheduler) -> Iterator[LRScheduler]:
-    """Return the schedulers inside one that its next step advances; torch has no public names for them."""
-    held = cast(Any, scheduler)
-    if isinstance(scheduler, ChainedScheduler):
-        for each in held._schedulers:
-            yield from _stepped(each)
-    elif isinstance(scheduler, SequentialLR):
-        at = bisect_right(held._milestones, held.last_epoch + 1)
-        if at == 0 or held._milestones[at - 1] != held.last_epoch + 1:  # where one begins, it starts anew
-            yield from _stepped(held._schedulers[at])
-    else:
-        yield scheduler
-
-
-_SEEN = "losses"  # beside an accumulation's fields: the window's first loss, or what is not finite if another was not
-_FINITE, _BAD, _UNKNOWN = "finite", "bad", "unknown"
-
-
-def note_loss(
-    ctx: DistContext, before: Accumulation | None, after: Accumulation | None, loss: torch.Tensor
-) -> Accumulation | None:
-    """Note a loss beside the window that it belongs to; without a window, on the context's handle. Reads nothing.
-
-    Args:
-        ctx: the context.
-        before: the window as the backward got it.
-        after: the window as it returns it; mutated beside its fields.
-        loss: shape [].
-    """
-    loss = loss.detach()
-    seen = ctx.comm.seen_loss if before is None else vars(before).get(_SEEN)
-    # 0 times inf or NaN is NaN, which stays, and torch adds such a product in one kernel.
-    found = loss if seen is None else torch.add(seen, loss.to(seen.device), alpha=0)
-    if after is None:
-        ctx.comm.seen_loss = found
-    else:
-        vars(after)[_SEEN] = found
-    return after
-
-
-def blame(ctx: DistContext, accum: Accumulation | None, *, apart: bool) -> str:
-    """Return a clause that names the ranks whose loss was not finite. Waits for the device.
-
-    Every rank that refuses the step calls this. A rank that refuses it alone waits a second for the others, which do
-    not come, and tells of its own loss.
-
-    Args:
-        ctx: the context.
-        accum: the window; None for a script without.
-        apart: whether ranks decide about the step by themselves.
-    """
-    seen = ctx.comm.seen_loss if accum is None else vars(accum).get(_SEEN)
-    own = _UNKNOWN if seen is None else _FINITE if bool(torch.isfinite(seen)) else _BAD
-    told = {ctx.rank: own} if apart else told_by_ranks(ctx.comm, "losses", own)
-    if bad := sorted(rank for rank, each in told.items() if each == _BAD):
-        if ctx.world_size == 1:
-            return "; the loss was not finite either"
-        return f"; the loss of rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} was not finite"
-    if _UNKNOWN in told.values():
-        return ""
-    if len(told) == ctx.world_size:
-        return "; the loss was finite" + " on every rank" * (ctx.world_size > 1)
-    return f"; the loss was finite on rank {', '.join(map(str, sorted(told)))}"
 
 
 _MOST_OVERFLOWS = 64  # in a row; halving that often takes any scale below what a float32 gradient can hold

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Generic, Literal, NamedTuple, TypeVar, cast, get_args, overload
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, get_args, overload
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from accel import xla
 from accel.context import DistContext, context_first
@@ -20,7 +21,7 @@ from accel.optim import Accumulation, clamp_, parameters_of, scale_, step_master
 from accel.parallel import Engine, EngineOutcome, StepRequest, engine_of, steps_alone
 from accel.precision import LossScale
 from accel.topology import dimension_of
-from accel.training._refused import check_not_exhausted, check_overflow, check_settings
+from accel.training._refused import check_overflow, check_settings
 from accel.training._train_state import TrainState, after_step, ended_window
 from accel.training._window import (
     as_tensor,
@@ -317,7 +318,7 @@ def optimizer_step(
         return after_step(scaler, step.accum, step.scaler, stepped=step.stepped, grad_norm=step.grad_norm)
     optimizers = _listed(optimizer, Optimizer, "optimizer_step, optimizer")
     schedulers = [] if scheduler is None else _listed(scheduler, LRScheduler, "optimizer_step, scheduler=")
-    check_not_exhausted(schedulers)
+    _check_not_exhausted(schedulers)
     check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
     limits = _check_limits(optimizers, max_norm, norm_type, max_value)
     window = checked_window(ctx, scaler, accum)
@@ -347,6 +348,35 @@ def optimizer_step(
     if ctx.device.type == "xla":
         xla.end_step()
     return _result(ctx, optimizers, outcome, accum, scaler)
+
+
+def _check_not_exhausted(schedulers: Iterable[LRScheduler]) -> None:
+    """Raise `ConfigError` if a scheduler has no further step."""
+    for each in schedulers:
+        for inner in _stepped(each):
+            if isinstance(inner, OneCycleLR) and inner.last_epoch >= inner.total_steps:
+                raise ConfigError(
+                    "the learning rate's cycle is over",
+                    expected=f"at most {inner.total_steps} steps",
+                    got=f"step {inner.last_epoch + 1}",
+                    where="optimizer_step, scheduler=",
+                    fix="OneCycleLR(total_steps=) counts optimizer steps, not batches: accel.total_steps gives their"
+                    " number.",
+                )
+
+
+def _stepped(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """Return the schedulers inside one that its next step advances; torch has no public names for them."""
+    held = cast(Any, scheduler)
+    if isinstance(scheduler, ChainedScheduler):
+        for each in held._schedulers:
+            yield from _stepped(each)
+    elif isinstance(scheduler, SequentialLR):
+        at = bisect_right(held._milestones, held.last_epoch + 1)
+        if at == 0 or held._milestones[at - 1] != held.last_epoch + 1:  # where one begins, it starts anew
+            yield from _stepped(held._schedulers[at])
+    else:
+        yield scheduler
 
 
 def _clear(engine: Engine | None, ctx: DistContext, optimizers: list[Optimizer]) -> None:

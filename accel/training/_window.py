@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A window that has ended: its gradients, its weight over all ranks, their norm, and the division of both."""
+"""A window that has ended: its gradients, its weight over all ranks, their norm, the division of both, its losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from accel.comm import Call, adopt, agreed, all_gather_flat, all_reduce_flat
+from accel.comm import Call, adopt, agreed, all_gather_flat, all_reduce_flat, told_by_ranks
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation, elements_of, gradients, parameters_of, total_norm
@@ -276,3 +276,54 @@ def whole_norm(
     else:
         norm = all_reduce_flat(comm, power**norm_type, "sum") ** (1 / norm_type)
     return norm.item() if norm.is_cpu else norm.reshape(())
+
+
+_SEEN = "losses"  # beside an accumulation's fields: the window's first loss, or what is not finite if another was not
+_FINITE, _BAD, _UNKNOWN = "finite", "bad", "unknown"
+
+
+def note_loss(
+    ctx: DistContext, before: Accumulation | None, after: Accumulation | None, loss: torch.Tensor
+) -> Accumulation | None:
+    """Note a loss beside the window that it belongs to; without a window, on the context's handle. Reads nothing.
+
+    Args:
+        ctx: the context.
+        before: the window as the backward got it.
+        after: the window as it returns it; mutated beside its fields.
+        loss: shape [].
+    """
+    loss = loss.detach()
+    seen = ctx.comm.seen_loss if before is None else vars(before).get(_SEEN)
+    # 0 times inf or NaN is NaN, which stays, and torch adds such a product in one kernel.
+    found = loss if seen is None else torch.add(seen, loss.to(seen.device), alpha=0)
+    if after is None:
+        ctx.comm.seen_loss = found
+    else:
+        vars(after)[_SEEN] = found
+    return after
+
+
+def blame(ctx: DistContext, accum: Accumulation | None, *, apart: bool) -> str:
+    """Return a clause that names the ranks whose loss was not finite. Waits for the device.
+
+    Every rank that refuses the step calls this. A rank that refuses it alone waits a second for the others, which do
+    not come, and tells of its own loss.
+
+    Args:
+        ctx: the context.
+        accum: the window; None for a script without.
+        apart: whether ranks decide about the step by themselves.
+    """
+    seen = ctx.comm.seen_loss if accum is None else vars(accum).get(_SEEN)
+    own = _UNKNOWN if seen is None else _FINITE if bool(torch.isfinite(seen)) else _BAD
+    told = {ctx.rank: own} if apart else told_by_ranks(ctx.comm, "losses", own)
+    if bad := sorted(rank for rank, each in told.items() if each == _BAD):
+        if ctx.world_size == 1:
+            return "; the loss was not finite either"
+        return f"; the loss of rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} was not finite"
+    if _UNKNOWN in told.values():
+        return ""
+    if len(told) == ctx.world_size:
+        return "; the loss was finite" + " on every rank" * (ctx.world_size > 1)
+    return f"; the loss was finite on rank {', '.join(map(str, sorted(told)))}"

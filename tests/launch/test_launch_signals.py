@@ -131,26 +131,59 @@ def line_of(script: Path, word: str) -> int:
     return next(number for number, line in enumerate(script.read_text().splitlines(), 1) if word in line)
 
 
-def test_a_request_to_stop_that_nobody_reads_ends_the_process_and_one_that_is_read_does_not() -> None:
-    for is_stuck, number in ((True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGCHLD)):
-        source, sink = socket.socketpair()
-        with source, sink:
-            source.setblocking(False)
-            signals, left, killed = Signals(source), threading.Event(), threading.Event()
-            status: list[int] = []
-            signals.abandon = killed.set
-            guard = Guard(
-                source, signals, lambda code, status=status, left=left: (status.append(code), left.set()), 0.3
-            )
-            guard.start()
-            sink.send(bytes([number]))
-            if not is_stuck:
-                assert signals.stop(1.0) == number
-            ends = is_stuck and number == signal.SIGTERM
-            assert left.wait(patience(10) if ends else 0.8) == ends
-            guard.end()
-            assert not guard.is_alive()
-            assert (status, killed.is_set()) == (([128 + number], True) if ends else ([], False))
+@pytest.mark.parametrize(
+    ("does", "number", "ends"),
+    [
+        ("reads nothing", signal.SIGTERM, True),
+        ("reads nothing", signal.SIGCHLD, False),
+        ("reads it and waits", signal.SIGTERM, False),
+        ("reads it and goes on", signal.SIGTERM, False),
+        ("reads it and is stuck", signal.SIGTERM, True),
+        ("reads it and is stuck", signal.SIGCHLD, False),
+    ],
+)
+def test_a_launcher_that_is_asked_to_stop_and_does_not_go_on_is_ended(does: str, number: int, ends: bool) -> None:
+    source, sink = socket.socketpair()
+    with source, sink:
+        source.setblocking(False)
+        signals, left, killed = Signals(source), threading.Event(), threading.Event()
+        status: list[int] = []
+        signals.abandon = killed.set
+        guard = Guard(source, signals, lambda code: (status.append(code), left.set()), 0.3)
+        guard.start()
+        sink.send(bytes([number]))
+        if does != "reads nothing":
+            assert signals.stop(1.0) == (number if number == signal.SIGTERM else 0)
+        if does == "reads it and waits":
+            assert signals.wait(0.8) == 0
+        for _ in range(16 if does == "reads it and goes on" else 0):
+            assert signals.wait(0.0) == 0
+            time.sleep(0.05)
+        assert left.wait(patience(10) if ends else 0.0 if "and" in does and "stuck" not in does else 0.8) == ends
+        guard.end()
+        assert not guard.is_alive()
+        assert (status, killed.is_set()) == (([128 + number], True) if ends else ([], False))
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_a_stop_while_a_failed_run_is_ended_starts_nothing_again(workspace: Workspace, restarts: int) -> None:
+    script = workspace.write(f"""{HERE}
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+here()
+if rank == 0:
+    raise RuntimeError("first")
+{REST}
+""")
+    launcher = workspace.start("launch", "--nproc-per-node", "2", "--max-restarts", str(restarts), script)
+    pids = workspace.pids(2)
+    wait_for(lambda: not all(map(alive, pids)))
+    time.sleep(0.6)  # the other rank ignores SIGTERM, so it is being waited for
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=patience(10))
+    assert "accel: rank 0 failed: RuntimeError: first" in err
+    assert "start again" not in err
+    assert ("accel: stopped by SIGTERM" in err) == bool(restarts)
+    assert launcher.returncode == (128 + signal.SIGTERM if restarts else 1)
 
 
 @pytest.mark.slow
@@ -168,6 +201,20 @@ def test_a_launcher_whose_output_nobody_reads_ends_when_it_is_asked_to(
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(patience(10)) == 128 + signal.SIGTERM
     assert time.monotonic() - asked_s < patience(6)
+
+
+@pytest.mark.slow
+def test_a_launcher_ends_ranks_whose_output_nobody_reads_when_it_is_asked_to(workspace: Workspace) -> None:
+    launcher = workspace.start(
+        "launch", "--nproc-per-node", "2", workspace.write(f"{HERE}\nhere()\nwhile True: print('x' * 999)")
+    )
+    pids = workspace.pids(2)
+    time.sleep(1.0)  # until the pipes are full
+    asked_s = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(patience(10)) == 128 + signal.SIGTERM
+    assert time.monotonic() - asked_s < patience(5)
+    wait_for(lambda: not any(map(alive, pids)))
 
 
 def test_a_long_word_in_an_exception_is_told_and_recorded_at_once(workspace: Workspace) -> None:

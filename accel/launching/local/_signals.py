@@ -22,7 +22,7 @@ from accel.run_folder import hide_in_words
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # their meaning is the script's own
-_DEAF_S = 4.0  # a launcher that has not read a request to stop for so long is stuck
+_DEAF_S = 3.5  # a launcher that has not read a request to stop for so long, or does not go on after it, is stuck
 _LOOK_S = 1.0
 _PAUSE_S = 0.1
 
@@ -32,22 +32,30 @@ class Signals:
 
     Attributes:
         looks: number of looks so far.
+        is_waiting: whether the main thread waits for a signal.
+        asked: the latest signal that has asked to stop, once it is read; 0 for none.
         abandon: kills what this process has started, before it ends by force.
     """
 
     def __init__(self, source: socket.socket) -> None:
         self._source = source
         self.looks = 0
+        self.is_waiting = False
+        self.asked = 0
         self.abandon: Callable[[], object] = lambda: None
 
     def wait(self, timeout_s: float | None) -> int:
         """Wait for any signal, a child's end included; None waits for ever.
 
         Returns the first that asks to stop, else a notice, else 0."""
-        self.looks += 1
+        self.is_waiting = True
         ready, _, _ = select.select([self._source], [], [], timeout_s)
+        self.looks += 1
+        self.is_waiting = False
         arrived = self._source.recv(4096) if ready else b""
-        return next((number for kind in (STOPPING, NOTICES) for number in arrived if number in kind), 0)
+        number = next((number for kind in (STOPPING, NOTICES) for number in arrived if number in kind), 0)
+        self.asked = number if number in STOPPING else self.asked
+        return number
 
     def stop(self, timeout_s: float) -> int:
         """Wait for any signal; return one that asks to stop, else 0."""
@@ -78,11 +86,12 @@ class Guard(threading.Thread):
     def run(self) -> None:
         looks, since_s = -1, 0.0
         while not self._ended.wait(_PAUSE_S):
-            number = self._unread()
-            if not number or self._signals.looks != looks:
-                looks, since_s = self._signals.looks, time.monotonic()
+            signals = self._signals
+            number = signals.asked or self._unread()
+            if not number or signals.is_waiting or signals.looks != looks:
+                looks, since_s = signals.looks, time.monotonic()
             elif time.monotonic() >= since_s + self._deaf_s:
-                _ = self._signals.abandon()
+                _ = signals.abandon()
                 _ = self._leave(128 + number)
                 return
 

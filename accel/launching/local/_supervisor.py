@@ -33,7 +33,7 @@ FAILED_GRACE_S = 2.5  # nothing of a failed run is left after 3 s, or 4 where a 
 _LEFTOVER_GRACE_S = 1.0  # for what ended ranks have left behind
 _KILLED_GRACE_S = 1.5  # a process that waits for a device may outlive SIGKILL; the launcher does not wait with it
 _POLL_S = 0.05
-
+_DRAIN_S = 0.5  # after a request to stop, for output that is still to be shown
 
 Exchange = tuple[list[Failure], list[Whereabouts]]  # failures of other hosts, and where ranks of all hosts are
 
@@ -261,12 +261,16 @@ class Supervisor:
                     _ = file.write(failure.record.traceback)
 
     def _drain(self) -> None:
-        """Wait until all output is shown, unless a signal asks to stop."""
+        """Wait until all output is shown; not for long once a signal has asked to stop, as nobody may read it."""
         if self._relay is None:
             return
         self._relay.end()
-        while self._relay.is_alive() and not self._signals.stop(0):
+        deadline = None
+        while self._relay.is_alive() and (deadline is None or time.monotonic() < deadline):
             self._relay.join(_POLL_S)
+            _ = self._signals.wait(0)
+            if self._signals.asked and deadline is None:
+                deadline = time.monotonic() + _DRAIN_S
 
 
 def run_plan(plan: LaunchPlan) -> int:
@@ -312,6 +316,8 @@ def run_attempts(
         ending = supervisor.run()
         checkpoint = newest_checkpoint(process.record for process in attempt[0].processes) or checkpoint
         failed += ending.first is not None
+        if signals.asked and (ending.changed or (ending.first is not None and failed <= max_restarts)):
+            ending = _stopped(ending, signals.asked)  # asked while ranks were ended: they do not start again
         is_last = not ending.changed and (ending.first is None or failed > max_restarts)
         tell(ending.report if shows_last or not is_last else "")
         if is_last:
@@ -326,6 +332,12 @@ def run_attempts(
     elif shows_last and ending.first is not None:
         tell(last_message(ending.first))
     return ending
+
+
+def _stopped(ending: LaunchEnd, number: int) -> LaunchEnd:
+    """Return the end of an attempt after which a signal stops the launch."""
+    report = ending.report + stop_report(number, (), ())
+    return LaunchEnd(exit_code(-number), report, stopped=number)
 
 
 def _summary(plan: LaunchPlan, peers: Peers, ending: LaunchEnd, checkpoint: str, seconds: float) -> str:

@@ -36,7 +36,7 @@ _OF_PASSES = "all backward band each every first forward high last low multi nex
 _TOKENS = {*_OF_TOKENS.split()}
 _PASSES = {*_OF_PASSES.split()}
 _AFTER = {"b", "base", "bytes", "hex", "new", "old", "pem", "prod", "read", "string", "value", "write"}  # say nothing
-_OF_PLACES = "count dir endpoint env file filename files folder length name path paths size type uri url"
+_OF_PLACES = "count dir endpoint env file filename files folder length method mode name path paths size type uri url"
 _PLACES = {*_OF_PLACES.split()}
 
 
@@ -97,7 +97,10 @@ _QUOTED = re.compile(r"""[bBuUrRfF]{0,2}(\\*+)(\"""|'''|["'])(.*?)(?<!\\)\1\2"""
 _IS_QUOTED = re.compile(r"""[bBuUrRfF]{0,2}\\*+["']""")
 _BARE = re.compile(r"[^\s&;,]++")
 _LINE = re.compile(r"[^\r\n]*+")
-_PLACEHOLDER = re.compile(r"[{\[]\w*+[}\]]")
+_PLACEHOLDER = re.compile(r"[{\[]\w*+[}\]]|<[\w -]*+>")
+# A flag and its value as two words of a shell, or of a printed list; prose has plain words behind a flag.
+_PASSED = re.compile(r"""(?<![\w-])(--?[A-Za-z][\w.-]*+)(?:["'],)?[ \t]++(["']?)(?=[^\s"']{6})([^\s"']++)""")
+_IS_MADE = re.compile(r"(?=\D*\d)(?=[^A-Za-z]*[A-Za-z])")
 _BRACKETS = re.compile(r"[{}\[\]]")
 _SCHEME = re.compile(r"(?i:bearer|basic|token|negotiate|apikey)[ \t]++[^\s\"']++")
 _FLAG = re.compile(r"([\w.+-]++)=(.+)", re.DOTALL)
@@ -228,10 +231,16 @@ def _starred(text: str) -> str:
         if start < end:
             parts += [text[done:start], STARS]
             done = end
-    text = "".join([*parts, text[done:]])
+    text = _PASSED.sub(_passed, "".join([*parts, text[done:]]))
     for form in _FORMS:
         text = form.sub(rf"\1{STARS}", text)
     return text
+
+
+def _passed(flag: re.Match[str]) -> str:
+    """Return a flag with stars in place of its value if that is a credential."""
+    is_credential = is_secret_name(flag[1]) and _IS_MADE.match(flag[3]) and not _is_plain(flag[3])
+    return f"{flag[0][: flag.start(3) - flag.start()]}{STARS}" if is_credential else flag[0]
 
 
 def _value(text: str, field: re.Match[str]) -> tuple[int, int]:
@@ -248,8 +257,10 @@ def _value(text: str, field: re.Match[str]) -> tuple[int, int]:
         return at, _end(_LINE, text, at)
     if space and sign == "=" and not is_told:  # a line of code
         return at, at
+    if _PLACEHOLDER.match(text, at):
+        return at, at
     if text[at : at + 1] in ("{", "["):
-        return (at, at) if _PLACEHOLDER.match(text, at) else (at, _bracket_end(text, at))
+        return at, _bracket_end(text, at)
     if sign == ":" and _words(name)[-1] in ("authorization", "cookie", "cookies", "passphrase"):
         return at, _header_end(text, field)
     end = _end(_BARE, text, at)

@@ -34,7 +34,17 @@ ORDINARY_NAMES = (
     *("sort_key", "design", "passed", "author", "tokenizer_path", "tokenizer", "max_tokens", "pad_token", "key_dim"),
     *("pad_token_id", "eos_token", "num_keys", "text_key", "monkey", "keyword", "compass", "bypass", "forward_pass"),
     *("signal", "assign", "significance", "authentic", "secretary", "past_key_values", "key_padding_mask", "keys"),
-    *("token_type_ids", "tokens", "passes", "token_path", "api_key_file", "cookiecutter", "per_token", "public_key"),
+    *(
+        "token_type_ids",
+        "tokens",
+        "passes",
+        "token_path",
+        "api_key_file",
+        "auth_method",
+        "cookiecutter",
+        "per_token",
+        "public_key",
+    ),
 )
 SECRET_WORDS = (
     *("--pwd=§", "--cookie=§", "--apikey §", "--authtoken §", "--accesskey §", "--api_key_2 §", "--private-key-pem §"),
@@ -64,6 +74,8 @@ SECRET_TEXTS = (
     "client_secret=§)",
     "https://me:§@host/x",
     "https://host/x?key=§&y=1",
+    "Command 'curl --api-key §1 -x' returned non-zero exit status 22",
+    "Command '['curl', '--token', '§1']' returned non-zero exit status 22",
     "hf_§",
     "sk-proj-§",
     "AIzaSy§",
@@ -116,6 +128,9 @@ ORDINARY_TEXTS = (
     "std::secret::of",
     "------- a table -------",
     "the key: a name",
+    "the flags --token and --password are required, --api-key TOKEN is not",
+    "['--token', '--lr', '3e-4'] --max-tokens 4096k --token-path /data/v2",
+    "export WANDB_API_KEY=<your key> token=<token>",
 )
 BAD = (
     *(

@@ -16,7 +16,7 @@ from accel.errors import ConfigError, MissingExtraError
 
 BACKEND = "xla"
 STATE_BYTES = 8
-_INSTALL = "Run `pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*'`, then `pip install --no-deps accel`"
+_INSTALL = "Run `pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*'`, then `pip install --no-deps accel-torch`"
 
 
 def require_xla() -> None:

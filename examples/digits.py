@@ -167,7 +167,7 @@ def require(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise accel.MissingExtraError(
-            f"this example needs {package}", got=str(error), fix="Run: pip install 'accel[examples]'"
+            f"this example needs {package}", got=str(error), fix="Run: pip install 'accel-torch[examples]'"
         ) from error
 
 

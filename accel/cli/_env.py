@@ -15,11 +15,12 @@ from typing import Any
 
 import msgspec
 
+from accel import __version__
 from accel.cli._parser import CONFIG_FLAG, Parser, find_file
 from accel.config import FIELDS, resolve, to_text
 from accel.errors import AccelError
 from accel.launching import read_machine
-from accel.run_folder import hide_in_text, hide_variable
+from accel.run_folder import found_stranger, hide_in_text, hide_variable
 from accel.terminal import show_size
 
 _USAGE = "accel env [--config FILE] [--json]"
@@ -27,10 +28,10 @@ _ABOUT = (
     "Print the facts for a bug report: versions, devices, backends, the configuration and the launchers' variables."
 )
 _PACKAGES = (
-    *("accel", "torch", "safetensors", "msgspec", "numpy", "transformers", "datasets", "accelerate", "torchao"),
+    *("torch", "safetensors", "msgspec", "numpy", "transformers", "datasets", "accelerate", "torchao"),
     *("torchdata", "transformer-engine", "schedulefree", "deepspeed", "hypothesis", "cloudpickle"),
 )
-_REQUIRED = 4
+_REQUIRED = 3
 _SHOWN = re.compile(
     r"(ACCEL|TORCH|PYTORCH|TORCHELASTIC|TORCHINDUCTOR|PET|NCCL|GLOO|CUDA|OMPI_COMM_WORLD|PMI|PMIX|MV2_COMM_WORLD|OMP"
     r"|MKL|KMP|HIP|HSA|ROCR|XLA|PJRT|TPU|SM|SLURM)_\w+|((LOCAL_)?(RANK|WORLD_SIZE))|(NODE|GROUP)_RANK"
@@ -82,12 +83,15 @@ def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _versions() -> dict[str, str]:
     found = {"python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})"}
+    found["accel-torch"] = __version__
     for at, package in enumerate(_PACKAGES):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             if at < _REQUIRED:
                 found[package] = "not installed"
+    if warning := found_stranger():
+        found["problem"] = warning
     return found
 
 

@@ -40,7 +40,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
             "a run in a terminal needs a package that does not import",
             expected="textual and textual-plotext",
             got=f"{type(error).__name__}: {error}",
-            fix="Run `pip install 'accel[watch]'`, or pass --plain for lines.",
+            fix="Run `pip install 'accel-torch[watch]'`, or pass --plain for lines.",
         ) from error
     open_app(followed, every_s=known.every_s, now_s=time.time)
     return 0

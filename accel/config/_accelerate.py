@@ -30,7 +30,7 @@ def decode_yaml(text: str, path: str) -> dict[str, Any]:
             expected="PyYAML",
             got=f"{type(error).__name__}: {error}",
             where=path,
-            fix="Run `pip install 'accel[yaml]'`, or convert the file to JSON.",
+            fix="Run `pip install 'accel-torch[yaml]'`, or convert the file to JSON.",
         ) from error
     try:
         _check_events(yaml, text, path)

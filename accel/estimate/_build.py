@@ -103,7 +103,7 @@ def read_config(path: Path) -> DescribedModel:
         raise MissingExtraError(
             "a model of transformers needs transformers, which is not installed",
             where=str(path),
-            fix="Run `pip install accel[transformers]`, or name the safetensors file instead.",
+            fix="Run `pip install accel-torch[transformers]`, or name the safetensors file instead.",
         )
     transformers: Any = import_module("transformers")
     dtype = _dtype_in(fields)
@@ -280,6 +280,6 @@ def timm_maker(name: str) -> Callable[[], nn.Module]:
             "a model of timm needs timm, which does not import",
             got=str(error),
             where=f"timm/{name}",
-            fix="Run `pip install 'accel[timm]'`.",
+            fix="Run `pip install 'accel-torch[timm]'`.",
         ) from error
     return lambda: timm.create_model(name, pretrained=False)

@@ -164,7 +164,7 @@ def _class_of(kind: str) -> Any:
             expected="torchao",
             got=str(error),
             where="load_state",
-            fix="Run `pip install 'accel[torchao]'`.",
+            fix="Run `pip install 'accel-torch[torchao]'`.",
         ) from error
 
 

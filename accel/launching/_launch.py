@@ -28,7 +28,7 @@ from accel.launching.local._plan import HostPosition, LaunchPlan, check_mesh, pl
 from accel.launching.local._signals import Orphans, listening
 from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts
 from accel.launching.reports._journal import first_record, open_journal
-from accel.launching.reports._report import tell
+from accel.launching.reports._report import tell, warn_of_stranger
 
 WORKER_PATH = str(Path(__file__).with_name("local") / "_worker.py")
 
@@ -73,6 +73,7 @@ def run_launch(
         config = on_pod(resolved, environ)
         sources = resolved.sources
     check_target(target, environ)
+    warn_of_stranger()
     if config.hosts[1] > 1:
         return _launch_on_hosts(target, config, environ, sources, summary=summary, is_command=is_command)
     check_tasks(sources, environ)

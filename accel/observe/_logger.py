@@ -177,7 +177,7 @@ def rich_handler(ctx: DistContext, **options: Any) -> logging.Handler:
             "the package of the coloured log is missing",
             got=str(error),
             where=f"rank {ctx.rank}, rich_handler",
-            fix="Run: pip install 'accel[rich]'",
+            fix="Run: pip install 'accel-torch[rich]'",
         ) from error
     handler: logging.Handler = module.RichHandler(**{"console": console.Console(stderr=True), **options})
     handler.setFormatter(logging.Formatter("%(message)s"))

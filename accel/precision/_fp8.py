@@ -110,7 +110,7 @@ def _package(recipe: Fp8) -> Any:
             expected=_MODULES[recipe.backend],
             got=f"{type(error).__name__}: {error}",
             where="Precision.fp8",
-            fix=f"Run `pip install 'accel[{extra}]'`, or pass precision='bf16'.",
+            fix=f"Run `pip install 'accel-torch[{extra}]'`, or pass precision='bf16'.",
         ) from error
 
 
@@ -235,5 +235,5 @@ def _torchao(name: str) -> Any:
             expected=name,
             got=f"{type(error).__name__}: {error}",
             where="Precision.qat",
-            fix="Run `pip install 'accel[torchao]'`.",
+            fix="Run `pip install 'accel-torch[torchao]'`.",
         ) from error

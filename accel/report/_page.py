@@ -235,7 +235,7 @@ def _bokeh(name: str) -> Any:
             "a report with curves needs a package that does not import",
             expected="bokeh",
             got=f"{type(error).__name__}: {error}",
-            fix="Run `pip install 'accel[report]'`.",
+            fix="Run `pip install 'accel-torch[report]'`.",
         ) from error
 
 

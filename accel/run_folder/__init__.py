@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         SourceState as SourceState,
         ask_git as ask_git,
         fold_log as fold_log,
+        found_stranger as found_stranger,
         installed_versions as installed_versions,
         launch_file as launch_file,
         read_launches as read_launches,
@@ -87,6 +88,7 @@ __getattr__ = exports(
             "read_run",
             "SourceState",
             "ask_git",
+            "found_stranger",
             "installed_versions",
         ),
         "_secrets": (

@@ -14,9 +14,12 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+import accel
 from accel.run_folder._files import LAUNCHES, RUN, read_json
 
-_PACKAGES = ("accel", "torch", "numpy", "safetensors", "transformers", "datasets", "torchao", "torchdata")
+_DISTRIBUTION = "accel-torch"  # of this package; `accel` on the index is a stranger's
+_PACKAGES = ("torch", "numpy", "safetensors", "transformers", "datasets", "torchao", "torchdata")
+_STRANGER = re.compile(r"accel-[^-]+\.(dist|egg)-info", re.IGNORECASE)
 _PATIENCE_S = 5.0  # a status of a large tree on a slow disk
 _GIT = ("git", "--no-optional-locks")
 
@@ -96,13 +99,26 @@ def installed_versions() -> dict[str, str]:
     """Return versions of Python and of the packages that decide what a run computes, without importing them."""
     from importlib.metadata import PackageNotFoundError, version  # 15 ms, which a launch spends in a thread
 
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), _DISTRIBUTION: accel.__version__}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
     return found
+
+
+def found_stranger(folder: Path | None = None) -> str | None:
+    """Return a warning if the distribution `accel` is installed in the same folder: both write `accel/` there."""
+    folder = folder or Path(accel.__path__[0]).parent
+    # Names of files, as importlib.metadata takes 15 ms, and would find a stranger in folders where it harms nobody.
+    found = [path.name for path in folder.iterdir() if _STRANGER.match(path.name)]
+    if not found:
+        return None
+    return (
+        f"{folder} has {found[0]}, of another distribution: `accel` and `{_DISTRIBUTION}` share the folder accel/. "
+        f"Run `pip uninstall accel`, then `pip install --force-reinstall --no-deps {_DISTRIBUTION}`"
+    )
 
 
 EventKind = Literal["start", "restart", "hosts", "stop", "notice", "hang", "end"]

@@ -255,7 +255,8 @@ def _missing(place: RemotePath, extra: str, error: ImportError) -> MissingExtraE
         expected="fsspec, and its package for this kind of store",
         got=str(error),
         where=str(place),
-        fix=f"Run `pip install 'accel[{extra}]'`" + ("." if extra == "s3" else ", and install what fsspec asks for."),
+        fix=f"Run `pip install 'accel-torch[{extra}]'`"
+        + ("." if extra == "s3" else ", and install what fsspec asks for."),
     )
 
 

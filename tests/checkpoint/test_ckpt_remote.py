@@ -502,7 +502,7 @@ def test_what_cannot_be_reached_is_told(url: str, error: type[Exception], words:
 @pytest.mark.parametrize(("url", "extra"), [("memory://x/y", "remote"), ("s3://x/y", "s3")])
 def test_a_missing_package_is_told_with_its_extra(url: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(MissingExtraError, match=rf"pip install 'accel\[{extra}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"pip install 'accel-torch\[{extra}\]'"):
         accel.save_state(CPU, url, {"x": 0}, step=0)
 
 

@@ -15,8 +15,8 @@ from accel.errors import CheckpointError
 from accel.storage import RemotePath, as_place
 from accel.testing import simulate
 
-pytest.importorskip("s3fs", reason="needs accel[s3]")
-server = pytest.importorskip("moto.server", reason="needs moto, an S3 server; it is in accel[tests]")
+pytest.importorskip("s3fs", reason="needs accel-torch[s3]")
+server = pytest.importorskip("moto.server", reason="needs moto, an S3 server; it is in accel-torch[tests]")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the server's and the client's own

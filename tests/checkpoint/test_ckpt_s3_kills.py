@@ -22,8 +22,8 @@ from torch import nn
 import accel
 from accel.storage import RemotePath, as_place
 
-pytest.importorskip("s3fs", reason="needs accel[s3]")
-server = pytest.importorskip("moto.server", reason="needs moto, an S3 server; it is in accel[tests]")
+pytest.importorskip("s3fs", reason="needs accel-torch[s3]")
+server = pytest.importorskip("moto.server", reason="needs moto, an S3 server; it is in accel-torch[tests]")
 serving = pytest.importorskip("werkzeug.serving")
 
 pytestmark = [

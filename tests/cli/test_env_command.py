@@ -67,7 +67,7 @@ def test_the_report_is_whole_and_readable_by_programs(
     assert main(["env", "--json"]) == 0
     told = msgspec.json.decode(capsys.readouterr().out, type=dict[str, dict[str, object]])
     assert list(told) == ["versions", "machine", "torch", "configuration", "environment"]
-    assert {"python", "accel", "torch", "safetensors", "msgspec"} <= told["versions"].keys()
+    assert {"python", "accel-torch", "torch", "safetensors", "msgspec"} <= told["versions"].keys()
     assert "gloo" in str(told["torch"]["backends"])
 
 

@@ -131,7 +131,7 @@ def test_a_config_without_transformers_names_the_extra(
     (folder / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setattr("accel.estimate._build.find_spec", lambda _: None)
     assert main(["estimate", "config.json"]) == 2
-    assert "pip install accel[transformers]" in capsys.readouterr().err
+    assert "pip install accel-torch[transformers]" in capsys.readouterr().err
 
 
 CONFIGS = {

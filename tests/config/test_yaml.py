@@ -190,9 +190,9 @@ def test_without_pyyaml_the_error_names_the_extra_and_nothing_is_written(
     monkeypatch.setitem(sys.modules, "yaml", None)
     Path("old.yaml").write_text("num_processes: 2\n")
     Path("old.json").write_text('{"num_processes": 2}')
-    with pytest.raises(MissingExtraError, match=r"old\.yaml.*accel\[yaml\]"):
+    with pytest.raises(MissingExtraError, match=r"old\.yaml.*accel-torch\[yaml\]"):
         import_accelerate("old.yaml")
     assert main(["config", "import", "old.yaml"]) == 2
-    assert "pip install 'accel[yaml]'" in capsys.readouterr().err
+    assert "pip install 'accel-torch[yaml]'" in capsys.readouterr().err
     assert {path.name for path in Path().iterdir()} == {"old.yaml", "old.json"}
     assert main(["config", "import", "old.json"]) == 0

@@ -16,7 +16,7 @@ from processes import patience, same_path
 from accel.checkpoint import Item, open_checkpoint
 from accel.storage import as_place
 
-pytest.importorskip("megatron.core", reason="needs accel[engine-tests]")
+pytest.importorskip("megatron.core", reason="needs accel-torch[engine-tests]")
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.filterwarnings("ignore::")]
 
 WORKER = Path(__file__).parent / "megatron_worker.py"

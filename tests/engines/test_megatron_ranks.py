@@ -94,7 +94,7 @@ def test_a_missing_megatron_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     with pytest.raises(accel.MissingExtraError) as caught:
         from_megatron()
-    assert "accel[megatron]" in caught.value.fix
+    assert "accel-torch[megatron]" in caught.value.fix
 
 
 class _State:

@@ -91,7 +91,7 @@ def test_records_refuse_what_means_nothing(make: Any, problem: str) -> None:
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for config, name in ((accel.Bitsandbytes(), "bitsandbytes"), (accel.Torchao(), "torchao.quantization")):
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
-        with pytest.raises(accel.MissingExtraError, match=rf"pip install 'accel\[{name.partition('.')[0]}\]'"):
+        with pytest.raises(accel.MissingExtraError, match=rf"pip install 'accel-torch\[{name.partition('.')[0]}\]'"):
             accel.describe_quantized(empty(), config)
 
 

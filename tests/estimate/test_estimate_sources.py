@@ -101,7 +101,7 @@ def test_a_model_of_timm_is_built_by_name(monkeypatch: pytest.MonkeyPatch, capsy
     with pytest.raises(AccelError, match="Unknown model"):
         run(["timm/resnet9"], {})
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(MissingExtraError, match=r"accel\[timm\]"):
+    with pytest.raises(MissingExtraError, match=r"accel-torch\[timm\]"):
         run(["timm/resnet8.tiny"], {})
 
 

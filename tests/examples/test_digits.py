@@ -155,7 +155,7 @@ def test_a_missing_package_is_named_before_training(
     digits: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(accel.MissingExtraError, match=r"scikit-learn.*pip install 'accel\[examples\]'"):
+    with pytest.raises(accel.MissingExtraError, match=r"scikit-learn.*pip install 'accel-torch\[examples\]'"):
         digits.main(accel.single(), digits.Settings(out=str(tmp_path)))
     assert not list(tmp_path.iterdir())
 

@@ -23,7 +23,7 @@ from accel.testing import Simulator
 EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model.py"
 Losses = Callable[[str, Axes, str], list[float]]
 
-pytest.importorskip("transformers", reason="needs accel[transformers]")
+pytest.importorskip("transformers", reason="needs accel-torch[transformers]")
 
 
 @pytest.fixture(scope="module")

@@ -250,7 +250,7 @@ def test_a_package_that_is_missing_is_an_error_with_its_extra(
 ) -> None:
     for found in (None, importlib.machinery.ModuleSpec(name, None)):  # nothing, or a folder of that name
         monkeypatch.setattr(importlib.util, "find_spec", lambda module, found=found: found)
-        with pytest.raises(accel.MissingExtraError, match=rf"pip install 'accel\[{name}\]'"):
+        with pytest.raises(accel.MissingExtraError, match=rf"pip install 'accel-torch\[{name}\]'"):
             _ = accel.init_trackers(accel.single(), "demo", to=[getattr(accel.trackers, name)()], dir=tmp_path)
 
 

@@ -58,7 +58,7 @@ def test_a_missing_package_is_refused_with_the_line_that_installs_it(monkeypatch
     for name in [name for name in sys.modules if name.startswith(f"{backend}.")]:
         monkeypatch.delitem(sys.modules, name)
     ctx = accel.single(precision=Precision(compute="bf16", fp8=Fp8(backend=backend)))
-    with pytest.raises(MissingExtraError, match=rf"pip install 'accel\[{extra}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"pip install 'accel-torch\[{extra}\]'"):
         accel.apply_precision(ctx, _stack([16] * 4))
     with pytest.raises(MissingExtraError), accel.autocast(ctx):
         pass

@@ -230,7 +230,7 @@ def test_a_run_without_metrics_needs_no_library(tmp_path: Path, monkeypatch: pyt
     assert found.text.lstrip().startswith("run\n")
     assert found.scripts == []
     write_metrics(tmp_path, 30)
-    with pytest.raises(MissingExtraError, match=r"pip install 'accel\[report\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'accel-torch\[report\]'"):
         _ = report_page([read_data("run", tmp_path)])
 
 

@@ -87,7 +87,7 @@ def test_a_terminal_without_the_extra_is_told_what_to_do(
         monkeypatch.setattr(stream, "isatty", lambda: True)
     monkeypatch.setitem(sys.modules, "accel.report.watch._app", None)
     assert main(["watch", str(tmp_path)]) == 2
-    assert "pip install 'accel[watch]'" in capsys.readouterr().err
+    assert "pip install 'accel-torch[watch]'" in capsys.readouterr().err
 
 
 def test_the_terminal_program_follows_holds_and_turns_pages(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_git_tells_commit_and_changes(tmp_path: Path) -> None:
 
 
 def test_versions_name_python_and_torch() -> None:
-    assert {"python", "accel", "torch"} <= installed_versions().keys()
+    assert {"python", "accel-torch", "torch"} <= installed_versions().keys()
 
 
 def test_credentials_reach_no_record() -> None:

@@ -169,7 +169,7 @@ def test_without_hypothesis_the_error_names_the_extra():
         "try:\n"
         "    from accel.testing import strategies\n"
         "except accel.MissingExtraError as error:\n"
-        "    assert 'pip install \"accel[testing]\"' in str(error), error\n"
+        "    assert 'pip install \"accel-torch[testing]\"' in str(error), error\n"
         "else:\n"
         "    raise AssertionError('no error')\n"
     )

@@ -62,7 +62,7 @@ def package() -> Any:
             expected="deepspeed",
             got=f"{type(error).__name__}: {error}",
             where="strategy=",
-            fix="Run `pip install 'accel[deepspeed]'`.",
+            fix="Run `pip install 'accel-torch[deepspeed]'`.",
         ) from error
 
 

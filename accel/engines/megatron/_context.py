@@ -92,7 +92,7 @@ def megatron_core(module: str) -> Any:
             expected="megatron.core",
             got=f"{type(error).__name__}: {error}",
             where="accel.engines.megatron",
-            fix="Run `pip install 'accel[megatron]'`.",
+            fix="Run `pip install 'accel-torch[megatron]'`.",
         ) from error
 
 

@@ -136,5 +136,5 @@ def package(name: str) -> Any:
             expected=name,
             got=f"{type(error).__name__}: {error}",
             where="load_quantized",
-            fix=f"Run `pip install 'accel[{extra}]'`.",
+            fix=f"Run `pip install 'accel-torch[{extra}]'`.",
         ) from error

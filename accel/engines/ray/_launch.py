@@ -296,7 +296,7 @@ def _require() -> Any:
             "Ray is not installed",
             got=str(error),
             where="accel.engines.ray",
-            fix="Run `pip install 'accel[ray]'`.",
+            fix="Run `pip install 'accel-torch[ray]'`.",
         ) from error
     return ray
 

@@ -250,7 +250,7 @@ def _require(module: str) -> Any:
             "torchft is not installed",
             got=str(error),
             where="accel.engines.torchft",
-            fix="Run `pip install 'accel[torchft]'`.",
+            fix="Run `pip install 'accel-torch[torchft]'`.",
         ) from error
 
 

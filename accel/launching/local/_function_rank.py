@@ -125,7 +125,7 @@ class _ByReference(pickle.Pickler):
             raise MissingExtraError(
                 "what is defined in a notebook, a script or another function cannot be sent to other processes by name",
                 got=f"{obj.__module__}.{obj.__qualname__}",
-                fix="Run `pip install accel[notebook]`, or move it into a module and import it.",
+                fix="Run `pip install accel-torch[notebook]`, or move it into a module and import it.",
             )
         return NotImplemented
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from accel.errors import escaped
 from accel.launching.reports._failure import WORKER, Failure, FailureRecord, is_users, without_own
-from accel.run_folder import bounded
+from accel.run_folder import bounded, found_stranger
 from accel.terminal import show_clock
 
 _MOST_OTHERS = 8
@@ -28,6 +28,12 @@ def tell(text: str) -> None:
     """Write to stderr, at once; what terminals would act on is escaped, as an exception may hold anything."""
     _ = sys.stderr.write(escaped(text.expandtabs(4)))
     sys.stderr.flush()
+
+
+def warn_of_stranger() -> None:
+    """Warn on stderr if the package was installed into the folder of another distribution."""
+    if warning := found_stranger():
+        tell(f"accel: {warning}\n")
 
 
 def failure_report(

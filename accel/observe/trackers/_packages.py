@@ -27,7 +27,7 @@ def needs(tracker: str, *modules: str, extra: str = "") -> Callable[[Run], None]
                     f"the tracker {tracker} needs a package that is not installed",
                     expected=module,
                     where="tracking, to=",
-                    fix=f"Run `pip install 'accel[{extra or tracker}]'`, or leave the tracker out.",
+                    fix=f"Run `pip install 'accel-torch[{extra or tracker}]'`, or leave the tracker out.",
                 )
 
     return check

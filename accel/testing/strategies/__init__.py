@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hypothesis strategies for distributed programs: worlds, schedules, faults, tensors, and trees of them.
 
-They need the extra `accel[testing]`, and are loaded by `from accel.testing import strategies` only. Draw before the
-simulation starts: `data.draw` does not work on the threads of ranks.
+They need the extra `accel-torch[testing]`, and are loaded by `from accel.testing import strategies` only. Draw before
+the simulation starts: `data.draw` does not work on the threads of ranks.
 """
 
 from accel.errors import MissingExtraError
@@ -12,7 +12,7 @@ try:
 except ImportError as error:
     raise MissingExtraError(
         "accel.testing.strategies needs Hypothesis, which is not installed",
-        fix='Run: pip install "accel[testing]".',
+        fix='Run: pip install "accel-torch[testing]".',
     ) from error
 
 from accel.testing.strategies._worlds import (

@@ -83,7 +83,7 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
             "context parallelism needs transformers' AttentionInterface, which this version does not have",
             expected="transformers 5 or newer",
             where="prepare_model",
-            fix="Run `pip install accel[transformers]`.",
+            fix="Run `pip install accel-torch[transformers]`.",
         )
     interface.register(NAME, _attention)
     model.set_attn_implementation(NAME)

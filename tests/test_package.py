@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The distribution is accel-torch: the name `accel` on the package index belongs to somebody else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from processes import patience
+
+from accel.run_folder import found_stranger
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TEXTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(path for folder in ("accel", "examples") for path in (ROOT / folder).rglob("*.py")),
+]
+# `accel[rich]`, "accel[rich]", pip install accel: but not `accel launch`, accel-torch, or a path
+STRANGER = re.compile(r"(?<![\w./-])accel\[[a-z{]|pip install(?: -[-\w]+)* ['\"]?accel(?![-\w/.])")
+
+
+def test_no_text_installs_the_distribution_of_somebody_else() -> None:
+    assert STRANGER.search("pip install accel[rich]")
+    assert STRANGER.search("pip install --no-deps accel`")
+    assert not STRANGER.search("pip install -e '.[tests]', accel launch, pip install 'accel-torch[rich]'")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in TEXTS
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if STRANGER.search(line) and "`pip uninstall accel`" not in line
+    ]
+    assert not found, "the distribution is accel-torch:\n" + "\n".join(found)
+    assert PROJECT["name"] == "accel-torch"
+
+
+def test_a_stranger_is_found_in_the_same_folder_alone(tmp_path: Path) -> None:
+    for name in ("accel_torch-0.2.0.dist-info", "accelerate-1.15.0.dist-info", "accel.egg-info", "accel"):
+        (tmp_path / name).mkdir()
+    assert found_stranger(tmp_path) is None
+    (tmp_path / "Accel-0.3.1.dist-info").mkdir()
+    warning = found_stranger(tmp_path) or ""
+    assert "Accel-0.3.1.dist-info" in warning
+    assert "`pip uninstall accel`, then `pip install --force-reinstall --no-deps accel-torch`" in warning
+
+
+@pytest.mark.multiprocess
+def test_commands_say_that_a_stranger_has_written_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "accel").symlink_to(ROOT / "accel")
+    (tmp_path / "accel-0.3.1.dist-info").mkdir()
+    (tmp_path / "script.py").write_text("")
+    for words in (["env"], ["launch", "--nproc-per-node", "1", "script.py"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "accel.cli", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=patience(120),
+        )
+        assert done.returncode == 0, done.stderr
+        assert "pip uninstall accel" in done.stdout + done.stderr, words

@@ -14,14 +14,15 @@ from accel.testing import simulate
 SCRIPT = Path(__file__).parent / "benchmarks" / "structure.py"
 MOST_FILES = {
     "batches": 8,
-    "prepare": 20,
-    "a loop's pass": 27,
+    "prepare": 18,
+    "a loop's pass": 24,
     "save a layer": 18,
     "load a layer": 20,
-    "save a run": 29,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
-    "load a run": 30,
+    "save a run": 30,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
+    "load a run": 31,
 }
 MOST_OF_A_LAUNCH = 24
+MOST_OF_A_DISPATCH = 28
 
 
 def benchmark() -> ModuleType:
@@ -40,6 +41,14 @@ def test_a_verb_enters_few_files(tmp_path: Path) -> None:
     for verb, most in MOST_FILES.items():
         files = seen[verb].files()
         assert 0 < len(files) <= most, f"{verb} enters {len(files)} files, the most is {most}: {', '.join(files)}"
+
+
+def test_a_model_that_streams_enters_few_files(tmp_path: Path) -> None:
+    structure = benchmark()
+    _ = simulate(lambda ctx: structure.dispatched(ctx, str(tmp_path)), 1)  # looks names up
+    files = simulate(lambda ctx: structure.dispatched(ctx, str(tmp_path)), 1)[0].files()
+    assert "bigmodel/run/_stream.py" in files
+    assert len(files) <= MOST_OF_A_DISPATCH, f"a dispatch enters {len(files)} files: {', '.join(files)}"
 
 
 @pytest.mark.multiprocess

@@ -4,7 +4,7 @@
     python tests/benchmarks/structure.py [--files]
 
 A verb runs on two simulated ranks; rank 0's thread is counted. A launch starts two processes; their parent is counted.
-Files of `comm`, `errors`, `context` and `testing` are left out: a reader knows them from the first verb on.
+Files of `comm`, `errors`, `context`, `lazy` and `testing` are left out: a reader knows them from the first verb on.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel.bigmodel import DeviceMap, describe
 from accel.comm import start
 from accel.testing import simulate
 
 ROOT = Path(accel.__file__).parent
-KNOWN = ("comm", "errors", "context", "testing")
+KNOWN = ("comm", "errors", "context", "lazy", "testing")
 
 
 class Seen:
@@ -74,20 +76,23 @@ def verbs(ctx: accel.DistContext, folder: str) -> dict[str, Seen]:
     data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
     net = nn.Linear(4, 1)
     model, optimizer = net, torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
     found: dict[str, Seen] = {}
 
     def prepare() -> None:
-        nonlocal model, optimizer
-        model, optimizer = accel.prepare(ctx, net, optimizer)
+        nonlocal model, optimizer, scheduler
+        model, optimizer, scheduler = accel.prepare(ctx, net, optimizer, scheduler)
 
     def train() -> None:
         nonlocal state
         for batch in accel.batches(ctx, loader, state):
             state = state.next(batch)
             with accel.accumulate(ctx, state, model):
-                state = accel.backward(ctx, nn.functional.mse_loss(model(batch.data[0]), batch.data[1]), state)
+                with accel.autocast(ctx):
+                    loss = nn.functional.mse_loss(model(batch.data[0]), batch.data[1])
+                state = accel.backward(ctx, loss, state)
             if state.sync:
-                state = accel.optimizer_step(ctx, optimizer, state, max_norm=1.0)
+                state = accel.optimizer_step(ctx, optimizer, state, scheduler=scheduler, max_norm=1.0)
 
     loader = accel.prepare_loader(ctx, DataLoader(data, batch_size=4, shuffle=True))
     state = accel.train_state(ctx, seed=0)
@@ -97,12 +102,31 @@ def verbs(ctx: accel.DistContext, folder: str) -> dict[str, Seen]:
     save = accel.save_state  # found before it is traced: a name is looked up in `lazy`
     load = accel.load_state
     layer = {"model": nn.Linear(4, 1)}
-    run = {"model": model, "optimizer": optimizer, "state": state}
+    run = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "state": state}
     found["save a layer"] = traced(lambda: save(ctx, f"{folder}/layer", layer, step=1))
     found["load a layer"] = traced(lambda: load(ctx, f"{folder}/layer", layer))
     found["save a run"] = traced(lambda: save(ctx, f"{folder}/run", run, step=1))
     found["load a run"] = traced(lambda: load(ctx, f"{folder}/run", run))
     return found
+
+
+def dispatched(ctx: accel.DistContext, folder: str) -> Seen:
+    """Return what a load of blocks that stream from the host and from files enters on this rank, with a forward."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4)))
+
+    def load_and_run() -> None:
+        with load(ctx, model, folder, device_map):
+            model(torch.ones(2, 4))
+
+    save_file(make().state_dict(), f"{folder}/model.safetensors")
+    model = accel.init_empty_weights(make)
+    segments = describe(model).segments
+    homes = {each.name: ("cpu", "disk")[at % 2] for at, each in enumerate(segments)}
+    device_map = DeviceMap(skeleton=describe(model), home=homes, runs=dict.fromkeys(homes, "cpu:0"), slots=2)
+    load = accel.load_checkpoint_and_dispatch
+    return traced(load_and_run)
 
 
 def launched() -> Seen:
@@ -134,6 +158,7 @@ def main() -> None:
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = simulate(lambda ctx: verbs(ctx, folder), 2)[0]
+        found["dispatch"] = simulate(lambda ctx: dispatched(ctx, folder), 1)[0]
     found["launch"] = launched()
     print(f"{'verb':<16}{'files':>8}{'functions':>11}{'changes':>9}{'collectives':>13}")
     for verb, seen in found.items():

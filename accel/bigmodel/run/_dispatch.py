@@ -172,7 +172,8 @@ def dispatch_model(
             )
         devices = {name: device_of(name, where="dispatch_model") for name in device_map.devices}
         tasks = list_tasks(device_map, devices, find_places(model, device_map.skeleton))
-        source = with_parts(tasks, source)
+        if any(is_dtensor(task.places[0].tensor) for task in tasks):
+            source = with_parts(tasks, source)
         if scratch is not None:
             source = with_scratch(tasks, source, scratch, opened)
         return _dispatch(model, device_map, tasks, devices, source, opened, prefetch)

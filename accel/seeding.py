@@ -19,7 +19,7 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rng_scope, seed_rng
 from accel.tensors import integers
-from accel.topology import AXIS_NAMES, DATA_DIMS, STRATEGY_DIMENSION
+from accel.topology import AXIS_NAMES, DATA_DIMS, data_dimension
 
 
 @context_first
@@ -67,7 +67,7 @@ def _key_along(ctx: DistContext, key: Key, along: Sequence[str], data_rank: int 
             got=f"along={tuple(along)!r} and data_rank={data_rank}",
             where="rank_key",
         )
-    kind = STRATEGY_DIMENSION.get(ctx.strategy, "data")
+    kind = data_dimension(ctx.strategy)
     names = {own for name in along for own in ctx.position.find(name, kind)}
     ranks = {name: axis.rank for name, axis in ctx.position.axes if axis.size > 1}
     data = ranks.keys() & {*DATA_DIMS} - {*AXIS_NAMES["expert"]}

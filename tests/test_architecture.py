@@ -117,6 +117,9 @@ def _rules(node: ast.AST, relative: Path, room: str, *, at_top: bool) -> Iterato
         and EXCEPTIONS.isdisjoint({(room, node.id), (relative.as_posix(), node.id)})
     ):
         yield f"{relative}:{node.lineno}: {node.id}"
+    if isinstance(node, ast.Compare) and getattr(node.left, "attr", getattr(node.left, "id", "")) == "strategy":
+        named = any(isinstance(each, ast.Constant) for side in node.comparators for each in ast.walk(side))
+        yield from [f"{relative}:{node.lineno}: asks for a strategy's name; use `topology.data_dimension`"] * named
     for target in _imported(node, relative):
         if (
             target in ("torch", "safetensors")
@@ -188,6 +191,8 @@ def test_sources_keep_the_rules() -> None:
         ("data", "def f():\n" + "    x = 1\n" * 61, "f has 62 lines"),
         ("data", "import pickle\npickle.loads(b'')\n", "pickle"),
         ("surprise", "x = 1\n", "has no layer"),
+        ("metrics", "def f(ctx): return ctx.strategy == 'ddp'\n", "asks for a strategy's name"),
+        ("parallel", "def f(strategy): return strategy in ('ddp', 'fsdp')\n", "asks for a strategy's name"),
     ],
 )
 def test_the_rules_catch_what_breaks_them(tmp_path: Path, room: str, source: str, expected: str) -> None:

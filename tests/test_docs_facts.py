@@ -60,7 +60,7 @@ def oldest(package: str) -> str:
 
 NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/design.md", r"all-gather of (\d+) KiB per rank", lambda: message_bytes(8) // 1024),
-    ("docs/design.md", r"less among\s+more than (\d+), ", lambda: largest(message_bytes(8))),
+    ("docs/design.md", r"less\s+among\s+more than (\d+), ", lambda: largest(message_bytes(8))),
     ("docs/design.md", r"(\d+) KiB at 64\)", lambda: message_bytes(64) // 1024),
     ("docs/design.md", r"Above (\d+) ranks the headers", lambda: MOST_GATHERED),
     ("docs/collectives.md", r"(\d+) KiB up to 8 ranks", lambda: message_bytes(8) // 1024),

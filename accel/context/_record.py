@@ -20,7 +20,7 @@ from accel.config import Settings
 from accel.env import LaunchEnv
 from accel.errors import ConfigError
 from accel.formats import Precision, StrategyName
-from accel.topology import AXES, STRATEGY_DIMENSION, Axes, Axis, MeshPosition, Plan, rank_rows, without_mesh
+from accel.topology import AXES, Axes, Axis, MeshPosition, Plan, data_dimension, rank_rows, without_mesh
 from accel.tree import Container
 
 
@@ -139,7 +139,7 @@ class DistContext:
             >>> accel.single().axis("tp")
             Axis(rank=0, size=1)
         """
-        return self.position.axis(name, STRATEGY_DIMENSION.get(self.strategy, "data"))
+        return self.position.axis(name, data_dimension(self.strategy))
 
 
 def build(env: LaunchEnv, settings: Settings, device: torch.device, comm: Comm) -> DistContext:
@@ -227,7 +227,7 @@ def group_of(ctx: DistContext, *axes: str) -> dist.ProcessGroup | None:
         True
     """
     ctx.comm.check_open()
-    data = STRATEGY_DIMENSION.get(ctx.strategy, "data")
+    data = data_dimension(ctx.strategy)
     own = list(dict.fromkeys(found for name in axes for found in ctx.position.find(name, data)))
     if ctx.mesh is None or ctx.mesh.mesh_dim_names is None:
         return ctx.comm.group if own and ctx.world_size > 1 else None

@@ -12,7 +12,7 @@ import msgspec
 from accel.errors import ConfigError, check_choice
 from accel.estimate._model import Model, Parameter, Transformer, is_expert, sizes_of, units_of
 from accel.formats import PrecisionName, StrategyName, precision
-from accel.topology import Axes, Plan
+from accel.topology import Axes, Plan, data_dimension
 
 Engine = Literal["fully_shard", "ddp", "none"]
 _FP32 = 4
@@ -124,7 +124,7 @@ def copies_of(axes: Axes, strategy: StrategyName) -> EqualRanks:
     DDP takes whole models. Where ranks along pp, tp or ep hold parts, `fully_shard` exchanges gradients of replicas.
     """
     names = [name for name in ("dp", "dp_replicate", "dp_shard", "cp") if getattr(axes, name) > 1]
-    whole = strategy == "ddp" and axes.dp_shard == 1
+    whole = data_dimension(strategy) == "replicate" and axes.dp_shard == 1
     repeated = [name for name in names if whole or name == "dp_replicate"]
     shared = [name for name in names if name not in repeated]
     parts = axes.pp * axes.tp * axes.ep > 1

@@ -18,6 +18,7 @@ from accel.metrics._flops import peak_flops
 from accel.metrics._kinds import Kind, Weight
 from accel.metrics._record import Metrics, emptied, own_row, read_values, running_metrics
 from accel.metrics._rows import MetricsRow, gather_rows
+from accel.topology import data_dimension
 
 _UNEVEN = 1.1  # times the median from which a rank counts as a straggler
 _SHARE = 0.05  # of the step, below which its delay does not matter
@@ -348,7 +349,7 @@ def _times_of(ctx: DistContext, rows: Sequence[MetricsRow], found: Mapping[str, 
 def _forward_is_own(ctx: DistContext) -> bool:
     """Return whether a forward pass waits for no other rank: on data-parallel replicas alone."""
     others = (size for name, size in ctx.axes.sizes.items() if name not in ("dp", "dp_replicate"))
-    return ctx.strategy == "ddp" and all(size == 1 for size in others)
+    return data_dimension(ctx.strategy) == "replicate" and all(size == 1 for size in others)
 
 
 def _utilisation(ctx: DistContext, rate: float, peak: float | None) -> dict[str, float]:

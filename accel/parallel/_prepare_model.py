@@ -40,7 +40,7 @@ from accel.parallel.axes.replicate._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel.axes.replicate._ddp import REPLICATE, Replica, replica_of
 from accel.parallel.axes.shard import SHARD
 from accel.parallel.axes.tensor import TENSOR
-from accel.topology import STRATEGY_DIMENSION, Dimension, Plan, dimension_of
+from accel.topology import Dimension, Plan, data_dimension, dimension_of
 
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
 # the parameters as the others have left them. `fully_shard` exchanges along replicas too, so a mesh of both is SHARD's.
@@ -55,7 +55,7 @@ def composition(ctx: DistContext) -> Sequence[Spread]:
     asked = {dimension_of(name) for name, axis in ctx.position.axes if axis.size > 1}
     # DDP takes whole models of plain parameters alone; `fully_shard` has replicas of parts of models too.
     apart = asked & {"pipeline", "tensor", "expert"}
-    wanted = {*asked - {"data", "replicate", "shard"}, "shard" if apart else STRATEGY_DIMENSION[ctx.strategy]}
+    wanted = {*asked - {"data", "replicate", "shard"}, "shard" if apart else data_dimension(ctx.strategy)}
     if asked == {"pipeline"}:  # every rank has a stage of its own, and no peer with the same one
         wanted = {"pipeline"}
     return [_SPREADS[dimension] for dimension in _ORDER if dimension in wanted and dimension in _SPREADS]
@@ -316,7 +316,7 @@ def _check_used(ctx: DistContext, keywords: ReplicateOptions, spreads: Iterable[
             got=", ".join(ignored),
             where=f"prepare_model, strategy {ctx.strategy}",
             fix="Leave them out: beside pp, tp or ep, fully_shard exchanges gradients under the strategy ddp too."
-            if exchanges and ctx.strategy == "ddp"
+            if exchanges and data_dimension(ctx.strategy) == "replicate"
             else "Leave them out, or use the strategy ddp.",
         )
 

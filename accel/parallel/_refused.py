@@ -12,7 +12,7 @@ from accel.context import DistContext
 from accel.errors import AccelError, DeviceError, PrepareError
 from accel.parallel._modules import named_modules, sparse_tables
 from accel.tensors import is_absent, packed_weights
-from accel.topology import dimension_of
+from accel.topology import data_dimension, dimension_of
 
 _SHOWN = 3
 _HOOK = "_hf_hook"  # attribute of a module with a hook of Accelerate's, or several in its `hooks`
@@ -69,7 +69,7 @@ def check_unallocated(ctx: DistContext) -> None:
     gradients."""
     data = ("data", "replicate", "shard")
     named = [f"{name}={axis.size}" for name, axis in ctx.position.axes if axis.size > 1 and dimension_of(name) in data]
-    if ctx.settings.strategy not in ("ddp", "fsdp") or named:
+    if data_dimension(ctx.settings.strategy) == "data" or named:
         raise PrepareError(
             "a model without memory cannot be replicated, sharded, or given to an engine",
             expected="one rank, or a mesh of pp and tp",

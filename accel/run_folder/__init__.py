@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a run's folder: their names, the line of metrics, the records of the run and of its launches.
+"""The files of a run's folder, the one given to `save_state`, beside its checkpoints. Free of torch.
 
-The folder is the one given to `save_state`. It holds, beside the checkpoints:
-
-* `metrics.jsonl`: a line for each logged step, see `MetricsLine`;
-* `run.json`: a `RunRecord`;
-* `launches/*.jsonl`: the log of each launch and host, lines that `read_launches` folds to a `LaunchRecord`;
-* `profile/`: traces of `accel.profile`, one file a rank.
-
-Writers and readers are other processes: records appear whole, and lines are read while they are written.
+Begin with `_files.py`: records appear whole, and lines are read while they are written, as readers are other processes.
+`metrics.jsonl` has a line a logged step (`MetricsLine`), `run.json` a `RunRecord` and `launches/*.jsonl` the log of
+each launch and host, which `read_launches` folds to a `LaunchRecord` (`_records.py`); `profile/` has a trace a rank.
+`_secrets.py` hides credentials before anything is written.
 """
 
 from __future__ import annotations

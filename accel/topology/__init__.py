@@ -24,6 +24,7 @@ from accel.topology._axes import (
     WireDtype as WireDtype,
     axes_position as axes_position,
     coordinates as coordinates,
+    data_dimension as data_dimension,
     dimension_of as dimension_of,
     fit_axes as fit_axes,
     mesh_position as mesh_position,

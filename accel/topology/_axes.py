@@ -322,6 +322,11 @@ class Axis(NamedTuple):
     size: int
 
 
+def data_dimension(strategy: str) -> Dimension:
+    """Return the dimension of an axis such as "dp" under a strategy: replicas or shards; "data" under an engine."""
+    return STRATEGY_DIMENSION.get(strategy, "data")
+
+
 def dimension_of(name: str) -> Dimension | None:
     """Return the dimension of an axis's name; None for a name that only its user knows."""
     return _DIMENSION_OF.get(name)

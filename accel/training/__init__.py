@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop's verbs: where data, precision, models and optimizers meet."""
+"""The training loop's verbs: where data, precision, models and optimizers meet.
+
+Begin with `_train_step.py`, a window's life on one page: `TrainState.next` (`_train_state.py`) takes a batch,
+`_forward_backward.py` computes its losses (`_loss_sums.py`) and their gradients (`_backward.py`), and where the window
+(`_window.py`) ends `_step.py` divides, clips and steps, unless `_refused.py` refuses. Before the loop come
+`_prepare.py` and `_resume.py`; apart from it are `_clip.py`, `_fused.py`, `_evaluating.py` and `_generate.py`.
+"""
 
 from accel.lazy import exports
 from accel.training._backward import accumulate as accumulate, backward as backward

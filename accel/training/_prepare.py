@@ -36,7 +36,7 @@ from accel.parallel import (
 )
 from accel.precision import apply_precision
 from accel.tensors import has_wide_gradient, is_dtensor, is_half, is_offloaded
-from accel.topology import STRATEGY_DIMENSION, Plan
+from accel.topology import Plan, data_dimension
 
 
 def current_parameter(parameter: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def tell_narrow(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
     A precision that says the format of parameters is meant so, and other strategies leave parameters as they are.
     """
     narrow = ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None
-    if not narrow or STRATEGY_DIMENSION.get(ctx.strategy) != "shard" or not ctx.is_main_process:
+    if not narrow or data_dimension(ctx.strategy) != "shard" or not ctx.is_main_process:
         return
     found = [each for each in parameters_of(optimizers) if each.requires_grad and is_half(each)]
     if found:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading checkpoints into models: headers first, then bytes straight to where they belong."""
+"""Reading checkpoints into models: headers first, then bytes straight to where they belong.
+
+Begin with `_load.py`. `_open.py` finds the files at a path and reads their headers, `_targets.py` compares them with
+the model's tensors, and `_read.py` moves the bytes. The model changes last, once nothing can fail any more.
+"""
 
 from accel.bigmodel._arguments import dtype_of as weight_dtype, name_of as weight_dtype_name
 from accel.bigmodel.load._load import load_checkpoint_in_model as load_checkpoint_in_model

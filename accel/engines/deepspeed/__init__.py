@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed as a strategy. Its configuration needs neither DeepSpeed nor torch; names resolve on first use."""
+"""DeepSpeed as a strategy. Its configuration needs neither DeepSpeed nor torch; names resolve on first use.
+
+Begin with `_engine.py`. A `DeepSpeed` record (`_record.py`) and the facts of a run (`_facts.py`) become settings
+(`_resolve.py`, checked in `_draft.py` against the keys of `_keys.py`); `_package.py` calls DeepSpeed with them.
+`_whole.py` turns its state into whole tensors for checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchft: replica groups that come and go at every step, while the others go on training."""
+"""torchft: replica groups that come and go at every step, while the others go on training.
+
+Begin with `_step.py`: groups agree on a step, a group behind them adopts their state, and gradients are summed over
+groups. `_group.py` joins the job, and sends state to groups that join.
+"""
 
 from accel.engines.torchft._group import ReplicaGroup as ReplicaGroup, lighthouse as lighthouse, replica as replica
 from accel.engines.torchft._step import (

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of torch.profiler, read without torch: where the time of each rank went."""
+"""Traces of torch.profiler, read without torch: where the time of each rank went.
+
+Begin with `_trace.py`, which reads a file; `_breakdown.py` divides its time among computation, messages and waits.
+"""
 
 from __future__ import annotations
 

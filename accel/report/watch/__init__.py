@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is followed while it goes on: in a terminal, or as plain lines."""
+"""A run that is followed while it goes on: in a terminal, or as plain lines.
+
+Begin with `_followed.py`, which reads a run's folder again and again; `_app.py` shows it.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from accel.context import DistContext
 from accel.errors import PrepareError, did_you_mean
 from accel.parallel._modules import matching, named_modules
 from accel.tensors import is_dtensor
-from accel.topology import ExpertStyle, rank_rows
+from accel.topology import ExpertStyle, data_dimension, rank_rows
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -199,7 +199,7 @@ def expert_mesh_sizes(ctx: DistContext) -> Mapping[str, int]:
     axes = ctx.axes
     shards = axes.expert_ranks // axes.ep
     replicas = axes.dp_replicate
-    if ctx.strategy == "ddp":
+    if data_dimension(ctx.strategy) == "replicate":
         replicas *= shards
         shards = 1
     names = {"dp_replicate": replicas, "efsdp": shards, EP: axes.ep}

@@ -21,7 +21,7 @@ from accel.parallel._sharded import MODEL_DIMENSIONS
 from accel.parallel._spread import SpreadOptions
 from accel.parallel.axes.experts import is_expert_parameter
 from accel.tensors import is_dtensor
-from accel.topology import AXIS_NAMES, Dimension, WireDtype, dimension_of
+from accel.topology import AXIS_NAMES, Dimension, WireDtype, data_dimension, dimension_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -201,7 +201,7 @@ def _parts(ctx: DistContext, model: nn.Module, taken: Iterable[str]) -> Parts:
         )
     names, sizes = ctx.mesh.mesh_dim_names, ctx.mesh.shape
     apart = [name for name in names or () if is_local(model) and dimension_of(name) in APART]
-    replicas, shards = shard_axes(names, sizes, (*taken, *apart), whole=ctx.strategy == "ddp")
+    replicas, shards = shard_axes(names, sizes, (*taken, *apart), whole=data_dimension(ctx.strategy) == "replicate")
     if not replicas and not shards:
         return ()
     parts = (replicas, shards) if replicas else (shards,)

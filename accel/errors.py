@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from types import UnionType
 
 import msgspec
 
@@ -207,6 +208,27 @@ def check_choice(
             where=where,
             fix=fix or _nearest(str(got), choices),
         )
+
+
+def check_count(value: object, problem: str, *, least: int = 1, expected: str = "", where: str) -> None:
+    """Raise `ConfigError` unless a value is an integer from `least`; True is none."""
+    if type(value) is not int or value < least:
+        raise ConfigError(problem, expected=expected or f"an integer from {least}", got=repr(value), where=where)
+
+
+def check_kind(
+    value: object,
+    kind: type | UnionType,
+    problem: str,
+    *,
+    expected: str = "",
+    where: str = "",
+    fix: str = "",
+    error: type[AccelError] = ConfigError,
+) -> None:
+    """Raise `error` unless a value is of a kind; the message names the class that came."""
+    if not isinstance(value, kind):
+        raise error(problem, expected=expected, got=type(value).__name__, where=where, fix=fix)
 
 
 def check_spelling(environ: Mapping[str, str], known: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from accel.comm import Alarm, Call, barrier, call_site, peer_error, shared_failure
 from accel.context import DistContext, context_first
-from accel.errors import AccelError, ConfigError, OutOfMemoryError, PeerError
+from accel.errors import AccelError, ConfigError, OutOfMemoryError, PeerError, check_count
 from accel.random import capture_rng, restore_rng
 
 R = TypeVar("R")
@@ -241,8 +241,7 @@ def _agreed(ctx: DistContext, site: str, choose: Callable[[], int]) -> int:
 
 def _first(starting: int, least: int) -> int:
     for name, value in (("starting_batch_size=", starting), ("least=", least)):
-        if type(value) is not int or value < 1:
-            raise ConfigError("not a batch size", expected="an integer from 1", got=repr(value), where=name)
+        check_count(value, "not a batch size", where=name)
     if starting < least:
         raise ConfigError(
             "the first batch size is below the least",

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError, check_choice, check_count
 
 Schedule = Callable[[int], float]
 
@@ -46,7 +46,7 @@ class Piece(msgspec.Struct, frozen=True, dict=True, tag=True):  # LambdaLR saves
 
     def __post_init__(self) -> None:
         if self.steps is not None:
-            _check_steps(self.steps, f"{type(self).__name__}.steps")
+            check_count(self.steps, "not a number of steps", where=f"{type(self).__name__}.steps")
 
 
 class Constant(Piece, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class InverseSqrt(Piece, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_steps(self.timescale, "InverseSqrt.timescale")
+        check_count(self.timescale, "not a number of steps", where="InverseSqrt.timescale")
 
     def at(self, step: int) -> float:
         """Return the point on the curve."""
@@ -98,7 +98,7 @@ class Curve(Piece, frozen=True, kw_only=True):
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_steps(self.steps, f"{type(self).__name__}.steps")
+        check_count(self.steps, "not a number of steps", where=f"{type(self).__name__}.steps")
         _check_factor(self.start, f"{type(self).__name__}.start")
         _check_factor(self.end, f"{type(self).__name__}.end")
 
@@ -207,7 +207,7 @@ class Joined(msgspec.Struct, frozen=True, dict=True, tag=True):
 
 def warmup(steps: int) -> Linear:
     """Return a line that reaches 1 at `steps`; it begins at 1 / (steps + 1), so that the first step counts."""
-    _check_steps(steps, "warmup(steps=)")
+    check_count(steps, "not a number of steps", where="warmup(steps=)")
     return Linear(steps, start=1 / (steps + 1), end=1.0)
 
 
@@ -228,11 +228,6 @@ def _check_step(step: int, where: str) -> int:
     if not step >= 0:
         raise ConfigError("not a step", expected="0 or above", got=repr(step), where=where)
     return step
-
-
-def _check_steps(steps: int | None, where: str) -> None:
-    if type(steps) is not int or steps < 1:
-        raise ConfigError("not a number of steps", expected="an integer from 1", got=repr(steps), where=where)
 
 
 def _check_factor(value: object, where: str) -> None:

@@ -33,7 +33,7 @@ from accel.data._requests import (
 from accel.data._transfer import check_movable, moved
 from accel.data.stream._batches import stream_batches
 from accel.data.stream._loader import StreamLoader
-from accel.errors import AccelError, DataError
+from accel.errors import AccelError, DataError, check_kind
 from accel.random import Key
 
 
@@ -194,8 +194,8 @@ def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor, *, trains
 
 
 def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
-    if not isinstance(loader, Loader):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass torch's
-        raise DataError("the loader is not prepared", got=type(loader).__name__, fix="Use accel.prepare_loader first.")
+    # users pass torch's
+    check_kind(loader, Loader, "the loader is not prepared", fix="Use accel.prepare_loader first.", error=DataError)
     check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
     loader.passes.check(cursor)
     if ctx.is_main_process:

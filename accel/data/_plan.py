@@ -13,7 +13,7 @@ from typing import Literal, Self, get_args
 import msgspec
 
 from accel.data._cursor import Cursor, advance, beyond
-from accel.errors import ConfigError, DataError, check_choice
+from accel.errors import DataError, check_choice, check_count
 
 Tail = Literal["ragged", "pad", "drop"]
 
@@ -219,9 +219,3 @@ def copies_of(data_ranks: list[int], world_size: int) -> int:
             where="prepare_loader(data_parallel=)",
         )
     return copies
-
-
-def check_count(value: object, problem: str, *, where: str) -> None:
-    """Raise `ConfigError` unless the value is an integer of at least 1."""
-    if type(value) is not int or value < 1:
-        raise ConfigError(problem, expected="an integer of at least 1", got=repr(value), where=where)

@@ -18,8 +18,8 @@ from accel.data._batches import Batch, cursor_of
 from accel.data._cursor import Cursor, Positioned
 from accel.data._epoch import plan_epoch, skip_steps
 from accel.data._loader import Lengths, Loader, prepare_loader
-from accel.data._plan import Tail, check_count
-from accel.errors import ConfigError, DataError, TreeError
+from accel.data._plan import Tail
+from accel.errors import ConfigError, DataError, TreeError, check_count, check_kind
 from accel.terminal import ProgressBar
 from accel.tree import leaves, map_tensors
 
@@ -70,14 +70,14 @@ def progress(
     seen = 0
     try:
         for batch in batches:
-            if not isinstance(batch, Batch):  # pyright: ignore[reportUnnecessaryIsInstance] - what tqdm is given
-                raise ConfigError(
-                    "progress counts the samples of batches",
-                    expected="accel.batches(ctx, loader, ...)",
-                    got=type(batch).__name__,
-                    where="progress",
-                    fix="For other things take tqdm itself: tqdm(things, disable=not ctx.is_main_process).",
-                )
+            check_kind(  # tqdm is given anything
+                batch,
+                Batch,
+                "progress counts the samples of batches",
+                expected="accel.batches(ctx, loader, ...)",
+                where="progress",
+                fix="For other things take tqdm itself: tqdm(things, disable=not ctx.is_main_process).",
+            )
             yield batch
             seen += batch.valid.world
             if batch.is_last or bar.is_due():
@@ -133,8 +133,7 @@ def skip_first_batches(state: P, steps: int, loader: Loader) -> P:
             expected="skip_first_batches(state, steps, loader)",
             got=f"{type(loader).__name__} for the loader",
         )
-    if type(steps) is not int or steps < 0:
-        raise ConfigError("not a number of steps", expected="0 or more", got=repr(steps), where="skip_first_batches")
+    check_count(steps, "not a number of steps", least=0, where="skip_first_batches")
     cursor = cursor_of(state)
     after = skip_steps(plan_epoch(loader.source, cursor), steps)
     return cast(P, state.at(after) if isinstance(state, Positioned) else after)

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from accel.devices import wide_dtype
-from accel.errors import DataError, TreeError
+from accel.errors import DataError, TreeError, check_kind
 from accel.tree import leaves, map_leaves, replace_tensors, tensors
 
 Kind = Literal["mean", "sum", "count", "min", "max", "last"]
@@ -209,8 +209,8 @@ def _shown(shapes: Shapes) -> str:
 
 def _wide_tensor(name: str, path: str, leaf: object) -> torch.Tensor:
     where = f"{name}{path[1:]}"
-    if not isinstance(leaf, torch.Tensor | int | float):
-        raise TreeError("only tensors and numbers are added up", got=type(leaf).__name__, where=where)
+    kinds = torch.Tensor | int | float
+    check_kind(leaf, kinds, "only tensors and numbers are added up", where=where, error=TreeError)
     value = torch.as_tensor(leaf)
     if value.is_complex():
         raise TreeError("only real numbers are added up", got=str(value.dtype), where=where)

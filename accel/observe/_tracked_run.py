@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from accel.context import DistContext
-from accel.errors import CheckpointError, ConfigError, did_you_mean
+from accel.errors import CheckpointError, ConfigError, check_count, did_you_mean
 from accel.observe._tracker import Config, Ending, Run, Tracker
 from accel.observe._writer import LostRecords, Write, Writer
 from accel.run_folder import (
@@ -160,8 +160,7 @@ class TrackedRun:
         if self._ended:
             fix = "Log inside the block of accel.tracking."
             raise ConfigError("the trackers have ended", where=where, fix=fix)
-        if type(step) is not int or step < 0:
-            raise ConfigError("not a step", expected="an int of 0 or above", got=repr(step), where=f"{where}, step=")
+        check_count(step, "not a step", least=0, where=f"{where}, step=")
         if self._step is not None and step < self._step:
             raise ConfigError(
                 "the step goes back",

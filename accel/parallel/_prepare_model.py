@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, PrepareError
+from accel.errors import ConfigError, PrepareError, check_kind
 from accel.formats import Compile
 from accel.parallel._compile import compile_model
 from accel.parallel._empty import allocate_empty, expect_values, move_model, stays_empty
@@ -144,8 +144,7 @@ def prepare_model(
         CollectiveMismatch: ranks passed other options, or models of other parameters.
     """
     ctx.comm.check_open()
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
-        raise PrepareError("not a model", expected="a torch.nn.Module", got=type(model).__name__, where="prepare_model")
+    check_kind(model, nn.Module, "not a model", expected="a torch.nn.Module", where="prepare_model", error=PrepareError)
     check_hooked(model)
     keywords = ReplicateOptions(
         find_unused_parameters=find_unused_parameters,
@@ -295,8 +294,7 @@ def refuse_plan(ctx: DistContext, plan: Plan | None) -> None:
 
 
 def _checked_plan(plan: Plan | None) -> Plan:
-    if plan is not None and not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass dicts
-        raise ConfigError("not a plan", expected="an accel.Plan, or None", got=type(plan).__name__, where="plan=")
+    check_kind(plan, Plan | None, "not a plan", expected="an accel.Plan, or None", where="plan=")
     return plan or Plan()
 
 

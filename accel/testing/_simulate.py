@@ -13,7 +13,7 @@ from typing import Generic, TypeVar, cast, get_args
 import torch.distributed as dist
 
 from accel.context import DistContext, from_group
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError, check_choice, check_count
 from accel.testing._default_group import Enter, default_groups
 from accel.testing._faults import AnyFault, check_faults
 from accel.testing._networks import Network
@@ -277,8 +277,7 @@ def _check_callable(fn: object) -> None:
 def _check(world_size: object, seed: object, timeout_s: object, network: str | None) -> None:
     if network is not None:
         check_choice(network, get_args(Network), "no network of that name", where="network=")
-    if type(world_size) is not int or world_size < 1:
-        raise ConfigError("no world of that size", expected="1 rank or more", got=repr(world_size), where="world_size=")
+    check_count(world_size, "no world of that size", expected="1 rank or more", where="world_size=")
     if seed is not None and type(seed) is not int:
         raise ConfigError("no seed of a schedule", expected="an int or None", got=repr(seed), where="seed=")
     if type(timeout_s) not in (int, float) or not 0 < cast(float, timeout_s) <= threading.TIMEOUT_MAX:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel.errors import ConfigError, PrepareError, check_choice
+from accel.errors import ConfigError, PrepareError, check_choice, check_kind
 from accel.items import clean_name, reshard
 from accel.parallel import emptied_by, follow_stages, is_pipelined, stage_modules, unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
@@ -47,13 +47,9 @@ def evaluating(*objects: nn.Module | Optimizer) -> Generator[None]:
     Reference: Defazio et al. 2024, "The road less scheduled", arXiv:2405.15682.
     """
     for at, each in enumerate(objects):
-        if not isinstance(each, nn.Module | Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                "this has no mode of evaluation",
-                expected="a module or an optimizer",
-                got=type(each).__name__,
-                where=f"evaluating, argument {at + 1}",
-            )
+        where = f"evaluating, argument {at + 1}"
+        kinds = nn.Module | Optimizer
+        check_kind(each, kinds, "this has no mode of evaluation", expected="a module or an optimizer", where=where)
     models = [each for each in objects if isinstance(each, nn.Module)]
     # stages of a pipeline have copies of the modules around their own
     roots = [root for model in models for root in (model, *stage_modules(model))]

@@ -18,7 +18,7 @@ from typing_extensions import TypeVar
 from accel.comm import Call, agreed
 from accel.context import DistContext, context_first
 from accel.data import Loader, StreamLoader, prepare_loader, unwrapped_loader
-from accel.errors import DeviceError, PrepareError
+from accel.errors import DeviceError, PrepareError, check_kind
 from accel.items import is_zero
 from accel.optim import parameters_of
 from accel.parallel import (
@@ -321,14 +321,15 @@ def _check_kinds(objects: tuple[Any, ...]) -> None:
     if not objects:
         raise PrepareError("nothing to prepare", expected="a model, optimizer, scheduler or loader", got="no arguments")
     for at, each in enumerate(objects):
-        if not isinstance(each, nn.Module | Optimizer | LRScheduler | DataLoader | Loader | StreamLoader | None):
-            raise PrepareError(
-                "cannot prepare this",
-                expected="a module, torch optimizer, torch scheduler or DataLoader",
-                got=type(each).__name__,
-                where=f"prepare, argument {at + 1}",
-                fix="Use it as it is; only these four kinds need preparing.",
-            )
+        check_kind(
+            each,
+            nn.Module | Optimizer | LRScheduler | DataLoader | Loader | StreamLoader | None,
+            "cannot prepare this",
+            expected="a module, torch optimizer, torch scheduler or DataLoader",
+            where=f"prepare, argument {at + 1}",
+            fix="Use it as it is; only these four kinds need preparing.",
+            error=PrepareError,
+        )
 
 
 def _check_optimizers(objects: tuple[Any, ...]) -> None:

@@ -13,7 +13,7 @@ from accel.checkpoint import Manifest, stored_field
 from accel.comm import call_site
 from accel.context import DistContext, context_first
 from accel.data import Cursor
-from accel.errors import CheckpointError, ConfigError
+from accel.errors import CheckpointError, ConfigError, check_kind
 from accel.items import LoadOptions, Part, TrainableOnly, check_mapping, kind_of, load_newest
 from accel.optim import Accumulation
 from accel.precision import LossScale
@@ -70,14 +70,14 @@ def resume(
 
 
 def _check_items(items: Mapping[str, object], start: object) -> None:
-    if not isinstance(start, TrainState):
-        raise ConfigError(
-            "not a state to start with",
-            expected="accel.train_state(ctx, ...)",
-            got=type(start).__name__,
-            where="resume, start",
-            fix="state = accel.resume(ctx, out, items, accel.train_state(ctx))",
-        )
+    check_kind(
+        start,
+        TrainState,
+        "not a state to start with",
+        expected="accel.train_state(ctx, ...)",
+        where="resume, start",
+        fix="state = accel.resume(ctx, out, items, accel.train_state(ctx))",
+    )
     check_mapping(items, "resume, items")
     for name, item in items.items():
         if item is not None and not isinstance(item, Part | TrainableOnly) and kind_of(item) in ("record", "value"):

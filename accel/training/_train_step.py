@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accel.context import DistContext, context_first
 from accel.data import Batch
-from accel.errors import ConfigError, DataError
+from accel.errors import ConfigError, DataError, check_kind
 from accel.training._forward_backward import forward_backward
 from accel.training._loss_sums import LossFn
 from accel.training._step import MaxNorm, optimizer_step
@@ -71,14 +71,14 @@ def train_step(
         >>> state.updates, loss.shape
         (1, torch.Size([]))
     """
-    if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass its parts, too
-        raise ConfigError(
-            "train_step carries the whole state",
-            expected="a TrainState, from accel.train_state(ctx)",
-            got=type(state).__name__,
-            where="train_step, state",
-            fix="Parts of a state have a loop of their own: accumulate, backward, optimizer_step.",
-        )
+    check_kind(
+        state,
+        TrainState,
+        "train_step carries the whole state",
+        expected="a TrainState, from accel.train_state(ctx)",
+        where="train_step, state",
+        fix="Parts of a state have a loop of their own: accumulate, backward, optimizer_step.",
+    )
     inputs, targets = _pair(batch, inputs, targets)
     state = state.next(batch, last=last)
     # Gradients stay on this rank, undivided, until the window's last batch: only then do ranks exchange them.

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"dtype": torch.int8},
             r"invalid dtype of weights: expected a floating-point dtype.*got torch\.int8 - at dtype=.*load_quantized",
         ),
-        ({"readers": 0}, r"not a number of readers: expected 1 or more, got 0"),
+        ({"readers": 0}, r"not a number of readers: expected an integer from 1, got 0"),
         ({"rename": {"old": "new"}}, r"not recipes: expected a function.*Recipe\(\"rename\", old, new\)"),
         ({"rename": accel.Recipe("rename", "old", "new")}, r"not recipes.*rename=\[recipe\]"),
         ({"allow_missing": True}, r"not names.*got True - at allow_missing=.*\"\*\" allows all"),

@@ -213,7 +213,7 @@ def test_skipping_is_arithmetic_or_planned():
             accel.skip_first_batches(state.next(next(accel.batches(ctx, loader, state))), 1, loader)
         with pytest.raises(DataError, match=f"at most {len(whole)} steps, got {len(whole) + 1}"):
             accel.skip_first_batches(Cursor(seed=6), len(whole) + 1, loader)
-        with pytest.raises(ConfigError, match="0 or more, got -1"):
+        with pytest.raises(ConfigError, match="an integer from 0, got -1"):
             accel.skip_first_batches(Cursor(), -1, loader)
         with pytest.raises(DataError, match=r"skip_first_batches\(state, steps, loader\), got Cursor"):
             accel.skip_first_batches(loader, 1, Cursor())
@@ -227,7 +227,7 @@ def test_skipping_is_arithmetic_or_planned():
         ({"batch_sampler": [[1]]}, {"global_batch": 4}, ConfigError, "batch sampler cuts.*batches_per_step"),
         ({"batch_sampler": [[1]]}, {"batch_tokens": 4, "lengths": DATA}, ConfigError, "sampler cuts.*batch_tokens"),
         ({"batch_sampler": [[1]]}, {"tail": "pad"}, ConfigError, "unequal batches: expected one of ragged, drop"),
-        ({"batch_sampler": [[1]]}, {"batches_per_step": 0}, ConfigError, "at least 1, got 0"),
+        ({"batch_sampler": [[1]]}, {"batches_per_step": 0}, ConfigError, "an integer from 1, got 0"),
         ({"batch_size": 2}, {"batches_per_step": 4}, ConfigError, "batch size cuts.*global_batch"),
         ({"batch_size": 2}, {"batch_tokens": 99, "lengths": DATA}, ConfigError, "batch_size=2.*Leave batch_size"),
         ({}, {"batch_tokens": 99, "lengths": DATA, "global_batch": 4}, ConfigError, "batch_tokens cuts"),

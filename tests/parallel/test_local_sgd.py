@@ -222,7 +222,7 @@ def test_with_its_optimizer_averaged_a_run_resumes_exactly(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("every", [0, -1, 2.0, True])
 def test_numbers_of_steps_that_are_none(every: Any) -> None:
-    with pytest.raises(ConfigError, match="an integer of at least 1"):
+    with pytest.raises(ConfigError, match="an integer from 1"):
         accel.LocalSgd(every)
 
 

@@ -28,7 +28,7 @@ from accel.checkpoint import (
     in_file,
     manifest_of,
 )
-from accel.errors import CheckpointError, ConfigError
+from accel.errors import CheckpointError, ConfigError, check_count
 from accel.storage import (
     INDEX,
     WEIGHTS,
@@ -301,7 +301,7 @@ def open_weights(
         CheckpointError: a file is missing or damaged, a recipe does not fit, or two tensors have the same name.
         ConfigError: nothing at the path is known as weights, `rename` is neither a function nor recipes, or no reader.
     """
-    _check_readers(readers)
+    check_count(readers, "not a number of readers", where="readers=")
     files = find_files(path)
     where = str(files.folder.path)
     manifest = manifest_of(files.folder) if files.kind == "checkpoint" else None
@@ -313,11 +313,6 @@ def open_weights(
     except BaseException:
         ranges.close()
         raise
-
-
-def _check_readers(readers: object) -> None:
-    if type(readers) is not int or readers < 1:
-        raise ConfigError("not a number of readers", expected="1 or more", got=repr(readers), where="readers=")
 
 
 def _open(files: WeightFiles, names: Sequence[str], readers: int, direct: bool) -> ByteRanges:

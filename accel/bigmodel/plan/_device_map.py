@@ -10,7 +10,7 @@ from typing import cast
 import msgspec
 
 from accel.bigmodel.plan._skeleton import Segment, Skeleton
-from accel.errors import ConfigError, PlacementError, did_you_mean
+from accel.errors import ConfigError, PlacementError, check_count, did_you_mean
 from accel.storage import parse_size
 
 HOST = "cpu"
@@ -50,8 +50,7 @@ class DeviceMap(msgspec.Struct, frozen=True, kw_only=True):
     chosen: str = ""
 
     def __post_init__(self) -> None:
-        if type(self.slots) is not int or self.slots < 1:
-            raise ConfigError("not a number of slots", expected="1 or more", got=repr(self.slots), where="DeviceMap")
+        check_count(self.slots, "not a number of slots", where="DeviceMap")
         _check_names(self)
         _check_places(self)
         used = self.used_everywhere()

@@ -23,7 +23,7 @@ from accel.bigmodel.plan._placement import (
     sizes_of,
 )
 from accel.bigmodel.plan._skeleton import Skeleton, format_name
-from accel.errors import ConfigError, PlacementError, check_choice
+from accel.errors import PlacementError, check_choice, check_count, check_kind
 from accel.terminal import show_size
 
 if TYPE_CHECKING:
@@ -277,16 +277,16 @@ def _filled(
 
 
 def _check(skeleton: object, slots: object, placement: str, fill: str | None) -> None:
-    if not isinstance(skeleton, Skeleton):
-        raise ConfigError(
-            "not a skeleton",
-            expected="an accel.Skeleton",
-            got=type(skeleton).__name__,
-            where="infer_device_map",
-            fix="Pass accel.describe(model).",
-        )
-    if slots is not None and (type(slots) is not int or slots < 1):
-        raise ConfigError("not a number of slots", expected="1 or more", got=repr(slots), where="slots=")
+    check_kind(
+        skeleton,
+        Skeleton,
+        "not a skeleton",
+        expected="an accel.Skeleton",
+        where="infer_device_map",
+        fix="Pass accel.describe(model).",
+    )
+    if slots is not None:
+        check_count(slots, "not a number of slots", where="slots=")
     check_choice(placement, get_args(Placement), "unknown placement", where="placement=")
     check_choice("balanced" if fill is None else fill, get_args(Fill), "unknown way to fill devices", where="fill=")
 

@@ -36,7 +36,7 @@ from accel.bigmodel.run._supplies import (
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext, context_first
 from accel.devices import count_devices, find_accelerator, kind_of_device
-from accel.errors import ConfigError
+from accel.errors import ConfigError, check_kind
 from accel.storage import RemotePath
 from accel.tensors import is_dtensor, local_part
 
@@ -163,11 +163,12 @@ def dispatch_model(
             opened.callback(source.close)
         elif isinstance(source, Mapping):
             source = TensorSource(source)
-        elif source is not None and not isinstance(cast(object, source), WeightSource):
-            raise ConfigError(
+        elif source is not None:
+            check_kind(
+                source,
+                WeightSource,
                 "not a source of weights",
                 expected="a path, a mapping of tensors, or what accel.open_weights returns",
-                got=type(source).__name__,
                 where="dispatch_model, source=",
             )
         devices = {name: device_of(name, where="dispatch_model") for name in device_map.devices}

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel.context import DistContext
 from accel.data._cursor import Coordinates, LastPass
-from accel.data._plan import Tail, check_count
+from accel.data._plan import Tail
 from accel.data.stream._reader import StepPlan
-from accel.errors import ConfigError, DataError, check_choice
+from accel.errors import ConfigError, DataError, check_choice, check_count
 from accel.tree import Container
 
 StreamMode = Literal["shards", "own", "elements", "dispatch"]

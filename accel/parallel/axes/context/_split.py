@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, DataError, did_you_mean
+from accel.errors import ConfigError, DataError, check_count, did_you_mean
 from accel.topology import ContextMethod, dimension_of
 
 Halves = tuple[int, int]
@@ -183,10 +183,7 @@ def split_sequence(
         >>> part["labels"], part["position_ids"]
         (tensor([[   6,    7, -100]]), tensor([[0, 1, 2]]))
     """
-    if type(multiple_of) is not int or multiple_of < 1:
-        raise ConfigError(
-            "not a divisor", expected="1 or more", got=repr(multiple_of), where="split_sequence, multiple_of="
-        )
+    check_count(multiple_of, "not a divisor", where="split_sequence, multiple_of=")
     length = _check(batch, dim, shift, pad)
     rank, size = ctx.axis("cp")
     multiple = size * math.lcm(2, multiple_of) if size > 1 else multiple_of

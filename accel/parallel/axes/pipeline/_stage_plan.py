@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 from torch import nn
 
-from accel.errors import ConfigError, PrepareError, did_you_mean
+from accel.errors import ConfigError, PrepareError, check_count, did_you_mean
 from accel.parallel._modules import named_modules, repeated
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -134,8 +134,7 @@ def stage_plan(model: nn.Module, stages: int, *, costs: Mapping[str, float] | No
         >>> accel.stage_plan(model, 2)
         (('0', '1'), ('2',))
     """
-    if type(stages) is not int or stages < 1:
-        raise ConfigError("not a number of stages", expected="an integer from 1", got=repr(stages), where="stages=")
+    check_count(stages, "not a number of stages", where="stages=")
     chain = find_chain(model)
     weights = _costs(chain, costs or {})
     if len(chain.blocks) < stages:

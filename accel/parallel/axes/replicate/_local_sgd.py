@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from accel.collectives import reduce
 from accel.comm import Call, adopt, call_site, exchange
 from accel.context import DistContext, context_first, group_of
-from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.errors import ConfigError, DeviceError, PrepareError, check_count
 from accel.parallel._empty import move_model
 from accel.parallel._labels import APART, is_local, label_parameters, mark_local, note_micro_batches
 from accel.parallel._modules import is_pipelined, unwrap_model
@@ -48,10 +48,7 @@ class LocalSgd(msgspec.Struct, frozen=True):
     averages: int = 0
 
     def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            raise ConfigError(
-                "not a number of steps", expected="an integer of at least 1", got=repr(self.every), where="LocalSgd"
-            )
+        check_count(self.every, "not a number of steps", where="LocalSgd")
 
     def check_saveable(self) -> None:
         """Raise `ConfigError` between two averages, where ranks hold different models and a checkpoint only one."""

@@ -60,7 +60,7 @@ def keyword_fix(name: str, valid: Iterable[str]) -> str:
 
 
 def answered(function: F) -> F:
-    """Decorate a function: the error of an unknown keyword says what to write in its place."""
+    """Decorate a function: the error of an unknown keyword names the one to write in its place."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:

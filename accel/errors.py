@@ -75,11 +75,11 @@ class ContextClosedError(AccelError, RuntimeError):
 
 
 class DeviceError(AccelError, RuntimeError):
-    """A device is missing, or a value lies on another device than the context's."""
+    """A device is missing, or a value is on another device than the context's."""
 
 
 class PrepareError(AccelError, ValueError):
-    """Objects handed to `prepare` do not belong together."""
+    """Objects passed to `prepare` do not fit together."""
 
 
 class DataError(AccelError, ValueError):
@@ -99,7 +99,7 @@ class NonFiniteError(AccelError, FloatingPointError):
 
 
 class CheckpointError(AccelError, RuntimeError):
-    """A checkpoint cannot be written, is damaged, or does not fit; nothing has changed unless the message says so.
+    """A checkpoint cannot be written, is damaged, or does not fit; nothing has changed unless the message reports it.
 
     Its text escapes characters that terminals act on, as names from files may hold them; its fields do not.
     """

@@ -76,7 +76,7 @@ class StopRequests:
                 "only the main thread can change what signals do",
                 got=str(error),
                 where="stop_requests",
-                fix="Open it on the main thread, and hand what it gives to the thread that trains.",
+                fix="Open it on the main thread, and pass its result to the thread that trains.",
             ) from error
 
     def give_back(self) -> None:

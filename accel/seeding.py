@@ -62,7 +62,7 @@ def _key_along(ctx: DistContext, key: Key, along: Sequence[str], data_rank: int 
         raise ConfigError("not names of axes", expected=f"({along!r},)", got=repr(along), where="along=")
     if data_rank is not None:
         raise ConfigError(
-            "two ways to say which ranks draw alike",
+            "two choices of the ranks that draw alike",
             expected="along, or data_rank",
             got=f"along={tuple(along)!r} and data_rank={data_rank}",
             where="rank_key",

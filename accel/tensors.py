@@ -103,7 +103,7 @@ def placements_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def is_offloaded(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Return whether a DTensor lies on the CPU while its ranks compute on devices of another type."""
+    """Return whether a DTensor is on the CPU while its ranks compute on devices of another type."""
     return is_dtensor(tensor) and tensor.device.type == "cpu" and tensor.device_mesh.device_type == device.type
 
 
@@ -145,7 +145,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _unstrided(tensor: DTensor) -> DTensor:
     """Gather what `fully_shard` cut again after tensor parallelism had cut it.
 
-    These parts lie apart in the whole, so torch gathers them alone in any case, and warns if it has others to gather.
+    These parts are apart in the whole, so torch gathers them alone in any case, and warns if it has others to gather.
     """
     from torch.distributed.tensor import Replicate
 
@@ -193,7 +193,7 @@ class Packed(NamedTuple):
             They share their memory with the weight.
         make: the recipe: puts a parameter together from parts by these names, as views on them. A part may lie on
             another device, in a slot, or nowhere.
-        tell: gives further tensors of a checkpoint from the parts, which say how these are to be read.
+        tell: gives further tensors of a checkpoint from the parts, which determine how these are read.
     """
 
     parts: Mapping[str, torch.Tensor]
@@ -206,7 +206,7 @@ class Packed(NamedTuple):
         return next(iter(self.parts))
 
     def constants(self) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of a checkpoint that say how the parts are to be read."""
+        """Return the tensors of a checkpoint that determine how the parts are read."""
         return self.tell(self.parts)
 
     def replaced(self, part: str, tensor: torch.Tensor) -> Packed:

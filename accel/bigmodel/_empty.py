@@ -38,9 +38,9 @@ _PLAIN = frozenset((int, float, bool, type(None), torch.dtype, torch.device))  #
 def init_empty_weights(make: Callable[[], M]) -> M:
     """Build a model whose parameters and persistent buffers have no memory.
 
-    They lie on the meta device. Buffers that no checkpoint holds, and tensors that modules keep as attributes, have
+    They are on the meta device. Buffers that no checkpoint holds, and tensors that modules keep as attributes, have
     their values, on the device that the constructor names. A constructor may look at values, as by `.item()`.
-    Nothing is patched, and other threads build as ever.
+    Nothing is patched; other threads build as ever.
 
     Args:
         make: builds the model.
@@ -66,7 +66,7 @@ def init_empty_weights(make: Callable[[], M]) -> M:
 def init_on_device(make: Callable[[], M], device: str | torch.device) -> M:
     """Build a model with its parameters and buffers on a device, without a copy on the CPU.
 
-    Tensors for which the constructor names a device lie there. Nothing is patched, and other threads build as ever.
+    Tensors for which the constructor names a device are made there. Nothing is patched; other threads build as ever.
 
     Args:
         make: builds the model.

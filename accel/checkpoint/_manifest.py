@@ -366,7 +366,7 @@ def deleted(path: Place) -> CheckpointError:
         left = [name for name in sorted(path.parent.names()) if step_of(name) is not None]
     except CheckpointError:
         left = []
-    fix = "Pass the run's folder: load_state takes its newest checkpoint. save_state's keep= says how many stay."
+    fix = "Pass the run's folder: load_state takes its newest checkpoint. save_state's keep= is the number that stays."
     return CheckpointError(
         "this checkpoint has been deleted, or never was",
         expected="a committed checkpoint",

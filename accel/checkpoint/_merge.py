@@ -87,7 +87,7 @@ def _stage(target: Path) -> Generator[Path]:
         try:
             yield stage
         except BaseException:
-            with contextlib.suppress(CheckpointError):  # a disk that fails: the first error is the one to tell
+            with contextlib.suppress(CheckpointError):  # a disk that fails: the first error is the one to raise
                 remove_flat(stage)
             raise
 

@@ -90,7 +90,7 @@ class Saved:
         """Return a tensor or a box of it, in new memory on the CPU.
 
         Raises:
-            CheckpointError: a file does not hold what the manifest says.
+            CheckpointError: a file does not match the manifest.
         """
         stub = self.stub(name)
         part = torch.empty(stub.shape if box is None else box.shape, dtype=stub.dtype)
@@ -101,7 +101,7 @@ class Saved:
         """Copy a tensor or a box of it into a tensor of that shape. Mutates it.
 
         Raises:
-            CheckpointError: a file does not hold what the manifest says.
+            CheckpointError: a file does not match the manifest.
         """
         self.read_all([(target, name, box)])
 
@@ -109,7 +109,7 @@ class Saved:
         """Copy many tensors or parts of them, several at once; see `read_into`.
 
         Raises:
-            CheckpointError: a file does not hold what the manifest says.
+            CheckpointError: a file does not match the manifest.
         """
         reading: list[Future[None]] = []
         try:
@@ -143,7 +143,7 @@ class Saved:
         """Open the files of the wanted boxes, and compare their headers with the manifest.
 
         Raises:
-            CheckpointError: a file is missing, or does not hold what the manifest says.
+            CheckpointError: a file is missing, or does not match the manifest.
         """
         for name, box in wanted:
             for piece, _ in self._pieces(name, whole(self.entries[name].shape) if box is None else box):
@@ -274,7 +274,7 @@ def open_checkpoint(path: Place, *, follow: bool = True, step: int | None = None
 
 @contextlib.contextmanager
 def _opened(path: Place, follow: bool) -> Generator[OpenDirectory]:
-    """Open a folder; the error for a deleted step's folder says so."""
+    """Open a folder; the error for a deleted step's folder reports the deletion."""
     with contextlib.ExitStack() as stack:
         try:
             folder = stack.enter_context(path.open(follow=follow))

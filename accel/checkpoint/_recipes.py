@@ -47,7 +47,7 @@ class Strided(msgspec.Struct, frozen=True):
 
 
 class ElementRun(msgspec.Struct, frozen=True):
-    """Elements of a part that one read brings, with what lies between them.
+    """Elements of a part that one read brings, with the elements between them.
 
     Attributes:
         start: first byte in the file.
@@ -398,7 +398,7 @@ def _check_parts(recipe: Recipe, parts: tuple[int, ...], where: str) -> None:
         CheckpointError: parts of other sizes than the recipe's, or of unequal ones where it has none.
     """
     if parts != (recipe.sizes or parts[:1] * len(parts)):
-        raise _refusal(recipe, f"sources of sizes {list(parts)} along {recipe.dim} want sizes={parts}", where)
+        raise _refusal(recipe, f"sources of sizes {list(parts)} along {recipe.dim} need sizes={parts}", where)
 
 
 def _sizes(recipe: Recipe, length: int, where: str) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class Stage:
         if self.lock is None:
             return
         try:
-            with suppress(CheckpointError):  # gone already, or a disk that fails: the first error is the one to tell
+            with suppress(CheckpointError):  # gone already, or a disk that fails: the first error is the one to raise
                 sweep_objects(self.place, self.mark)
                 self.place.remove_stage()
         finally:

@@ -81,7 +81,7 @@ def gather(
             tensor of shape [] counts as one row.
         dst: the only rank that gets the result, so that the others need no memory for it; None for all.
         to: "cpu" to get the result on the CPU; None to get it where the tensors are.
-        tag: name of the call, compared between ranks. It tells apart calls of one kind and shape, whose order could
+        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape, whose order could
             differ between ranks by mistake, as in a loop over keys.
 
     Returns:
@@ -160,7 +160,7 @@ def _gather_rows(ctx: DistContext, leaves: TreeTensors, call: Call, dst: int | N
         everything = gather_bytes(ctx.comm, mine, sizes, dst)
         if everything is None:
             continue
-        if len(chosen) == 1:  # the ranks' rows lie one after another already
+        if len(chosen) == 1:  # the ranks' rows follow each other already
             i = chosen[0]
             total = own.rows[i] * len(plans) if answers.same else sum(plan.rows[i] for plan in plans)
             joined[i] = _shaped(everything.view(leaves.dtypes[i]), leaves.shapes[i], total)
@@ -309,7 +309,7 @@ def pad_across_processes(
         dim: the dimension to pad; negative to count from the last.
         pad_index: the fill value, a number that every tensor's dtype can hold.
         pad_first: whether to pad at the beginning instead of the end.
-        tag: name of the call, compared between ranks. It tells apart calls of one kind and shape, whose order could
+        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape, whose order could
             differ between ranks by mistake, as in a loop over keys.
 
     Returns:

@@ -74,7 +74,7 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum", *, tag: str | None 
         tree: nested containers of None and of tensors, with the same shapes and dtypes on every rank.
         op: "sum", "mean", "max", "min" or "product"; a mean of integers is refused, and so are arithmetic on bool and
             anything but sum and mean of complex numbers.
-        tag: name of the call, compared between ranks. It tells apart calls of one kind and shape, whose order could
+        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape, whose order could
             differ between ranks by mistake, as in a loop over keys.
 
     Returns:
@@ -201,7 +201,7 @@ def broadcast(ctx: DistContext, tree: T, *, src: int = 0, tag: str | None = None
         ctx: the context.
         tree: nested containers of None and of tensors, with the same shapes and dtypes on every rank.
         src: the rank that sends its tensors.
-        tag: name of the call, compared between ranks. It tells apart calls of one kind and shape, whose order could
+        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape, whose order could
             differ between ranks by mistake, as in a loop over keys.
 
     Returns:

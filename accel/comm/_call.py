@@ -76,7 +76,7 @@ def are_branches(
 ) -> bool:
     """Return whether two crossed calls are branches that ranks may take in any order; each pair has one rank's traces.
 
-    They are if they lie in one function, or if both ranks reached one of the calls by the same way.
+    They are if they are in one function, or if both ranks reached one of the calls by the same path.
     """
     before, after = _parting(*left)
     other_before, other_after = _parting(*right)

@@ -289,7 +289,7 @@ def raise_lost(comm: Comm, error: BaseException) -> None:
         note,
         expected="every rank in this call",
         where=f"rank {comm.rank}, {public_call()}",
-        fix="Mend what that rank says, and begin again from the newest checkpoint.",
+        fix="Fix that rank's error, and restart from the newest checkpoint.",
     ) from error
 
 

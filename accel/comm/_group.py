@@ -189,7 +189,7 @@ class Comm:
 
     def check_open(self) -> None:
         """Raise `ContextClosedError` if the scope that opened this has ended, `PeerError` if its group has."""
-        # first, as it says more than that the scope has ended
+        # first, as it explains more than that the scope has ended
         if self.lost:
             raise PeerError(
                 "the ranks of this context no longer communicate",
@@ -233,7 +233,7 @@ class Comm:
         # the user may have destroyed the group and opened another, which is not ours to destroy
         owned = self.owned and self._group is not None and dist.group.WORLD is self._group
         if owned and self.roll is not None:
-            self.roll.leave()  # before the group goes, so that ranks still in a call learn why it cannot complete
+            self.roll.leave()  # before the group ends, so that ranks still in a call report why it fails
         opened = self.opened
         self.along.clear()
         self._closed = True

@@ -162,7 +162,7 @@ def absence(
 ) -> PeerError:
     """Make the error of a collective that did not complete; it names the missing ranks where a store knows them."""
     label = public_call()
-    # a rank that was cut off waited for less than the time-out, which says nothing of the missing rank
+    # a rank that was cut off waited for less than the time-out, which proves nothing about the missing rank
     timed_out = "imed out" in str(error) or isinstance(error, dist.DistBackendError)
     notes = roll.ask(number, waited_s if timed_out else 0.0) if roll is not None else Notes({}, set(), answered=True)
     waited = max([waited_s if timed_out else 0.0, *notes.waited.values()])

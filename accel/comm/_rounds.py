@@ -50,7 +50,7 @@ def reduction_rounds(rank: int, size: int) -> list[ReduceRound]:
     """Reduce on all ranks by recursive doubling.
 
     Each value that travels is that of a run of neighbouring ranks, so all ranks combine the same values, in rank order.
-    Ranks beyond a power of two hand their value to a neighbour and get the result from it.
+    Ranks beyond a power of two send their value to a neighbour and receive the result from it.
     """
     power = 1 << (size.bit_length() - 1)
     pairs = size - power
@@ -69,7 +69,7 @@ def reduction_rounds(rank: int, size: int) -> list[ReduceRound]:
 def gather_rounds(rank: int, size: int) -> list[GatherRound]:
     """Gather the rows of all ranks on all ranks by Bruck's algorithm.
 
-    Rows lie in the order of the ranks from this one on, and go round: rank, rank + 1, ..., rank - 1.
+    Rows are in the order of ranks from this one on, cyclically: rank, rank + 1, ..., rank - 1.
     """
     rounds: list[GatherRound] = []
     held = 1

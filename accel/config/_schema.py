@@ -184,7 +184,7 @@ def toml_value(value: object) -> str:
         return f"{{{', '.join(f'{toml_key(name)} = {toml_value(each)}' for name, each in pairs)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, cast(list[object], value)))}]"
-    # JSON spells the others alike, but for one character that TOML wants escaped
+    # JSON spells the others alike, but for one character that TOML escapes
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

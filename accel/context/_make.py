@@ -97,7 +97,7 @@ def choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch.
             fix=_IMPORT if isinstance(wanted, str) else "",
         ) from error
     if device.type == "cpu":
-        return torch.device("cpu")  # tensors never say cpu:0
+        return torch.device("cpu")  # tensors report "cpu", never "cpu:0"
     if device.type == "xla":
         return _choose_xla(device, env, where)
     count = count_devices(device.type)
@@ -155,7 +155,7 @@ def from_group(
 ) -> DistContext:
     """Make a context on a process group that another framework made; it is never destroyed here.
 
-    On XLA devices a collective: a group for what lies on the CPU is opened beside it, which `close` ends.
+    On XLA devices a collective: a group for tensors on the CPU is opened beside it, which `close` ends.
 
     Args:
         group: the group; its rank and size become the context's.
@@ -308,7 +308,7 @@ def from_env(
             plan: an `accel.Plan`, for models that `prepare` gets without one of their own.
             compile: "whole", "repeated" or an `accel.Compile`: what torch compiles of the models that `prepare` takes.
             mesh: axes of a mesh of all ranks, such as "dp=2,tp=2" or "dp=-1,tp=4", in any order; -1 means all
-                ranks that the others leave. Ranks are numbered as `Axes` says. It becomes `ctx.mesh`. No mesh if empty.
+                ranks that the others leave. Ranks are numbered as by `Axes`. It becomes `ctx.mesh`. No mesh if empty.
             backend: c10d backend for that device.
             timeout_s: seconds after which a collective that misses a rank fails.
 
@@ -370,7 +370,7 @@ def single(on: torch.device | str = "cpu", /, **settings: Unpack[GroupKeywords])
     """Make a context of one process without a process group.
 
     Args:
-        on: the device to compute on; `device=` says the same.
+        on: the device to compute on, as `device=`.
         settings: as for `from_group`.
 
     Raises:

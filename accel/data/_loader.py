@@ -127,7 +127,7 @@ def _check_loader(loader: Any) -> None:
         not getattr(loader, "in_order", True), "batches come in their order", "in_order=False", "Leave in_order out."
     )
     begun = getattr(loader, "next_iter_state", None) is not None  # of a StatefulDataLoader
-    _refuse(begun, "a cursor says where to begin", "a loaded state_dict", "Leave it out.")
+    _refuse(begun, "a cursor marks the start of a pass", "a loaded state_dict", "Leave it out.")
 
 
 def _batcher(loader: Any) -> Any:

@@ -45,7 +45,7 @@ def function_of(name: str) -> Callable[[], nn.Module]:
         return getattr(import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            "there is no such function", expected="module:function", got=repr(name), fix=f"Python says: {error}."
+            "there is no such function", expected="module:function", got=repr(name), fix=f"Python's error: {error}."
         ) from error
 
 

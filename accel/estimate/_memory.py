@@ -96,7 +96,7 @@ def _moments(model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: 
 
 
 def _offloaded(memory: RankMemory, full: int) -> RankMemory:
-    """The memory of a rank whose shards, their gradients and their state lie in the host's."""
+    """The memory of a rank whose shards, their gradients and their state are in host memory."""
     shards = memory.gradients if memory.moment == "optimizer" else max(0, memory.gradients - full)
     return replace(
         memory,
@@ -216,7 +216,7 @@ def _earlier(trained: int, full: int, step: EstimatedStep, copies: EqualRanks) -
     held = (full or trained) if step.micro_batches > 1 else 0
     if copies.engine != "ddp":
         return held
-    return trained + (held if step.held else 0)  # gradients that wait lie outside of the buckets
+    return trained + (held if step.held else 0)  # gradients that wait are outside of the buckets
 
 
 def _wire(held: HeldParameters, axes: Axes, copies: EqualRanks) -> int:

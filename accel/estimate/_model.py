@@ -149,7 +149,7 @@ _USUAL: Mapping[str, Any] = {
     "decoder_sparse_step": 1,
 }  # fmt: skip
 _DECODERS = ("ForCausalLM", "LMHeadModel")
-_TIED = ("gpt2",)  # unless the configuration says otherwise
+_TIED = ("gpt2",)  # unless the configuration has a size of its own
 
 
 class Transformer(msgspec.Struct, frozen=True, kw_only=True):

@@ -349,7 +349,7 @@ def kept_by(
 
 def _kept_by_sizes(model: Transformer, axes: Axes, plan: Plan, step: EstimatedStep, engine: Engine) -> Kept:
     tokens = step.rows * step.tokens // axes.cp
-    own = tokens // axes.tp if plan.sequence else tokens  # of what lies between products
+    own = tokens // axes.tp if plan.sequence else tokens  # of the tensors between products
     size = step.compute_bytes
     stream = stream_bytes(step, engine)
     entry = own * model.width * stream

@@ -136,7 +136,7 @@ FOLDER = ItemHandler(
 
 @contextlib.contextmanager
 def _scratch(live: Folder) -> Generator[Path]:
-    """Make a folder for the block, where `live` says."""
+    """Make a folder for the block, in the place of `live`."""
     with disk_errors(live.scratch or tempfile.gettempdir()):
         made = tempfile.mkdtemp(prefix="accel-folder-", dir=live.scratch)
     try:

@@ -308,7 +308,7 @@ def _stage(ctx: DistContext, target: Path, name: str, site: str) -> Generator[Pa
 
 def _remove(stage: Path) -> None:
     if stage.exists():
-        with suppress(CheckpointError):  # a disk that fails: the first error is the one to tell
+        with suppress(CheckpointError):  # a disk that fails: the first error is the one to raise
             remove_flat(stage)
 
 

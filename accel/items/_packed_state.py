@@ -47,11 +47,11 @@ def put_together(entries: Mapping[str, Any], parameter: torch.Tensor, path: str)
 
     Args:
         entries: state by name, of `take_apart`.
-        parameter: the live parameter, which says what of a sharded state this rank holds.
+        parameter: the live parameter, which determines this rank's part of a sharded state.
         path: path of the state, for errors.
 
     Raises:
-        CheckpointError: the blocks do not lie whole on the ranks.
+        CheckpointError: the blocks are divided between ranks.
         MissingExtraError: torchao is missing.
     """
     return {
@@ -101,7 +101,7 @@ def _row_ranks(whole: Any, path: str) -> int:
     ranks = shares[0] if shares else 1
     if not by_rows or len(shares) > 1 or whole.shape[0] % ranks:
         raise CheckpointError(
-            "blocks of quantized state do not lie whole on the ranks",
+            "blocks of quantized state are divided between ranks",
             expected="rows that the ranks share evenly",
             got=f"{tuple(whole.shape)} by {whole.placements}",
             where=path,
@@ -146,7 +146,7 @@ def _share(tensor: torch.Tensor, place: int, ranks: int, path: str) -> torch.Ten
     whole = local_part(tensor)
     if whole.shape[0] % ranks:
         raise CheckpointError(
-            "blocks of quantized state do not lie whole on the ranks",
+            "blocks of quantized state are divided between ranks",
             expected=f"a number of blocks that {ranks} ranks divide",
             got=f"{whole.shape[0]}",
             where=path,

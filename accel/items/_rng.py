@@ -197,7 +197,7 @@ def _rehearse(state: RngState, device: torch.device) -> None:
         if kind == device.type != "xla":
             torch.Generator(device).set_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     if state.numpy is not None:
-        importlib.import_module("numpy")  # the state says that the run used it
+        importlib.import_module("numpy")  # the state shows that the run used it
         key, position, _, _ = state.numpy
         if len(key) != _NUMPY_WORDS * 4 or not 0 <= position <= _NUMPY_WORDS:
             raise ValueError("numpy's words or position are out of range")

@@ -63,7 +63,7 @@ def run_launch(
     Raises:
         LaunchError: the script cannot be run, the machine has too few GPUs, or the system refuses a process; or the
             first of several hosts does not resolve, or does not answer; or several tasks of a scheduler start a launch
-            each, and nothing says whether they are one job.
+            each, and it is unknown whether they are one job.
         ConfigError: a variable has an invalid value.
         EnvError: `environ` has another setting that the processes would refuse.
     """

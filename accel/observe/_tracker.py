@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tracker as a record of functions, and the records that it is handed: values, images, tables, figures, files."""
+"""A tracker as a record of functions, and the records that it receives: values, images, tables, figures, files."""
 
 from __future__ import annotations
 

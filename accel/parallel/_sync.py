@@ -56,7 +56,7 @@ def no_sync(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None
             sharded.append(each)
     if any(each.static_graph for each in replicas):
         raise PrepareError(
-            "DDP learns a static graph in a backward that exchanges gradients",
+            "DDP records a static graph in a backward that exchanges gradients",
             expected="a model without static_graph=True, to hold its gradients back",
             got="no_sync, or an accumulation of several micro-batches",
             where=f"rank {ctx.rank}",

@@ -40,7 +40,7 @@ def append_rest(path: str | os.PathLike[str], content: bytes | bytearray) -> Non
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
-        # Only this process appends, so the size tells what is there: after a full disk, or if someone removed the file.
+        # Only this process appends, so its size gives the rest, also after a full disk or a removal.
         written = os.fstat(file).st_size
         while written < len(content):
             written += os.write(file, content[written:])

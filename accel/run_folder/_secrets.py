@@ -114,7 +114,7 @@ _PEM = re.compile(r"-----BEGIN [A-Z0-9 ]{1,40}-----")
 _PEM_END = re.compile(r"-----END [A-Z0-9 ]{1,40}-----")
 _PEM_LINES = re.compile(r"(?:(?:\s|\\[nr])*+[A-Za-z0-9+/=]{16,}+)++(?:(?:\s|\\[nr])*+[A-Za-z0-9+/=]++)?")
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]{16,}+")
-# The looks ahead tell tokens from words such as hf_hub_download: these hold no digit and no capital.
+# The look-aheads distinguish tokens from words such as hf_hub_download: these hold no digit and no capital.
 _FORMS = (
     re.compile(r"\b(hf_)(?=[a-z]{0,60}[A-Z0-9])[A-Za-z0-9]{8,}+"),
     re.compile(r"\b(sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|npm_|pypi-)(?=[a-z_-]{0,60}[A-Z0-9])[\w-]{8,}+"),

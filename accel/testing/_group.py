@@ -119,7 +119,7 @@ class SimulatedGroup(_Untyped):
         self._size = len(members.ranks)
         self._me = members.ranks[rank]  # the world's number, as everywhere in a rendezvous
         self.alarm = rendezvous.alarm(self._me)  # read by `accel.comm`
-        self.works: WeakSet[SimulatedWork] | None = None  # collects handles where somebody wants them
+        self.works: WeakSet[SimulatedWork] | None = None  # collects handles for a caller that asked for them
         super().__init__(rank, self._size)  # pyright: ignore[reportUnknownMemberType]
 
     def __repr__(self) -> str:
@@ -244,7 +244,7 @@ class SimulatedGroup(_Untyped):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def share(self, mine: T, combine: Callable[[Sequence[T]], R], /) -> Callable[[], R]:
-        """Begin to hand an object to all ranks; see `accel.comm`, whose small messages go this way."""
+        """Begin to pass an object to all ranks; see `accel.comm`, whose small messages go this way."""
         rendezvous, me = self._rendezvous, self._me
         meeting = rendezvous.join(me, _SHARE, mine, combine)
 

@@ -243,7 +243,7 @@ def _raise_marked_twice(error: RuntimeError) -> None:
         ) from error
 
 
-# what DDP says of a gradient that is sparse and should not be, or is not and should
+# DDP's error for a gradient that is sparse and should not be, or the reverse
 _MIXED = {
     "Expected variable to have sparse gradient": "a dense gradient of an embedding with sparse=True",
     "Expected sparse gradient to be defined": "no gradient of an embedding with sparse=True",

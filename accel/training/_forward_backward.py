@@ -100,7 +100,7 @@ def forward_backward(
 
     Args:
         ctx: the context.
-        model: from `prepare` or `prepare_model`, whose plan says the number of micro-batches.
+        model: from `prepare` or `prepare_model`, whose plan has the number of micro-batches.
         state: a `TrainState` within a batch; or a loss scale, followed by an accumulation or None.
         rest: the inputs: a tensor; a tuple of the model's arguments; or a mapping of keyword arguments. Tensors have
             the batch in dimension 0; those of one row, and other values, go to every micro-batch. Behind the first
@@ -108,7 +108,7 @@ def forward_backward(
             argument `inputs_embeds` takes them there. All ranks along `pp` pass the same batch.
         loss_fn: maps the model's output, and the targets if there are some, to the sum of the losses of the
             micro-batch's real units, shape []. Its first call is preceded by two on the halves of that micro-batch,
-            without gradient, which tell a sum from a mean.
+            without gradient, which distinguish a sum from a mean.
         targets: tensors with the batch in dimension 0, split as the inputs are.
         weight: number of real units in the whole batch, as for `backward`. Left out beside a `TrainState`, it is
             `batch.valid`.

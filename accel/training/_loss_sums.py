@@ -84,7 +84,7 @@ class LossProbe:
             return
         whole = float(loss.detach())
         if not all(map(math.isfinite, (whole, *halves))) or whole == 0:
-            return  # the next batch may tell
+            return  # the next batch may show it
         if not self._is_mean(whole, halves, given, rows):
             self._done = True
             _note(self._model, self._key)

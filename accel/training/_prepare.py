@@ -96,7 +96,7 @@ def check_masters(optimizer: Optimizer) -> None:
 def tell_narrow(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
     """Log on rank 0 that optimizers step shards in 16 bits, where others' FSDP makes float32 ones of such a model.
 
-    A precision that says the format of parameters is meant so, and other strategies leave parameters as they are.
+    A precision that sets the format of parameters is deliberate, and other strategies leave parameters as they are.
     """
     narrow = ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None
     if not narrow or data_dimension(ctx.strategy) != "shard" or not ctx.is_main_process:

@@ -271,7 +271,7 @@ REFUSED = {
     "all dropped": (lambda: DataLoader(DATA, batch_size=11, drop_last=True), "drops the whole epoch"),
     "own iteration": (lambda: Filtering(DATA), "changes what is iterated: got Filtering.*collate_fn"),
     "own iterator": (lambda: Counting(DATA), "changes what is iterated"),
-    "begun": (lambda: Begun(DATA), "a cursor says where to begin.*a loaded state_dict"),
+    "begun": (lambda: Begun(DATA), "a cursor marks the start of a pass.*a loaded state_dict"),
     "no loader": (lambda: DATA, "got list.*DataLoader"),
 }
 

@@ -345,11 +345,11 @@ def test_wrong_inputs_are_refused_and_change_nothing(tmp_path: Path) -> None:
     with pytest.raises(accel.ConfigError, match=r"load_quantized"):
         accel.load_checkpoint_in_model(ctx, done, full)
     packed = accel.save_model(ctx, done, tmp_path / "packed")
-    refused(accel.CheckpointError, r"quantized otherwise", empty(), packed, accel.Bitsandbytes(double=True))
-    refused(accel.CheckpointError, r"quantized otherwise", empty(), packed, accel.Bitsandbytes(kind="fp4"))
+    refused(accel.CheckpointError, r"not quantized by", empty(), packed, accel.Bitsandbytes(double=True))
+    refused(accel.CheckpointError, r"not quantized by", empty(), packed, accel.Bitsandbytes(kind="fp4"))
     refused(accel.CheckpointError, r"fit the model", empty(), packed, eight)
     rows = accel.save_model(ctx, accel.load_quantized(ctx, empty(), full, config=eight), tmp_path / "rows")
-    refused(accel.CheckpointError, r"quantized otherwise", empty(), rows, accel.Torchao(kind="int8_dynamic"))
+    refused(accel.CheckpointError, r"not quantized by", empty(), rows, accel.Torchao(kind="int8_dynamic"))
 
     places = elsewhere(accel.describe_quantized(empty(), four), "disk", "cpu")
     refused(accel.ConfigError, r"home in files.*save_model", empty(), full, four, device_map=places)

@@ -70,7 +70,7 @@ def test_processes_are_bound_near_their_gpus(
     ("nodes", "near", "told"),
     [
         ({}, (), "does not list its cores"),
-        (TWO_NODES, (0, None), "does not tell the memory node of local rank 1's GPU"),
+        (TWO_NODES, (0, None), "does not report the memory node of local rank 1's GPU"),
         (TWO_NODES, (0, 3), "no core of memory node 3, where local rank 1's GPU is"),
         ({0: TWO_NODES[0]}, (None, None), ""),  # with one node there is nothing to tell
     ],
@@ -161,7 +161,7 @@ def test_cores_follow_the_gpus_that_processes_use(
     assert [describe_cores(process.cores) for process in made.processes] == (cores or [""] * len(made.processes))
     shown = describe_plan(made, {})
     if cores is None:
-        assert "does not tell the memory node of local rank 0's GPU" in made.unbound
+        assert "does not report the memory node of local rank 0's GPU" in made.unbound
         assert shown.startswith(f"# not bound to cores: {made.unbound}\n")
     else:
         assert made.unbound == ""

@@ -86,7 +86,7 @@ def test_a_report_over_hosts_names_them() -> None:
 @pytest.mark.parametrize(
     ("endpoint", "told"),
     [
-        ("", r"nobody says where the hosts meet: expected --rdzv-endpoint HOST:PORT, got nnodes=2 without it"),
+        ("", r"no endpoint for the hosts to meet at: expected --rdzv-endpoint HOST:PORT, got nnodes=2 without it"),
         ("127.0.0.1:70000", r"there is no such port: expected 1 to 65535, got 70000"),
         ("no-such-host.invalid:29400", r"not known here: .* got 'no-such-host\.invalid'"),
         (f"{'x' * 70}.invalid:29400", r"not known here"),

@@ -137,7 +137,7 @@ def test_launchers_in_several_tasks_must_say_whether_they_are_one_job(
         monkeypatch.setenv(name, value)
     assert main(["launch", "--cpu", *words, "train.py"]) == 2
     _, err = capsys.readouterr()
-    assert err.startswith("accel: error: 2 tasks start this launch, and nobody says whether they are one job")
+    assert err.startswith("accel: error: 2 tasks start this launch, and it is unknown whether they are one job")
     assert f"Write `--nnodes 2 --rdzv-endpoint {first}:29400` for one job" in err
     assert "`--nnodes 1` for a job in each task" in err
 

@@ -61,7 +61,7 @@ def test_all_after_the_script_belongs_to_the_script(args: list[str], flags: list
         (["launch", "--gpu-ids", "0,x", "script.py"], "a list of integers such as 0,1 or all, got '0,x'"),
         (["launch", "--gpu-ids", "99", "script.py"], "there is no such GPU"),
         (["launch", "--device", "cuda", "script.py"], "no GPU is visible"),
-        (["launch", "--nnodes", "2", "script.py"], "nobody says where the hosts meet"),
+        (["launch", "--nnodes", "2", "script.py"], "no endpoint for the hosts to meet at"),
         (["launch", "--nnodes", "4:1", "script.py"], "more hosts at least than at most"),
         (["launch", "--node-rank", "1", "script.py"], "there is no such host: got node_rank=1, nnodes=1"),
         (

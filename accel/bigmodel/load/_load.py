@@ -133,7 +133,7 @@ def load_checkpoint_in_model(
             with values stay where they are. Segments with a home in files stay empty.
         dtype: of floating-point tensors of an empty model; None for that of each tensor. The storage dtypes of a
             device map count first.
-        rename: maps a stored name to the model's; or recipes, for models that are stored otherwise than they run.
+        rename: maps a stored name to the model's; or recipes, for a checkpoint whose layout differs from the model's.
         allow_missing: names of the model that may be missing, or patterns of such names. They stay as they are.
         allow_unexpected: stored names that the model may lack, or patterns of such names.
         readers: number of threads that read.

@@ -59,9 +59,9 @@ class WeightFiles(NamedTuple):
 
     Attributes:
         kind: their format.
-        folder: the place that they lie in.
+        folder: their place.
         names: names of the files; none of a checkpoint, whose manifest lists them.
-        listed: the file of each tensor by name, as an index says; empty without one.
+        listed: the file of each tensor by name, from an index; empty without one.
     """
 
     kind: Kind
@@ -290,7 +290,7 @@ def open_weights(
     Args:
         path: a safetensors file, a file of torch.save, the index of several, a folder with either, a checkpoint of
             accel, or a run's folder; on a local disk or in a store.
-        rename: maps a stored name to the model's; or recipes, for models that are stored otherwise than they run.
+        rename: maps a stored name to the model's; or recipes, for a checkpoint whose layout differs from the model's.
         readers: number of threads that read.
         direct: whether to read past the page cache what is not in it, where the file system can.
 
@@ -341,7 +341,7 @@ def _tensors(
 
 
 def _joined(files: WeightFiles, found: Mapping[str, Mapping[str, Strided]], where: str) -> dict[str, Strided]:
-    """Join the tensors of files, which hold what an index says that they do."""
+    """Join the tensors of files, which must match their index."""
     lost = [(name, file) for name, file in files.listed.items() if name not in found[file]]
     if lost:
         name, file = lost[0]

@@ -30,7 +30,7 @@ def plan_jobs(
         target: plain tensor of its shape, of any floating-point dtype for a floating-point one.
         name: its name, for errors.
         is_shared: whether other processes of the host read the same elements.
-        has_peers: whether other processes of the host read elements that lie between these.
+        has_peers: whether other processes of the host read elements between these.
     """
     dtype = dtype_of(stored.dtype)
     plain = target.device.type == "cpu" and target.dtype == dtype != torch.bool
@@ -159,7 +159,7 @@ class FileWeights:
 
         Raises:
             CheckpointError: the file has changed since it was opened.
-            ConfigError: no such weight, one that lies in several parts, or in a store.
+            ConfigError: no such weight, or a weight in several parts or in a store.
         """
         entry = self.entries.get(name)
         if entry is None:
@@ -170,7 +170,7 @@ class FileWeights:
         parts = self.stored[name].parts
         part = parts[0]
         if len(parts) > 1 or any(at % dtype.itemsize for at in (part.start, *part.strides)):
-            problem = f"{name!r} cannot be mapped, as its bytes lie apart or between the addresses that torch reads"
+            problem = f"{name!r} cannot be mapped, as its bytes are apart or not aligned"
             raise ConfigError(problem, where=entry.where, fix="Use the home 'disk' or 'cpu'.")
         if not isinstance(self.ranges, LocalRanges):
             raise ConfigError(

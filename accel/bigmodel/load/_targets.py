@@ -33,7 +33,7 @@ class Destination(NamedTuple):
     Attributes:
         device: the device; None for a tensor that stays in files.
         dtype: dtype that its home has for it; None where that is the model's.
-        is_planned: whether a device map says so, and not one device for all.
+        is_planned: whether by a device map, and not by one device for all.
     """
 
     device: torch.device | None
@@ -115,7 +115,7 @@ class LoadTarget:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it lies on the meta device."""
+        """Whether it is on the meta device."""
         return self.live.is_meta
 
     @property
@@ -249,7 +249,7 @@ def _target(
         device = default if kind == default.type else torch.device(kind)
         place = destination.device.type if destination.device is not None else None
         if destination.is_planned and (place != kind or destination.dtype is not None):
-            device = None  # `dispatch_model` reads what lies elsewhere than its mesh computes, or in another dtype
+            device = None  # `dispatch_model` reads values of another device than the mesh's, or of another dtype
     box = held_box(live, names[0]) if is_dtensor(live) else whole(live.shape)
     return LoadTarget(names, live, wanted, device, box)
 

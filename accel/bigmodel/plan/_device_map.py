@@ -220,7 +220,7 @@ def _overfull(found: DeviceMap, place: str, used: int, limit: int) -> PlacementE
         expected=f"at most {limit} bytes",
         got=f"{used}: {used - window} resident{slots}",
         where=f"DeviceMap.limits[{place!r}]",
-        fix=f"Give it {used} bytes, or let fewer segments lie there.",
+        fix=f"Give it {used} bytes, or place fewer segments there.",
     )
 
 

@@ -154,7 +154,7 @@ def infer_device_map(
         fill: several devices: "balanced" for equal shares of their limits, "sequential" for one after the other,
             "low_first" for as little as possible on the first and equal shares of the others. None for "balanced" if
             all segments fit; else for the way that leaves the fewest bytes on "disk", then in "mmap", and then has the
-            device that streams most stream the least. `explain` tells which that is.
+            device that streams most stream the least. `explain` prints which that is.
         dtype: dtype that floating-point weights will have; None for the skeleton's.
 
     Returns:

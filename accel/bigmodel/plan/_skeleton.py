@@ -160,7 +160,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def casting(self) -> int:
-        """Bytes that a call takes to cast the weights that lie on the computing device in a smaller dtype."""
+        """Bytes that a call takes to cast weights kept on the computing device in a smaller dtype."""
         return sum(weight.memory for weight in self.weights if self.casts(weight))
 
     def casts(self, weight: Weight) -> bool:
@@ -236,7 +236,7 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
             yield from segment.weights
 
     def segment_of(self, path: str) -> str:
-        """Return the name of the segment that a path of a weight or a module lies in; "" if in no other."""
+        """Return the name of the segment that contains the path of a weight or a module; "" if no other does."""
         return _holder(self._names(), path)
 
     def tied_segments(self) -> tuple[tuple[str, ...], ...]:

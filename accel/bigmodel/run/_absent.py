@@ -387,7 +387,7 @@ def _kind(func: Any) -> _Kind:
         return "write"
     if schema.name.startswith("c10d::"):  # whose schemas mark nothing that they write
         return "collective"
-    if func is torch.ops.aten._unsafe_view.default:  # shares memory, and says that it does not
+    if func is torch.ops.aten._unsafe_view.default:  # shares memory, although it reports that it does not
         return "view"
     if _STATISTICS[0] in [each.name for each in schema.arguments] and not schema.name.endswith("_backward"):
         return "statistics"

@@ -122,7 +122,7 @@ def dispatch_model(
     scratch: str | os.PathLike[str] | None = None,
     prefetch: bool = True,
 ) -> Dispatched[M]:
-    """Let a model run with its weights where a map says. Mutates the model until the result is closed.
+    """Let a model run with its weights in the places of a map. Mutates the model until the result is closed.
 
     Segments at home on their computing device stay there, without hooks. The others stream: a block's weights are put
     into the model while it runs, and those of the next block are fetched meanwhile, in the order in which blocks ran
@@ -265,7 +265,7 @@ def load_checkpoint_and_dispatch(
     scratch: str | os.PathLike[str] | None = None,
     prefetch: bool = True,
 ) -> Dispatched[M]:
-    """Load weights where a map says, and run the model from there. A collective. Mutates the model.
+    """Load weights into the places of a map, and run the model from there. A collective. Mutates the model.
 
     The two steps in one: `load_checkpoint_in_model` for what the map keeps in memory, then `dispatch_model`, with the
     files of `path` for what it leaves there. Of a model that `prepare_model(allocate=False)` has divided, each rank
@@ -278,7 +278,7 @@ def load_checkpoint_and_dispatch(
         device_map: homes and computing devices, such as `infer_device_map` gives; of this rank. "auto" infers them from
             nine tenths of what is free now, with the files for the rest: of the context's device, or of all
             accelerators for the only rank of a host, and of this rank's share of the host. Rank 0 prints its map.
-        rename: maps a stored name to the model's; or recipes, for models that are stored otherwise than they run.
+        rename: maps a stored name to the model's; or recipes, for a checkpoint whose layout differs from the model's.
         allow_missing: names of the model that may be missing, or patterns of such names.
         allow_unexpected: stored names that the model may lack, or patterns of such names.
         readers: number of threads that read.

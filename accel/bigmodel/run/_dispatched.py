@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Dispatched`: a model whose weights lie where a map says, and its counts by segment."""
+"""`Dispatched`: a model with weights in the places of a map, and its counts by segment."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Dispatched(Generic[M]):
-    """A model whose weights lie where a device map says. Made by `dispatch_model`; use it in a `with` block.
+    """A model with weights in the places of a device map. Made by `dispatch_model`; use it in a `with` block.
 
     Attributes:
         model: the model that was given; call it, generate with it, or take it apart as ever.

@@ -205,7 +205,7 @@ class Streaming(NamedTuple):
         slots: the device's slots.
         device: the computing device.
         prefetch: whether blocks are fetched ahead of their use.
-        casts: whether the blocks lie on the device, and are cast there.
+        casts: whether the blocks stay on the device, and are cast there.
     """
 
     segments: dict[str, list[Task]]

@@ -353,7 +353,7 @@ class DeviceTransfer:
 
 
 class CastTransfer:
-    """A slot of blocks that lie on its device in a smaller dtype: the stream that computes casts them."""
+    """A slot of blocks kept on its device in a smaller dtype: the computing stream casts them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -348,7 +348,7 @@ class Stream:
 
         Raises:
             AccelError: the error of the fill.
-            StreamError: the stream was closed meanwhile, or lies in another process.
+            StreamError: the stream was closed meanwhile, or belongs to another process.
         """
         began = time.perf_counter()
         block.waits += 1

@@ -33,7 +33,7 @@ class Mappable(Protocol):
 
 @runtime_checkable
 class Watched(Protocol):
-    """A source that tells whether the files of its weights have been rewritten."""
+    """A source that knows whether the files of its weights have been rewritten."""
 
     def watch(self, names: Iterable[str]) -> None:
         """Note some bytes of weights that stay in files.
@@ -104,7 +104,7 @@ class Supply:
         dtype: dtype in which the model computes.
         tensor: the values, in host memory, a mapped file, or on the computing device; None where the source reads them.
         source: reads the values where `tensor` is None.
-        files: the source of a mapped `tensor`, which tells whether its file has been rewritten; None of another one.
+        files: the source of a mapped `tensor`, which knows whether its file has been rewritten; None for other tensors.
     """
 
     name: str
@@ -139,7 +139,7 @@ class Supply:
             return None
 
     def check(self) -> None:
-        """Raise if the values lie in a mapped file that has been rewritten.
+        """Raise if the values are in a mapped file that has been rewritten.
 
         Raises:
             CheckpointError: they do.
@@ -157,7 +157,7 @@ class Supply:
 
 
 def check_mapped(supplies: Sequence[Supply]) -> None:
-    """Raise if values that were just used lie in mapped files that have been rewritten.
+    """Raise if values that were just used are in mapped files that have been rewritten.
 
     Raises:
         CheckpointError: they do.
@@ -290,7 +290,7 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
         elif (dtype := _file_dtype(task)) is not None and entry.dtype != dtype:
             field = "storage_dtype" if task.weight.is_cast else "dtype"
             raise ConfigError(
-                "a file holds a weight in another dtype than the map says",
+                "a file has a weight in another dtype than the map",
                 expected=dtype,
                 got=f"{entry.dtype} in {entry.where or 'the source'}",
                 where=f"{name!r}, {field}",
@@ -396,7 +396,7 @@ def _watch(tasks: Sequence[Task], source: WeightSource | None) -> None:
 
 
 def _stored_as(tensor: torch.Tensor, dtype: torch.dtype, task: Task) -> torch.Tensor:
-    """Return a weight's values as they lie at home: cast, if the map casts it."""
+    """Return a weight's values in the dtype of its home: cast, if the map casts it."""
     if task.weight.is_cast and tensor.dtype != dtype:
         made = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
         copy_in_range(made, tensor, name=task.weight.name)
@@ -405,7 +405,7 @@ def _stored_as(tensor: torch.Tensor, dtype: torch.dtype, task: Task) -> torch.Te
 
 
 def stored_as(task: Task) -> torch.Tensor:
-    """Return the model's values of a weight as they lie at home.
+    """Return the model's values of a weight in the dtype of its home.
 
     Raises:
         ConfigError: values that a storage dtype does not hold.

@@ -227,7 +227,10 @@ def _check_torch(loader: Any) -> None:
         "workers do not persist from one epoch to the next": (loader.persistent_workers, "persistent_workers=True"),
         "batches come in their order": (not getattr(loader, "in_order", True), "in_order=False"),
         "the cursor's seed decides": (loader.generator is not None, "a generator"),
-        "a cursor says where to begin": (getattr(loader, "next_iter_state", None) is not None, "a loaded state_dict"),
+        "a cursor marks the start of a pass": (
+            getattr(loader, "next_iter_state", None) is not None,
+            "a loaded state_dict",
+        ),
     }
     for problem, (wrong, got) in refused.items():
         if wrong:

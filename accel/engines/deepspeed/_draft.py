@@ -23,7 +23,7 @@ class Draft:
 
     @classmethod
     def of(cls, config: DeepSpeed) -> Self:
-        """Return what a configuration says, each value with its source."""
+        """Return a configuration's values, each with its source."""
         by_field = {key for _, key, _ in config.said()}
         defaults = dict(zip(config.__struct_fields__, config.__struct_defaults__, strict=True))
         rows: dict[Key, DeepSpeedSetting] = {}
@@ -44,18 +44,18 @@ class Draft:
         self.rows[key] = DeepSpeedSetting(value, source)
 
     def agree(self, key: Key, fact: Any, place: str) -> Any:
-        """Return the value at a key, from the fact if it is open; a fact that says otherwise is a problem."""
+        """Return the value at a key, from the fact if it is open; a different fact is a problem."""
         said = self.said(key)
         if fact is None:
             return said
         if said is None:
             self.fill(key, fact, place)
         elif said != fact:
-            self.problem(f'{self.shown(key)}, but {place} says {fact}. Write "auto", or leave it out.')
+            self.problem(f'{self.shown(key)}, but {place} has {fact}. Write "auto", or leave it out.')
         return fact
 
     def impose(self, key: Key, value: Any) -> None:
-        """Set a value that the training loop needs; a configuration that says otherwise is a problem."""
+        """Set a value that the training loop needs; a different one in the configuration is a problem."""
         said = self.said(key)
         if said is not None and said != value:
             self.problem(f"{self.shown(key)}, but the training loop needs {json.dumps(value)}. Leave it out.")
@@ -168,7 +168,7 @@ _TABLE = (
     _Refused(
         (ZERO, "compute_grad_norm"),
         (True,),
-        "the step needs the norm, to clip and to tell whether gradients are finite",
+        "the step needs the norm, to clip, and to check that gradients are finite",
     ),
     _Refused(
         ("gradient_allreduce_op",),

@@ -116,7 +116,7 @@ def _prepare(ctx: DistContext, objects: Sequence[Any]) -> Sequence[Any]:
     return [prepared.get(id(each), each) for each in objects]
 
 
-_BOUNDARY = "managed_gradient_accumulation"  # False: a window ends where `optimizer_step` says so
+_BOUNDARY = "managed_gradient_accumulation"  # False: a window ends in `optimizer_step` alone
 _GROUPS = "Make one optimizer with several groups of parameters."
 
 
@@ -248,7 +248,7 @@ def _check_values(model: nn.Module, stage: int) -> None:
 
 
 def _settings(ctx: DistContext, resolved: ResolvedDeepSpeed) -> dict[str, Any]:
-    """Return the settings with a window of one backward, as the loop says where windows end."""
+    """Return the settings with a window of one backward, as the loop decides where windows end."""
     settings = resolved.settings
     settings["gradient_accumulation_steps"] = 1
     settings["train_batch_size"] = settings["train_micro_batch_size_per_gpu"] * ctx.world_size

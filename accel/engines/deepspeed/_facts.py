@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration that a context carries, and what it, loaders, models and optimizers say already."""
+"""The configuration that a context carries, and facts of the context, of loaders, models and optimizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def config_of(ctx: DistContext) -> DeepSpeed:
 
 
 def read_facts(ctx: DistContext, objects: Iterable[object], *, accumulation: int | None = None) -> RunFacts:
-    """Return what a context and prepared objects say. No communication.
+    """Return the facts of a context and of prepared objects. No communication.
 
     The first of several loaders gives the size of a micro-batch; optimizers and models follow the same rule.
     """
@@ -47,7 +47,7 @@ def read_facts(ctx: DistContext, objects: Iterable[object], *, accumulation: int
 
 
 def width_of(model: nn.Module) -> int | None:
-    """Return the width of a model, as its configuration says; None where it has none."""
+    """Return the width in a model's configuration; None without one."""
     config: Any = getattr(model, "config", None)
     for inner in (config, _get(config, "text_config")):
         for name in _WIDTHS:

@@ -88,10 +88,10 @@ class DeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("not usable", got=_lowered(str(error)), where="DeepSpeed") from None
 
     def values(self) -> dict[Key, Any]:
-        """Return what the record says, by the key in DeepSpeed's JSON.
+        """Return the record's values, by the key in DeepSpeed's JSON.
 
         Raises:
-            ConfigError: a field and `settings` say something at one key.
+            ConfigError: a field and `settings` set one key.
         """
         fields = {key: value for _, key, value in self.said()}
         rest = flat(self.settings)
@@ -99,7 +99,7 @@ class DeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
             for own in fields:
                 if key[: len(own)] == own or own[: len(key)] == key:
                     raise ConfigError(
-                        "a key that a field says too",
+                        "a key that a field sets too",
                         got=".".join(key),
                         where="DeepSpeed.settings",
                         fix=f"Write it as {field_of(own)}= alone.",
@@ -107,7 +107,7 @@ class DeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
         return fields | rest
 
     def said(self) -> Iterator[tuple[str, Key, Any]]:
-        """Yield field, key and value of each key that the fields say something at."""
+        """Yield field, key and value of each key that the fields set."""
         for name, key in FIELD_KEYS.items():
             value = getattr(self, name)
             if value is None or value in ((), "default"):
@@ -129,7 +129,7 @@ class _Checked(DeepSpeed, frozen=True, kw_only=True):
 
 
 def field_of(key: Key) -> str:
-    """Return the field that says something at a key or above it; empty for none."""
+    """Return the field that sets a key or one above it; empty for none."""
     return next((name for name, own in FIELD_KEYS.items() if key[: len(own)] == own), "")
 
 
@@ -227,7 +227,7 @@ def from_setting(text: str, where: str = "deepspeed=") -> DeepSpeed:
     if not text.startswith("{"):
         return read_deepspeed(text) if text else DeepSpeed()
     values: dict[str, Any] = msgspec.json.decode(text)
-    source = values.pop("source", where)  # a record says its own
+    source = values.pop("source", where)  # a record has its own
     return from_section(values, source=source)
 
 
@@ -256,7 +256,7 @@ _VALUE = 14
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Values that context, loader, model and optimizer have. None, or an empty text, where nothing says it.
+    """Values that context, loader, model and optimizer have. None, or an empty text, where unknown.
 
     Attributes:
         ranks: data-parallel ranks.
@@ -264,7 +264,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
         rows: samples of a rank's micro-batch.
         accumulation: micro-batches of an optimizer step.
         max_norm: norm to which `optimizer_step` clips.
-        hidden_size: width of the model, as its configuration says.
+        hidden_size: width of the model, from its configuration.
         optimizer, optimizer_values: class of the optimizer and its options.
         places: the place where the user wrote a fact, by its name, for tables and errors.
     """
@@ -281,7 +281,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeepSpeedSetting(NamedTuple):
-    """A value for DeepSpeed, and the place that says it."""
+    """A value for DeepSpeed, and its source."""
 
     value: Any
     source: str

@@ -164,7 +164,7 @@ def _step(optimizer: Any) -> int | None:
 
 
 def _identity(group: Mapping[str, Any]) -> str:
-    """Return what Megatron tells groups of parameters apart by, the same on ranks with other parameters."""
+    """Return Megatron's key of a group of parameters, the same on ranks with other parameters."""
     keys = megatron_core("optimizer.optimizer").param_group_identifier_keys
     found = {key: group[key] if key in group else group.get(f"pre_{key}") for key in keys}
     return ",".join(f"{key}={value}" for key, value in found.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of bitsandbytes that keep no state between calls, so that their weights may lie anywhere.
+"""Linear layers of bitsandbytes that keep no state between calls, so that their weights may be anywhere.
 
 The package's own layers keep a second reference to a weight, pack it anew for a CPU, or cast a bias in place. These
 are subclasses, so that adapters of peft know them. Imported only once the package is.

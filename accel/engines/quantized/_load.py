@@ -138,7 +138,7 @@ def _template(
     if not isinstance(config, Bitsandbytes):
         expected = layer.template.constants()
         same = all(torch.equal(expected[name], given.get(name, torch.empty(0))) for name in expected)
-        return layer.template, {}, "" if same else f"{root}weight is quantized otherwise than {config!r}"
+        return layer.template, {}, "" if same else f"{root}weight is not quantized by {config!r}"
     if config.bits == 8:
         by_rows = "weight_format" not in given or not given["weight_format"].any()
         return layer.template, {}, "" if by_rows else f"{root}weight is not stored by rows"
@@ -146,7 +146,7 @@ def _template(
     if facts is None:
         return layer.template, {}, f"{root}weight has no format of 4 bits"
     if not facts.agrees(config):
-        return layer.template, {}, f"{root}weight is quantized otherwise than {config!r}: {facts}"
+        return layer.template, {}, f"{root}weight is not quantized by {config!r}: {facts}"
     shape = tuple(layer.module.weight.shape)
     if facts.shape != shape:  # a transposed matrix has as many packed elements
         return layer.template, {}, f"{root}weight: expected shape {list(shape)}, got {list(facts.shape)}"

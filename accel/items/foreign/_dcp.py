@@ -118,10 +118,10 @@ def _value(
     for offsets, sizes in pieces.items():
         piece = _load(folder, files, name, stored[name, offsets])
         if not isinstance(piece, torch.Tensor) or tuple(piece.shape) != sizes or piece.dtype != dtype:
-            raise CheckpointError(f"{name}: a piece is not what {METADATA} says", where=str(folder.path))
+            raise CheckpointError(f"{name}: a piece does not match {METADATA}", where=str(folder.path))
         target = whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
         if target.shape != piece.shape:
-            raise CheckpointError(f"{name}: a piece lies outside of the tensor", where=str(folder.path))
+            raise CheckpointError(f"{name}: a piece is outside of the tensor", where=str(folder.path))
         target.copy_(piece)
         filled += piece.numel()
     if filled != whole.numel():
@@ -284,7 +284,7 @@ def export_dcp(
             dcp.save(state, storage_writer=dcp.FileSystemWriter(stage), no_dist=True)
         _ = commit(stage, target)
     except BaseException:
-        with contextlib.suppress(CheckpointError):  # a disk that fails: the first error is the one to tell
+        with contextlib.suppress(CheckpointError):  # a disk that fails: the first error is the one to raise
             remove_flat(stage)
         raise
     return target

@@ -165,7 +165,9 @@ def _kept(host: HostSlots, named: Mapping[str, tuple[int, ...] | None], *, is_in
 def _check(hosts: Sequence[HostSlots], config: LaunchConfig, given: Collection[str]) -> None:
     for name in ("nnodes", "node_rank"):
         if name in given:
-            raise ConfigError(f"{name} beside a file of hosts, which says it", fix="Leave it out, or use --include.")
+            raise ConfigError(
+                f"{name} beside a file of hosts, which determines it", fix="Leave it out, or use --include."
+            )
     counts = {host.name: _count(host, config) for host in hosts}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
@@ -323,5 +325,5 @@ def submit(script: str, environ: Mapping[str, str]) -> str:
     done = subprocess.run([sbatch], input=script, env=dict(environ), capture_output=True, text=True, check=False)
     if done.returncode:
         said = " ".join(done.stderr.split()).replace("sbatch: error: ", "")
-        raise LaunchError("Slurm refuses the job", got=said, fix="--slurm-options says what to ask Slurm for.")
+        raise LaunchError("Slurm refuses the job", got=said, fix="--slurm-options has the request to Slurm.")
     return done.stdout

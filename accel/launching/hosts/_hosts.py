@@ -59,7 +59,7 @@ def check_endpoint(config: LaunchConfig) -> str:
     """Return the host of the rendezvous endpoint, or refuse an endpoint that no host can use."""
     if not config.rdzv_endpoint:
         raise LaunchError(
-            "nobody says where the hosts meet",
+            "no endpoint for the hosts to meet at",
             expected="--rdzv-endpoint HOST:PORT",
             got=f"nnodes={config.nnodes} without it",
             fix="Name the first host and a free port of it, such as node0:29400, on every host.",
@@ -78,7 +78,7 @@ def check_tasks(sources: Mapping[str, Source], environ: Mapping[str, str]) -> No
     if tasks is None:
         return
     raise LaunchError(
-        f"{tasks.number} tasks start this launch, and nobody says whether they are one job",
+        f"{tasks.number} tasks start this launch, and it is unknown whether they are one job",
         expected="--nnodes, written out",
         got=f"no --nnodes, with {tasks.variable}",
         where="the environment",

@@ -102,7 +102,7 @@ class Watch:
         # A stopped process answers nothing, and waiting for it would cost the answers of the others their time.
         records = {rank: record for rank, record in self._children.records().items() if rank not in stopped}
         stacks = {rank: file_beside(record, "stack") for rank, record in records.items()}
-        # Stacks are appended: an answer is what lies behind the end that the file has now.
+        # Stacks are appended: an answer begins at the end that the file has now.
         sizes = {rank: os.path.getsize(file) for rank, file in stacks.items() if os.path.exists(file)}
         calls = {rank: file_beside(record, "calls") for rank, record in records.items() if _request(record)}
         for rank in sizes:

@@ -46,7 +46,9 @@ def bind_processes(count: int, nodes: MemoryNodes, near: Sequence[int | None] = 
     shares: list[tuple[int, ...]] = []
     for local_rank, node in enumerate(near):
         if node is None:
-            return Binding(((),) * count, f"the system does not tell the memory node of local rank {local_rank}'s GPU")
+            return Binding(
+                ((),) * count, f"the system does not report the memory node of local rank {local_rank}'s GPU"
+            )
         if not nodes.get(node):
             reason = f"no core of memory node {node}, where local rank {local_rank}'s GPU is, may be used"
             return Binding(((),) * count, reason)

@@ -185,7 +185,7 @@ class Journal:
         self._log += msgspec.json.encode(line) + b"\n" if self._launch is not None else b""
 
     def _write(self) -> None:
-        """Bring the file of each folder up to date, and ask for versions once one wants them."""
+        """Bring the file of each folder up to date, and ask for versions once one needs them."""
         if self._folders and self._launch is not None:
             if self._description.ident is None:
                 self._description.start()

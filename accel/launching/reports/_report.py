@@ -134,7 +134,7 @@ def describe_end(failure: Failure) -> str:
 
 
 def reason(first: Failure | None) -> str:
-    """Return what the exit status of a failed run does not say, as `describe_end` has it; empty for nothing."""
+    """Return the facts about a failed run that its exit status lacks, as `describe_end` has them; empty for none."""
     return describe_end(first) if first is not None and (has_stack(first) or first.status < 0) else ""
 
 

@@ -26,7 +26,7 @@ _OTHER_SCORES = ("softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_
 
 
 class ContextCall(NamedTuple):
-    """Facts that a forward hands to its attentions.
+    """Facts that a forward passes to its attentions.
 
     Attributes:
         ctx: the context.
@@ -198,10 +198,10 @@ def _attention(
     if not isinstance(call, ContextCall):
         raise ConfigError(
             "no context came with the call",
-            expected="a forward of the model that prepare has prepared, which hands keywords on to its attention",
+            expected="a forward of the model that prepare has prepared, which forwards keywords to its attention",
             got="none",
             where=where,
-            fix="Call the prepared model; a model that does not hand keywords on takes a mesh without cp.",
+            fix="Call the prepared model; a model that does not forward keywords needs a mesh without cp.",
         )
     if attention_mask is not None:
         raise _mask_refused()

@@ -215,7 +215,7 @@ class ReplicateOptions(SpreadOptions, frozen=True, kw_only=True):
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients travel otherwise than they are, by a hook of this package."""
+        """Whether a hook of this package converts gradients for the exchange."""
         return self.comm_hook is not None and not callable(self.comm_hook)
 
     def check(self) -> None:

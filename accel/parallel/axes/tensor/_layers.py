@@ -454,7 +454,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, comm: Comm) -> torch.Tensor:
         classes = logits.shape[1]
-        # the last rank may have fewer classes than others and learns their number with the maxima, at no message more
+        # the last rank may have fewer classes than others and gets their number with the maxima, at no message more
         widest = logits.new_full((1,), classes)
         maxima = all_reduce_flat(comm, torch.cat([logits.amax(1), widest]), "max")
         largest, width = maxima[:-1], maxima[-1].long()

@@ -286,7 +286,7 @@ def test_a_loader_that_cannot_be_sharded_exactly_is_refused(name):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"global_batch": 0}, "at least 1"),
+        ({"global_batch": 0}, "an integer from 1"),
         ({"tail": "keep"}, "ragged, pad, drop"),
         ({"tail": "pad"}, "drop_last=True and tail='pad'"),
     ],

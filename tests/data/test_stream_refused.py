@@ -312,7 +312,7 @@ REFUSED = {
         ConfigError,
         "batch_tokens has no effect on a stream",
     ),
-    "no steps": (DataLoader(Stream(9)), {"stream": "own", "steps_per_message": 0}, ConfigError, "an integer from 1, got 0"),
+    "no steps": (DataLoader(Stream(9)), {"stream": "own", "steps_per_message": 0}, ConfigError, "from 1, got 0"),
     "messages of positions": (
         DataLoader(range(9)),
         {"steps_per_message": 2},

@@ -20,7 +20,7 @@ import torch
 
 from accel.checkpoint._manifest import step_name
 from accel.checkpoint._retention import Keep, retain
-from accel.checkpoint._save import Stage, WrittenFile, begin, commit_stage, write_share
+from accel.checkpoint._save import ONE_FOLDER, Stage, WrittenFile, begin, commit_stage, write_share
 from accel.checkpoint._snapshot import Content, Snapshot
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext
@@ -242,8 +242,8 @@ def save_async(
     """
     target = out / step_name(step)
     site = call_site()
-    detail = f"step {step}\nkeep {keep}\nmode async"
-    stage, snapshot = begin(ctx, target, content, step=step, metrics=metrics, call=Call("save_state", detail, site))
+    call = Call("save_state", f"step {step}\nkeep {keep}\nmode async", site)
+    stage, snapshot = begin(ctx, target, content, ONE_FOLDER, step=step, metrics=metrics, call=call)
     try:
         with agreed(ctx.comm, Call("save_state: copying", site=site)):
             snapshot = replace(snapshot, tensors=copy_to_host(snapshot.tensors, ctx.comm.spare))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in a folder of each host: what each must hold, and which checkpoints all hosts have. No communication.
+"""Checkpoints in a folder of each host: what a save asks of such folders, and which checkpoints all hosts have.
 
 Each host gets, as a checkpoint of its own, every box that a rank of it reads again at the same layout: so it writes its
 own copy of what all ranks hold, and receives what only other hosts have. Its manifest names the files of other hosts
@@ -8,16 +8,33 @@ where a tensor goes on, so that the folders of all hosts, copied together, are a
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
+import torch
 
-from accel.checkpoint._manifest import candidates
-from accel.checkpoint._plan import Box, plan_writes
+from accel.checkpoint._manifest import HostPart, Item, candidates, committed, step_name
+from accel.checkpoint._plan import NamedBox, plan_writes
 from accel.checkpoint._read import open_checkpoint
+from accel.checkpoint._retention import sweep
+from accel.checkpoint._snapshot import (
+    Agreement,
+    Boxes,
+    Content,
+    ItemsAndMetrics,
+    Snapshot,
+    WritePlan,
+    tensor_facts,
+)
+from accel.comm import Call, agreed, barrier, broadcast_value, gather_bytes
+from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import Place, as_place, host_name
 
@@ -47,9 +64,6 @@ class HostNote(msgspec.Struct, frozen=True):
         return f"node {self.node} ({self.name})"
 
 
-NamedBox = tuple[str, Box]  # a tensor's name, and which of its elements
-
-
 class HostWrites(NamedTuple):
     """The writing, where hosts have folders of their own.
 
@@ -60,6 +74,141 @@ class HostWrites(NamedTuple):
 
     ranks: list[tuple[NamedBox, ...]]
     sent: dict[NamedBox, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Folders:
+    """The folders that a save writes to, as functions: one of all ranks, or one of each host.
+
+    Attributes:
+        shares_to: rank that gets names and digests of all files; None for every rank.
+        shown: run's folder: to its part of the call that ranks compare.
+        leads: whether this rank opens a stage and commits it.
+        clear: run's folder: clears up after dead writers before a stage is made, under the lock.
+        note: run's folder and content: to what all ranks must know of the folder. No communication.
+        agree: call, run's folder, name of the stage on a rank that leads, notes of all ranks, items and metrics of this
+            one: to what all ranks agree on. May be a collective.
+        receive: snapshot: to one with the boxes that this rank writes without holding them. May be a collective.
+        commit: call, checkpoint's folder, a function that gives the stage its name on a rank that leads, one that
+            deletes what this returns once nothing can need it. A collective: all ranks that lead commit, or none.
+    """
+
+    shares_to: int | None
+    shown: Callable[[Place], str]
+    leads: Callable[[DistContext], bool]
+    clear: Callable[[Place], None]
+    note: Callable[[DistContext, Place, Content], bytes]
+    agree: Callable[[DistContext, Call, Place, str | None, Sequence[bytes], ItemsAndMetrics], Agreement]
+    receive: Callable[[DistContext, Snapshot], Snapshot]
+    commit: Callable[
+        [DistContext, Call, Place, Callable[[], Place | None] | None, Callable[[Place | None], None]], None
+    ]
+
+
+def _note(ctx: DistContext, out: Place, content: Content) -> bytes:
+    """Describe this host's folder, and begin the number of the save on rank 0."""
+    main = hashlib.sha256("\n".join(tensor_facts(content.main)).encode()).hexdigest()
+    save = secrets.token_hex(32) if ctx.is_main_process else ""
+    note = note_of(out, ctx.node_rank)
+    return msgspec.msgpack.encode(msgspec.structs.replace(note, leads=ctx.is_local_main_process, save=save, main=main))
+
+
+def _agree(
+    ctx: DistContext, call: Call, out: Place, stage: str | None, said: Sequence[bytes], stored: ItemsAndMetrics
+) -> Agreement:
+    """Give every host rank 0's items and metrics, and settle what a former save has committed on some hosts only."""
+    notes = [msgspec.msgpack.decode(each, type=HostNote) for each in said]
+    check_notes(notes)
+    leader = [note.node if note.leads else None for note in notes].index(ctx.node_rank)
+    stored = broadcast_value(ctx.comm, call, stored, tuple[dict[str, Item], dict[str, float]])
+    older = None
+    common = on_all_hosts(notes)
+    with agreed(ctx.comm, call):
+        if stage is not None:
+            commits = notes[ctx.rank].commits
+            settle(out, commits, common)
+            sweep(out, stage)
+            names = {step_name(step) for step, _ in committed(out)}
+            older = frozenset(names & {name.partition(".")[0] for name, save in commits if save in common})
+    return Agreement(leader, stored, partial(_divide, notes, ctx.rank), older)
+
+
+def _divide(notes: Sequence[HostNote], rank: int, boxes: Boxes, files: Sequence[str]) -> WritePlan:
+    """Divide the writing into a folder of each host."""
+    nodes = [each.node for each in notes]
+    writes = plan_host_writes(boxes.sizes, boxes.holders, boxes.readers(), nodes)
+    places = places_seen_from(nodes[rank], writes, nodes)
+    others = [other for other in sorted(set(places.values())) if nodes[other] != nodes[rank]]
+    return WritePlan(
+        ranks=writes.ranks,
+        places=places,
+        sent=writes.sent,
+        missing={part for part in writes.ranks[rank] if part in writes.sent and rank not in boxes.holders[part]},
+        host=HostPart(notes[0].save, {files[other]: notes[other].label for other in others}),
+    )
+
+
+def _receive(ctx: DistContext, snapshot: Snapshot) -> Snapshot:
+    """Send what only one host has to those that need it. A collective where there is any."""
+    if not snapshot.sent:
+        return snapshot
+    order = sorted(snapshot.sent, key=lambda part: (snapshot.sent[part], part))
+    dtypes = {part: getattr(torch, snapshot.manifest.tensors[part[0]].dtype) for part in order}
+    nbytes = {part: part[1].size * dtypes[part].itemsize for part in order}
+    sizes = [0] * ctx.world_size
+    for part in order:
+        sizes[snapshot.sent[part]] += nbytes[part]
+    own = [_flat_bytes(snapshot.outgoing[part]) for part in order if part in snapshot.outgoing]
+    received = gather_bytes(ctx.comm, torch.cat(own) if own else torch.empty(0, dtype=torch.uint8), sizes)
+    assert received is not None
+    tensors = dict(snapshot.tensors)
+    for part, data in zip(order, torch.split(received, list(nbytes.values())), strict=True):
+        if part in snapshot.missing:
+            tensors[part[0]] = data.clone().view(dtypes[part]).view(part[1].shape)
+    return replace(snapshot, tensors=tensors)
+
+
+def _commit(
+    ctx: DistContext,
+    call: Call,
+    target: Place,
+    put: Callable[[], Place | None] | None,
+    finish: Callable[[Place | None], None],
+) -> None:
+    """Commit on every host, or on none.
+
+    A host that dies between the commits leaves some hosts with the new checkpoint and others without: then the newest
+    that all hosts have is loaded. So nothing of former checkpoints goes before all hosts have committed, and know it.
+    """
+    aside, is_committed = None, False
+    try:
+        with agreed(ctx.comm, call):
+            if put is not None:
+                aside = put()
+                is_committed = True
+    except BaseException:
+        if is_committed:
+            target.take_back(aside)
+        raise
+    barrier(ctx.comm, Call("save_state: committed", site=call.site))
+    if put is not None:
+        finish(aside)
+
+
+HOST_FOLDERS = Folders(
+    shares_to=None,
+    shown=lambda out: f" in a folder {out.name!r} of each host",
+    leads=lambda ctx: ctx.is_local_main_process,
+    clear=lambda _: None,  # all hosts must first agree on what is left of a former save
+    note=_note,
+    agree=_agree,
+    receive=_receive,
+    commit=_commit,
+)
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def note_of(place: Place, node: int) -> HostNote:

@@ -68,20 +68,28 @@ class Held:
         place: the checkpoint's folder, the same on every rank.
         digest: digest of its manifest on rank 0.
         is_newest: whether it was chosen from a run's folder, so that another may take its place.
+        is_own_choice: whether this rank chose it, and notes its damage.
         opened: its contents, or the reason why this rank cannot read it.
-        node: rank of the host whose manifest this is; 0 if all hosts share one.
+        node: rank of the host whose part this is; None if all ranks read the same files.
     """
 
     place: Place
     digest: str
     is_newest: bool
+    is_own_choice: bool
     opened: Saved | CheckpointError
-    node: int = 0
+    node: int | None
 
 
 @contextlib.contextmanager
 def hold_newest(
-    ctx: DistContext, path: Place, call: Call, skipped: SkippedCheckpoints, error: Exception | None = None
+    ctx: DistContext,
+    path: Place,
+    call: Call,
+    skipped: SkippedCheckpoints,
+    error: Exception | None = None,
+    *,
+    per_host: bool = False,
 ) -> Generator[Held | None]:
     """Hold a checkpoint open for the block: the one at a path, or the newest that can be read in a run's folder.
 
@@ -91,9 +99,10 @@ def hold_newest(
     Args:
         ctx: the context.
         path: a checkpoint's folder, or a run's.
-        call: the expected call of all ranks.
+        call: the expected call of all ranks; the path's name is added.
         skipped: checkpoints not to choose; grows on rank 0.
         error: this rank's failure so far; None without one.
+        per_host: whether each host has such a folder of its own; each rank then chooses with the others.
 
     Returns:
         None if a run's folder holds no checkpoint, or does not exist.
@@ -101,8 +110,9 @@ def hold_newest(
     Raises:
         CheckpointError: the path is no checkpoint, or every checkpoint of the run's folder is damaged; on every rank.
     """
+    call = Call(call.name, f"{path.name}{' per host' * per_host}\n{call.detail}", call.site)
     with contextlib.ExitStack() as stack:
-        if path.per_host:
+        if per_host:
             yield _hold_on_hosts(ctx, stack, path, call, skipped)
             return
         opened, pick = None, _Pick()
@@ -119,7 +129,10 @@ def hold_newest(
             return
         chosen = path / pick.name if pick.name else path
         opened = opened or _open_same(stack, chosen, pick.digest)
-        yield Held(chosen, pick.digest, bool(pick.name), opened, _host_of(ctx, opened))
+        # one plain path may name the part of each host
+        is_part = isinstance(opened, Saved) and opened.manifest.host is not msgspec.UNSET
+        node = ctx.node_rank if is_part else None
+        yield Held(chosen, pick.digest, bool(pick.name), ctx.is_main_process, opened, node)
 
 
 def _hold_on_hosts(
@@ -137,7 +150,8 @@ def _hold_on_hosts(
     common = on_all_hosts(notes)
     for name, save in notes[ctx.rank].commits:
         if save in common:  # in the order of steps, which is the same on all hosts
-            return Held(run / name, save, is_newest, _open_same(stack, run / name, save), ctx.node_rank)
+            opened = _open_same(stack, run / name, save)
+            return Held(run / name, save, is_newest, is_own_choice=True, opened=opened, node=ctx.node_rank)
     if reasons := [f"{name}: {reason}" for (name, _), reason in skipped.reasons.items()]:
         raise _all_damaged(path, reasons)
     if is_newest and not any(each.commits for each in notes):
@@ -219,13 +233,6 @@ def _open_same(stack: contextlib.ExitStack, path: Place, digest: str) -> Saved |
         got="another manifest than rank 0's",
         where=str(path),
     )
-
-
-def _host_of(ctx: DistContext, opened: Saved | CheckpointError) -> int:
-    """Return this rank's host if it reads a part, which one plain path may name on each host; 0 if all share it."""
-    if isinstance(opened, CheckpointError) or opened.manifest.host is msgspec.UNSET:
-        return 0
-    return ctx.node_rank
 
 
 def _all_damaged(path: Place, reasons: Sequence[str]) -> CheckpointError:

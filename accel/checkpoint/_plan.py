@@ -36,6 +36,9 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
         return math.prod(self.shape)
 
 
+NamedBox = tuple[str, Box]  # a tensor's name, and which of its elements
+
+
 class Split(msgspec.Struct, frozen=True):
     """The split of a tensor along a dimension of a mesh.
 

@@ -151,14 +151,13 @@ def sweep_step(folder: Place) -> None:
         warn("what no checkpoint needs could not be removed from %s: %s", folder, error)
 
 
-def retain(newest: Place, keep: Keep, common: Set[str] | None = None) -> None:
+def retain(newest: Place, keep: Keep, older: Set[str] | None = None) -> None:
     """Delete the committed checkpoints that the rule does not keep.
 
     Args:
         newest: the checkpoint just saved.
         keep: the rule.
-        common: names of the older checkpoints that all hosts have, where each has a folder of its own: the rule is for
-            them, and others go. None for all.
+        older: names of the older checkpoints that the rule is for, where others go; None for all.
     """
     current = step_of(newest.name)
     assert current is not None, newest
@@ -167,7 +166,7 @@ def retain(newest: Place, keep: Keep, common: Set[str] | None = None) -> None:
             _retain_in_store(listed, current, keep)
             return
         paths = dict(committed(newest.parent))
-        rated = {step: at for step, at in paths.items() if common is None or at.name in common or step == current}
+        rated = {step: at for step, at in paths.items() if older is None or at.name in older or step == current}
         saved: dict[int, Mapping[str, float]] = {step: manifest_of(path, step).metrics for step, path in rated.items()}
     except CheckpointError as error:
         warn("older checkpoints stay in %s: %s", newest.parent, error)

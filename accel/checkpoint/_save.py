@@ -4,20 +4,29 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
-from accel.checkpoint._hosts import HostNote, check_notes, note_of, on_all_hosts, settle
-from accel.checkpoint._manifest import MANIFEST, Item, committed, encode_manifest, step_name
+from accel.checkpoint._hosts import HOST_FOLDERS, Folders
+from accel.checkpoint._manifest import MANIFEST, encode_manifest, step_name
 from accel.checkpoint._retention import Keep, discard, retain, sweep, sweep_objects, sweep_step
-from accel.checkpoint._snapshot import Content, Snapshot, Statement, join_items, main_facts, make_offer, take_snapshot
+from accel.checkpoint._snapshot import (
+    Agreement,
+    Content,
+    Snapshot,
+    Statement,
+    divide_writes,
+    join_items,
+    make_offer,
+    take_snapshot,
+)
 from accel.comm import (
     Call,
     agreed,
@@ -25,7 +34,6 @@ from accel.comm import (
     as_bytes,
     as_tensor,
     barrier,
-    broadcast_value,
     call_site,
     exchange_values,
     gather_bytes,
@@ -52,14 +60,14 @@ class Stage:
         lock: lock of the run's folder, on the rank that commits: rank 0, or one of each host; None elsewhere.
         mark: part of the names of all files of this save.
         is_first: whether that rank made the run's folder for this stage.
-        common: names of the older checkpoints that all hosts have, where each has a folder of its own; else None.
+        older: names of the older checkpoints that count for `keep`, where others go; None for all.
     """
 
     place: Place
     lock: Lock | None
     mark: str
     is_first: bool = False
-    common: frozenset[str] | None = None
+    older: frozenset[str] | None = None
 
     def abandon(self) -> None:
         """Remove the stage and release the lock, on a rank that commits."""
@@ -98,7 +106,7 @@ def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequen
     Raises:
         CheckpointError: the disk failed; a former checkpoint of that name is restored.
     """
-    finish_commit(target, put_in_place(stage, target, snapshot, shares), snapshot, shares)
+    finish_commit(target, snapshot, shares, put_in_place(stage, target, snapshot, shares))
 
 
 def put_in_place(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[WrittenFile]) -> Place | None:
@@ -115,7 +123,7 @@ def put_in_place(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequen
     return stage.place.commit(target.name, MANIFEST, manifest, own)
 
 
-def finish_commit(target: Place, aside: Place | None, snapshot: Snapshot, shares: Sequence[WrittenFile]) -> None:
+def finish_commit(target: Place, snapshot: Snapshot, shares: Sequence[WrittenFile], aside: Place | None) -> None:
     """Delete what a commit has replaced, and log it."""
     files = _files(snapshot, shares)
     if aside is not None and aside.path == target.path:  # in a store, the folder holds what was there before
@@ -128,113 +136,55 @@ def finish_commit(target: Place, aside: Place | None, snapshot: Snapshot, shares
 
 def _files(snapshot: Snapshot, shares: Sequence[WrittenFile]) -> dict[str, FileEntry]:
     """Return the entries of the files that the manifest names."""
-    files = {share.name: share.entry for share in shares if share.entry is not None}
-    if snapshot.manifest.host is msgspec.UNSET:
-        return files
     named = {piece.file for entry in snapshot.manifest.tensors.values() for piece in entry.pieces}
-    return {name: entry for name, entry in files.items() if name in named}
+    return {share.name: share.entry for share in shares if share.entry is not None and share.name in named}
 
 
-def open_stage(target: Place) -> Stage:
+def open_stage(target: Place, folders: Folders) -> Stage:
     """Take the lock, clear up after dead writers, and make the stage."""
     is_first = target.parent.make()
     lock = target.parent.lock()
     try:
-        if not target.per_host:  # else all hosts must first agree on what is left of a former save
-            sweep(target.parent)
+        folders.clear(target.parent)
         return Stage(target.make_stage(), lock, target.new_mark(), is_first)
     except BaseException:
         lock.release()
         raise
 
 
-def write_note(ctx: DistContext, target: Place, content: Content, *, leads: bool) -> HostNote:
-    """Describe this host's folder before a save, and begin the number of the save on rank 0. No communication.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
-    note = note_of(target.parent, ctx.node_rank)
-    save = secrets.token_hex(32) if ctx.is_main_process else ""
-    return msgspec.structs.replace(note, leads=leads, save=save, main=main_facts(content))
-
-
-def settle_hosts(
-    ctx: DistContext, call: Call, stage: Stage | None, target: Place, notes: Sequence[HostNote]
-) -> Stage | None:
-    """Clear up on every host what a former save has committed on some hosts only. A collective.
-
-    Args:
-        ctx: the context.
-        call: the expected call of all ranks.
-        stage: the new stage, on ranks that commit; None elsewhere.
-        target: the checkpoint's folder.
-        notes: the notes of all ranks.
-
-    Returns:
-        The stage, with the names of the checkpoints that all hosts have.
-
-    Raises:
-        CheckpointError: a disk failed; the same on every rank.
-    """
-    common = on_all_hosts(notes)
-    with agreed(ctx.comm, call):
-        if stage is not None:
-            settle(target.parent, notes[ctx.rank].commits, common)
-            sweep(target.parent, stage.place.name)
-            names = {step_name(step) for step, _ in committed(target.parent)}
-            saves = {name.partition(".")[0]: save for name, save in notes[ctx.rank].commits if save in common}
-            return replace(stage, common=frozenset(names & saves.keys()))
-    return stage
-
-
-def receive_parts(ctx: DistContext, snapshot: Snapshot) -> Snapshot:
-    """Send what only one host has to those that need it. A collective."""
-    order = sorted(snapshot.sent, key=lambda part: (snapshot.sent[part], part))
-    dtypes = {part: getattr(torch, snapshot.manifest.tensors[part[0]].dtype) for part in order}
-    nbytes = {part: part[1].size * dtypes[part].itemsize for part in order}
-    sizes = [0] * ctx.world_size
-    for part in order:
-        sizes[snapshot.sent[part]] += nbytes[part]
-    own = [_flat_bytes(snapshot.outgoing[part]) for part in order if part in snapshot.outgoing]
-    received = gather_bytes(ctx.comm, torch.cat(own) if own else torch.empty(0, dtype=torch.uint8), sizes)
-    assert received is not None
-    tensors = dict(snapshot.tensors)
-    for part, data in zip(order, torch.split(received, list(nbytes.values())), strict=True):
-        if part in snapshot.missing:
-            tensors[part[0]] = data.clone().view(dtypes[part]).view(part[1].shape)
-    return replace(snapshot, tensors=tensors)
-
-
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
-
-
-def commit_on_hosts(
-    ctx: DistContext, call: Call, stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[WrittenFile]
+def _commit(
+    ctx: DistContext,
+    call: Call,
+    _target: Place,
+    put: Callable[[], Place | None] | None,
+    finish: Callable[[Place | None], None],
 ) -> None:
-    """Commit on every host, or on none. A collective.
+    with agreed(ctx.comm, call):
+        if put is not None:
+            finish(put())
 
-    A host that dies between the commits leaves some hosts with the new checkpoint and others without: then the newest
-    that all hosts have is loaded. So nothing of former checkpoints goes before all hosts have committed, and know it.
-    """
-    aside, is_committed = None, False
-    try:
-        with agreed(ctx.comm, call):
-            if stage.lock is not None:
-                aside = put_in_place(stage, target, snapshot, shares)
-                is_committed = True
-    except BaseException:
-        if is_committed:
-            target.take_back(aside)
-        raise
-    barrier(ctx.comm, Call("save_state: committed", site=call.site))
-    if stage.lock is not None:
-        finish_commit(target, aside, snapshot, shares)
+
+ONE_FOLDER = Folders(
+    shares_to=0,
+    shown=lambda _: "",
+    leads=lambda ctx: ctx.is_main_process,
+    clear=sweep,
+    note=lambda _ctx, _out, _content: b"",
+    agree=lambda _ctx, _call, _out, _stage, _notes, stored: Agreement(0, stored, divide_writes),
+    receive=lambda _, snapshot: snapshot,
+    commit=_commit,
+)
 
 
 def save(
-    ctx: DistContext, out: Place, content: Content, *, step: int, keep: Keep | None, metrics: Mapping[str, float]
+    ctx: DistContext,
+    out: Place,
+    content: Content,
+    *,
+    step: int,
+    keep: Keep | None,
+    metrics: Mapping[str, float],
+    per_host: bool = False,
 ) -> Path | RemotePath:
     """Write a checkpoint and commit it. A collective.
 
@@ -245,6 +195,7 @@ def save(
         step: step of the checkpoint, 0 or above.
         keep: rule for the committed checkpoints to keep; None for all.
         metrics: metrics to store; rank 0's are used.
+        per_host: whether each host has such a folder of its own.
 
     Returns:
         The checkpoint's folder, on every rank, after the commit.
@@ -255,22 +206,18 @@ def save(
     """
     target = out / step_name(step)
     site = call_site()
-    where = f" in a folder {out.name!r} of each host" if target.per_host else ""
-    detail = f"step {step}{where}\nkeep {keep}\nmode sync"
-    stage, snapshot = begin(ctx, target, content, step=step, metrics=metrics, call=Call("save_state", detail, site))
+    folders = HOST_FOLDERS if per_host else ONE_FOLDER
+    call = Call("save_state", f"step {step}{folders.shown(out)}\nkeep {keep}\nmode sync", site)
+    stage, snapshot = begin(ctx, target, content, folders, step=step, metrics=metrics, call=call)
     try:
         call = Call("save_state: writing", site=site)
-        dst = None if target.per_host else 0
+        dst = folders.shares_to
         shares = agreed_values(ctx.comm, call, lambda: write_share(stage.place, snapshot), WrittenFile, dst=dst)
-        call = Call("save_state: committing", site=site)
-        if target.per_host:
-            commit_on_hosts(ctx, call, stage, target, snapshot, shares)
-        else:
-            with agreed(ctx.comm, call):
-                if ctx.is_main_process:
-                    commit_stage(stage, target, snapshot, shares)
+        put = partial(put_in_place, stage, target, snapshot, shares) if stage.lock is not None else None
+        finish = partial(finish_commit, target, snapshot, shares)
+        folders.commit(ctx, Call("save_state: committing", site=site), target, put, finish)
         if stage.lock is not None and keep is not None:
-            retain(target, keep, stage.common)
+            retain(target, keep, stage.older)
     except BaseException:
         stage.abandon()
         raise
@@ -282,18 +229,20 @@ def begin(
     ctx: DistContext,
     target: Place,
     content: Content,
+    folders: Folders,
     *,
     step: int,
     metrics: Mapping[str, float],
     call: Call,
 ) -> tuple[Stage, Snapshot]:
-    """Agree on the file of each rank, in a stage that rank 0, or one rank of each host, opens under the lock.
+    """Agree on the file of each rank, in a stage that a rank that leads opens under the lock.
 
     A collective.
 
     Args:
         ctx, content, step, metrics: as in `save`.
         target: the checkpoint's folder.
+        folders: one of all ranks, or one of each host.
         call: the expected call of all ranks.
 
     Raises:
@@ -302,36 +251,30 @@ def begin(
         CollectiveMismatch: ranks hold different tensors.
     """
     stage = None
-    leads = ctx.is_local_main_process if target.per_host else ctx.is_main_process
     try:
         with shared_failure(ctx.comm, call):
             offer = make_offer(content, ctx.world_size)
-            if leads:
-                stage = open_stage(target)
-            mine = offer.statement
+            if folders.leads(ctx):
+                stage = open_stage(target, folders)
+            mine = msgspec.structs.replace(offer.statement, note=folders.note(ctx, target.parent, content))
             if stage is not None:
                 mine = msgspec.structs.replace(mine, stage=stage.place.name, mark=stage.mark)
-            if target.per_host:
-                mine = msgspec.structs.replace(mine, host=write_note(ctx, target, content, leads=leads))
         ranks = exchange_values(ctx.comm, call, mine, Statement)
         items = join_items(content, ranks)
         if len({each.facts for each in ranks}) > 1:  # this message shows the difference
             barrier(ctx.comm, Call(call.name, offer.facts, call.site))
-        leader = ranks[0]
-        if notes := [each.host for each in ranks if each.host is not msgspec.UNSET]:
-            check_notes(notes)
-            leader = ranks[[note.node if note.leads else None for note in notes].index(ctx.node_rank)]
-            items, metrics = broadcast_value(ctx.comm, call, (items, metrics), tuple[dict[str, Item], dict[str, float]])
-            stage = settle_hosts(ctx, call, stage, target, notes)
+        name = stage.place.name if stage is not None else None
+        agreement = folders.agree(ctx, call, target.parent, name, [each.note for each in ranks], (items, metrics))
         rows = _rows(ctx, content.row, [each.row_bytes for each in ranks])
-        snapshot = take_snapshot(offer, items, ranks, rows, ctx.rank, step=step, metrics=metrics)
-        if snapshot.sent:
-            snapshot = receive_parts(ctx, snapshot)
+        snapshot = folders.receive(ctx, take_snapshot(offer, ranks, rows, ctx.rank, agreement, step=step))
     except BaseException:
         if stage is not None:
             stage.abandon()
         raise
-    return stage or Stage(target.parent / leader.stage, None, leader.mark), snapshot
+    if stage is not None:
+        return replace(stage, older=agreement.older), snapshot
+    leader = ranks[agreement.leader]
+    return Stage(target.parent / leader.stage, None, leader.mark), snapshot
 
 
 def _rows(ctx: DistContext, row: bytes, sizes: Sequence[int]) -> list[bytes]:

@@ -7,12 +7,13 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import torch
 
 from accel import __version__
-from accel.checkpoint._hosts import HostNote, NamedBox, places_seen_from, plan_host_writes
 from accel.checkpoint._live_tensors import checksum, checksums, held_box, tied
 from accel.checkpoint._manifest import (
     FORMAT,
@@ -24,7 +25,7 @@ from accel.checkpoint._manifest import (
     StoredPiece,
     TensorEntry,
 )
-from accel.checkpoint._plan import Box, plan_writes, tiling_problem, whole
+from accel.checkpoint._plan import Box, NamedBox, plan_writes, tiling_problem, whole
 from accel.errors import CheckpointError
 from accel.storage import dtype_name
 from accel.tensors import is_dtensor, local_part
@@ -85,7 +86,7 @@ class Statement(msgspec.Struct, frozen=True):
         stage: name of the stage; rank 0's is used.
         mark: part of the names of all files of this save; rank 0's is used.
         facts: digest of the facts that must be equal on all ranks.
-        host: note about the host's folder, where each has its own.
+        note: note of `Folders`.
     """
 
     row_bytes: int
@@ -96,7 +97,7 @@ class Statement(msgspec.Struct, frozen=True):
     own: list[OwnTensor]
     stage: str = ""
     mark: str = ""
-    host: HostNote | msgspec.UnsetType = msgspec.UNSET
+    note: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +134,7 @@ def make_offer(content: Content, world_size: int) -> Offer:
     tensors = {name: tensor for name, tensor in everything.items() if name not in aliases}
     sharded = {name: tensor for name, tensor in sorted(tensors.items()) if is_dtensor(tensor)}
     shared = {name: tensors[name] for name in content.shared if name in tensors and name not in sharded}
-    facts = "\n".join([*_facts(shared | sharded), *sorted(f"{a} is {b}" for a, b in aliases.items())])
+    facts = "\n".join([*tensor_facts(shared | sharded), *sorted(f"{a} is {b}" for a, b in aliases.items())])
     return Offer(
         content=content,
         tensors=tensors,
@@ -167,12 +168,8 @@ def _own(content: Content) -> list[OwnTensor]:
     ]
 
 
-def main_facts(content: Content) -> str:
-    """Return a digest of names, dtypes and shapes of what rank 0's copies are saved of."""
-    return hashlib.sha256("\n".join(_facts(content.main)).encode()).hexdigest()
-
-
-def _facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return names, dtypes and shapes, a line for each tensor."""
     return [f"{name} {dtype_name(t.dtype)} {list(t.shape)}" for name, t in sorted(tensors.items())]
 
 
@@ -184,7 +181,7 @@ class Snapshot:
         file: name of this rank's file.
         tensors: its live tensors by name, not copied; empty if this rank writes none.
         manifest: manifest of the whole checkpoint, or of this host's part, without the files, not yet written.
-        sent: boxes that another host needs and does not have, each with the rank that sends it.
+        sent: boxes that a rank writes without holding them, each with the rank that sends it.
         outgoing: those that this rank sends.
         missing: those that this rank writes once it has received them.
     """
@@ -198,11 +195,56 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Writers:
-    """Bytes of each box to write, and the ranks that hold it; all ranks hold boxes without an entry."""
+class Boxes:
+    """The boxes of a checkpoint.
 
-    sizes: dict[NamedBox, int]
-    holders: dict[NamedBox, list[int]]
+    Attributes:
+        sizes: bytes of each box to write.
+        holders: ranks that hold a box; all ranks for boxes without an entry.
+        readers: returns the ranks that read a box again at the same layout; all ranks for boxes without an entry.
+    """
+
+    sizes: Mapping[NamedBox, int]
+    holders: Mapping[NamedBox, Sequence[int]]
+    readers: Callable[[], Mapping[NamedBox, Sequence[int]]]
+
+
+class WritePlan(NamedTuple):
+    """The writing of a checkpoint.
+
+    Attributes:
+        ranks: boxes that each rank writes.
+        places: rank whose file holds each box, for the manifest in this rank's folder.
+        sent: boxes that a rank writes without holding them, each with the rank that sends it.
+        missing: those that this rank receives.
+        host: the part of the checkpoint in this rank's folder; unset for all of it.
+    """
+
+    ranks: Sequence[Sequence[NamedBox]]
+    places: Mapping[NamedBox, int]
+    sent: Mapping[NamedBox, int] = {}
+    missing: Set[NamedBox] = frozenset()
+    host: HostPart | msgspec.UnsetType = msgspec.UNSET
+
+
+ItemsAndMetrics = tuple[Mapping[str, Item], Mapping[str, float]]
+Divide = Callable[[Boxes, Sequence[str]], WritePlan]  # the boxes, and the names of the ranks' files
+
+
+class Agreement(NamedTuple):
+    """Agreement of all ranks on a save.
+
+    Attributes:
+        leader: rank that has opened the stage of this rank's folder.
+        stored: items and metrics to store.
+        divide: divides the writing.
+        older: names of the older checkpoints that count for `keep`, where others go; None for all.
+    """
+
+    leader: int
+    stored: ItemsAndMetrics
+    divide: Divide
+    older: frozenset[str] | None = None
 
 
 def join_items(content: Content, ranks: Sequence[Statement]) -> Mapping[str, Item]:
@@ -216,31 +258,30 @@ def join_items(content: Content, ranks: Sequence[Statement]) -> Mapping[str, Ite
     return content.join(content.items, [each.divided for each in ranks])
 
 
+def divide_writes(boxes: Boxes, files: Sequence[str]) -> WritePlan:
+    """Divide the writing into one folder among all ranks."""
+    plan = plan_writes(boxes.sizes, boxes.holders, len(files))
+    return WritePlan(plan, {part: rank for rank, parts in enumerate(plan) for part in parts})
+
+
 def take_snapshot(
-    offer: Offer,
-    items: Mapping[str, Item],
-    ranks: Sequence[Statement],
-    rows: Sequence[bytes],
-    rank: int,
-    *,
-    step: int,
-    metrics: Mapping[str, float],
+    offer: Offer, ranks: Sequence[Statement], rows: Sequence[bytes], rank: int, agreed: Agreement, *, step: int
 ) -> Snapshot:
     """Compare what the ranks hold, and divide the writing among them. No communication.
 
     Args:
         offer: offer of this rank.
-        items: items from `join_items`.
         ranks: the statements of all ranks.
         rows: their rows, on rank 0; empty elsewhere.
         rank: this rank.
+        agreed: the items and metrics to store, and how the writing is divided.
         step: step of the checkpoint.
-        metrics: metrics to store; rank 0's are used.
 
     Raises:
         CheckpointError: the shards of a tensor do not tile it; the same on every rank.
     """
     content = offer.content
+    items, metrics = agreed.stored
     tensors = {**offer.tensors, **_stubs(ranks), **content.own, **content.loose}
     tensors[RANKS] = _stack(rows, [each.row_bytes for each in ranks])
     held = _held_by_name(offer.sharded, ranks)
@@ -251,40 +292,29 @@ def take_snapshot(
         text = "ranks hold different parameters or optimizer states (%s%s); step %s gets the lowest rank's"
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         logging.getLogger("accel.checkpoint").warning(text, differing[0], more, step)
-    writers = _writers(tensors, held, offer.shared - set(differing))
-    mark = ranks[0].mark
-    notes = [each.host for each in ranks if each.host is not msgspec.UNSET]
-    if notes:
-        loose = {each.name for said in ranks for each in said.own if not each.exact}
-        writes = plan_host_writes(
-            writers.sizes, writers.holders, _readers(tensors, held, loose), [each.node for each in notes]
-        )
-        plan, sent = writes.ranks, writes.sent
-        places = places_seen_from(notes[rank].node, writes, [each.node for each in notes])
-    else:
-        plan = plan_writes(writers.sizes, writers.holders, len(ranks))
-        sent = dict[NamedBox, int]()
-        places = {part: rank for rank, parts in enumerate(plan) for part in parts}
-    files = [_file_name(each, len(ranks), mark) for each in range(len(ranks))]
+    sizes, holders = _holders(tensors, held, offer.shared - set(differing))
+    loose = {each.name for said in ranks for each in said.own if not each.exact}
+    files = [_file_name(each, len(ranks), ranks[0].mark) for each in range(len(ranks))]
+    plan = agreed.divide(Boxes(sizes, holders, partial(_readers, tensors, held, loose)), files)
     return Snapshot(
         file=files[rank],
-        tensors={name: _part(tensors[name], box) for name, box in plan[rank]},
+        tensors={name: _part(tensors[name], box) for name, box in plan.ranks[rank]},
         manifest=Manifest(
-            format=FORMAT_OF_HOSTS if notes else FORMAT,
+            format=FORMAT if plan.host is msgspec.UNSET else FORMAT_OF_HOSTS,
             accel=__version__,
             torch=str(torch.__version__),
             step=step,
             world_size=len(ranks),
             files={},
-            tensors=_entries(tensors, places, files),
+            tensors=_entries(tensors, plan.places, files),
             aliases=dict(offer.aliases),
             items=dict(items),
             metrics=dict(metrics),
-            host=_host_part(notes, rank, set(places.values()), files) if notes else msgspec.UNSET,
+            host=plan.host,
         ),
-        sent=sent,
-        outgoing={part: _part(tensors[part[0]], part[1]) for part, sender in sent.items() if sender == rank},
-        missing={part for part in plan[rank] if part in sent and rank not in writers.holders[part]},
+        sent=plan.sent,
+        outgoing={part: _part(tensors[part[0]], part[1]) for part, sender in plan.sent.items() if sender == rank},
+        missing=plan.missing,
     )
 
 
@@ -330,32 +360,33 @@ def _copies_agree(parts: Sequence[HeldBox | None]) -> bool:
     return len(held) == len({part.box for part in held})
 
 
-def _writers(
+def _holders(
     tensors: Mapping[str, torch.Tensor], held: Mapping[str, Sequence[HeldBox | None]], shared: Set[str]
-) -> _Writers:
-    """List the boxes of all tensors, with the ranks that can write them."""
-    writers = _Writers({}, {})
+) -> tuple[dict[NamedBox, int], dict[NamedBox, list[int]]]:
+    """Return the bytes of each box of all tensors, and the ranks that can write it; see `Boxes`."""
+    sizes: dict[NamedBox, int] = {}
+    holders: dict[NamedBox, list[int]] = {}
     for name in tensors.keys() - held.keys():
         part = name, whole(tensors[name].shape)
-        writers.sizes[part] = tensors[name].nbytes
+        sizes[part] = tensors[name].nbytes
         if name not in shared:
-            writers.holders[part] = [0]
+            holders[part] = [0]
     for name, parts in held.items():
         first: dict[Box, int] = {}
         for rank, mine in enumerate(parts):
             if mine is None:
                 continue
             part = name, mine.box
-            writers.sizes[part] = mine.box.size * tensors[name].element_size()
+            sizes[part] = mine.box.size * tensors[name].element_size()
             if first.setdefault(mine.box, mine.checksum) == mine.checksum:
-                writers.holders.setdefault(part, []).append(rank)
+                holders.setdefault(part, []).append(rank)
         if problem := tiling_problem(tensors[name].shape, list(first)):
             raise CheckpointError(
                 f"a sharded tensor {problem}",
                 where=name,
                 fix="Shard it over a mesh of ranks of this context only, each of which calls save_state.",
             )
-    return writers
+    return sizes, holders
 
 
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -373,12 +404,6 @@ def _readers(
             if mine is not None and not (name in loose and mine.box == whole(tensors[name].shape)):
                 found.setdefault((name, mine.box), []).append(rank)
     return found
-
-
-def _host_part(notes: Sequence[HostNote], rank: int, named: Set[int], files: Sequence[str]) -> HostPart:
-    """Return the part of a rank's host, from the ranks whose files its manifest names."""
-    others = [other for other in sorted(named) if notes[other].node != notes[rank].node]
-    return HostPart(notes[0].save, {files[other]: notes[other].label for other in others})
 
 
 def _entries(

@@ -20,7 +20,7 @@ from accel.items._bases import Sums
 from accel.items._kinds import check_items
 from accel.items._matching import Matching, apply_changes, match_items, undo_changes
 from accel.items._source import Change, LoadOptions, LoadTransform, agree_on_readers
-from accel.storage import RemotePath, Span, as_place, lag_of
+from accel.storage import HostFolder, RemotePath, Span, as_place, lag_of
 
 
 def _check_taken(left: Sequence[Set[str]]) -> None:
@@ -146,17 +146,18 @@ def load_newest(
         folder = as_place(path)
     except Exception as failure:
         error = failure
-    call = Call(verb, f"{folder.name}{' per host' * folder.per_host}\nverify {verify}\nstrict {options.strict}", site)
+    call = Call(verb, f"verify {verify}\nstrict {options.strict}", site)
+    per_host = isinstance(path, HostFolder)
     skipped = SkippedCheckpoints()
     while True:
-        with hold_newest(ctx, folder, call, skipped, error) as held:
+        with hold_newest(ctx, folder, call, skipped, error, per_host=per_host) as held:
             if held is None:
                 return None
             loading = _Loading(ctx, held, verify, options, site, verb)
             damage = loading.compare(items_for) or loading.check_bytes()
             if not damage:
                 return loading.apply()
-            if ctx.is_main_process or folder.per_host:  # which each host chooses from its own
+            if held.is_own_choice:
                 skipped.add_held(held, damage)
 
 
@@ -168,14 +169,14 @@ class _Wish(msgspec.Struct, frozen=True):
         left: entries of `Part`s that this rank does not load.
         bases: sums of sharded frozen parameters, by name.
         damage: reason why this rank cannot read a replaceable checkpoint; "" for none.
-        node: rank of the host whose manifest this rank reads; 0 if all share one.
+        node: as in `Held`.
     """
 
     bytes_of_files: list[int] = []
     left: set[str] = set()
     bases: dict[str, Sums] = {}
     damage: str = ""
-    node: int = 0
+    node: int | None = None
 
 
 class _Loading:
@@ -241,7 +242,7 @@ class _Loading:
         beside = [rank for rank, wish in enumerate(self._wishes) if wish.node == self._held.node]
         if not self._ctx.comm.is_large:
             readers = main_readers([self._wishes[rank].bytes_of_files for rank in beside], beside)
-        elif self._held.place.per_host or saved.manifest.host is not msgspec.UNSET:  # each checks all that it reads
+        elif self._held.node is not None:  # each checks all that it reads
             readers = [[self._ctx.rank] if nbytes else [] for nbytes in self._bytes_of_files]
         else:
             readers = agree_on_readers(self._ctx.comm, self._call("dividing"), self._bytes_of_files)

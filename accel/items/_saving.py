@@ -41,7 +41,7 @@ from accel.items._kinds import (
 from accel.items._module import capture_tensors, module_states
 from accel.items._rng import capture_row
 from accel.items._source import Captured, SaveTransform
-from accel.storage import RemotePath, as_place
+from accel.storage import HostFolder, RemotePath, as_place
 from accel.tensors import local_part
 
 
@@ -195,10 +195,11 @@ def save_state(
     ctx.comm.finish()
     with shared_failure(ctx.comm, Call("save_state", site=call_site())):
         place = as_place(out)
+        per_host = isinstance(out, HostFolder)
         _check_folder(place.name)
         _check_step(step)
         check_choice(mode, get_args(SaveMode), "unknown mode", where="save_state, mode=")
-        if place.per_host and mode == "async":
+        if per_host and mode == "async":
             raise ConfigError(
                 "a save in the background into a folder of each host",
                 expected='mode="sync", as hosts commit together',
@@ -217,7 +218,7 @@ def save_state(
         own = own_values(content, divided) if divided else b""
         content = dataclasses.replace(content, divided=own, join=join_values)
     if mode == "sync":
-        return save(ctx, place, content, step=step, keep=rule, metrics=rated)
+        return save(ctx, place, content, step=step, keep=rule, metrics=rated, per_host=per_host)
     check = None if allow_non_finite else check_finite
     return save_async(ctx, place, content, step=step, keep=rule, metrics=rated, check=check)
 

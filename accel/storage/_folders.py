@@ -140,14 +140,13 @@ class LocalPlace:
     """A folder of a file system, as a `Place`."""
 
     path: Path
-    per_host: bool = False
     pause_s: ClassVar[float] = 0.02
 
     def __str__(self) -> str:
         return str(self.path)
 
     def __truediv__(self, name: str) -> LocalPlace:
-        return LocalPlace(self.path / name, self.per_host)
+        return LocalPlace(self.path / name)
 
     @property
     def name(self) -> str:
@@ -155,7 +154,7 @@ class LocalPlace:
 
     @property
     def parent(self) -> LocalPlace:
-        return LocalPlace(self.path.parent, self.per_host)
+        return LocalPlace(self.path.parent)
 
     def exists(self) -> bool:
         return os.path.lexists(self.path)
@@ -235,13 +234,13 @@ class LocalPlace:
         return ""
 
     def make_stage(self) -> LocalPlace:
-        return LocalPlace(make_stage(self.path), self.per_host)
+        return LocalPlace(make_stage(self.path))
 
     def commit(self, name: str, last: str, data: bytes, files: Mapping[str, FileEntry]) -> LocalPlace | None:
         del files  # each was flushed by its writer
         _ = write_file(self.path, last, [data])
         aside = commit(self.path, self.path.with_name(name))
-        return LocalPlace(aside, self.per_host) if aside is not None else None
+        return LocalPlace(aside) if aside is not None else None
 
     def take_back(self, aside: LocalPlace | None) -> None:
         """Delete a committed folder, and give its name back to the one that had it before."""

@@ -30,7 +30,7 @@ class HostFolder:
         path: the folder.
 
     Raises:
-        ConfigError: no path, or an empty one.
+        ConfigError: no path, an empty one, or a URL.
 
     Example:
         >>> path = accel.save_state(ctx, accel.HostFolder("runs/local"), {"model": model}, step=3)
@@ -43,6 +43,9 @@ class HostFolder:
     def __post_init__(self) -> None:
         if not _is_path(self.path):
             raise ConfigError("no path", expected="the path of a folder", got=repr(self.path), where="HostFolder")
+        if "://" in (path := os.fspath(self.path)):
+            expected = "a path; all hosts share a store"
+            raise ConfigError("a URL as a folder of each host", expected=expected, got=path, where="HostFolder")
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
@@ -73,13 +76,9 @@ class Place(Protocol):
     Attributes:
         path: the user's name for it.
         pause_s: time between two looks for files of other writers, in seconds.
-        per_host: whether each host has such a folder of its own.
     """
 
     pause_s: ClassVar[float]
-
-    @property
-    def per_host(self) -> bool: ...
 
     @property
     def path(self) -> Path | RemotePath: ...
@@ -201,9 +200,6 @@ def as_place(where: str | os.PathLike[str] | RemotePath) -> Place:
         return RemotePlace(where)
     if not isinstance(cast(object, where), str | os.PathLike):
         raise ConfigError("no path", expected="a path or URL", got=repr(where))
-    if isinstance(where, HostFolder) and "://" in os.fspath(where):
-        expected = "a path; all hosts share a store"
-        raise ConfigError("a URL as a folder of each host", expected=expected, got=os.fspath(where), where="HostFolder")
     text = os.fspath(where)
     if "\0" in text:
         raise ConfigError("a path with a zero byte", expected="a path or URL", got=repr(text))
@@ -211,4 +207,4 @@ def as_place(where: str | os.PathLike[str] | RemotePath) -> Place:
         return LocalPlace(Path(text.partition("://")[2]))
     if isinstance(where, str) and "://" in text:
         return RemotePlace(RemotePath(text))
-    return LocalPlace(Path(text), per_host=isinstance(where, HostFolder))
+    return LocalPlace(Path(text))

@@ -217,10 +217,6 @@ class RemotePlace:
         put_object(self.path / last, data)
         return RemotePlace(self.path) if set(folder.names()) - {last, *files} else None
 
-    @property
-    def per_host(self) -> bool:
-        return False
-
     def take_back(self, aside: object) -> None:
         """Do nothing: hosts share a store, so its commit is one for all."""
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files without ranks: durable writing, distrustful reading, safetensors, and folders that appear by one rename.
 
-Begin with `_place.py`: a `Place` is a folder on disk (`_files.py`, `_folders.py`, `_reading.py`) or in a store
+Begin with `_place.py`: a `Place` is a folder on disk (`_files.py`, `_reading.py`) or in a store
 (`_objects.py`, `_store.py`), with one writer at a time (`_lock.py`). Checkpoints write and read through it. Ranges of
 large files are planned in `_ranges.py` and read past the page cache by `_local_ranges.py`. `_safetensors.py` has the
 format, `_weight_files.py` the layout of other libraries.
@@ -19,14 +19,6 @@ from accel.storage._files import (
     is_file_name as is_file_name,
     write_file as write_file,
 )
-from accel.storage._folders import (
-    commit as commit,
-    leftovers as leftovers,
-    make_folder as make_folder,
-    make_stage as make_stage,
-    remove_flat as remove_flat,
-    set_aside as set_aside,
-)
 from accel.storage._local_ranges import LocalRanges as LocalRanges
 from accel.storage._lock import LOCK as LOCK, host_name as host_name, take_lock as take_lock
 from accel.storage._objects import RemotePath as RemotePath, RemoteRanges as RemoteRanges
@@ -35,7 +27,13 @@ from accel.storage._place import (
     Lock as Lock,
     Place as Place,
     as_place as as_place,
+    commit as commit,
     lag_of as lag_of,
+    leftovers as leftovers,
+    make_folder as make_folder,
+    make_stage as make_stage,
+    remove_flat as remove_flat,
+    set_aside as set_aside,
 )
 from accel.storage._ranges import (
     CHUNK as CHUNK,

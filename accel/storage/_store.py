@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from accel.errors import CheckpointError
 from accel.storage._files import SPAN_BYTES, Bytes, FileEntry, Span
-from accel.storage._folders import Leftover
 from accel.storage._lock import Beat, RemoteLock, take_remote_lock
 from accel.storage._objects import (
     LAG,
@@ -161,8 +160,8 @@ class RemotePlace:
     def abort_uploads(self) -> None:
         abort_uploads(self.path)
 
-    def leftovers(self) -> list[Leftover]:
-        return []
+    def leftovers(self) -> tuple[()]:
+        return ()
 
     def usage(self) -> tuple[int, float]:
         found = self._objects()

@@ -24,14 +24,7 @@ from accel.storage import HostFolder, RemotePath, Span, as_place, lag_of
 
 
 def _check_taken(left: Sequence[Set[str]]) -> None:
-    """Raise unless some rank loads each stored tensor and parameter of `Part`s.
-
-    Args:
-        left: entries that a rank does not load, by rank.
-
-    Raises:
-        CheckpointError: no rank loads an entry; each is named.
-    """
+    """Raise `CheckpointError` unless some rank loads each entry of `Part`s; `left` has those it does not, by rank."""
     if lost := sorted(name for name in left[0] if all(name in other for other in left)):
         raise CheckpointError(
             "stored, but in no rank's part:" + "".join(f"\n  {name}" for name in lost),
@@ -125,21 +118,9 @@ def load_newest(
     site: str,
     verb: str = "load_state",
 ) -> Loaded | None:
-    """Load the checkpoint at a path, or the newest of a run's folder, into items that may depend on its manifest.
+    """Load as `load_state`, into items that may depend on the manifest; None where there is no checkpoint.
 
-    A collective; see `load_state`.
-
-    Args:
-        ctx: the context.
-        path, verify: as in `load_state`.
-        items_for: returns the items to load into; called on every rank with the manifest of the agreed checkpoint, and
-            again if another checkpoint takes its place.
-        options: differences to allow.
-        site: line of the user's call.
-        verb: name of the user's call.
-
-    Returns:
-        None if the path is a folder without checkpoints, or does not exist.
+    Every rank calls `items_for` with the agreed manifest, and again if another checkpoint takes its place.
     """
     folder, error = as_place(""), None
     try:
@@ -196,15 +177,7 @@ class _Loading:
     def compare(self, items_for: Callable[[Manifest], Mapping[str, object]]) -> str:
         """Compare items with the manifest, and open the files that this rank reads. Changes nothing.
 
-        Args:
-            items_for: returns the live items for a manifest.
-
-        Returns:
-            The damage, if another checkpoint may take this one's place; "" for none. The same on every rank.
-
-        Raises:
-            CheckpointError: the items do not fit, or the checkpoint is damaged.
-            ConfigError: no items, or names that are no identifiers.
+        Returns the damage, the same on every rank, if another checkpoint may take this one's place; "" for none.
         """
 
         def match() -> _Wish:
@@ -257,11 +230,7 @@ class _Loading:
         return self._of_all(agreed_values(self._ctx.comm, self._call("checking"), verify, str))
 
     def apply(self) -> Loaded:
-        """Read the tensors, then change the items. Mutates them.
-
-        Raises:
-            CheckpointError: a stored value is invalid, and nothing has changed; or the disk failed afterwards.
-        """
+        """Read the tensors, then change the items. Mutates them; an error before `copying` leaves them unchanged."""
         matching = self._matching
         assert matching is not None
         applied: list[Change] = []

@@ -79,22 +79,14 @@ class Matching:
         return wanted if self.rows is None else [*wanted, self.rows]
 
     def compare_bases(self, ranks: Sequence[Mapping[str, Sums]]) -> None:
-        """Compare sharded frozen parameters with their digests, by the sums of all ranks; the same on every rank.
-
-        Raises:
-            CheckpointError: parameters differ; each is named.
-        """
+        """Compare sharded frozen parameters with their digests, by the sums of all ranks; the same on every rank."""
         source = self.source
         source.judge(differing_bases({key: stored for key, (stored, _) in source.bases.items()}, ranks))
         if source.problems:
             raise source.problems.error(source.saved.path)
 
     def read(self) -> list[Change]:
-        """Read the wanted boxes; return the changes that can fail. Changes nothing.
-
-        Raises:
-            CheckpointError: a stored value is invalid.
-        """
+        """Read the wanted boxes; return the changes that can fail. Changes nothing."""
         source, changes = self.source, list[Change]()
         source.rows = read_rows(source.saved, self.rows)
         for load in self.loads:
@@ -108,11 +100,7 @@ class Matching:
         return changes
 
     def finish(self) -> None:
-        """Make the changes that fail only with the disk: of tensors loaded in place, and of random streams.
-
-        Raises:
-            CheckpointError: a file can no longer be read.
-        """
+        """Make the changes that fail only with the disk: of tensors loaded in place, and of random streams."""
         copies = ((local_part(live), key, held_box(live, key)) for load in self.loads for live, key in load.copies)
         parts = ((part, key, box) for part, key, box in copies if box is not None and part.numel())
         try:
@@ -144,13 +132,7 @@ class Matching:
 
 
 def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], options: LoadOptions) -> Matching:
-    """Compare a checkpoint's manifest with items. Changes nothing, reads no tensor.
-
-    Raises:
-        CheckpointError: the items do not fit, with every difference; or the manifest holds what `save_state` never
-            writes.
-        ConfigError: a `Part` of neither module nor optimizer, or a `TrainableOnly` of no module.
-    """
+    """Compare a checkpoint's manifest with items; the error lists every difference. Changes nothing."""
     passed, stored = without_parts(items), saved.manifest.items
     whole: Mapping[str, object] = {}
     if ctx.settings.strategy in ENGINES:
@@ -199,11 +181,7 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
 
 
 def apply_changes(changes: Sequence[Change]) -> None:
-    """Make changes; undo all if one fails.
-
-    Raises:
-        CheckpointError: an object refused its state; `where` names the item.
-    """
+    """Make changes; undo all if one fails, with an error that names the item."""
     for at, change in enumerate(changes):
         try:
             change.apply()

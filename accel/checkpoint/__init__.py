@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from accel.checkpoint._newest import (
         Held as Held,
         SkippedCheckpoints as SkippedCheckpoints,
+        agree_on_readers as agree_on_readers,
         hold_newest as hold_newest,
     )
     from accel.checkpoint._read import Saved as Saved, open_checkpoint as open_checkpoint
@@ -119,6 +120,7 @@ _WITH_TORCH = {
     "_newest": (
         "Held",
         "SkippedCheckpoints",
+        "agree_on_readers",
         "hold_newest",
     ),
     "_read": (

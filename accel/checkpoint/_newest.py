@@ -9,14 +9,17 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import torch
 
 from accel.checkpoint._hosts import HostNote, describe_hosts, note_of, on_all_hosts
 from accel.checkpoint._manifest import MANIFEST, candidates, step_of, tell_skipped
 from accel.checkpoint._read import Saved, open_checkpoint
-from accel.comm import Call, broadcast_value, exchange_values, shared_failure
+from accel.comm import Call, Comm, broadcast_value, exchange, exchange_values, reduce_ints, shared_failure
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import Place
+
+_BITS = 8
 
 
 class _Pick(msgspec.Struct, frozen=True):
@@ -243,3 +246,22 @@ def _all_damaged(path: Place, reasons: Sequence[str]) -> CheckpointError:
         where=str(path),
         fix="Restore one of them, or pass another folder to start anew.",
     )
+
+
+def agree_on_readers(comm: Comm, call: Call, mine: Sequence[int]) -> list[list[int]]:
+    """Return the `main_readers` of each file. A collective.
+
+    Args:
+        comm: an open handle.
+        call: the expected call of all ranks.
+        mine: bytes that this rank reads of each file.
+    """
+    most = reduce_ints(comm, call, mine, "max")
+    reads = [bool(largest) and 2 * own >= largest for own, largest in zip(mine, most, strict=True)]
+    places = torch.arange(_BITS, dtype=torch.uint8)
+    padded = torch.zeros(-(-len(reads) // _BITS) * _BITS, dtype=torch.uint8)
+    padded[: len(reads)] = torch.tensor(reads, dtype=torch.uint8)
+    packed = (padded.view(-1, _BITS) << places).sum(1, dtype=torch.uint8)
+    rows = torch.stack(exchange(comm, call, packed))
+    bits = (rows.unsqueeze(-1) >> places & 1).flatten(1)
+    return [[int(rank) for rank in bits[:, at].nonzero()] for at in range(len(reads))]

@@ -28,7 +28,6 @@ from accel.checkpoint import (
     named_classes,
     tensors_in,
 )
-from accel.comm import Call, Comm, exchange, reduce_ints
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.items._rng import Row, with_parts
@@ -90,6 +89,36 @@ class Change:
     where: str
     apply: Callable[[], object]
     undo: Callable[[], object] | None
+
+
+def apply_changes(changes: Sequence[Change]) -> None:
+    """Make changes; undo all if one fails, with an error that names the item."""
+    for at, change in enumerate(changes):
+        try:
+            change.apply()
+        except Exception as error:
+            undone = undo_changes(changes[: at + 1])
+            lasting = ", ".join(each.where for each in changes[: at + 1] if each.undo is None)
+            kept = "nothing has been changed" if undone else "it did not take its former state back either"
+            if lasting and undone:
+                kept = f"what the load of {lasting} did stays, the others have their former state back"
+            raise CheckpointError(
+                f"an object refused its state: {type(error).__name__}: {error}",
+                where=change.where,
+                fix=f"Build it the way it was when it was saved; {kept}.",
+            ) from error
+
+
+def undo_changes(changes: Sequence[Change]) -> bool:
+    """Undo changes, the last first, also after a failure; return whether all were undone."""
+    undone = True
+    for change in reversed(changes):
+        try:
+            if change.undo is not None:
+                change.undo()
+        except Exception:
+            undone = False
+    return undone
 
 
 @dataclass(slots=True)
@@ -424,25 +453,3 @@ def fields_in(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError("not a stored value", got=type(value).__name__, where=f"item {name}")
     return cast("dict[str, Any]", value)
-
-
-_BITS = 8
-
-
-def agree_on_readers(comm: Comm, call: Call, mine: Sequence[int]) -> list[list[int]]:
-    """Return the `main_readers` of each file. A collective.
-
-    Args:
-        comm: an open handle.
-        call: the expected call of all ranks.
-        mine: bytes that this rank reads of each file.
-    """
-    most = reduce_ints(comm, call, mine, "max")
-    reads = [bool(largest) and 2 * own >= largest for own, largest in zip(mine, most, strict=True)]
-    places = torch.arange(_BITS, dtype=torch.uint8)
-    padded = torch.zeros(-(-len(reads) // _BITS) * _BITS, dtype=torch.uint8)
-    padded[: len(reads)] = torch.tensor(reads, dtype=torch.uint8)
-    packed = (padded.view(-1, _BITS) << places).sum(1, dtype=torch.uint8)
-    rows = torch.stack(exchange(comm, call, packed))
-    bits = (rows.unsqueeze(-1) >> places & 1).flatten(1)
-    return [[int(rank) for rank in bits[:, at].nonzero()] for at in range(len(reads))]

@@ -9,9 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 import accel
 from accel import CheckpointError
-from accel.checkpoint import main_readers
+from accel.checkpoint import agree_on_readers, main_readers
 from accel.comm import Call
-from accel.items._source import agree_on_readers
 
 
 @settings(max_examples=25)

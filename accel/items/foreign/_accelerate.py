@@ -22,11 +22,10 @@ from accel.comm import Call, agreed, call_site
 from accel.context import DistContext, context_first, single
 from accel.errors import CheckpointError, ConfigError
 from accel.items._kinds import check_items, drop_gradients
-from accel.items._matching import apply_changes, undo_changes
 from accel.items._module import module_states
 from accel.items._optimizer import bare_optimizer, optimizer_change
 from accel.items._rng import capture_row
-from accel.items._source import Change, ModuleState, Problems, facts
+from accel.items._source import Change, ModuleState, Problems, apply_changes, facts, undo_changes
 from accel.items._stateful import Stateful
 from accel.optim import parameters_of
 from accel.precision import LossScale

@@ -3,8 +3,8 @@
 
 Begin with `_kinds.py`, the table of kinds: each is one `ItemHandler` (`_source.py`) in a file of its own, such as
 `_stateful.py`. `_saving.py` captures live items as the content of a checkpoint; `_loading.py` compares stored items
-with live ones (`_matching.py`), reads, and applies. `_bases.py` has partly frozen models, `_rng.py` random streams.
-`_models.py` writes for other libraries, from whole tensors (`_whole.py`); `foreign/` reads theirs.
+with live ones, reads, and applies. `_bases.py` has partly frozen models, `_rng.py` random streams. `_models.py` writes
+for other libraries, from whole tensors (`_whole.py`); `foreign/` reads theirs.
 """
 
 from accel.items._folder_files import Folder as Folder

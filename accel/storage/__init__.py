@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files without ranks: durable writing, distrustful reading, safetensors, and folders that appear by one rename.
 
-Begin with `_place.py`: a `Place` is a folder on disk (`_files.py`, `_reading.py`) or in a store
-(`_objects.py`, `_store.py`), with one writer at a time (`_lock.py`). Checkpoints write and read through it. Ranges of
-large files are planned in `_ranges.py` and read past the page cache by `_local_ranges.py`. `_safetensors.py` has the
-format, `_weight_files.py` the layout of other libraries.
+Begin with `_place.py`: a `Place` is a folder on disk (`_files.py`, `_reading.py`) or in a store (`_objects.py`,
+`_store.py`), with one writer at a time (`_lock.py`). Checkpoints write and read through it. Ranges of large files are
+planned in `_ranges.py` and read past the page cache by `_local_ranges.py`. `_safetensors.py` has the format,
+`_weight_files.py` the layout of other libraries.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributed PyTorch training as plain functions over explicit values.
 
-Names resolve on first use, so `import accel` loads neither torch nor anything optional.
+The core, in the order of a script:
+
+    session           open this rank's context from the launcher's environment; close it at the end
+    single            make a context for one process, without a launcher
+    DistContext       this rank's place, device and settings, frozen; the first argument of most functions
+    launch            run a function as ranks of this machine
+    prepare           get models, optimizers and schedulers ready for the ranks and the mesh
+    prepare_loader    divide the batches of a DataLoader among ranks
+    total_steps       count the optimizer steps of a run, for its schedule
+    train_state       make the record that a loop carries: position in the data, window, loss scale
+    resume            load the newest checkpoint, if there is one, and return its state
+    batches           iterate over this rank's batches from the state's position
+    accumulate        hold gradients back until the last batch of a window
+    autocast          compute a block in the number format of the context
+    backward          add the gradient of a loss, weighted by its samples
+    optimizer_step    divide and clip the gradients of a window, step, and return the next state
+    evaluating        put a model into evaluation mode for a block
+    gather            join tensors of all ranks
+    reduce            sum or average tensors over ranks
+    print             print on one rank only
+    save_state        commit a checkpoint of a run
+    load_state        load a checkpoint of a run
+    save_model        save the weights of a model alone
+    unwrap_model      return the plain model behind a prepared one
+
+Other subjects have modules of their own: `accel.bigmodel`, `accel.parallel`, `accel.trackers`, `accel.errors` and
+others. Names resolve on first use, so `import accel` loads neither torch nor anything optional.
 """
 
 from __future__ import annotations
@@ -11,41 +37,33 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.bigmodel import (
-        DeviceMap as DeviceMap,
-        Dispatched as Dispatched,
-        RunStats as RunStats,
-        Segment as Segment,
-        SegmentStats as SegmentStats,
-        Skeleton as Skeleton,
-        StoredTensor as StoredTensor,
-        Swap as Swap,
-        Weight as Weight,
-        WeightSource as WeightSource,
-        available_memory as available_memory,
-        check_device_map as check_device_map,
+    from accel import (
+        bigmodel as bigmodel,
+        checkpoint as checkpoint,
+        data as data,
+        engines as engines,
+        errors as errors,
+        items as items,
+        metrics as metrics,
+        parallel as parallel,
+        precision as precision,
+        preempt as preempt,
+        schedules as schedules,
+        seeding as seeding,
+        testing as testing,
+        trackers as trackers,
+        training as training,
+        tree as tree,
+    )
+    from accel.bigmodel._empty import init_empty_weights as init_empty_weights
+    from accel.bigmodel.plan import infer_device_map as infer_device_map
+    from accel.bigmodel.run import (
         cpu_offload as cpu_offload,
-        describe as describe,
         disk_offload as disk_offload,
         dispatch_model as dispatch_model,
-        expert_recipes as expert_recipes,
-        explain as explain,
-        infer_device_map as infer_device_map,
-        init_empty_weights as init_empty_weights,
-        init_on_device as init_on_device,
-        initialize_weights as initialize_weights,
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
-        load_checkpoint_in_model as load_checkpoint_in_model,
-        open_weights as open_weights,
-        pass_seconds as pass_seconds,
-        swap_models as swap_models,
     )
-    from accel.checkpoint import (
-        Keep as Keep,
-        Recipe as Recipe,
-        Saving as Saving,
-        latest_checkpoint as latest_checkpoint,
-    )
+    from accel.checkpoint._manifest import latest_checkpoint as latest_checkpoint
     from accel.collectives import (
         broadcast as broadcast,
         broadcast_from_holder as broadcast_from_holder,
@@ -66,68 +84,21 @@ if TYPE_CHECKING:
         session as session,
         single as single,
     )
-    from accel.data import (
-        Batch as Batch,
-        Cursor as Cursor,
-        Loader as Loader,
-        SampleCount as SampleCount,
-        StreamLoader as StreamLoader,
-        batches as batches,
+    from accel.data._batches import Batch as Batch, batches as batches
+    from accel.data._cursor import Cursor as Cursor
+    from accel.data._loader import Loader as Loader, prepare_loader as prepare_loader
+    from accel.data._progress import (
         gather_for_metrics as gather_for_metrics,
-        order as order,
-        prepare_loader as prepare_loader,
-        progress as progress,
         skip_first_batches as skip_first_batches,
         total_steps as total_steps,
     )
-    from accel.engines.deepspeed import (
-        DeepSpeed as DeepSpeed,
-        Offload as Offload,
-        read_deepspeed as read_deepspeed,
-    )
-    from accel.engines.quantized import (
-        Bitsandbytes as Bitsandbytes,
-        Torchao as Torchao,
-        describe_quantized as describe_quantized,
-        load_quantized as load_quantized,
-    )
     from accel.env import LaunchEnv as LaunchEnv, read_env as read_env
-    from accel.errors import (
-        AccelError as AccelError,
-        CheckpointError as CheckpointError,
-        CollectiveMismatch as CollectiveMismatch,
-        ConfigError as ConfigError,
-        ContextClosedError as ContextClosedError,
-        DataError as DataError,
-        DeviceError as DeviceError,
-        EnvError as EnvError,
-        LaunchError as LaunchError,
-        MissingExtraError as MissingExtraError,
-        NonFiniteError as NonFiniteError,
-        OutOfMemoryError as OutOfMemoryError,
-        PeerError as PeerError,
-        PlacementError as PlacementError,
-        PrepareError as PrepareError,
-        StageError as StageError,
-        StepError as StepError,
-        StreamError as StreamError,
-        TrackerError as TrackerError,
-        TreeError as TreeError,
-    )
-    from accel.formats import Compile as Compile, Fp8 as Fp8, Precision as Precision, Qat as Qat
-    from accel.items import (
-        Folder as Folder,
-        Loaded as Loaded,
-        Part as Part,
-        Stored as Stored,
-        TrainableOnly as TrainableOnly,
-        get_state_dict as get_state_dict,
-        load_accelerate_state as load_accelerate_state,
-        load_state as load_state,
-        save as save,
-        save_model as save_model,
-        save_state as save_state,
-    )
+    from accel.errors._base import AccelError as AccelError
+    from accel.formats import Compile as Compile
+    from accel.items._loading import load_state as load_state
+    from accel.items._models import save as save, save_model as save_model
+    from accel.items._saving import save_state as save_state
+    from accel.items._whole import get_state_dict as get_state_dict
     from accel.launching import (
         debug_launcher as debug_launcher,
         launch as launch,
@@ -138,77 +109,13 @@ if TYPE_CHECKING:
         free_memory as free_memory,
         is_out_of_memory as is_out_of_memory,
     )
-    from accel.metrics import (
-        FlopCount as FlopCount,
-        Metrics as Metrics,
-        StepStatistics as StepStatistics,
-        count_flops as count_flops,
-        running_metrics as running_metrics,
-        step_statistics as step_statistics,
-        straggler as straggler,
-    )
-    from accel.observe import (
-        Ending as Ending,
-        Profile as Profile,
-        RankLogger as RankLogger,
-        Run as Run,
-        Tracker as Tracker,
-        Trackers as Trackers,
-        end_trackers as end_trackers,
-        get_logger as get_logger,
-        get_tracker as get_tracker,
-        init_trackers as init_trackers,
-        log as log,
-        log_artifact as log_artifact,
-        log_figure as log_figure,
-        log_images as log_images,
-        log_table as log_table,
-        profile as profile,
-        rich_handler as rich_handler,
-        trackers as trackers,
-        tracking as tracking,
-    )
     from accel.optim import Accumulation as Accumulation
-    from accel.parallel import (
-        DispatchedTokens as DispatchedTokens,
-        LocalSgd as LocalSgd,
-        PowerSgd as PowerSgd,
-        Routing as Routing,
-        balance_loss as balance_loss,
-        checkpoint_activations as checkpoint_activations,
-        clear_gradients as clear_gradients,
-        combine_tokens as combine_tokens,
-        compile_model as compile_model,
-        context_attention as context_attention,
-        dispatch_tokens as dispatch_tokens,
-        expert_plan as expert_plan,
-        join_uneven_inputs as join_uneven_inputs,
-        local_sgd_step as local_sgd_step,
-        no_sync as no_sync,
-        prepare_local_model as prepare_local_model,
-        prepare_model as prepare_model,
-        route_tokens as route_tokens,
-        sequence_positions as sequence_positions,
-        split_sequence as split_sequence,
-        stage_plan as stage_plan,
-        tensor_plan as tensor_plan,
-        trigger_sync_in_backward as trigger_sync_in_backward,
-        unwrap_model as unwrap_model,
-        vocab_cross_entropy as vocab_cross_entropy,
-    )
-    from accel.precision import (
-        LossScale as LossScale,
-        apply_precision as apply_precision,
-        autocast as autocast,
-        convert_qat as convert_qat,
-        loss_scale as loss_scale,
-    )
-    from accel.preempt import (
-        Stop as Stop,
-        StopRequests as StopRequests,
-        stop_agreed as stop_agreed,
-        stop_requests as stop_requests,
-    )
+    from accel.parallel._compile import checkpoint_activations as checkpoint_activations, compile_model as compile_model
+    from accel.parallel._modules import unwrap_model as unwrap_model
+    from accel.parallel._prepare_model import prepare_model as prepare_model
+    from accel.parallel._sync import no_sync as no_sync, trigger_sync_in_backward as trigger_sync_in_backward
+    from accel.parallel.axes.replicate._ddp import join_uneven_inputs as join_uneven_inputs
+    from accel.precision._amp import LossScale as LossScale, autocast as autocast, loss_scale as loss_scale
     from accel.process import (
         any_rank as any_rank,
         local_main_process_first as local_main_process_first,
@@ -222,83 +129,45 @@ if TYPE_CHECKING:
         split_between_processes as split_between_processes,
         wait_for_everyone as wait_for_everyone,
     )
-    from accel.random import Key as Key
-    from accel.seeding import (
-        deterministic as deterministic,
-        rank_key as rank_key,
-        seeded as seeded,
-        set_seed as set_seed,
-        synchronize_rng as synchronize_rng,
+    from accel.trackers._log import log as log
+    from accel.trackers._logger import get_logger as get_logger
+    from accel.trackers._profile import profile as profile
+    from accel.trackers._tracking import (
+        end_trackers as end_trackers,
+        get_tracker as get_tracker,
+        init_trackers as init_trackers,
+        tracking as tracking,
     )
-    from accel.storage import HostFolder as HostFolder, RemotePath as RemotePath
-    from accel.topology import Axes as Axes, Plan as Plan
-    from accel.training import (
-        Ema as Ema,
-        StepResult as StepResult,
-        TrainState as TrainState,
-        accumulate as accumulate,
-        backward as backward,
+    from accel.training._backward import accumulate as accumulate, backward as backward
+    from accel.training._clip import (
         clip_grad_norm_ as clip_grad_norm_,
         clip_grad_value_ as clip_grad_value_,
-        discard as discard,
-        evaluating as evaluating,
-        forward as forward,
-        forward_backward as forward_backward,
-        fused_step as fused_step,
-        generate as generate,
-        optimizer_step as optimizer_step,
+        unscale_gradients as unscale_gradients,
+    )
+    from accel.training._evaluating import evaluating as evaluating
+    from accel.training._forward_backward import forward_backward as forward_backward
+    from accel.training._prepare import (
         prepare as prepare,
         prepare_optimizer as prepare_optimizer,
         prepare_scheduler as prepare_scheduler,
-        resume as resume,
-        train_state as train_state,
-        train_step as train_step,
-        unscale_gradients as unscale_gradients,
     )
-    from accel.tree import (
-        Container as Container,
-        concatenate as concatenate,
-        convert_to_fp32 as convert_to_fp32,
-        find_batch_size as find_batch_size,
-        map_tensors as map_tensors,
-        send_to_device as send_to_device,
-        slice_tensors as slice_tensors,
-        tensors_equal as tensors_equal,
-    )
+    from accel.training._resume import resume as resume
+    from accel.training._step import optimizer_step as optimizer_step
+    from accel.training._train_state import TrainState as TrainState, train_state as train_state
+    from accel.training._train_step import train_step as train_step
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "bigmodel": (
-        "DeviceMap",
-        "Dispatched",
-        "RunStats",
-        "Segment",
-        "SegmentStats",
-        "Skeleton",
-        "StoredTensor",
-        "Swap",
-        "Weight",
-        "WeightSource",
-        "available_memory",
-        "check_device_map",
+    "bigmodel._empty": ("init_empty_weights",),
+    "bigmodel.plan": ("infer_device_map",),
+    "bigmodel.run": (
         "cpu_offload",
-        "describe",
         "disk_offload",
         "dispatch_model",
-        "expert_recipes",
-        "explain",
-        "infer_device_map",
-        "init_empty_weights",
-        "init_on_device",
         "load_checkpoint_and_dispatch",
-        "load_checkpoint_in_model",
-        "open_weights",
-        "initialize_weights",
-        "pass_seconds",
-        "swap_models",
     ),
-    "checkpoint": ("Keep", "Recipe", "Saving", "latest_checkpoint"),
+    "checkpoint._manifest": ("latest_checkpoint",),
     "collectives": (
         "broadcast",
         "broadcast_from_holder",
@@ -319,116 +188,56 @@ _HOMES = {
         "session",
         "single",
     ),
-    "data": (
+    "data._batches": (
         "Batch",
-        "Cursor",
-        "Loader",
-        "SampleCount",
-        "StreamLoader",
         "batches",
-        "gather_for_metrics",
-        "order",
+    ),
+    "data._cursor": ("Cursor",),
+    "data._loader": (
+        "Loader",
         "prepare_loader",
-        "progress",
+    ),
+    "data._progress": (
+        "gather_for_metrics",
         "skip_first_batches",
         "total_steps",
     ),
-    "env": ("LaunchEnv", "read_env"),
-    "engines.deepspeed": ("DeepSpeed", "Offload", "read_deepspeed"),
-    "engines.quantized": ("Bitsandbytes", "Torchao", "describe_quantized", "load_quantized"),
-    "errors": (
-        "AccelError",
-        "CheckpointError",
-        "CollectiveMismatch",
-        "ConfigError",
-        "ContextClosedError",
-        "DataError",
-        "DeviceError",
-        "EnvError",
-        "LaunchError",
-        "MissingExtraError",
-        "NonFiniteError",
-        "OutOfMemoryError",
-        "PeerError",
-        "PlacementError",
-        "PrepareError",
-        "StageError",
-        "StepError",
-        "StreamError",
-        "TrackerError",
-        "TreeError",
+    "env": (
+        "LaunchEnv",
+        "read_env",
     ),
-    "formats": ("Compile", "Fp8", "Precision", "Qat"),
-    "items": (
-        "Folder",
-        "Loaded",
-        "Part",
-        "Stored",
-        "TrainableOnly",
-        "get_state_dict",
-        "load_accelerate_state",
-        "load_state",
+    "errors._base": ("AccelError",),
+    "formats": ("Compile",),
+    "items._loading": ("load_state",),
+    "items._models": (
         "save",
         "save_model",
-        "save_state",
     ),
-    "launching": ("debug_launcher", "launch", "notebook_launcher"),
-    "memory": ("find_executable_batch_size", "free_memory", "is_out_of_memory"),
-    "metrics": (
-        *("FlopCount", "Metrics", "StepStatistics"),
-        *("count_flops", "running_metrics", "step_statistics", "straggler"),
+    "items._saving": ("save_state",),
+    "items._whole": ("get_state_dict",),
+    "launching": (
+        "debug_launcher",
+        "launch",
+        "notebook_launcher",
     ),
-    "observe": (
-        "Ending",
-        "Profile",
-        "RankLogger",
-        "Run",
-        "Tracker",
-        "Trackers",
-        "end_trackers",
-        "get_logger",
-        "get_tracker",
-        "init_trackers",
-        "log",
-        "log_artifact",
-        "log_figure",
-        "log_images",
-        "log_table",
-        "profile",
-        "rich_handler",
-        "trackers",
-        "tracking",
+    "memory": (
+        "find_executable_batch_size",
+        "free_memory",
+        "is_out_of_memory",
     ),
     "optim": ("Accumulation",),
-    "parallel": (
-        "DispatchedTokens",
-        "LocalSgd",
-        "PowerSgd",
-        "Routing",
-        "balance_loss",
+    "parallel._compile": (
         "checkpoint_activations",
-        "clear_gradients",
-        "combine_tokens",
         "compile_model",
-        "context_attention",
-        "dispatch_tokens",
-        "expert_plan",
-        "join_uneven_inputs",
-        "local_sgd_step",
-        "no_sync",
-        "prepare_local_model",
-        "prepare_model",
-        "route_tokens",
-        "sequence_positions",
-        "split_sequence",
-        "stage_plan",
-        "tensor_plan",
-        "trigger_sync_in_backward",
-        "unwrap_model",
-        "vocab_cross_entropy",
     ),
-    "precision": ("LossScale", "apply_precision", "autocast", "convert_qat", "loss_scale"),
-    "preempt": ("Stop", "StopRequests", "stop_agreed", "stop_requests"),
+    "parallel._modules": ("unwrap_model",),
+    "parallel._prepare_model": ("prepare_model",),
+    "parallel._sync": (
+        "no_sync",
+        "trigger_sync_in_backward",
+    ),
+    "parallel.axes.replicate._ddp": ("join_uneven_inputs",),
+    "precision._amp": ("LossScale", "autocast", "loss_scale"),
     "process": (
         "any_rank",
         "local_main_process_first",
@@ -442,56 +251,79 @@ _HOMES = {
         "split_between_processes",
         "wait_for_everyone",
     ),
-    "random": ("Key",),
-    "seeding": ("deterministic", "rank_key", "seeded", "set_seed", "synchronize_rng"),
-    "training": (
-        "Ema",
-        "StepResult",
-        "TrainState",
+    "trackers._log": ("log",),
+    "trackers._logger": ("get_logger",),
+    "trackers._profile": ("profile",),
+    "trackers._tracking": (
+        "end_trackers",
+        "get_tracker",
+        "init_trackers",
+        "tracking",
+    ),
+    "training._backward": (
         "accumulate",
         "backward",
+    ),
+    "training._clip": (
         "clip_grad_norm_",
         "clip_grad_value_",
-        "discard",
-        "evaluating",
-        "forward",
-        "forward_backward",
-        "fused_step",
-        "generate",
-        "optimizer_step",
+        "unscale_gradients",
+    ),
+    "training._evaluating": ("evaluating",),
+    "training._forward_backward": ("forward_backward",),
+    "training._prepare": (
         "prepare",
         "prepare_optimizer",
         "prepare_scheduler",
-        "resume",
+    ),
+    "training._resume": ("resume",),
+    "training._step": ("optimizer_step",),
+    "training._train_state": (
+        "TrainState",
         "train_state",
-        "train_step",
-        "unscale_gradients",
     ),
-    "storage": ("HostFolder", "RemotePath"),
-    "topology": ("Axes", "Plan"),
-    "tree": (
-        *("Container", "concatenate", "convert_to_fp32", "find_batch_size", "map_tensors", "send_to_device"),
-        *("slice_tensors", "tensors_equal"),
-    ),
+    "training._train_step": ("train_step",),
+}
+_MODULES = {
+    name: (name,)
+    for name in (
+        "bigmodel",
+        "checkpoint",
+        "data",
+        "engines",
+        "errors",
+        "items",
+        "metrics",
+        "parallel",
+        "precision",
+        "preempt",
+        "schedules",
+        "seeding",
+        "testing",
+        "trackers",
+        "training",
+        "tree",
+    )
 }
 
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 _CONTEXT = "Use `with accel.session() as ctx`, and pass ctx to each function."
+_FP8 = 'Use accel.session(precision="fp8"); accel.precision.Fp8(...) has its options, for accel.precision.Precision.'
 _OTHERS = {  # names of Accelerate, Fabric and torch.distributed
     "Accelerator": "Use `with accel.session() as ctx`, then accel.prepare(ctx, ...) and accel.backward(ctx, ...).",
     "Fabric": "Use `with accel.session() as ctx`, then accel.prepare(ctx, ...) and accel.backward(ctx, ...).",
     "PartialState": _CONTEXT,
     "AcceleratorState": _CONTEXT,
-    "infer_auto_device_map": "Use accel.infer_device_map(accel.describe(model), max_memory).",
-    "get_max_memory": "Use accel.available_memory(device, reserve=...).",
+    "infer_auto_device_map": "Use accel.infer_device_map(accel.bigmodel.describe(model), max_memory).",
+    "get_max_memory": "Use accel.bigmodel.available_memory(device, reserve=...).",
     "get_balanced_memory": 'Use accel.infer_device_map(..., fill="balanced").',
-    "cpu_offload_with_hook": "Use accel.swap_models(device, *models).",
-    "set_module_tensor_to_device": "Use accel.load_checkpoint_in_model, or accel.open_weights(path).read.",
-    "find_tied_parameters": "Use accel.describe(model), whose weights have their ties.",
-    "compute_module_sizes": "Use accel.describe(model), whose segments have nbytes.",
-    "GeneralTracker": "Use accel.Tracker, a record of functions.",
+    "cpu_offload_with_hook": "Use accel.bigmodel.swap_models(device, *models).",
+    "set_module_tensor_to_device": "Use load_checkpoint_in_model of accel.bigmodel, or its open_weights(path).read.",
+    "find_tied_parameters": "Use accel.bigmodel.describe(model), whose weights have their ties.",
+    "compute_module_sizes": "Use accel.bigmodel.describe(model), whose segments have nbytes.",
+    "GeneralTracker": "Use accel.trackers.Tracker, a record of functions.",
     "end_training": "Use the block of accel.tracking, or accel.end_trackers.",
     "init_process_group": _CONTEXT,
     "InitProcessGroupKwargs": "Use accel.session(backend=..., init_method=..., timeout_s=...).",
@@ -505,19 +337,19 @@ _OTHERS = {  # names of Accelerate, Fabric and torch.distributed
     "ParallelismConfig": 'Use accel.session(mesh="dp_shard=2,tp=2").',
     "MegatronLMPlugin": 'Use accel.session(mesh="dp=2,tp=2,pp=2").',
     "TorchDynamoPlugin": "Use accel.session(compile=...), or accel.compile_model.",
-    "FP8RecipeKwargs": 'Use accel.session(precision=accel.Precision(compute="bf16", fp8=accel.Fp8(...))).',
-    "AORecipeKwargs": 'Use accel.session(precision=accel.Precision(compute="bf16", fp8=accel.Fp8(...))).',
-    "TERecipeKwargs": 'Use accel.session(precision=accel.Precision(compute="bf16", fp8=accel.Fp8(...))).',
+    "FP8RecipeKwargs": _FP8,
+    "AORecipeKwargs": _FP8,
+    "TERecipeKwargs": _FP8,
     "DDPCommunicationHookType": "Use accel.prepare_model(ctx, model, comm_hook=...).",
-    "prepare_pippy": "Use pp in the mesh, and accel.Plan(stages=...).",
-    "maybe_context_parallel": "Use accel.split_sequence.",
+    "prepare_pippy": "Use pp in the mesh, and accel.parallel.Plan(stages=...).",
+    "maybe_context_parallel": "Use accel.parallel.split_sequence.",
     "register_for_checkpointing": "Use another item of accel.save_state.",
-    "synchronize_rng_states": "Use accel.synchronize_rng.",
-    "recursively_apply": "Use accel.map_tensors.",
+    "synchronize_rng_states": "Use accel.seeding.synchronize_rng.",
+    "recursively_apply": "Use accel.tree.map_tensors.",
     "release_memory": "Use del, then accel.free_memory(ctx).",
     "should_reduce_batch_size": "Use accel.is_out_of_memory.",
-    "load_and_quantize_model": "Use accel.load_quantized.",
-    "BnbQuantizationConfig": "Use accel.Bitsandbytes.",
+    "load_and_quantize_model": "Use accel.engines.quantized.load_quantized.",
+    "BnbQuantizationConfig": "Use accel.engines.quantized.Bitsandbytes.",
     "sync_gradients": "Use state.sync, of the state of accel.train_state.",
     "optimizer_step_was_skipped": "Use state.stepped, of the state that accel.optimizer_step returns.",
     "process_index": "Use ctx.rank, of the ctx of accel.session.",
@@ -528,14 +360,14 @@ _OTHERS = {  # names of Accelerate, Fabric and torch.distributed
     "DistributedDataParallelKwargs": "Use the arguments of accel.prepare_model.",
     "DistributedDataParallel": "Use accel.prepare_model.",
     "FullyShardedDataParallelPlugin": 'Use accel.session(strategy="fsdp"), then accel.prepare.',
-    "DeepSpeedPlugin": 'Use accel.session(strategy="deepspeed", deepspeed=accel.DeepSpeed(...)), then accel.prepare.',
+    "DeepSpeedPlugin": 'Use accel.session(strategy="deepspeed", deepspeed=accel.engines.deepspeed.DeepSpeed(...)).',
     "AutocastKwargs": "Use the arguments of accel.autocast.",
     "GradScalerKwargs": "Use accel.train_state(ctx, scaler=accel.loss_scale(ctx, initial=...)).",
     "GradScaler": "Use accel.train_state(ctx), whose state holds the loss scale.",
     "ProjectConfiguration": "Use the arguments of accel.save_state.",
-    "LocalSGD": "Use accel.LocalSgd.",
-    "Mean": 'Use accel.running_metrics(loss="mean").',
-    "Sum": 'Use accel.running_metrics(loss="sum").',
+    "LocalSGD": "Use accel.parallel.LocalSgd.",
+    "Mean": 'Use accel.metrics.running_metrics(loss="mean").',
+    "Sum": 'Use accel.metrics.running_metrics(loss="sum").',
     "clip_grad_norm": "Use accel.clip_grad_norm_.",
     "extract_model_from_parallel": "Use accel.unwrap_model.",
     "all_gather": "Use accel.gather.",
@@ -545,8 +377,43 @@ _OTHERS = {  # names of Accelerate, Fabric and torch.distributed
     "device": "Use ctx.device, of the ctx of accel.session.",
 }
 
-__getattr__ = exports("accel", _HOMES, _OTHERS)
+_MOVED = {  # names that were at the top, by the module that has them now
+    "bigmodel": (
+        "DeviceMap Dispatched RunStats Segment SegmentStats Skeleton StoredTensor Swap Weight WeightSource "
+        "available_memory check_device_map describe expert_recipes explain init_on_device initialize_weights "
+        "load_checkpoint_in_model open_weights pass_seconds swap_models"
+    ),
+    "checkpoint": "HostFolder Keep Recipe RemotePath Saving",
+    "data": "SampleCount StreamLoader order progress",
+    "engines.deepspeed": "DeepSpeed Offload read_deepspeed",
+    "engines.quantized": "Bitsandbytes Torchao describe_quantized load_quantized",
+    "errors": (
+        "CheckpointError CollectiveMismatch ConfigError ContextClosedError DataError DeviceError EnvError "
+        "LaunchError MissingExtraError NonFiniteError OutOfMemoryError PeerError PlacementError PrepareError "
+        "StageError StepError StreamError TrackerError TreeError"
+    ),
+    "items": "Folder Loaded Part Stored TrainableOnly load_accelerate_state",
+    "metrics": "FlopCount Metrics StepStatistics count_flops running_metrics step_statistics straggler",
+    "parallel": (
+        "Axes DispatchedTokens LocalSgd Plan PowerSgd Routing balance_loss combine_tokens context_attention "
+        "dispatch_tokens expert_plan local_sgd_step prepare_local_model route_tokens sequence_positions "
+        "split_sequence stage_plan tensor_plan vocab_cross_entropy"
+    ),
+    "precision": "Fp8 Precision Qat apply_precision convert_qat",
+    "preempt": "Stop StopRequests stop_agreed stop_requests",
+    "seeding": "Key deterministic rank_key seeded set_seed synchronize_rng",
+    "trackers": (
+        "Ending Profile RankLogger Run Tracker Trackers log_artifact log_figure log_images log_table rich_handler"
+    ),
+    "training": "Ema StepResult clear_gradients discard forward fused_step generate",
+    "tree": (
+        "Container concatenate convert_to_fp32 find_batch_size map_tensors send_to_device slice_tensors tensors_equal"
+    ),
+}
+_PLACES = {name: f"Use accel.{module}.{name}." for module, names in _MOVED.items() for name in names.split()}
+
+__getattr__ = exports("accel", _HOMES | _MODULES, _OTHERS | _PLACES)
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, *_MODULES, "__version__"]

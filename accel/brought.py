@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from accel.errors import did_you_mean
+from accel.errors._checks import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,9 +29,9 @@ _FIXES = {
     "use_seedable_sampler": "Leave it out: accel.train_state(ctx, seed=...) gives the order of the data.",
     "use_stateful_dataloader": "Leave it out: the state holds the position in the data.",
     "rng_types": "Leave it out: the order of the data is arithmetic on the state.",
-    "deepspeed_plugin": 'Use strategy="deepspeed", deepspeed=accel.DeepSpeed(...).',
-    "deepspeed_plugins": 'Use strategy="deepspeed", deepspeed=accel.DeepSpeed(...).',
-    "fsdp_plugin": 'Use strategy="fsdp", plan=accel.Plan(...).',
+    "deepspeed_plugin": 'Use strategy="deepspeed", deepspeed=accel.engines.deepspeed.DeepSpeed(...).',
+    "deepspeed_plugins": 'Use strategy="deepspeed", deepspeed=accel.engines.deepspeed.DeepSpeed(...).',
+    "fsdp_plugin": 'Use strategy="fsdp", plan=accel.parallel.Plan(...).',
     "megatron_lm_plugin": 'Use mesh="dp=2,tp=2".',
     "parallelism_config": 'Use mesh="dp=2,tp=2".',
     "dynamo_backend": "Use compile=.",
@@ -43,7 +43,7 @@ _FIXES = {
     "kwargs_handlers": "Use the arguments of accel.session, accel.prepare_model, accel.loss_scale and accel.autocast.",
     "timeout": "Use timeout_s=, in seconds.",
     "safe_serialization": "Leave it out: files of weights are safetensors, always.",
-    "save_on_each_node": "Use accel.HostFolder(path) as the folder.",
+    "save_on_each_node": "Use accel.checkpoint.HostFolder(path) as the folder.",
     "is_main_process": "Leave it out: every rank calls the function, which decides who writes.",
     "num_processes": "Use nproc=.",
     "num_nodes": _HOSTS,

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "tf32", "pure-bf16", "fp8"]
 StrategyName = Literal["ddp", "fsdp", "deepspeed"]
@@ -161,9 +162,13 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
             raise _no_effect("Precision.master_weights", "on parameters in fp32")
         _check_patterns(self.fp32_modules, "Precision.fp32_modules")
         if self.fp8 is not None and not isinstance(self.fp8, Fp8):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError("not a recipe", expected="an accel.Fp8", got=repr(self.fp8), where="Precision.fp8")
+            raise ConfigError(
+                "not a recipe", expected="an accel.precision.Fp8", got=repr(self.fp8), where="Precision.fp8"
+            )
         if self.qat is not None and not isinstance(self.qat, Qat):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError("not a recipe", expected="an accel.Qat", got=repr(self.qat), where="Precision.qat")
+            raise ConfigError(
+                "not a recipe", expected="an accel.precision.Qat", got=repr(self.qat), where="Precision.qat"
+            )
         if self.fp8 is not None and self.qat is not None:
             raise ConfigError(
                 "layers are trained for fp8 or for integers",

@@ -12,15 +12,15 @@ from types import FrameType
 def exports(
     package: str, homes: Mapping[str, Sequence[str]], others: Mapping[str, str] | None = None
 ) -> Callable[[str], object]:
-    """Return a package's `__getattr__`, for names by home module; a home's own name means the module.
+    """Return a package's `__getattr__`, for names by home module, inside of it or by its full name.
 
-    `others` maps names of other libraries to the sentence with their counterpart here.
+    The home named as the name means the module. `others` maps names from elsewhere to the sentence with ours.
     """
 
     def find(name: str) -> object:
         for home, names in homes.items():
             if name in names:
-                module = importlib.import_module(f"{package}.{home}")
+                module = importlib.import_module(home if home.startswith("accel.") else f"{package}.{home}")
                 found = module if name == home else getattr(module, name)
                 setattr(sys.modules[package], name, found)  # later look-ups cost nothing
                 return found

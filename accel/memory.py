@@ -14,7 +14,8 @@ import torch
 
 from accel.comm import Alarm, Call, barrier, call_site, peer_error, shared_failure
 from accel.context import DistContext, context_first
-from accel.errors import AccelError, ConfigError, OutOfMemoryError, PeerError, check_count
+from accel.errors import AccelError, ConfigError, OutOfMemoryError, PeerError
+from accel.errors._checks import check_count
 from accel.random import capture_rng, restore_rng
 
 R = TypeVar("R")

@@ -19,12 +19,18 @@ from accel.comm import Call, agreed, call_site, reduce_ints
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 
+__all__ = ["Stop", "StopRequests", "stop_agreed", "stop_requests"]
+
 _SAME_REQUEST_S = 0.3  # a scheduler may signal the ranks and the launcher, which forwards the signal
 
 _NUMBERS = 1 << 16  # more than there are signals
 _NONE = 1 << 62
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class Stop(SystemExit):

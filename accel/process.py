@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from accel.comm import Call, barrier, check_tag, reduce_ints, shared_failure, tagged
 from accel.context import DistContext, context_first
 from accel.errors import AccelError, ConfigError
-from accel.tree import leaves, map_leaves
+from accel.tree._walk import leaves, map_leaves
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -18,9 +18,16 @@ from typing import Literal
 
 import msgspec
 
-from accel.errors import ConfigError, check_choice, check_count
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice, check_count
+
+__all__ = ["Constant", "Cosine", "Curve", "InverseSqrt", "Joined", "Linear", "Piece", "Polynomial", "warmup", "wsd"]
 
 Schedule = Callable[[int], float]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class Piece(msgspec.Struct, frozen=True, dict=True, tag=True):  # LambdaLR saves the __dict__ of callables

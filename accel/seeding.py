@@ -21,6 +21,12 @@ from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rn
 from accel.tensors import integers
 from accel.topology import AXIS_NAMES, DATA_DIMS, data_dimension
 
+__all__ = ["Key", "deterministic", "rank_key", "seeded", "set_seed", "synchronize_rng"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 @context_first
 def rank_key(ctx: DistContext, key: Key, *, along: Sequence[str] | None = None, data_rank: int | None = None) -> Key:
@@ -40,7 +46,7 @@ def rank_key(ctx: DistContext, key: Key, *, along: Sequence[str] | None = None, 
         ConfigError: an index outside of the world, an unknown axis, or `along` beside `data_rank`.
 
     Example:
-        >>> accel.rank_key(accel.single(), accel.Key(0), along=("dp", "tp"))
+        >>> accel.seeding.rank_key(accel.single(), accel.seeding.Key(0), along=("dp", "tp"))
         Key(seed=0, path=('rank', 0))
     """
     if along is not None:

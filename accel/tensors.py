@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # Package of a weight's class: module and function, which takes a module, the name of its parameter and the parameter,
 # and returns a `Packed`; None for a weight that it does not take apart.
 FORMATS: Mapping[str, tuple[str, str]] = {
-    "bitsandbytes": ("accel.engines.quantized", "take_apart"),
-    "torchao": ("accel.engines.quantized", "take_apart"),
+    "bitsandbytes": ("accel.engines.quantized._describe", "take_apart"),
+    "torchao": ("accel.engines.quantized._describe", "take_apart"),
 }
 MARK = "accel_packed"  # attribute of a parameter of another class in place of a packed weight
 

@@ -25,7 +25,7 @@ def generate(model: transformers.LlamaForCausalLM, tokens: int) -> torch.Tensor:
     return model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
 
 
-def main(arguments: list[str] | None = None) -> accel.RunStats:
+def main(arguments: list[str] | None = None) -> accel.bigmodel.RunStats:
     """Generate twice, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="folder for the weights")
@@ -43,14 +43,14 @@ def main(arguments: list[str] | None = None) -> accel.RunStats:
         pad_token_id=0,
     )
     with accel.session() as ctx:
-        accel.set_seed(ctx, 0)
+        accel.seeding.set_seed(ctx, 0)
         whole = transformers.LlamaForCausalLM(config).eval()
         expected = generate(whole, chosen.tokens)
         accel.save_model(ctx, whole, chosen.folder)
         del whole
 
         model = accel.init_empty_weights(lambda: transformers.LlamaForCausalLM(config)).eval()
-        skeleton = accel.describe(model)
+        skeleton = accel.bigmodel.describe(model)
         device_map = accel.infer_device_map(skeleton, {"cpu": chosen.limit, "disk": None})
         print(f"{skeleton.nbytes / 1e6:.0f} MB of weights, {device_map.used('cpu') / 1e6:.0f} MB of memory for them")
         with accel.load_checkpoint_and_dispatch(ctx, model, chosen.folder, device_map) as run:

@@ -61,7 +61,7 @@ def main(ctx: accel.DistContext, settings: Settings) -> None:
         recipe = make_recipe(ctx, settings)
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "recipe": recipe, "trackers": trackers}
         state = accel.train_state(ctx, seed=settings.seed)
-        statistics = accel.step_statistics(train_loss="mean", lr="last")
+        statistics = accel.metrics.step_statistics(train_loss="mean", lr="last")
         if found := accel.latest_checkpoint(settings.out):
             loaded = accel.load_state(ctx, found, items | {"state": state, "statistics": statistics})
             check_recipe(recipe, loaded["recipe"], found)
@@ -71,7 +71,7 @@ def main(ctx: accel.DistContext, settings: Settings) -> None:
         while state.epoch < settings.epochs:
             model.train()
             batches, label = accel.batches(ctx, loader, state), f"epoch {state.epoch + 1}"
-            for batch in accel.progress(ctx, batches, total=loader.samples, label=label):
+            for batch in accel.data.progress(ctx, batches, total=loader.samples, label=label):
                 inputs, targets = batch.data
                 lr = scheduler.get_last_lr()[0]
                 state = state.next(batch)
@@ -101,7 +101,7 @@ def main(ctx: accel.DistContext, settings: Settings) -> None:
 def evaluate(ctx: accel.DistContext, model: nn.Module, loader: accel.Loader) -> dict[str, float]:
     """Return mean loss, right answers and number of the samples, each counted once on any number of ranks."""
     model.eval()
-    metrics = accel.running_metrics(test_loss="mean", right="count", tested="count")
+    metrics = accel.metrics.running_metrics(test_loss="mean", right="count", tested="count")
     for batch in accel.batches(ctx, loader):
         inputs, targets = batch.data
         with accel.autocast(ctx):
@@ -139,7 +139,7 @@ def part_size(ctx: accel.DistContext, settings: Settings) -> int:
     """Return how many images are computed at once, by all processes together."""
     if settings.batch_size % ctx.accumulation:
         got = f"{settings.batch_size} images in {ctx.accumulation} parts"
-        raise accel.ConfigError("a batch does not divide", got=got, where="--batch-size and --accumulate")
+        raise accel.errors.ConfigError("a batch does not divide", got=got, where="--batch-size and --accumulate")
     return settings.batch_size // ctx.accumulation
 
 
@@ -154,7 +154,9 @@ def check_recipe(asked: dict[str, object], stored: dict[str, object], found: Pat
     fix = "Give the same flags to go on, or another --out to start anew."
     for name in (name for name in asked if asked[name] != stored[name]):
         want, got = (f"--{name.replace('_', '-')} {values[name]}" for values in (stored, asked))
-        raise accel.ConfigError("the folder holds another run", expected=want, got=got, where=str(found), fix=fix)
+        raise accel.errors.ConfigError(
+            "the folder holds another run", expected=want, got=got, where=str(found), fix=fix
+        )
 
 
 def require(module: str, package: str) -> Any:
@@ -166,7 +168,7 @@ def require(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise accel.MissingExtraError(
+        raise accel.errors.MissingExtraError(
             f"this example needs {package}", got=str(error), fix="Run: pip install 'accel-torch[examples]'"
         ) from error
 
@@ -194,5 +196,5 @@ if __name__ == "__main__":
     try:
         with accel.session(precision=flags.precision, accumulation=flags.accumulate) as context:
             main(context, flags)
-    except accel.ConfigError as error:
+    except accel.errors.ConfigError as error:
         sys.exit(f"digits.py: error: {error}")

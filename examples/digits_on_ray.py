@@ -27,7 +27,7 @@ def launch(settings: Settings, *, nproc: int, gpus: int = 0, attempts: int = 3) 
         try:
             on_ray.launch(train, (settings,), nproc=nproc, gpus=gpus)
             return
-        except accel.LaunchError as error:
+        except accel.errors.LaunchError as error:
             if not left:
                 raise
             print(f"{error}\nattempts left: {left}", file=sys.stderr)

@@ -23,9 +23,9 @@ import accel
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "fsdp": {"strategy": "fsdp"},
-    "zero1": {"strategy": "deepspeed", "deepspeed": accel.DeepSpeed(stage=1)},
-    "zero2": {"strategy": "deepspeed", "deepspeed": accel.DeepSpeed(stage=2)},
-    "zero3": {"strategy": "deepspeed", "deepspeed": accel.DeepSpeed(stage=3)},
+    "zero1": {"strategy": "deepspeed", "deepspeed": accel.engines.deepspeed.DeepSpeed(stage=1)},
+    "zero2": {"strategy": "deepspeed", "deepspeed": accel.engines.deepspeed.DeepSpeed(stage=2)},
+    "zero3": {"strategy": "deepspeed", "deepspeed": accel.engines.deepspeed.DeepSpeed(stage=3)},
 }
 SEQUENCES, MICRO_BATCHES = 32, 2  # of one optimizer step, all processes together
 
@@ -39,7 +39,7 @@ def train(ctx: accel.DistContext, *, steps: int, out: str, start_from: str | Non
         out: folder of the checkpoint of the last step, of the weights, and of metrics.jsonl.
         start_from: folder of a checkpoint, of any strategy; None to begin anew.
     """
-    with accel.seeded(ctx, 0):  # the first weights are the same on any number of ranks
+    with accel.seeding.seeded(ctx, 0):  # the first weights are the same on any number of ranks
         model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     size = SEQUENCES // MICRO_BATCHES

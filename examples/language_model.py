@@ -28,7 +28,7 @@ LENGTH = 64
 
 def train(ctx: accel.DistContext, name: str, *, steps: int, batch: int, lr: float) -> list[float]:
     """Train for so many steps; return the mean loss of each, in nats a byte."""
-    with accel.seeded(ctx, 0):  # the first weights are the same on any number of ranks
+    with accel.seeding.seeded(ctx, 0):  # the first weights are the same on any number of ranks
         model = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     loader = accel.prepare_loader(ctx, DataLoader(load_text(), batch, shuffle=True), global_batch=batch)
@@ -39,7 +39,7 @@ def train(ctx: accel.DistContext, name: str, *, steps: int, batch: int, lr: floa
         state = state.next(each)
         labels = each.data.clone()
         labels[int(each.valid) :] = -100  # stand-ins of a ragged last batch
-        part = accel.split_sequence(ctx, {"input_ids": each.data, "labels": labels})
+        part = accel.parallel.split_sequence(ctx, {"input_ids": each.data, "labels": labels})
         targets = part.pop("labels")
         tokens = (targets != -100).sum()
         loss, state = accel.forward_backward(

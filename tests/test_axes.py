@@ -13,7 +13,8 @@ import torch
 from hypothesis import assume, given, strategies as st
 
 import accel
-from accel import Axes, ConfigError, EnvError, Plan
+from accel.errors import ConfigError, EnvError
+from accel.parallel import Axes, Plan
 from accel.topology import AXES, FACTORS, axes_position, coordinates, fit_axes, mesh_sizes, rank_rows
 
 divisors = {size: [each for each in range(1, size + 1) if size % each == 0] for size in range(1, 82)}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -11,13 +12,11 @@ import pytest
 import torch
 
 import accel
-import accel.items
-import accel.training
-from accel import ConfigError, EnvError
 from accel.brought import _FIXES
 from accel.cli import main
 from accel.cli._launch import parser
 from accel.cli._parser import _OTHERS
+from accel.errors import ConfigError, EnvError
 from accel.formats import PrecisionName, precision, precision_fix
 
 SAME = {
@@ -142,9 +141,16 @@ def test_other_errors_of_a_call_stay_as_they_are() -> None:
         accel.find_executable_batch_size(ctx, function, 8)
 
 
+def check_names(text: str) -> None:
+    """Raise where a text names what is no public name, in its place."""
+    for path in re.findall(r"accel\.([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)", text):
+        module, _, name = f"accel.{path}".rpartition(".")
+        assert path in accel._MODULES or name in importlib.import_module(module).__all__, path
+
+
 def test_each_answer_to_a_keyword_names_functions_that_are_there() -> None:
     for fix in _FIXES.values():
-        assert set(re.findall(r"accel\.(\w+)", fix)) <= {*accel.__all__}, fix
+        check_names(fix)
 
 
 def test_no_name_of_ours_is_taken_for_another() -> None:
@@ -153,8 +159,7 @@ def test_no_name_of_ours_is_taken_for_another() -> None:
 
 @pytest.mark.parametrize("name", accel._OTHERS)
 def test_a_name_of_another_library_is_answered_by_ours(name: str) -> None:
-    for function in re.findall(r"accel\.(\w+)", accel._OTHERS[name]):
-        assert function in accel.__all__, function
+    check_names(accel._OTHERS[name])
     with pytest.raises(AttributeError, match=rf"{name}'\. Use"):
         getattr(accel, name)
     assert not hasattr(accel, name)
@@ -176,10 +181,3 @@ def test_an_unknown_name_stays_unknown() -> None:
         _ = accel.nonsense  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
         exec("from accel import nonsense", {})
-
-
-def test_a_name_that_moved_to_another_room_is_answered_by_that_room() -> None:
-    with pytest.raises(ImportError, match=r"It is imported from accel\.items"):
-        exec("from accel.training import save_state")
-    moved = set(accel.items.__dict__) - {"foreign"}
-    assert {name for name in accel.training._MOVED if name not in moved} == set()

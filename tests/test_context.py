@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import accel
-from accel import ConfigError, ContextClosedError, DeviceError, EnvError
 from accel.comm import Call, agreed_values
 from accel.config import Settings
+from accel.errors import ConfigError, ContextClosedError, DeviceError, EnvError
 from accel.formats import precision
 from accel.testing import simulate, simulate_groups
 
@@ -324,7 +324,7 @@ with accel.session(device="cpu") as ctx:
     said["rows"] = accel.gather(ctx, torch.full((ctx.rank + 1, 2000), float(ctx.rank)))[:, 0].tolist()
     try:
         accel.gather(ctx, torch.zeros(2)) if ctx.rank else accel.reduce(ctx, torch.zeros(2))
-    except accel.CollectiveMismatch as error:
+    except accel.errors.CollectiveMismatch as error:
         said["mismatch"] = str(error)
     adopted = accel.from_group(dist.group.WORLD, device="cpu")
     said["adopted"] = [adopted.rank, adopted.world_size, adopted.backend]

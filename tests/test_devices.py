@@ -26,7 +26,7 @@ CUDA = {  # what of CUDA each of these uses, that other accelerators have not or
     "data/stream/_dispatch.py": "copies from pinned memory",
     "launching/local/_plan.py": "--gpu-ids, which is CUDA_VISIBLE_DEVICES",
     "metrics/_flops.py": "streams of CUDA",
-    "observe/_profile.py": "CUPTI's activity, snapshots of CUDA's allocator",
+    "trackers/_profile.py": "CUPTI's activity, snapshots of CUDA's allocator",
     "parallel/axes/context/_kernels.py": "conditions of CUDA's attention kernels",
     "precision/_amp.py": "tf32",
     "precision/_fp8.py": "compute capability",

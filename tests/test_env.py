@@ -9,8 +9,9 @@ from types import MappingProxyType
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from accel import ConfigError, EnvError, LaunchEnv, read_env
+from accel import LaunchEnv, read_env
 from accel.config import SETTINGS
+from accel.errors import ConfigError, EnvError
 
 TORCHRUN = {
     "RANK": "5",

@@ -7,7 +7,8 @@ import itertools
 
 import pytest
 
-from accel import EnvError, read_env
+from accel import read_env
+from accel.errors import EnvError
 
 MPIS = {
     "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),

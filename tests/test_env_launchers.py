@@ -10,8 +10,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from accel import EnvError, LaunchEnv, read_env
+from accel import LaunchEnv, read_env
 from accel.env._launchers import first_host, tasks_per_node
+from accel.errors import EnvError
 
 # srun of Slurm 22.05, the last of 4 tasks on 2 nodes
 SLURM = {

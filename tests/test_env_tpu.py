@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from accel import EnvError, read_env
+from accel import read_env
 from accel.env import read_pod
+from accel.errors import EnvError
 
 # the second of two hosts of a v5e slice on Kubernetes
 POD = {

@@ -7,6 +7,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from operator import attrgetter
 
 import msgspec
 import pytest
@@ -16,7 +17,9 @@ from torch import nn
 
 import accel
 from accel import errors
-from accel.errors import AccelError, ErrorRecord, PeerError, describe, did_you_mean, not_unpickled, rebuild
+from accel.errors import AccelError, PeerError
+from accel.errors._base import ErrorRecord, describe, rebuild
+from accel.errors._checks import did_you_mean, not_unpickled
 from accel.testing import Simulator
 
 KINDS = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, AccelError)]
@@ -60,13 +63,12 @@ def test_an_unknown_kind_is_still_ours():
 
 
 def test_kinds_are_caught_as_what_they_are():
-    assert issubclass(accel.EnvError, ValueError)
-    assert issubclass(accel.TreeError, TypeError)
-    assert issubclass(accel.MissingExtraError, ImportError)
-    assert issubclass(accel.NonFiniteError, FloatingPointError)
-    for name in dir(accel):
-        if name.endswith(("Error", "Mismatch")):
-            assert issubclass(getattr(accel, name), AccelError)
+    assert issubclass(accel.errors.EnvError, ValueError)
+    assert issubclass(accel.errors.TreeError, TypeError)
+    assert issubclass(accel.errors.MissingExtraError, ImportError)
+    assert issubclass(accel.errors.NonFiniteError, FloatingPointError)
+    for name in accel.errors.__all__:
+        assert issubclass(getattr(accel.errors, name), AccelError)
 
 
 def test_did_you_mean_names_the_closest_or_all():
@@ -74,12 +76,14 @@ def test_did_you_mean_names_the_closest_or_all():
     assert did_you_mean("zzz", ("b", "a")) == "Choose one of a, b."
 
 
-FUNCTIONS = [name for name in accel.__all__ if inspect.isfunction(getattr(accel, name))]
-OF_A_CONTEXT = [name for name in FUNCTIONS if [*inspect.signature(getattr(accel, name)).parameters][:1] == ["ctx"]]
+PLACES = [*accel.__all__, *(fix.removeprefix("Use accel.").rstrip(".") for fix in accel._PLACES.values())]
+PUBLIC = {place: attrgetter(place)(accel) for place in PLACES}
+FUNCTIONS = [place for place, found in PUBLIC.items() if inspect.isfunction(found)]
+OF_A_CONTEXT = [place for place in FUNCTIONS if [*inspect.signature(PUBLIC[place]).parameters][:1] == ["ctx"]]
 METHODS_OF_A_CONTEXT = [
-    (name, method)
-    for name in accel.__all__
-    if inspect.isclass(found := getattr(accel, name))
+    (place, method)
+    for place, found in PUBLIC.items()
+    if inspect.isclass(found)
     for method, function in inspect.getmembers(found, inspect.isfunction)
     if not method.startswith("_") and list(inspect.signature(function).parameters)[1:2] == ["ctx"]
 ]
@@ -87,9 +91,9 @@ METHODS_OF_A_CONTEXT = [
 
 @pytest.mark.parametrize("name", OF_A_CONTEXT)
 def test_a_call_without_the_context_says_to_pass_it_first(name: str) -> None:
-    function: Callable[..., object] = getattr(accel, name)
+    function: Callable[..., object] = PUBLIC[name]
     for arguments, got in [((), "no context"), ((torch.nn.Linear(1, 1),), "Linear"), ((1, 2, 3), "int")]:
-        with pytest.raises(accel.ConfigError, match="pass the context first") as caught:
+        with pytest.raises(accel.errors.ConfigError, match="pass the context first") as caught:
             function(*arguments)
         assert caught.value.got == got
         assert caught.value.expected.startswith(f"`accel.{name}(ctx")
@@ -98,15 +102,15 @@ def test_a_call_without_the_context_says_to_pass_it_first(name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "method"), METHODS_OF_A_CONTEXT)
 def test_a_method_without_the_context_says_to_pass_it_first(kind: str, method: str) -> None:
-    with pytest.raises(accel.ConfigError, match="pass the context first") as caught:
-        getattr(getattr(accel, kind)(), method)(torch.zeros(1))
+    with pytest.raises(accel.errors.ConfigError, match="pass the context first") as caught:
+        getattr(PUBLIC[kind](), method)(torch.zeros(1))
     assert caught.value.got == "Tensor"
     assert f".{method}(ctx" in caught.value.expected
 
 
 def test_the_context_may_be_named() -> None:
     accel.wait_for_everyone(ctx=accel.single("cpu"))
-    with pytest.raises(accel.ConfigError, match="got Tensor"):
+    with pytest.raises(accel.errors.ConfigError, match="got Tensor"):
         accel.gather(torch.zeros(1), ctx=accel.single("cpu"))
 
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import accel
-from accel import AccelError, CollectiveMismatch, ConfigError, OutOfMemoryError, PeerError
+from accel import AccelError
+from accel.errors import CollectiveMismatch, ConfigError, OutOfMemoryError, PeerError
 from accel.memory import is_out_of_memory
 
 relaxed = settings(deadline=None, max_examples=40)

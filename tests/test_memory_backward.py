@@ -12,7 +12,7 @@ from processes import job, script_ranks
 from torch import nn
 
 import accel
-from accel import CollectiveMismatch, OutOfMemoryError, PeerError
+from accel.errors import CollectiveMismatch, OutOfMemoryError, PeerError
 
 ERRORS = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -163,7 +163,7 @@ with accel.session(device="cpu", timeout_s=300, strategy=sys.argv[2]) as ctx:
     found["tried"] = tried
     try:
         accel.find_executable_batch_size(ctx, lambda size: train(ctx, size, KeyError("a bug")), 16)
-    except (KeyError, accel.PeerError) as error:
+    except (KeyError, accel.errors.PeerError) as error:
         found["error"] = [type(error).__name__, str(error)]
     found["ranks"] = accel.gather_object(ctx, ctx.rank)
     with open(f"{sys.argv[1]}-{ctx.rank}", "w") as file:

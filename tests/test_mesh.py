@@ -14,7 +14,7 @@ from processes import job, script_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import accel
-from accel import ConfigError
+from accel.errors import ConfigError
 from accel.testing import simulate
 
 
@@ -176,7 +176,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 def train(ctx, batch_size, mesh=None):
-    with accel.seeded(ctx, 1):
+    with accel.seeding.seeded(ctx, 1):
         model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     if mesh is not None:
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -197,7 +197,7 @@ with accel.session(device="cpu") as ctx:
     for shape in ((1, 2), (2, 1)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         told = accel.replace(ctx, mesh=mesh)
-        accel.set_seed(told, 0)
+        accel.seeding.set_seed(told, 0)
         draws = accel.gather(told, torch.rand(1, dtype=torch.float64)).tolist()
         trained = train(told, 4 // shape[0], mesh["tp"] if shape == (1, 2) else None)
         adopted = accel.from_mesh(mesh)

@@ -17,7 +17,7 @@ from processes import patience
 from torch.distributed.device_mesh import init_device_mesh
 
 import accel
-from accel import CollectiveMismatch, ConfigError
+from accel.errors import CollectiveMismatch, ConfigError
 from accel.testing import simulate
 
 SHAPES = st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda shape: math.prod(shape) <= 8)
@@ -84,7 +84,7 @@ def test_groups_along_axes_end_with_the_context(ranks):
         accel.close(opened)
         with pytest.raises(KeyError):
             dist.get_process_group_ranks(group)
-        with pytest.raises(accel.ContextClosedError):
+        with pytest.raises(accel.errors.ContextClosedError):
             accel.group_of(opened, "dp", "tp")
         return True
 
@@ -173,7 +173,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 def train(ctx):
-    with accel.seeded(ctx, 1):
+    with accel.seeding.seeded(ctx, 1):
         model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     names = ctx.mesh.mesh_dim_names if ctx.mesh is not None else ()
     if "tp" in names:

@@ -85,7 +85,7 @@ def test_a_class_behind_another_librarys_is_not_taken_away(ranks):
         module = nn.Linear(2, 2)
         add_mixin([module], Plus)
         fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(accel.ConfigError, match="another library's: expected Plus in front, got FSDPLinear"):
+        with pytest.raises(accel.errors.ConfigError, match="another library's: expected Plus in front, got FSDPLinear"):
             remove_mixin([module], Plus)
         return isinstance(module, Plus)
 

@@ -30,10 +30,10 @@ def handlers() -> list[object]:
 @pytest.mark.parametrize("number", BOTH)
 def test_a_signal_is_remembered_and_ends_the_script_when_raised(number: signal.Signals) -> None:
     ctx, before = accel.single(), handlers()
-    with accel.stop_requests(ctx) as requests:
-        assert accel.stop_agreed(ctx, requests) is None
+    with accel.preempt.stop_requests(ctx) as requests:
+        assert accel.preempt.stop_agreed(ctx, requests) is None
         signal.raise_signal(number)
-        stop = accel.stop_agreed(ctx, requests)
+        stop = accel.preempt.stop_agreed(ctx, requests)
     assert stop is not None
     assert (stop.signal, stop.rank, stop.code) == (number, 0, 128 + number)
     assert str(stop) == f"stopped by {number.name}, which reached rank 0"
@@ -43,7 +43,7 @@ def test_a_signal_is_remembered_and_ends_the_script_when_raised(number: signal.S
 
 def test_only_the_chosen_signals_are_taken_over() -> None:
     before = handlers()
-    with accel.stop_requests(accel.single(), [signal.SIGUSR1, signal.SIGUSR1]):
+    with accel.preempt.stop_requests(accel.single(), [signal.SIGUSR1, signal.SIGUSR1]):
         assert signal.getsignal(signal.SIGTERM) == before[0]
         assert signal.getsignal(signal.SIGUSR1) != before[1]
     assert handlers() == before
@@ -51,7 +51,7 @@ def test_only_the_chosen_signals_are_taken_over() -> None:
 
 def test_handlers_come_back_after_an_error_too() -> None:
     before = handlers()
-    with pytest.raises(KeyError), accel.stop_requests(accel.single()):
+    with pytest.raises(KeyError), accel.preempt.stop_requests(accel.single()):
         raise KeyError
     assert handlers() == before
 
@@ -61,7 +61,7 @@ def test_a_signal_sent_twice_at_once_is_one_request_and_a_later_one_ends(monkeyp
     ended: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _frame: ended.append(number))
     try:
-        with accel.stop_requests(accel.single()) as requests:
+        with accel.preempt.stop_requests(accel.single()) as requests:
             monkeypatch.setattr(preempt, "_SAME_REQUEST_S", 60.0)
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGUSR1)
@@ -77,7 +77,7 @@ FORKING = """
 import os, signal, time
 import accel
 ready, begun = os.pipe()
-with accel.stop_requests(accel.single()) as requests:
+with accel.preempt.stop_requests(accel.single()) as requests:
     if (child := os.fork()) == 0:
         os.write(begun, b".")  # python forgets signals that come while it forks
         for _ in range(600):  # and sees one that comes just before a sleep after it
@@ -102,7 +102,10 @@ def test_a_second_signal_kills_and_a_forked_process_ends_at_the_first() -> None:
 @pytest.mark.parametrize("signals", [(), (0,), (signal.SIGKILL,), (signal.SIGTERM, 999), signal.SIGTERM])
 def test_signals_that_cannot_be_asked_for_are_refused(signals: Any) -> None:
     before = handlers()
-    with pytest.raises(ConfigError, match="neither SIGKILL nor SIGSTOP"), accel.stop_requests(accel.single(), signals):
+    with (
+        pytest.raises(ConfigError, match="neither SIGKILL nor SIGSTOP"),
+        accel.preempt.stop_requests(accel.single(), signals),
+    ):
         pass
     assert handlers() == before
 
@@ -112,7 +115,7 @@ def test_another_thread_is_told_where_to_open_it() -> None:
 
     def open_it() -> None:
         try:
-            with accel.stop_requests(accel.single()):
+            with accel.preempt.stop_requests(accel.single()):
                 pass
         except ConfigError as error:
             caught.append(error)
@@ -126,11 +129,11 @@ def test_another_thread_is_told_where_to_open_it() -> None:
 def steps_until_stop(ctx: accel.DistContext, most: int) -> tuple[int, int, int]:
     """Steps taken, and who was reached by which signal; every step makes two calls."""
     taken = 0
-    with accel.stop_requests(ctx) as requests:
+    with accel.preempt.stop_requests(ctx) as requests:
         for _ in range(most):
             assert int(accel.reduce(ctx, torch.tensor(1))) == ctx.world_size
             taken += 1
-            if stop := accel.stop_agreed(ctx, requests):
+            if stop := accel.preempt.stop_agreed(ctx, requests):
                 return taken, stop.rank, stop.signal
     return taken, -1, 0
 
@@ -157,10 +160,10 @@ def test_a_signal_on_any_rank_stops_all_at_the_same_step(
 
 def test_the_lowest_rank_of_several_is_named() -> None:
     def rank(ctx: accel.DistContext) -> str:
-        with accel.stop_requests(ctx) as requests:
+        with accel.preempt.stop_requests(ctx) as requests:
             if ctx.rank > 0:
                 signal.raise_signal(signal.SIGTERM if ctx.rank == 1 else signal.SIGUSR1)
-            stop = accel.stop_agreed(ctx, requests)
+            stop = accel.preempt.stop_agreed(ctx, requests)
         return str(stop)
 
     with Simulator() as simulator:
@@ -172,7 +175,7 @@ def test_a_refusal_on_one_rank_is_every_ranks() -> None:
         before = handlers()
         with (
             pytest.raises((ConfigError, PeerError), match="rank 1: not signals"),
-            accel.stop_requests(ctx, [signal.SIGTERM] if ctx.rank != 1 else []),
+            accel.preempt.stop_requests(ctx, [signal.SIGTERM] if ctx.rank != 1 else []),
         ):
             pass
         assert handlers() == before
@@ -183,7 +186,7 @@ def test_a_refusal_on_one_rank_is_every_ranks() -> None:
 
 def test_a_rank_that_fails_within_waits_for_nobody() -> None:
     def rank(ctx: accel.DistContext) -> None:
-        with accel.stop_requests(ctx):
+        with accel.preempt.stop_requests(ctx):
             if ctx.rank == 1:
                 raise InjectedFault("on purpose")
 

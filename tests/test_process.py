@@ -17,8 +17,8 @@ from catching import caught
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import CheckpointError, CollectiveMismatch, ConfigError, PeerError, TreeError
 from accel.comm import Call, agreed
+from accel.errors import CheckpointError, CollectiveMismatch, ConfigError, PeerError, TreeError
 
 worlds = st.integers(1, 8)
 seeds = st.none() | st.integers(0, 1000)
@@ -264,7 +264,7 @@ class Batch(msgspec.Struct, frozen=True):
 def test_containers_are_taken_apart_and_sequences_cut(size, length, pad):
     Pair = collections.namedtuple("Pair", "x y")
     rows = list(range(length))
-    known = accel.Container(collections.UserDict, dict, lambda old, children: collections.UserDict(children))
+    known = accel.tree.Container(collections.UserDict, dict, lambda old, children: collections.UserDict(children))
     whole = {"a": Batch(rows, Pair(torch.arange(length), None)), "b": collections.UserDict(ids=tuple(rows))}
     for rank, expected in enumerate(_parts(size, rows, pad=pad)):
         ctx = dataclasses.replace(accel.single(), rank=rank, world_size=size, containers=(known,))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public names: each stands on a page of docs/, and the verbs of the loop have examples that run.
+"""Public names: each has one place and stands on a page of docs/, and the verbs of the loop have examples that run.
 
-`python tests/test_public_names.py` writes tests/public_names.txt anew: the names with their signatures.
+`python tests/test_public_names.py` writes tests/public_names.txt anew, the names with their signatures, and the tables
+of docs/modules.md.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import doctest
 import importlib
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +30,19 @@ from accel import config
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs"
 SNAPSHOT = HERE / "public_names.txt"
-PACKAGES = ("accel", "accel.testing", "accel.schedules", "accel.observe.trackers")
+MODULES_PAGE = PAGES / "modules.md"
+MODULES = [f"accel.{name}" for name in accel._MODULES if name != "engines"]
+MODULES += [f"accel.engines.{name}" for name in accel.engines.__all__]
+PACKAGES = ("accel", *MODULES)
+MOST_AT_THE_TOP = 95
+TWICE = {"AccelError"}  # the base of `accel.errors`
+CORE = re.compile(r"^    (\w+) +(.+)$", flags=re.M)
 
 VERBS = (
     "accumulate",
     "autocast",
     "backward",
     "batches",
-    "discard",
     "gather_for_metrics",
     "latest_checkpoint",
     "log",
@@ -50,6 +58,7 @@ VERBS = (
     "tracking",
     "train_state",
     "train_step",
+    "training.discard",
     "unwrap_model",
 )
 
@@ -70,7 +79,7 @@ def test_each_public_name_stands_on_a_page(package: str) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_example_of_each_verb_runs(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    function = getattr(accel, verb)
+    function = attrgetter(verb)(accel)
     test = doctest.DocTestParser().get_doctest(inspect.getdoc(function) or "", around(), verb, None, None)
     assert 1 <= len(test.examples) <= 6, f"accel.{verb} has no example of about three lines (>>>) in its docstring"
     found = list[str]()
@@ -207,6 +216,65 @@ def test_no_public_name_is_a_rooms() -> None:
     assert not rooms & set(accel.__all__), "`import accel` binds a name to its room as soon as the room is imported"
 
 
+def test_few_names_are_at_the_top_and_each_has_one_place() -> None:
+    assert len(accel.__all__) <= MOST_AT_THE_TOP, "a name of one subject belongs to that subject's module"
+    packages = [importlib.import_module(package) for package in PACKAGES]
+    places = Counter((name, id(getattr(each, name))) for each in packages for name in each.__all__)
+    assert {name for (name, _), count in places.items() if count > 1} == TWICE
+
+
+@pytest.mark.parametrize("package", MODULES)
+def test_a_public_module_shows_its_names_and_no_others(package: str) -> None:
+    module = importlib.import_module(package)
+    assert sorted(name for name in dir(module) if not re.fullmatch(r"__\w+__", name)) == sorted(module.__all__)
+    assert attrgetter(package.removeprefix("accel."))(accel) is module
+
+
+@pytest.mark.parametrize("name", accel._PLACES)
+def test_a_name_that_moved_is_answered_by_its_new_place(name: str) -> None:
+    place = re.fullmatch(r"Use accel\.([\w.]+)\.", accel._PLACES[name])
+    assert place is not None
+    module, _, last = place[1].rpartition(".")
+    assert last == name
+    assert name in importlib.import_module(f"accel.{module}").__all__
+    assert callable(attrgetter(place[1])(accel))
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'\. Use accel\.{re.escape(place[1])}\."):
+        getattr(accel, name)
+    with pytest.raises(ImportError, match=rf"name '{name}' from 'accel'\. Use accel\.{re.escape(place[1])}\."):
+        exec(f"from accel import {name}", {})
+
+
+def test_the_core_is_the_same_table_in_the_readme_and_in_help() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (HERE.parent / "README.md").read_text(), flags=re.M)
+    assert rows == CORE.findall(accel.__doc__ or "")
+    assert 20 <= len(rows) <= 24
+    assert {name for name, _ in rows} <= {*accel.__all__}
+
+
+def test_the_page_of_public_modules_lists_their_names() -> None:
+    page = MODULES_PAGE.read_text()
+    assert page == listed(page), f"record it: python {Path(__file__).relative_to(HERE.parent)}"
+
+
+def listed(page: str) -> str:
+    """The page of public modules with a table of names in each section, in place of the one that is there."""
+    head, *sections = re.split(r"^## ", page, flags=re.M)
+    assert sorted(section.partition("\n")[0] for section in sections) == sorted(f"`{name}`" for name in MODULES)
+    return head + "".join(f"## {_with_table(section)}\n" for section in sections).rstrip("\n") + "\n"
+
+
+def _with_table(section: str) -> str:
+    package = section.partition("\n")[0].strip("`")
+    text = section.partition("\n|")[0].rstrip()
+    module = importlib.import_module(package)
+    rows = [f"| `{name}` | {_first_line(getattr(module, name))} |" for name in sorted(module.__all__)]
+    return "\n".join([text, "", "| name | |", "|---|---|", *rows, ""])
+
+
+def _first_line(found: Any) -> str:
+    return (inspect.getdoc(found) or "").partition("\n")[0].rstrip(".:").replace("|", "\\|")
+
+
 def test_the_public_names_and_signatures_are_those_on_record() -> None:
     recorded, now = SNAPSHOT.read_text().splitlines(), snapshot().splitlines()
     changes = list(difflib.unified_diff(recorded, now, "on record", "now", n=0, lineterm=""))
@@ -216,3 +284,4 @@ def test_the_public_names_and_signatures_are_those_on_record() -> None:
 
 if __name__ == "__main__":
     _ = SNAPSHOT.write_text(snapshot())
+    _ = MODULES_PAGE.write_text(listed(MODULES_PAGE.read_text()))

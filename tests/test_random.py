@@ -13,8 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from accel import ConfigError, DeviceError, Key
+from accel.errors import ConfigError, DeviceError
 from accel.random import RngState, capture_rng, check_seed, isolated_rng, restore_rng, rng_scope, seed_rng
+from accel.seeding import Key
 
 CPU = torch.device("cpu")
 names = st.text(max_size=5) | st.integers(-(2**40), 2**40)

@@ -32,7 +32,7 @@ if os.environ["RANK"] == "1":
 try:
     with accel.session(device="cpu", timeout_s=2):
         pass
-except accel.PeerError as error:
+except accel.errors.PeerError as error:
     assert "did not come within 2 s" in str(error), error
     assert "2 ranks at 127.0.0.1" in str(error), error
     sys.exit(7)
@@ -54,7 +54,7 @@ with accel.session(device="cpu", timeout_s=2) as ctx:
     began = time.monotonic()
     try:
         accel.gather(ctx, torch.ones(1))
-    except accel.PeerError as error:
+    except accel.errors.PeerError as error:
         assert f"rank {ctx.rank}, gather at missing.py:15 in <module>" in str(error), error
         assert time.monotonic() - began < 2 + 10, error
         print("SAID", error, flush=True)
@@ -112,7 +112,7 @@ began = time.monotonic()
 try:
     with session(device="cpu", timeout_s=60):
         pass
-except accel.EnvError as error:
+except accel.errors.EnvError as error:
     print(error)
     sys.exit(7 if time.monotonic() - began < 30 else 8)
 """
@@ -157,7 +157,7 @@ for turn in range(2):
         assert accel.gather(ctx, torch.tensor([ctx.rank + turn])).tolist() == [turn, turn + 1]
         try:
             accel.from_env(device="cpu", init_method=sys.argv[1])
-        except accel.ConfigError as error:
+        except accel.errors.ConfigError as error:
             assert "open already" in str(error), error
 """
 
@@ -177,7 +177,7 @@ def test_ranks_meet_where_the_script_says(tmp_path: Path, kind: str) -> None:
 def test_a_file_to_meet_in_is_of_a_folder_that_is_there() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2"}
     with pytest.raises(
-        accel.PeerError, match=r"rank 1 cannot open the address.* /missing/store, got no folder /missing"
+        accel.errors.PeerError, match=r"rank 1 cannot open the address.* /missing/store, got no folder /missing"
     ):
         accel.from_env(environ, init_method="file:///missing/store", device="cpu")
 
@@ -188,22 +188,22 @@ def test_an_address_that_is_taken_or_empty_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        with pytest.raises(accel.PeerError, match=rf"cannot serve the address.*127\.0\.0\.1:{port}"):
+        with pytest.raises(accel.errors.PeerError, match=rf"cannot serve the address.*127\.0\.0\.1:{port}"):
             accel.from_env(environ, device="cpu", timeout_s=1)
-    with pytest.raises(accel.PeerError, match=rf"cannot reach the address.*127\.0\.0\.1:{port}"):
+    with pytest.raises(accel.errors.PeerError, match=rf"cannot reach the address.*127\.0\.0\.1:{port}"):
         accel.from_env({**environ, "RANK": "1"}, device="cpu", timeout_s=1)
     assert "MASTER_PORT" not in os.environ
 
 
 def test_what_can_be_no_name_is_refused_at_once() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node..0", "MASTER_PORT": "29500"}
-    with pytest.raises(accel.PeerError, match=r"rank 1 cannot reach .* node\.\.0:29500"):
+    with pytest.raises(accel.errors.PeerError, match=r"rank 1 cannot reach .* node\.\.0:29500"):
         accel.from_env(environ, device="cpu")
 
 
 def test_a_name_that_is_not_known_yet_is_waited_for_aloud(capfd: pytest.CaptureFixture[str]) -> None:
     environ = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid"}
-    with pytest.raises(accel.PeerError, match=r"rank 1 cannot reach .* no-such-host\.invalid:29500"):
+    with pytest.raises(accel.errors.PeerError, match=r"rank 1 cannot reach .* no-such-host\.invalid:29500"):
         accel.from_env({**environ, "MASTER_PORT": "29500"}, device="cpu", timeout_s=2.5)
     said = capfd.readouterr().err
     assert said.startswith("accel: rank 1 waits for rank 0 at no-such-host.invalid:29500, up to 2.5 s: ")
@@ -225,6 +225,6 @@ def test_a_socket_that_reached_itself_is_not_rank_0(monkeypatch: pytest.MonkeyPa
     port = free_port()
     monkeypatch.setattr(socket, "create_connection", connect)
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with pytest.raises(accel.PeerError, match=rf"cannot reach the address.*127\.0\.0\.1:{port}.*refused"):
+    with pytest.raises(accel.errors.PeerError, match=rf"cannot reach the address.*127\.0\.0\.1:{port}.*refused"):
         accel.from_env(environ, device="cpu", timeout_s=1)
     assert opened

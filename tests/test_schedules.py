@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, PolynomialLR
 
 import accel
-from accel import ConfigError
+from accel.errors import ConfigError
 from accel.schedules import Constant, Cosine, InverseSqrt, Joined, Linear, Polynomial, warmup, wsd
 
 factors = st.floats(0, 8)

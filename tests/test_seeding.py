@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel import CollectiveMismatch, ConfigError, Key
+from accel.errors import CollectiveMismatch, ConfigError
+from accel.seeding import Key
 
 relaxed = settings(deadline=None, max_examples=25)
 
@@ -28,7 +29,7 @@ def _draw() -> tuple[float, ...]:
 @given(seed=st.integers(0, 2**63 - 1), tensor_parallel=st.sampled_from([1, 2, 4]))
 def test_ranks_that_share_samples_draw_alike_and_others_do_not(ranks, seed, tensor_parallel):
     def rank(ctx):
-        key = accel.set_seed(ctx, seed, data_rank=ctx.rank // tensor_parallel)
+        key = accel.seeding.set_seed(ctx, seed, data_rank=ctx.rank // tensor_parallel)
         return key, _draw()
 
     keys, drawn = zip(*ranks.run(rank, 4), strict=True)
@@ -50,11 +51,11 @@ def test_ranks_that_share_samples_draw_alike_and_others_do_not(ranks, seed, tens
 def test_a_mesh_says_who_draws_alike(ranks, names, shares):
     def rank(ctx):
         told = accel.replace(ctx, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
-        accel.set_seed(told, 5)
+        accel.seeding.set_seed(told, 5)
         by_mesh = _draw()
-        accel.set_seed(ctx, 5, data_rank=shares[ctx.rank])
+        accel.seeding.set_seed(ctx, 5, data_rank=shares[ctx.rank])
         assert _draw() == by_mesh
-        assert accel.rank_key(told, Key(7)) == accel.rank_key(ctx, Key(7), data_rank=shares[ctx.rank])
+        assert accel.seeding.rank_key(told, Key(7)) == accel.seeding.rank_key(ctx, Key(7), data_rank=shares[ctx.rank])
         return by_mesh
 
     drawn = ranks.run(rank, 4, default_group=True)
@@ -74,21 +75,21 @@ def test_streams_that_a_checkpoint_does_not_have_follow_the_mesh(ranks, tmp_path
 
 
 def test_without_an_index_every_rank_has_samples_of_its_own(ranks):
-    assert len(set(ranks.run(lambda ctx: (accel.set_seed(ctx, 0), _draw())[1], 4))) == 4
-    assert len(set(ranks.run(lambda ctx: (accel.set_seed(ctx, 0, per_rank=False), _draw())[1], 4))) == 1
+    assert len(set(ranks.run(lambda ctx: (accel.seeding.set_seed(ctx, 0), _draw())[1], 4))) == 4
+    assert len(set(ranks.run(lambda ctx: (accel.seeding.set_seed(ctx, 0, per_rank=False), _draw())[1], 4))) == 1
 
 
 @relaxed
 @given(seed=st.integers(0, 99), world_size=st.integers(1, 4))
 def test_models_begin_alike_and_the_streams_go_on_as_if_they_had_not(ranks, seed, world_size):
     def rank(ctx):
-        accel.set_seed(ctx, seed)
+        accel.seeding.set_seed(ctx, seed)
         expected = _draw()
-        accel.set_seed(ctx, seed)
-        with accel.seeded(ctx, 7):
+        accel.seeding.set_seed(ctx, seed)
+        with accel.seeding.seeded(ctx, 7):
             weight = nn.Linear(3, 3).weight.detach().clone()
         assert _draw() == expected
-        with accel.seeded(ctx, accel.rank_key(ctx, Key(7))):
+        with accel.seeding.seeded(ctx, accel.seeding.rank_key(ctx, Key(7))):
             own = nn.Linear(3, 3).weight.detach().clone()
         return weight, own
 
@@ -101,7 +102,7 @@ def test_ranks_that_are_seeded_apart_still_share_out_every_sample(ranks):
     """Accelerate orders data by streams that then differ: 11 of 16 samples."""
 
     def rank(ctx):
-        accel.set_seed(ctx, 3, per_rank=True)
+        accel.seeding.set_seed(ctx, 3, per_rank=True)
         loader = accel.prepare_loader(ctx, DataLoader(TensorDataset(torch.arange(16)), batch_size=2, shuffle=True))
         return [int(i) for batch in accel.batches(ctx, loader, accel.Cursor(seed=3)) for i in batch.data[0]]
 
@@ -111,16 +112,16 @@ def test_ranks_that_are_seeded_apart_still_share_out_every_sample(ranks):
 
 def test_streams_can_be_taken_from_the_first_rank(ranks):
     def rank(ctx):
-        accel.set_seed(ctx, 5)
+        accel.seeding.set_seed(ctx, 5)
         random.gauss(0, 1)
-        accel.synchronize_rng(ctx)
+        accel.seeding.synchronize_rng(ctx)
         return _draw()
 
     assert len(set(ranks.run(rank, 3))) == 1
 
     def alone(ctx):
         if ctx.rank:
-            accel.synchronize_rng(ctx)
+            accel.seeding.synchronize_rng(ctx)
         else:
             accel.wait_for_everyone(ctx)
 
@@ -138,10 +139,10 @@ def test_deterministic_mode_ends_with_its_block(before):
     torch.backends.cudnn.benchmark = before
     try:
         outside = flags()
-        with accel.deterministic(warn_only=True):
+        with accel.seeding.deterministic(warn_only=True):
             assert flags() == (True, True, False)
             assert torch.is_deterministic_algorithms_warn_only_enabled()
-        with pytest.raises(KeyError), accel.deterministic():
+        with pytest.raises(KeyError), accel.seeding.deterministic():
             raise KeyError(flags())
         assert flags() == outside
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -153,12 +154,12 @@ def test_deterministic_mode_ends_with_its_block(before):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda ctx: accel.set_seed(ctx, -1), r"not a seed.*set_seed"),
-        (lambda ctx: accel.set_seed(ctx, True), r"not a seed"),
-        (lambda ctx: accel.set_seed(ctx, 0, data_rank=1), r"from 0 to 0, got 1.*data_rank"),
-        (lambda ctx: accel.set_seed(ctx, 0, data_rank="0"), r"an integer from 0 to 0, got '0'"),
-        (lambda ctx: accel.set_seed(ctx, 0, per_rank=False, data_rank=0), "data_rank has no effect"),
-        (lambda ctx: accel.seeded(ctx, 1.5), r"not a seed.*seeded"),
+        (lambda ctx: accel.seeding.set_seed(ctx, -1), r"not a seed.*set_seed"),
+        (lambda ctx: accel.seeding.set_seed(ctx, True), r"not a seed"),
+        (lambda ctx: accel.seeding.set_seed(ctx, 0, data_rank=1), r"from 0 to 0, got 1.*data_rank"),
+        (lambda ctx: accel.seeding.set_seed(ctx, 0, data_rank="0"), r"an integer from 0 to 0, got '0'"),
+        (lambda ctx: accel.seeding.set_seed(ctx, 0, per_rank=False, data_rank=0), "data_rank has no effect"),
+        (lambda ctx: accel.seeding.seeded(ctx, 1.5), r"not a seed.*seeded"),
     ],
 )
 def test_what_is_no_seed_or_share_is_refused_before_anything_is_seeded(call, said):

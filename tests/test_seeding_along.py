@@ -12,7 +12,8 @@ from hypothesis import example, given, settings, strategies as st
 from torch import nn
 
 import accel
-from accel import ConfigError, Key
+from accel.errors import ConfigError
+from accel.seeding import Key
 from accel.testing import Simulator
 from accel.topology import FACTORS, Axes, coordinates
 
@@ -33,7 +34,7 @@ def meshes(draw: st.DrawFn) -> Axes:
 def keys_of(ranks: Simulator, axes: Axes, along: Any) -> list[tuple[Key, Key]]:
     def rank(ctx: accel.DistContext) -> tuple[Key, Key]:
         ctx = accel.replace(ctx, mesh=str(axes) or "dp=1")
-        return accel.rank_key(ctx, Key(3), along=along), accel.rank_key(ctx, Key(3))
+        return accel.seeding.rank_key(ctx, Key(3), along=along), accel.seeding.rank_key(ctx, Key(3))
 
     return ranks.run(rank, axes.world_size, default_group=True)
 
@@ -64,7 +65,7 @@ def test_dropout_differs_where_activations_do(ranks: Simulator) -> None:
         ctx = accel.replace(ctx, mesh="dp=2,cp=2,tp=2")
 
         def dropped(*along: str) -> tuple[float, ...]:
-            with accel.seeded(ctx, accel.rank_key(ctx, Key(0), along=along)):
+            with accel.seeding.seeded(ctx, accel.seeding.rank_key(ctx, Key(0), along=along)):
                 return tuple(nn.functional.dropout(torch.ones(64), 0.5).tolist())
 
         return dropped("dp"), dropped("dp", "cp"), dropped("dp", "cp", "tp")
@@ -79,8 +80,8 @@ def test_dropout_differs_where_activations_do(ranks: Simulator) -> None:
 def test_global_streams_follow_the_axes_too(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> tuple[float, Key]:
         ctx = accel.replace(ctx, mesh="cp=2,tp=2")
-        key = accel.set_seed(ctx, 0, along=("dp", "cp"))
-        assert key == accel.rank_key(ctx, Key(0), along=("cp", "dp"))
+        key = accel.seeding.set_seed(ctx, 0, along=("dp", "cp"))
+        assert key == accel.seeding.rank_key(ctx, Key(0), along=("cp", "dp"))
         return float(torch.rand(())), key
 
     drawn = [each for each, _ in ranks.run(rank, 4, default_group=True)]
@@ -90,16 +91,16 @@ def test_global_streams_follow_the_axes_too(ranks: Simulator) -> None:
 def test_experts_have_keys_of_their_own(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> Key:
         ctx = accel.replace(ctx, mesh="dp=4,ep=2")
-        return accel.rank_key(ctx, Key(0), along=("ep",))
+        return accel.seeding.rank_key(ctx, Key(0), along=("ep",))
 
     first, second, third, fourth = ranks.run(rank, 4, default_group=True)
     assert first == third != second == fourth
 
 
 def test_one_rank_has_the_key_of_the_first(ranks: Simulator) -> None:
-    one = accel.rank_key(accel.single(), Key(1), along=("dp", "cp", "tp"))
-    assert one == accel.rank_key(accel.single(), Key(1))
-    assert ranks.run(lambda ctx: accel.rank_key(ctx, Key(1), along=("dp", "tp")), 2)[0] == one
+    one = accel.seeding.rank_key(accel.single(), Key(1), along=("dp", "cp", "tp"))
+    assert one == accel.seeding.rank_key(accel.single(), Key(1))
+    assert ranks.run(lambda ctx: accel.seeding.rank_key(ctx, Key(1), along=("dp", "tp")), 2)[0] == one
 
 
 @pytest.mark.parametrize(
@@ -112,10 +113,10 @@ def test_one_rank_has_the_key_of_the_first(ranks: Simulator) -> None:
 )
 def test_refused_with_the_way_out(options: Any, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        accel.rank_key(accel.single(), Key(0), **options)
+        accel.seeding.rank_key(accel.single(), Key(0), **options)
     assert words in str(caught.value)
 
 
 def test_axes_have_no_effect_where_all_draw_the_same() -> None:
     with pytest.raises(ConfigError, match="along has no effect"):
-        accel.set_seed(accel.single(), 0, per_rank=False, along=("dp",))
+        accel.seeding.set_seed(accel.single(), 0, per_rank=False, along=("dp",))

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 import accel
-from accel import ConfigError, TreeError
+from accel.errors import ConfigError, TreeError
 
 
 class Squares(Dataset[int]):

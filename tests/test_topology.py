@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from accel import ConfigError
+from accel.errors import ConfigError
 from accel.topology import AXIS_NAMES, DATA_DIMS, SHARED_DIMS, Axis, Plan, TensorStyle, mesh_position
 
 known = st.lists(st.sampled_from(DATA_DIMS + SHARED_DIMS), min_size=1, max_size=4, unique=True)

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import TreeError
-from accel.tree import leaves, map_leaves, map_tensors, replace_tensors, structure, tensors
+from accel.errors import TreeError
+from accel.tree import map_tensors
+from accel.tree._walk import leaves, map_leaves, replace_tensors, structure, tensors
 
 
 class Pair(NamedTuple):
@@ -295,40 +296,42 @@ BATCHES = st.integers(1, 5).flatmap(
 @settings(deadline=None, max_examples=40)
 @given(batch=BATCHES, cut=st.integers(0, 5))
 def test_a_batch_cut_in_two_and_joined_is_the_batch(batch, cut):
-    rows = accel.find_batch_size(batch)
+    rows = accel.tree.find_batch_size(batch)
     assert rows == tensors(batch)[0][1].shape[0]
-    parts = [accel.slice_tensors(batch, slice(cut)), accel.slice_tensors(batch, slice(cut, None))]
-    assert accel.find_batch_size(parts[0]) == min(cut, rows)
-    joined = accel.concatenate(parts)
+    parts = [accel.tree.slice_tensors(batch, slice(cut)), accel.tree.slice_tensors(batch, slice(cut, None))]
+    assert accel.tree.find_batch_size(parts[0]) == min(cut, rows)
+    joined = accel.tree.concatenate(parts)
     _same(joined, batch)
-    assert accel.tensors_equal(joined, batch)
-    halves = accel.convert_to_fp32(batch)
+    assert accel.tree.tensors_equal(joined, batch)
+    halves = accel.tree.convert_to_fp32(batch)
     assert all(tensor.dtype != torch.bfloat16 for _, tensor in tensors(halves))
-    assert accel.tensors_equal(halves, batch) == all(tensor.dtype != torch.bfloat16 for _, tensor in tensors(batch))
+    assert accel.tree.tensors_equal(halves, batch) == all(
+        tensor.dtype != torch.bfloat16 for _, tensor in tensors(batch)
+    )
 
 
 def test_values_of_skipped_keys_stay_whatever_they_are():
     foreign = collections.deque([torch.ones(1)])  # not a known container
     kept = torch.ones(2)
-    moved = accel.send_to_device(
+    moved = accel.tree.send_to_device(
         {"x": torch.ones(2), "aux": {"raw": foreign}, "y": [kept]}, "meta", skip_keys=["raw", "y"]
     )
     assert moved["x"].is_meta
     assert moved["aux"]["raw"] is foreign
     assert moved["y"][0] is kept
     with pytest.raises(TreeError, match=r"deque - at \$\.raw"):
-        accel.send_to_device({"raw": foreign}, "meta")
+        accel.tree.send_to_device({"raw": foreign}, "meta")
 
 
 def test_batches_that_do_not_agree_are_refused():
     with pytest.raises(TreeError, match=r"expected 2 rows as at \$\.a, got 3 - at \$\.b"):
-        accel.find_batch_size({"a": torch.ones(2), "scalar": torch.tensor(1), "b": torch.ones(3)})
-    assert accel.find_batch_size({"scalar": torch.tensor(1), "text": "x"}) is None
+        accel.tree.find_batch_size({"a": torch.ones(2), "scalar": torch.tensor(1), "b": torch.ones(3)})
+    assert accel.tree.find_batch_size({"scalar": torch.tensor(1), "text": "x"}) is None
     with pytest.raises(TreeError, match=r"differ in structure.*trees\[1\]"):
-        accel.concatenate([{"a": torch.ones(1)}, {"b": torch.ones(1)}])
+        accel.tree.concatenate([{"a": torch.ones(1)}, {"b": torch.ones(1)}])
     with pytest.raises(TreeError, match="one or more"):
-        accel.concatenate([])
-    assert not accel.tensors_equal([torch.ones(1), 2], [torch.ones(1), 3])
+        accel.tree.concatenate([])
+    assert not accel.tree.tensors_equal([torch.ones(1), 2], [torch.ones(1), 3])
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -337,10 +340,10 @@ def test_nested_tensors_have_rows_and_compare_by_their_parts_and_are_not_sliced(
     def nested(*rows: int) -> dict[str, torch.Tensor]:
         return {"x": torch.nested.nested_tensor([torch.ones(count, 3) for count in rows], layout=layout)}
 
-    assert accel.find_batch_size(nested(2, 3)) == 2
-    assert accel.tensors_equal(nested(2, 3), nested(2, 3))
+    assert accel.tree.find_batch_size(nested(2, 3)) == 2
+    assert accel.tree.tensors_equal(nested(2, 3), nested(2, 3))
     for other in (nested(3, 2), nested(2, 3, 3), {"x": torch.ones(2, 3)}, {"x": nested(2, 3)["x"].double()}):
-        assert not accel.tensors_equal(nested(2, 3), other)
-        assert not accel.tensors_equal(other, nested(2, 3))
+        assert not accel.tree.tensors_equal(nested(2, 3), other)
+        assert not accel.tree.tensors_equal(other, nested(2, 3))
     with pytest.raises(TreeError, match=r"nested tensor cannot be sliced.*at \$\.x.*unbind"):
-        accel.slice_tensors(nested(2, 3), slice(0, 1))
+        accel.tree.slice_tensors(nested(2, 3), slice(0, 1))

@@ -13,40 +13,37 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.bigmodel._arguments import available_memory as available_memory
-    from accel.bigmodel._describe import describe as describe
-    from accel.bigmodel._empty import (
-        init_empty_weights as init_empty_weights,
-        init_on_device as init_on_device,
-        initialize_weights as initialize_weights,
-    )
-    from accel.bigmodel._source import StoredTensor as StoredTensor, WeightSource as WeightSource
-    from accel.bigmodel.load import (
-        expert_recipes as expert_recipes,
-        load_checkpoint_in_model as load_checkpoint_in_model,
-        open_weights as open_weights,
-    )
-    from accel.bigmodel.plan import (
-        DeviceMap as DeviceMap,
-        Segment as Segment,
-        Skeleton as Skeleton,
-        Weight as Weight,
-        check_device_map as check_device_map,
-        explain as explain,
-        infer_device_map as infer_device_map,
-        pass_seconds as pass_seconds,
-    )
-    from accel.bigmodel.run import (
-        Dispatched as Dispatched,
-        RunStats as RunStats,
-        SegmentStats as SegmentStats,
-        Swap as Swap,
-        cpu_offload as cpu_offload,
-        disk_offload as disk_offload,
-        dispatch_model as dispatch_model,
-        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
-        swap_models as swap_models,
-    )
+    from accel.bigmodel._arguments import available_memory
+    from accel.bigmodel._describe import describe
+    from accel.bigmodel._empty import init_on_device, initialize_weights
+    from accel.bigmodel._source import StoredTensor, WeightSource
+    from accel.bigmodel.load import expert_recipes, load_checkpoint_in_model, open_weights
+    from accel.bigmodel.plan import DeviceMap, Segment, Skeleton, Weight, check_device_map, explain, pass_seconds
+    from accel.bigmodel.run import Dispatched, RunStats, SegmentStats, Swap, swap_models
+
+__all__ = [
+    "DeviceMap",
+    "Dispatched",
+    "RunStats",
+    "Segment",
+    "SegmentStats",
+    "Skeleton",
+    "StoredTensor",
+    "Swap",
+    "Weight",
+    "WeightSource",
+    "available_memory",
+    "check_device_map",
+    "describe",
+    "expert_recipes",
+    "explain",
+    "init_on_device",
+    "initialize_weights",
+    "load_checkpoint_in_model",
+    "open_weights",
+    "pass_seconds",
+    "swap_models",
+]
 
 __getattr__ = exports(
     __name__,
@@ -54,7 +51,6 @@ __getattr__ = exports(
         "_arguments": ("available_memory",),
         "_describe": ("describe",),
         "_empty": (
-            "init_empty_weights",
             "init_on_device",
             "initialize_weights",
         ),
@@ -74,7 +70,6 @@ __getattr__ = exports(
             "Weight",
             "check_device_map",
             "explain",
-            "infer_device_map",
             "pass_seconds",
         ),
         "run": (
@@ -82,11 +77,11 @@ __getattr__ = exports(
             "RunStats",
             "SegmentStats",
             "Swap",
-            "cpu_offload",
-            "disk_offload",
-            "dispatch_model",
-            "load_checkpoint_and_dispatch",
             "swap_models",
         ),
     },
 )
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -154,7 +154,7 @@ def check_dtype(dtype: object, *, where: str) -> None:
             expected="a floating-point dtype, such as torch.bfloat16",
             got=str(dtype),
             where=where,
-            fix="accel.load_quantized loads weights as integers, with their scales.",
+            fix="accel.engines.quantized.load_quantized loads weights as integers, with their scales.",
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         fix = f"Pass torch.{dtype}." if isinstance(getattr(torch, str(dtype), None), torch.dtype) else ""

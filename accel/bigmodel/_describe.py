@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from accel.bigmodel._arguments import check_dtype, check_model, dtypes, name_of
 from accel.bigmodel.plan import Segment, Skeleton, Weight
-from accel.errors import ConfigError, did_you_mean
-from accel.parallel import Select, named_modules, repeated, selected
+from accel.errors import ConfigError
+from accel.errors._checks import did_you_mean
+from accel.parallel._modules import Select, named_modules, repeated, selected
 from accel.tensors import local_part, packed
 
 M = TypeVar("M", bound=nn.Module)

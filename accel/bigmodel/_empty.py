@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.bigmodel._arguments import check_model
-from accel.checkpoint import held_box
+from accel.checkpoint._live_tensors import held_box
 from accel.comm import all_reduce_flat
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.mixins import Mixin
-from accel.parallel import is_unknown, unwrap_model
+from accel.parallel._empty import is_unknown
+from accel.parallel._modules import unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.random import Key
 from accel.seeding import seeded
@@ -302,7 +303,7 @@ def _unknown() -> ConfigError:
     return ConfigError(
         "a value that the constructor needs depends on a parameter, which has none",
         where="init_empty_weights",
-        fix="Build the model by accel.init_on_device, or compute the value after the load.",
+        fix="Build the model by accel.bigmodel.init_on_device, or compute the value after the load.",
     )
 
 
@@ -336,7 +337,7 @@ def initialize_weights(
     Example:
         >>> with torch.device("meta"):
         ...     net = nn.Linear(4, 2)
-        >>> net = accel.initialize_weights(ctx, accel.prepare_model(ctx, net), accel.Key(0))
+        >>> net = accel.bigmodel.initialize_weights(ctx, accel.prepare_model(ctx, net), accel.seeding.Key(0))
         >>> bool(net.weight.isfinite().all())
         True
     """

@@ -24,7 +24,8 @@ from accel.checkpoint._save import ONE_FOLDER, Stage, WrittenFile, begin, commit
 from accel.checkpoint._snapshot import Content, Snapshot
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext
-from accel.errors import CheckpointError, ErrorRecord, describe, rebuild
+from accel.errors import CheckpointError
+from accel.errors._base import ErrorRecord, describe, rebuild
 from accel.storage import Place, RemotePath
 
 _LARGEST = 1 << 20

@@ -14,7 +14,8 @@ import torch
 from accel.checkpoint._manifest import RANKS, Manifest, is_object, manifest_of
 from accel.checkpoint._read import Saved, open_checkpoint
 from accel.checkpoint._retention import all_tensors
-from accel.errors import CheckpointError, did_you_mean
+from accel.errors import CheckpointError
+from accel.errors._checks import did_you_mean
 from accel.storage import (
     Place,
     RemotePath,

@@ -11,7 +11,8 @@ from typing import Literal, cast
 import msgspec
 
 from accel.checkpoint._plan import Box, intersect
-from accel.errors import CheckpointError, ConfigError, check_choice
+from accel.errors import CheckpointError, ConfigError
+from accel.errors._checks import check_choice
 
 _GAP = 32 << 10  # unwanted bytes between two rows that cost less than another request
 

@@ -25,7 +25,8 @@ from accel.checkpoint._manifest import (
     read_manifest,
     step_of,
 )
-from accel.errors import AccelError, CheckpointError, ConfigError, check_choice
+from accel.errors import AccelError, CheckpointError, ConfigError
+from accel.errors._checks import check_choice
 from accel.storage import FileEntry, OpenDirectory, Place, as_place, remove_flat
 
 BestMode = Literal["min", "max"]

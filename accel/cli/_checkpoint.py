@@ -9,22 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel.checkpoint import (
-    RANKS,
-    Keep,
-    Manifest,
+from accel.checkpoint import Keep
+from accel.checkpoint._manifest import RANKS, Manifest, manifest_of
+from accel.checkpoint._retention import (
     all_tensors,
     check_keep,
     compare,
     describe,
     find_checkpoint,
-    manifest_of,
     prune,
     survey,
     verify,
 )
 from accel.cli._parser import Parser
-from accel.errors import ConfigError, did_you_mean
+from accel.errors import ConfigError
+from accel.errors._checks import did_you_mean
 from accel.storage import as_place
 from accel.terminal import byte_progress, show_age, show_size, show_table, show_text
 
@@ -143,7 +142,7 @@ def _diff(args: argparse.Namespace) -> int:
     one, other = map(manifest_of, paths)
     lines = compare(one, other)
     if args.values:
-        from accel.checkpoint import differing_values
+        from accel.checkpoint._merge import differing_values
 
         total = one.nbytes + other.nbytes
         with byte_progress("diff", total) as advance:
@@ -168,7 +167,8 @@ def _merge(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     if args.step < 0:
         raise ConfigError("not a step", expected="an integer from 0", got=str(args.step), where="--step")
-    from accel.items import import_accelerate, import_dcp
+    from accel.items import import_dcp
+    from accel.items.foreign import import_accelerate
 
     of_accelerate = (args.folder / "model.safetensors").exists()
     made = (import_accelerate if of_accelerate else import_dcp)(args.folder, args.run.path, step=args.step)

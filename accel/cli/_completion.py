@@ -14,7 +14,7 @@ from accel.cli._launch import parser, split_words
 from accel.cli._main import COMMANDS
 from accel.cli._parser import Parser, value_flags
 from accel.config import FIELDS
-from accel.errors import check_choice
+from accel.errors._checks import check_choice
 
 _SCRIPTS = {
     "bash": """\

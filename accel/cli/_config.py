@@ -25,7 +25,8 @@ from accel.config import (
     to_text,
     update_values,
 )
-from accel.errors import ConfigError, did_you_mean
+from accel.errors import ConfigError
+from accel.errors._checks import did_you_mean
 from accel.launching import read_machine
 from accel.terminal import show_text
 

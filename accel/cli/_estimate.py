@@ -24,7 +24,8 @@ from accel.cli._estimate_tables import (
     run_mesh,
 )
 from accel.cli._parser import Parser
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 from accel.estimate import (
     OPTIMIZERS,
     PARTS,

@@ -25,7 +25,8 @@ from accel.bigmodel.plan import (
     infer_device_map,
     torch_name,
 )
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 from accel.estimate import (
     EstimatedStep,
     RankMemory,

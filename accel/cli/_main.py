@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import NamedTuple
 
 from accel import __version__
-from accel.errors import AccelError, ConfigError, did_you_mean
+from accel.errors import AccelError, ConfigError
+from accel.errors._checks import did_you_mean
 from accel.terminal import show_text
 
 

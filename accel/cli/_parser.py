@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from accel.config import CONFIG_VARIABLE, DEFAULT_FILE, FIELDS, ConfigFile, Field, Resolved, resolve, to_text
-from accel.errors import ConfigError, did_you_mean
+from accel.errors import ConfigError
+from accel.errors._checks import did_you_mean
 from accel.formats import precision_fix
 
 CONFIG_FLAG = "--config"
@@ -79,7 +80,7 @@ def resolve_flags(known: argparse.Namespace, environ: Mapping[str, str]) -> Reso
     flags = {name: values[0] for name, values in given.items() if values}
     resolved = resolve(flags, environ, find_file(known.config, environ))
     if resolved.config.deepspeed:
-        from accel.engines.deepspeed import from_setting
+        from accel.engines.deepspeed._record import from_setting
 
         _ = from_setting(resolved.config.deepspeed, resolved.sources["deepspeed"].at("deepspeed"))
     return resolved

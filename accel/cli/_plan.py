@@ -12,7 +12,8 @@ from typing import get_args
 import msgspec
 
 from accel.cli._parser import Parser
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 from accel.estimate import (
     OPTIMIZERS,
     PARTS,
@@ -113,7 +114,7 @@ def _advice(choice: Choice) -> Iterator[str]:
     mesh = f" --mesh {axes}" if str(axes) else ""
     yield f"The first: accel launch{mesh} --strategy {step.strategy} train.py"
     if fields:
-        yield f"  in the script, plan=accel.Plan({', '.join(fields)})"
+        yield f"  in the script, plan=accel.parallel.Plan({', '.join(fields)})"
     if step.recompute:
         yield "  and accel.checkpoint_activations(model)"
     if step.micro_batches > 1 and axes.pp == 1:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from accel.checkpoint import survey
-from accel.errors import CheckpointError, ConfigError, did_you_mean
+from accel.checkpoint._retention import survey
+from accel.errors import CheckpointError, ConfigError
+from accel.errors._checks import did_you_mean
 from accel.report import RunData, StoredCheckpoint, read_data
 from accel.report.traces import describe_profile, read_traces
 from accel.run_folder import PROFILE

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeVar, overload
 import msgspec
 import torch
 
-from accel import tree as trees
+import accel.tree._walk as trees
 from accel.collectives._packing import (
     KEPT_PLANS,
     DtypeGroup,

@@ -16,7 +16,7 @@ import torch
 from accel.collectives._packing import check_rank
 from accel.comm import Call, as_bytes, as_tensor, barrier, broadcast_bytes, check_tag, exchange, shared_failure, tagged
 from accel.context import DistContext, context_first
-from accel.errors import not_pickled, not_unpickled
+from accel.errors._checks import not_pickled, not_unpickled
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from accel import tree as trees
+import accel.tree._walk as trees
 from accel.comm import Call, tagged
 from accel.context import DistContext
 from accel.errors import ConfigError, TreeError

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import msgspec
 import torch
 
-from accel import tree as trees
+import accel.tree._walk as trees
 from accel.collectives._packing import (
     Packing,
     TreeTensors,
@@ -44,7 +44,8 @@ from accel.comm import (
     start,
 )
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, TreeError, check_choice
+from accel.errors import ConfigError, TreeError
+from accel.errors._checks import check_choice
 
 T = TypeVar("T")
 Reduction = Literal["sum", "mean", "max", "min", "product"]

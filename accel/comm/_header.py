@@ -27,7 +27,8 @@ from accel.comm._call import (
 )
 from accel.comm._group import Comm
 from accel.comm._torch import all_gather_flat, gather_bytes
-from accel.errors import CollectiveMismatch, ErrorRecord, rebuild
+from accel.errors import CollectiveMismatch
+from accel.errors._base import ErrorRecord, rebuild
 
 _LAYOUT = struct.Struct("<16s16sQ8sI3x?Q")  # the fields of Head; `failed` is the highest byte of its word
 HEADER_BYTES = _LAYOUT.size  # a multiple of 16

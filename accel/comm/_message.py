@@ -30,7 +30,7 @@ from accel.comm._header import (
 )
 from accel.comm._rounds import Combine, reduce_rows, start_reduction
 from accel.comm._torch import start_all_gather, start_all_reduce
-from accel.errors import describe
+from accel.errors._base import describe
 
 _WORDS = slice(0, HEADER_BYTES)
 _PAYLOAD = slice(HEADER_BYTES, -HEADER_BYTES)

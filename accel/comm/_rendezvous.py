@@ -17,7 +17,8 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright
 from accel.comm._lost import append_note, read_notes
 from accel.endpoints import probe, retry
 from accel.env import LaunchEnv, meeting_file
-from accel.errors import EnvError, ErrorRecord, PeerError, describe, rebuild
+from accel.errors import EnvError, PeerError
+from accel.errors._base import ErrorRecord, describe, rebuild
 
 _RETRY_S = 10.0
 _LOOK_S = 0.1

@@ -17,7 +17,8 @@ import msgspec
 from accel.config._record import FIELDS, LaunchConfig
 from accel.config._resolve import CHANGES, FORMAT_KEY, ConfigFile, resolve, take_format
 from accel.config._schema import Field, section_values, to_text, toml_key, toml_value
-from accel.errors import ConfigError, did_you_mean
+from accel.errors import ConfigError
+from accel.errors._checks import did_you_mean
 
 DEFAULT_FILE = "accel.toml"
 _PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.S)

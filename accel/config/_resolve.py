@@ -11,7 +11,8 @@ import msgspec
 
 from accel.config._record import FIELDS, SETTINGS, SOURCES_VARIABLE, LaunchConfig, refuse_clash
 from accel.config._schema import Field, from_plain, from_text, to_text
-from accel.errors import ConfigError, check_spelling, did_you_mean
+from accel.errors import ConfigError
+from accel.errors._checks import check_spelling, did_you_mean
 
 # A launch follows these, and ignores the others.
 TORCHRUN_VARIABLES = (

@@ -11,7 +11,8 @@ from typing import Any, cast
 import msgspec
 from msgspec import inspect
 
-from accel.errors import AccelError, ConfigError, did_you_mean
+from accel.errors import AccelError, ConfigError
+from accel.errors._checks import did_you_mean
 from accel.formats import own_name, precision_fix
 
 

@@ -65,7 +65,7 @@ def check_containers(containers: Sequence[Container]) -> tuple[Container, ...]:
         if not isinstance(container, Container):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass classes
             raise ConfigError(
                 "not a kind of container",
-                expected="accel.Container(kind, take_apart, put_together)",
+                expected="accel.tree.Container(kind, take_apart, put_together)",
                 got=repr(container),
                 where="replace, containers=",
             )
@@ -301,11 +301,12 @@ def from_env(
             process meets nobody.
         settings: any of these.
             device: the device to compute on, such as "cpu", "cuda" (the GPU of the local rank) or "cuda:1".
-            precision: a name such as "bf16", or a record: see `accel.Precision`.
+            precision: a name such as "bf16", or a record: see `accel.precision.Precision`.
             accumulation: number of micro-batches in an optimizer step; the script reads it from the context.
             strategy: "ddp" or "fsdp", the way in which `prepare` spreads a model over the ranks.
-            deepspeed: options of the strategy "deepspeed", an `accel.DeepSpeed` or the path of a DeepSpeed JSON.
-            plan: an `accel.Plan`, for models that `prepare` gets without one of their own.
+            deepspeed: options of the strategy "deepspeed", an `accel.engines.deepspeed.DeepSpeed` or the path of a
+                DeepSpeed JSON.
+            plan: an `accel.parallel.Plan`, for models that `prepare` gets without one of their own.
             compile: "whole", "repeated" or an `accel.Compile`: what torch compiles of the models that `prepare` takes.
             mesh: axes of a mesh of all ranks, such as "dp=2,tp=2" or "dp=-1,tp=4", in any order; -1 means all
                 ranks that the others leave. Ranks are numbered as by `Axes`. It becomes `ctx.mesh`. No mesh if empty.

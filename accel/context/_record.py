@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar, cast
 
@@ -198,7 +199,16 @@ def forgotten(call: str, got: str) -> ConfigError:
 
 def _refuse(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     others = "" if len(inspect.signature(function).parameters) == 1 else ", ..."
-    raise forgotten(f"accel.{function.__name__}(ctx{others})", type(args[0]).__name__ if args else "no context")
+    got = type(args[0]).__name__ if args else "no context"
+    raise forgotten(f"{_public_place(function)}.{function.__name__}(ctx{others})", got)
+
+
+def _public_place(function: Callable[..., Any]) -> str:
+    """Return the public module that lists a function; `accel` for the others."""
+    parts = function.__module__.split(".")
+    above = [".".join(parts[:count]) for count in range(2, len(parts) + 1)]
+    listing = [name for name in above if function.__name__ in getattr(sys.modules.get(name), "__all__", ())]
+    return listing[0] if listing else "accel"
 
 
 @context_first

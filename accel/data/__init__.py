@@ -7,30 +7,18 @@ rank's samples to workers, `_transfer.py` moves batches to the device, a step ah
 (`_cursor.py`) that follows it. `stream/` does the same for datasets without a length.
 """
 
-from accel.data._batches import Batch as Batch, batches as batches
-from accel.data._cursor import (
-    Cursor as Cursor,
-    Positioned as Positioned,
-    StreamPosition as StreamPosition,
-    WorkerPosition as WorkerPosition,
-)
-from accel.data._epoch import Order as Order, order as order
-from accel.data._loader import (
-    Loader as Loader,
-    prepare_loader as prepare_loader,
-    unwrapped_loader as unwrapped_loader,
-)
-from accel.data._plan import (
-    BatchPlan as BatchPlan,
-    EpochPlan as EpochPlan,
-    SampleCount as SampleCount,
-    Shard as Shard,
-    shard as shard,
-)
-from accel.data._progress import (
-    gather_for_metrics as gather_for_metrics,
-    progress as progress,
-    skip_first_batches as skip_first_batches,
-    total_steps as total_steps,
-)
-from accel.data.stream import StreamLoader as StreamLoader
+from accel.data._epoch import order
+from accel.data._plan import SampleCount
+from accel.data._progress import progress
+from accel.data.stream import StreamLoader
+
+__all__ = [
+    "SampleCount",
+    "StreamLoader",
+    "order",
+    "progress",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -33,7 +33,8 @@ from accel.data._requests import (
 from accel.data._transfer import check_movable, moved
 from accel.data.stream._batches import stream_batches
 from accel.data.stream._loader import StreamLoader
-from accel.errors import AccelError, DataError, check_kind
+from accel.errors import AccelError, DataError
+from accel.errors._checks import check_kind
 from accel.random import Key
 
 

@@ -13,7 +13,8 @@ from typing import Literal, Self, get_args
 import msgspec
 
 from accel.data._cursor import Cursor, advance, beyond
-from accel.errors import DataError, check_choice, check_count
+from accel.errors import DataError
+from accel.errors._checks import check_choice, check_count
 
 Tail = Literal["ragged", "pad", "drop"]
 

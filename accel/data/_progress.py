@@ -19,9 +19,11 @@ from accel.data._cursor import Cursor, Positioned
 from accel.data._epoch import plan_epoch, skip_steps
 from accel.data._loader import Lengths, Loader, prepare_loader
 from accel.data._plan import Tail
-from accel.errors import ConfigError, DataError, TreeError, check_count, check_kind
+from accel.errors import ConfigError, DataError, TreeError
+from accel.errors._checks import check_count, check_kind
 from accel.terminal import ProgressBar
-from accel.tree import leaves, map_tensors
+from accel.tree import map_tensors
+from accel.tree._walk import leaves
 
 P = TypeVar("P", bound=Cursor | Positioned)
 

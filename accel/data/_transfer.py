@@ -13,7 +13,8 @@ import torch
 
 from accel import xla
 from accel.errors import TreeError
-from accel.tree import Container, has_method, map_leaves, map_movable
+from accel.tree import Container
+from accel.tree._walk import has_method, map_leaves, map_movable
 
 T = TypeVar("T")
 P = TypeVar("P")

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from accel.errors import check_choice
+from accel.errors._checks import check_choice
 from accel.estimate._model import Model, Transformer, sizes_of
 from accel.estimate._step import (
     OPTIMIZERS,

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 from accel.storage import FLOATS, tensor_bytes
 
 _UNIT = re.compile(r"(?:.*?\.)?[0-9]+(?=\.)")

@@ -12,7 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from accel.errors import CheckpointError, ConfigError, did_you_mean
+from accel.errors import CheckpointError, ConfigError
+from accel.errors._checks import did_you_mean
 from accel.estimate._build import (
     DescribedModel,
     Input,

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 from accel.estimate._model import Model, Parameter, Transformer, is_expert, sizes_of, units_of
 from accel.formats import PrecisionName, StrategyName, precision
 from accel.topology import Axes, Plan, data_dimension

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from accel.checkpoint import Item
+from accel.checkpoint._manifest import Item
 from accel.errors import CheckpointError, ConfigError
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad, fields_in, join_fields
 from accel.storage import disk_errors
@@ -44,7 +44,8 @@ class Folder:
             temporary files.
 
     Example:
-        >>> adapter = accel.Folder(save=peft_model.save_pretrained, load=lambda path: load_adapter(peft_model, path))
+        >>> load = lambda path: load_adapter(peft_model, path)
+        >>> adapter = accel.items.Folder(save=peft_model.save_pretrained, load=load)
         >>> accel.save_state(ctx, "runs/demo", {"adapter": adapter, "optimizer": optimizer}, step=3)
     """
 
@@ -67,7 +68,7 @@ def _capture(name: str, live: Folder, to: Captured) -> Item:
         CheckpointError: a file cannot be stored, or the disk failed.
     """
     if live.save is None:
-        raise ConfigError("a Folder without save", where=f"item {name}", fix="Pass accel.Folder(save=...).")
+        raise ConfigError("a Folder without save", where=f"item {name}", fix="Pass accel.items.Folder(save=...).")
     value = dict[str, object]()
     with _scratch(live) as scratch:
         live.save(scratch)
@@ -87,7 +88,9 @@ class FolderLoad(ItemLoad):
     def compare(self) -> None:
         """Check that the stored names are those of files inside a folder, and want those that this rank reads."""
         if self.live.load is None:
-            raise ConfigError("a Folder without load", where=f"item {self.name}", fix="Pass accel.Folder(load=...).")
+            raise ConfigError(
+                "a Folder without load", where=f"item {self.name}", fix="Pass accel.items.Folder(load=...)."
+            )
         names = self.source.names_in(self.name, self.item.value)
         select = self.live.select
         for path, stored in fields_in(self.item.value, self.name).items():

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import nn
 
-from accel.checkpoint import Item, ItemKind
+from accel.checkpoint._manifest import Item, ItemKind
 from accel.context import DistContext
 from accel.errors import ConfigError
 from accel.items._folder_files import FOLDER
@@ -20,7 +20,7 @@ from accel.items._optimizer import OPTIMIZER
 from accel.items._source import ItemHandler
 from accel.items._stateful import STATEFUL, Stateful
 from accel.items._value import RECORD, VALUE
-from accel.parallel import ENGINES, engine_items
+from accel.parallel._engines import ENGINES, engine_items
 
 HANDLERS: tuple[ItemHandler, ...] = (
     MODULE,

@@ -14,22 +14,15 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from accel.checkpoint import (
-    Box,
-    Held,
-    Manifest,
-    MisfitError,
-    Saved,
-    SkippedCheckpoints,
-    agree_on_readers,
-    held_box,
-    hold_newest,
-    main_readers,
-    plan_checks,
-)
+from accel.checkpoint._live_tensors import held_box
+from accel.checkpoint._manifest import Manifest
+from accel.checkpoint._newest import Held, SkippedCheckpoints, agree_on_readers, hold_newest
+from accel.checkpoint._plan import Box, main_readers, plan_checks
+from accel.checkpoint._read import Saved
+from accel.checkpoint._records import MisfitError
 from accel.comm import Call, agreed, agreed_values, call_site
 from accel.context import DistContext, context_first
-from accel.data import Cursor
+from accel.data._cursor import Cursor
 from accel.errors import CheckpointError
 from accel.items._bases import Sums, differing_bases
 from accel.items._kinds import (
@@ -59,8 +52,9 @@ from accel.items._source import (
 from accel.items._value import VALUE
 from accel.metrics import Metrics, StepStatistics
 from accel.optim import Accumulation
-from accel.parallel import ENGINES, LocalSgd, engine_loaded
-from accel.precision import LossScale
+from accel.parallel import LocalSgd
+from accel.parallel._engines import ENGINES, engine_loaded
+from accel.precision._amp import LossScale
 from accel.random import Key, RngState
 from accel.storage import HostFolder, RemotePath, Span, as_place, lag_of
 from accel.tensors import local_part

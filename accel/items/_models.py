@@ -15,22 +15,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel.checkpoint import (
-    Recipe,
-    Strided,
-    apply_recipes,
-    check_recipes,
-    check_tensor,
-    checksum,
-    in_file,
-    inverse,
-    tied,
-)
+from accel.checkpoint import Recipe
+from accel.checkpoint._live_tensors import check_tensor, checksum, tied
+from accel.checkpoint._recipes import Strided, apply_recipes, check_recipes, in_file, inverse
 from accel.comm import Call, agreed, broadcast_value, call_site, reduce_ints, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
 from accel.items._whole import StagedTensors, facts, live_tensors, staged_tensors
-from accel.parallel import check_filled, whole_model
+from accel.parallel._empty import check_filled
+from accel.parallel._engines import whole_model
 from accel.storage import (
     encode_index,
     file_names,
@@ -74,7 +67,7 @@ class StoredTensors:
             CheckpointError: a recipe does not fit the model.
             ConfigError: `rename` is no sequence of recipes.
         """
-        check_recipes(rename, "a sequence of accel.Recipe, which lead in both directions")
+        check_recipes(rename, "a sequence of accel.checkpoint.Recipe, which lead in both directions")
         model: dict[str, Strided] = {}
         for name, tensor in tensors.items():
             dtype = stored_dtype(tensor.dtype)

@@ -12,7 +12,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accel.checkpoint import Item, Kept, TensorEntry, check_tensor, encode, has_records
+from accel.checkpoint._encoding import Kept, encode
+from accel.checkpoint._live_tensors import check_tensor
+from accel.checkpoint._manifest import Item, TensorEntry, has_records
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
 from accel.items._bases import BASE, compare_base, join_bases
@@ -31,7 +33,8 @@ from accel.items._source import (
     fields_in,
     join_fields,
 )
-from accel.parallel import clear_gradients, is_divided, is_pipelined, unwrap_model, wrapped_name
+from accel.parallel._leftovers import clear_gradients
+from accel.parallel._modules import is_divided, is_pipelined, unwrap_model, wrapped_name
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import is_absent, is_dtensor, local_part, part_names, state_tensors, stored_values
 

@@ -11,14 +11,16 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from accel.checkpoint import Item, Kept, Making, decode, encode, has_records, is_object, memory_id, tensors_in
+from accel.checkpoint._encoding import Kept, Making, decode, encode
+from accel.checkpoint._live_tensors import memory_id
+from accel.checkpoint._manifest import Item, has_records, is_object, tensors_in
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.items import _packed_state
 from accel.items._packed_state import is_zero, local_optimizer
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, is_floating
 from accel.optim import MASTER, parameters_of
-from accel.parallel import clear_parameters
+from accel.parallel._leftovers import clear_parameters
 from accel.storage import dtype_name
 from accel.tensors import dtensor_like, has_wide_gradient, is_dtensor, local_part, mesh_of, placements_of
 

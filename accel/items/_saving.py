@@ -13,21 +13,17 @@ import msgspec
 import torch
 from torch.nn.utils import get_total_norm
 
-from accel.checkpoint import (
-    Content,
-    Item,
-    Keep,
-    Kept,
-    Saving,
-    check_keep,
-    check_metrics,
-    save,
-    save_async,
-    step_of,
-)
+from accel.checkpoint import Keep, Saving
+from accel.checkpoint._background import save_async
+from accel.checkpoint._encoding import Kept
+from accel.checkpoint._manifest import Item, step_of
+from accel.checkpoint._retention import check_keep, check_metrics
+from accel.checkpoint._save import save
+from accel.checkpoint._snapshot import Content
 from accel.comm import Call, call_site, shared_failure
 from accel.context import DistContext, context_first
-from accel.errors import CheckpointError, ConfigError, NonFiniteError, check_choice
+from accel.errors import CheckpointError, ConfigError, NonFiniteError
+from accel.errors._checks import check_choice
 from accel.items._bases import BASE, Sums, has_sums, without_base
 from accel.items._kinds import (
     TrainableOnly,

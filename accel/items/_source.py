@@ -15,19 +15,12 @@ import msgspec
 import torch
 from torch import nn
 
-from accel.checkpoint import (
-    Box,
-    Classes,
-    Item,
-    ItemKind,
-    Kept,
-    Making,
-    Saved,
-    decode,
-    held_box,
-    named_classes,
-    tensors_in,
-)
+from accel.checkpoint._encoding import Kept, Making, decode
+from accel.checkpoint._live_tensors import held_box
+from accel.checkpoint._manifest import Item, ItemKind, tensors_in
+from accel.checkpoint._plan import Box
+from accel.checkpoint._read import Saved
+from accel.checkpoint._records import Classes, named_classes
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.items._rng import Row, with_parts

@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from accel.checkpoint import Item, Kept, encode
+from accel.checkpoint._encoding import Kept, encode
+from accel.checkpoint._manifest import Item
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, fields_in, join_fields
 from accel.tensors import dtensor_like, is_dtensor, local_part
 

@@ -10,18 +10,9 @@ from typing import Any
 
 import torch
 
-from accel.checkpoint import (
-    Item,
-    Kept,
-    MisfitError,
-    decode,
-    encode,
-    encode_record,
-    is_record,
-    make_record,
-    record_tag,
-    stored_names,
-)
+from accel.checkpoint._encoding import Kept, decode, encode, encode_record
+from accel.checkpoint._manifest import Item
+from accel.checkpoint._records import MisfitError, is_record, make_record, record_tag, stored_names
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad, Problems, fields_in
 from accel.tensors import is_dtensor
 

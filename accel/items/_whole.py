@@ -11,12 +11,14 @@ import msgspec
 import torch
 from torch import nn
 
-from accel.checkpoint import check_tensor
+from accel.checkpoint._live_tensors import check_tensor
 from accel.collectives import check_rank
 from accel.comm import Call, Comm, barrier, broadcast_flat, call_site, exchange_values, shared_failure
 from accel.context import DistContext, context_first
 from accel.items._module import clean_name
-from accel.parallel import check_filled, unwrap_model, whole_model
+from accel.parallel._empty import check_filled
+from accel.parallel._engines import whole_model
+from accel.parallel._modules import unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.storage import dtype_name
 from accel.tensors import full_tensor, is_dtensor, state_tensors, stored_values

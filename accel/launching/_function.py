@@ -17,7 +17,8 @@ import msgspec
 
 from accel.brought import answered
 from accel.config import TORCHRUN_VARIABLES, LaunchConfig, Resolved, Source, resolve, to_text
-from accel.errors import ConfigError, LaunchError, escaped
+from accel.errors import ConfigError, LaunchError
+from accel.errors._base import escaped
 from accel.formats import PrecisionName
 from accel.launching._launch import CALLED, make_log_dir, plan_here, record_dir
 from accel.launching._target import LaunchTarget

@@ -15,7 +15,8 @@ from typing import Literal
 import msgspec
 
 from accel.config import SETTINGS, LaunchConfig, to_text
-from accel.errors import LaunchError, did_you_mean
+from accel.errors import LaunchError
+from accel.errors._checks import did_you_mean
 
 
 class LaunchTarget(msgspec.Struct, frozen=True, kw_only=True):

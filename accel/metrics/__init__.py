@@ -6,11 +6,20 @@ record into a row and gathers the rows of all ranks (`_rows.py`), where the host
 training steps and their times on top of it, `_flops.py` counts a model's work for it.
 """
 
-from accel.metrics._flops import FlopCount as FlopCount, count_flops as count_flops
-from accel.metrics._kinds import Kind as Kind, Weight as Weight
-from accel.metrics._record import Metrics as Metrics, running_metrics as running_metrics
-from accel.metrics._steps import (
-    StepStatistics as StepStatistics,
-    step_statistics as step_statistics,
-    straggler as straggler,
-)
+from accel.metrics._flops import FlopCount, count_flops
+from accel.metrics._record import Metrics, running_metrics
+from accel.metrics._steps import StepStatistics, step_statistics, straggler
+
+__all__ = [
+    "FlopCount",
+    "Metrics",
+    "StepStatistics",
+    "count_flops",
+    "running_metrics",
+    "step_statistics",
+    "straggler",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

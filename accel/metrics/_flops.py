@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel.formats import Precision
 from accel.tensors import is_dtensor
-from accel.tree import map_tensors, tensors
+from accel.tree import map_tensors
+from accel.tree._walk import tensors
 
 _Shape = Sequence[int]
 _Copy = Callable[[torch.Tensor], torch.Tensor]
@@ -55,7 +56,7 @@ def count_flops(model: nn.Module, *args: Any, **kwargs: Any) -> FlopCount:
         The count for this input; `per_sample` is what `StepStatistics.read(flops_per_sample=)` takes.
 
     Example:
-        >>> accel.count_flops(torch.nn.Linear(16, 32, bias=False), torch.zeros(4, 16, requires_grad=True))
+        >>> accel.metrics.count_flops(torch.nn.Linear(16, 32, bias=False), torch.zeros(4, 16, requires_grad=True))
         FlopCount(forward=4096, total=12288, unknown='')
 
     Reference: torch.utils.flop_counter.

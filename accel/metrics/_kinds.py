@@ -11,8 +11,9 @@ import msgspec
 import torch
 
 from accel.devices import wide_dtype
-from accel.errors import DataError, TreeError, check_kind
-from accel.tree import leaves, map_leaves, replace_tensors, tensors
+from accel.errors import DataError, TreeError
+from accel.errors._checks import check_kind
+from accel.tree._walk import leaves, map_leaves, replace_tensors, tensors
 
 Kind = Literal["mean", "sum", "count", "min", "max", "last"]
 Weight = float | torch.Tensor

@@ -11,7 +11,8 @@ import msgspec
 import torch
 
 from accel.context import DistContext, check_context
-from accel.errors import ConfigError, check_choice, did_you_mean
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice, did_you_mean
 from accel.metrics._adding import Groups, Scalars, States, add_others, fetched
 from accel.metrics._kinds import KINDS, START, Kind, Nested, Weight, merged_number
 from accel.metrics._rows import (
@@ -72,7 +73,7 @@ class Metrics(msgspec.Struct, frozen=True, eq=False):
             TreeError: a container that cannot be taken apart, or a leaf that is no real number.
 
         Example:
-            >>> metrics = accel.running_metrics(loss="mean", lr="last")
+            >>> metrics = accel.metrics.running_metrics(loss="mean", lr="last")
             >>> metrics = metrics.add(3, loss=2.0, lr=0.1).add(1, loss=6.0, lr=0.05)
             >>> metrics.read(accel.single())[0]
             {'loss': 3.0, 'lr': 0.05}
@@ -250,7 +251,7 @@ def running_metrics(*, by_rank: Sequence[str] = (), **kinds: Kind) -> Metrics:
         ConfigError: no metric, an unknown kind, a reserved name ("step", "time"), or one in `by_rank` without a kind.
 
     Example:
-        >>> metrics = accel.running_metrics(loss="mean", tokens="count")
+        >>> metrics = accel.metrics.running_metrics(loss="mean", tokens="count")
         >>> metrics = metrics.add(8, loss=torch.tensor(0.5), tokens=4096)
         >>> metrics.read(accel.single())[0]
         {'loss': 0.5, 'tokens': 4096}

@@ -15,7 +15,7 @@ from accel.comm import Call, as_bytes, as_tensor, call_site, exchange, shared_fa
 from accel.context import DistContext
 from accel.errors import DataError
 from accel.metrics._kinds import START, Kind, Nested, Shapes, merged, merged_number, shapes_of
-from accel.tree import map_leaves, tensors
+from accel.tree._walk import map_leaves, tensors
 
 Number = tuple[float, float]  # state and weight
 

@@ -108,7 +108,7 @@ def straggler(values: Mapping[str, Any]) -> str | None:
     Example:
         >>> time = {"step_s": 0.026, "own_s": 0.005, "data_wait_s": 0.001}
         >>> time |= {"slowest_rank": 1, "slowest_own_s": 0.026, "slowest_data_wait_s": 0.021}
-        >>> print(accel.straggler({"time": time}))
+        >>> print(accel.metrics.straggler({"time": time}))
         rank 1 takes 26.0 ms a step of its own, the median is 5.0 ms; it waits for data, 21.0 ms a step
     """
     time: Mapping[str, float] = values.get("time", {})
@@ -303,7 +303,7 @@ def step_statistics(**kinds: Kind) -> StepStatistics:
         ConfigError: as `running_metrics`, or a name that the statistics have themselves.
 
     Example:
-        >>> statistics = accel.step_statistics(loss="mean")
+        >>> statistics = accel.metrics.step_statistics(loss="mean")
         >>> statistics = statistics.add(batch, loss=0.5)
         >>> values, statistics = statistics.read(ctx)
         >>> values["loss"], values["samples"]

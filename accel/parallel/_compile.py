@@ -14,7 +14,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,  # pyright: ignore[reportUnknownVariableType]
 )
 
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 from accel.formats import CompileMode
 from accel.mixins import Mixin, add_mixin, remove_mixin
 from accel.parallel._modules import Select, selected, unwrap_model

@@ -120,7 +120,7 @@ def check_filled(model: nn.Module, *, where: str) -> None:
             expected="a load or initialisation after prepare",
             got=f"{len(empty)} parameters and buffers that nobody has filled, such as {empty[0]}",
             where=where,
-            fix="Load them: accel.load_state(ctx, path, {'model': model}); or call accel.initialize_weights."
+            fix="Load them: accel.load_state(ctx, path, {'model': model}); or call accel.bigmodel.initialize_weights."
             + (f" No checkpoint holds {unsaved[0]}. {_BUILT}" if unsaved else ""),
         )
 

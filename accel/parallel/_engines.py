@@ -22,7 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # Strategy: module and function, which takes the context and returns the `Engine`. Imported when asked for.
-ENGINES: Mapping[str, tuple[str, str]] = {"deepspeed": ("accel.engines.deepspeed", "make")}
+ENGINES: Mapping[str, tuple[str, str]] = {"deepspeed": ("accel.engines.deepspeed._engine", "make")}
 
 
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):

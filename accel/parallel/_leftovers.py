@@ -132,7 +132,8 @@ def check_kept(models: Iterable[nn.Module]) -> None:
             expected="gradients that add up until the optimizer step, which clears them",
             got="no gradient in any parameter of the block's models",
             where="accel.accumulate",
-            fix="Leave optimizer.zero_grad() out of the loop. To drop a window: state = accel.discard(state, model).",
+            fix="Leave optimizer.zero_grad() out of the loop. "
+            "To drop a window: state = accel.training.discard(state, model).",
         )
 
 

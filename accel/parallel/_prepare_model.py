@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, PrepareError, check_kind
+from accel.errors import ConfigError, PrepareError
+from accel.errors._checks import check_kind
 from accel.formats import Compile
 from accel.parallel._compile import compile_model
 from accel.parallel._empty import allocate_empty, expect_values, move_model, stays_empty
@@ -294,7 +295,7 @@ def refuse_plan(ctx: DistContext, plan: Plan | None) -> None:
 
 
 def _checked_plan(plan: Plan | None) -> Plan:
-    check_kind(plan, Plan | None, "not a plan", expected="an accel.Plan, or None", where="plan=")
+    check_kind(plan, Plan | None, "not a plan", expected="an accel.parallel.Plan, or None", where="plan=")
     return plan or Plan()
 
 

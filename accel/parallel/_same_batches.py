@@ -24,7 +24,7 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import is_pipelined, unwrap_model
 from accel.tensors import mesh_of, split_dims
 from accel.topology import Dimension, dimension_of
-from accel.tree import Containers, leaves
+from accel.tree._walk import Containers, leaves
 
 SHARING: frozenset[Dimension] = frozenset({"tensor", "pipeline"})  # ranks along these get one batch
 _AXES = ("tp", "pp")

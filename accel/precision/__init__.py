@@ -5,11 +5,18 @@
 the scale that `backward` multiplies by and `optimizer_step` updates. `_fp8.py` converts layers.
 """
 
-from accel.precision._amp import (
-    LossScale as LossScale,
-    autocast as autocast,
-    loss_scale as loss_scale,
-    matmul_precision as matmul_precision,
-)
-from accel.precision._fp8 import convert_qat as convert_qat
-from accel.precision._model import apply_precision as apply_precision
+from accel.formats import Fp8, Precision, Qat
+from accel.precision._fp8 import convert_qat
+from accel.precision._model import apply_precision
+
+__all__ = [
+    "Fp8",
+    "Precision",
+    "Qat",
+    "apply_precision",
+    "convert_qat",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -164,7 +164,7 @@ def _convert(formats: list[tuple[str, nn.Parameter, torch.dtype]]) -> None:
                 expected="a model before it is sharded",
                 got=f"a {type(parameter).__name__} in {parameter.dtype}",
                 where=f"apply_precision, {name}",
-                fix="Call accel.apply_precision(ctx, model) first, then shard the model.",
+                fix="Call accel.precision.apply_precision(ctx, model) first, then shard the model.",
             )
         if parameter.grad is not None:
             raise PrepareError(

@@ -11,7 +11,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from accel.errors import ConfigError, DeviceError, did_you_mean
+from accel.errors import ConfigError, DeviceError
+from accel.errors._checks import did_you_mean
 from accel.formats import Compute
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -197,8 +197,8 @@ class HostFolder:
         ConfigError: no path, an empty one, or a URL.
 
     Example:
-        >>> path = accel.save_state(ctx, accel.HostFolder("runs/local"), {"model": model}, step=3)
-        >>> accel.load_state(ctx, accel.HostFolder("runs/local"), {"model": model}).path == path
+        >>> path = accel.save_state(ctx, accel.checkpoint.HostFolder("runs/local"), {"model": model}, step=3)
+        >>> accel.load_state(ctx, accel.checkpoint.HostFolder("runs/local"), {"model": model}).path == path
         True
     """
 

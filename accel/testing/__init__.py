@@ -7,17 +7,37 @@ last rank computes for all (`_collectives.py`). `_faults.py` lets a rank fail, `
 backend would; `_default_group.py` and `_process.py` are what torch and Python keep once a process.
 """
 
-from accel.testing._faults import Fault as Fault, WriteFault as WriteFault
-from accel.testing._networks import Network as Network
+from accel.testing._faults import Fault, WriteFault
+from accel.testing._networks import Network
 from accel.testing._regression import (
-    Line as Line,
-    RegressionDataset as RegressionDataset,
-    RegressionModel as RegressionModel,
+    Line,
+    RegressionDataset,
+    RegressionModel,
 )
-from accel.testing._simulate import Simulator as Simulator, simulate as simulate, simulate_groups as simulate_groups
+from accel.testing._simulate import Simulator, simulate, simulate_groups
 from accel.testing._sites import (
-    Deadlock as Deadlock,
-    FaultNotReached as FaultNotReached,
-    InjectedFault as InjectedFault,
-    SimulationError as SimulationError,
+    Deadlock,
+    FaultNotReached,
+    InjectedFault,
+    SimulationError,
 )
+
+__all__ = [
+    "Deadlock",
+    "Fault",
+    "FaultNotReached",
+    "InjectedFault",
+    "Line",
+    "Network",
+    "RegressionDataset",
+    "RegressionModel",
+    "SimulationError",
+    "Simulator",
+    "WriteFault",
+    "simulate",
+    "simulate_groups",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,7 +15,8 @@ from typing import Literal, NoReturn, TypeVar, get_args
 
 import msgspec
 
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 from accel.storage import AFTER_WRITE
 from accel.testing._process import CURRENT, Killed, RankSignals
 from accel.testing._scheduler import Scheduler

@@ -13,7 +13,8 @@ from typing import Generic, TypeVar, cast, get_args
 import torch.distributed as dist
 
 from accel.context import DistContext, from_group
-from accel.errors import ConfigError, check_choice, check_count
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice, check_count
 from accel.testing._default_group import Enter, default_groups
 from accel.testing._faults import AnyFault, check_faults
 from accel.testing._networks import Network

@@ -14,7 +14,8 @@ from typing import Annotated, Literal, NamedTuple, cast, get_args
 import msgspec
 from msgspec import Meta
 
-from accel.errors import AccelError, ConfigError, check_choice, did_you_mean
+from accel.errors import AccelError, ConfigError
+from accel.errors._checks import check_choice, did_you_mean
 
 MESH_TEXT = r"^([a-z_]+=(-1|[1-9][0-9]{0,6})(,[a-z_]+=(-1|[1-9][0-9]{0,6}))*)?$"
 

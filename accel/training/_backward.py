@@ -20,8 +20,10 @@ from accel.data import SampleCount
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
-from accel.parallel import check_kept, engine_of, exchanging, no_sync, note_gradients, raise_lost_peer
-from accel.precision import LossScale, matmul_precision
+from accel.parallel._engines import engine_of
+from accel.parallel._leftovers import check_kept, note_gradients
+from accel.parallel._sync import exchanging, no_sync, raise_lost_peer
+from accel.precision._amp import LossScale, matmul_precision
 from accel.tensors import is_dtensor
 from accel.training._train_state import TrainState, after_backward, begun_window, weight_of
 from accel.training._window import check_alone, check_records, note_loss

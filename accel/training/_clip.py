@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.optim import Accumulation, clamp_, keep_losses, parameters_of, scale_, total_norm
-from accel.parallel import engine_of
-from accel.precision import LossScale
+from accel.parallel._engines import engine_of
+from accel.precision._amp import LossScale
 from accel.tensors import local_parts
 from accel.training._train_state import TrainState, after_backward, ended_window
 from accel.training._window import (

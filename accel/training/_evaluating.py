@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel.errors import ConfigError, PrepareError, check_choice, check_kind
-from accel.items import clean_name, reshard
-from accel.parallel import emptied_by, follow_stages, is_pipelined, stage_modules, unwrap_model
+from accel.errors import ConfigError, PrepareError
+from accel.errors._checks import check_choice, check_kind
+from accel.items._module import clean_name, reshard
+from accel.parallel._modules import emptied_by, follow_stages, is_pipelined, stage_modules, unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import FORMATS, mesh_of, placements_of
 

@@ -17,7 +17,10 @@ from accel.comm import Call, broadcast_flat, exchange_values
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.optim import Accumulation
-from accel.parallel import engine_of, exchanging, micro_batches_of, no_sync, unwrap_model
+from accel.parallel._engines import engine_of
+from accel.parallel._labels import micro_batches_of
+from accel.parallel._modules import unwrap_model
+from accel.parallel._sync import exchanging, no_sync
 from accel.parallel.axes.pipeline import (
     MicroBatch,
     Pipeline,
@@ -29,7 +32,7 @@ from accel.parallel.axes.pipeline import (
     sum_tied_gradients,
     take_summed,
 )
-from accel.precision import LossScale, autocast, matmul_precision
+from accel.precision._amp import LossScale, autocast, matmul_precision
 from accel.storage import dtype_name
 from accel.training._backward import accumulate, on_device, own_weight, run_backward, start_sharing, weigh
 from accel.training._loss_sums import LossFn, LossProbe, LossSums
@@ -306,7 +309,7 @@ def forward(
         PeerError: another rank was lost.
 
     Example:
-        >>> accel.forward(accel.single(), nn.Linear(2, 3), torch.ones(4, 2)).shape
+        >>> accel.training.forward(accel.single(), nn.Linear(2, 3), torch.ones(4, 2)).shape
         torch.Size([4, 3])
     """
     ctx.comm.check_open()

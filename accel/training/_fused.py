@@ -10,10 +10,13 @@ from torch.optim import Optimizer
 
 from accel.comm import Call, agreed
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
+from accel.errors import ConfigError, NonFiniteError, StepError
+from accel.errors._checks import check_choice
 from accel.optim import first_nonfinite, gradients, parameters_of
-from accel.parallel import drop_unused, engine_of, name_of
-from accel.precision import LossScale
+from accel.parallel._engines import engine_of
+from accel.parallel._labels import name_of
+from accel.parallel._leftovers import drop_unused
+from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
 from accel.training._backward import backward
 

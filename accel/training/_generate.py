@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from accel.comm import adopt, all_reduce_flat, broadcast_flat, gathered
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
-from accel.parallel import engine_of, micro_batches_of, stage_modules, unwrap_model
+from accel.parallel._engines import engine_of
+from accel.parallel._labels import micro_batches_of
+from accel.parallel._modules import stage_modules, unwrap_model
 from accel.parallel.axes.pipeline import (
     ByStage,
     MicroBatch,
@@ -29,7 +31,7 @@ from accel.parallel.axes.pipeline import (
     pipeline_of,
     split_batch,
 )
-from accel.precision import autocast
+from accel.precision._amp import autocast
 from accel.random import Key
 from accel.seeding import rank_key
 
@@ -221,7 +223,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         elif self.top_p is not None and not 0 < self.top_p <= 1:
             problem, expected = f"top_p={self.top_p}", "a number above 0, up to 1"
         elif self.temperature and not has_key:
-            problem, expected = f"temperature={self.temperature} without key=", "key=accel.Key(seed), to draw from"
+            problem, expected = (
+                f"temperature={self.temperature} without key=",
+                "key=accel.seeding.Key(seed), to draw from",
+            )
         elif not self.temperature and (has_key or self.top_k is not None or self.top_p is not None):
             problem, expected = "key, top_k or top_p without a temperature", "temperature above 0 beside them"
         if problem:
@@ -314,7 +319,7 @@ def generate(
         >>> class Next(nn.Module):
         ...     def forward(self, ids):
         ...         return nn.functional.one_hot((ids + 1) % 5, 5).float()
-        >>> accel.generate(accel.single(), Next(), torch.tensor([[3]]), max_new_tokens=3)
+        >>> accel.training.generate(accel.single(), Next(), torch.tensor([[3]]), max_new_tokens=3)
         tensor([[3, 4, 0, 1]])
     """
     ctx.comm.check_open()

@@ -17,23 +17,17 @@ from typing_extensions import TypeVar
 
 from accel.comm import Call, agreed
 from accel.context import DistContext, context_first
-from accel.data import Loader, StreamLoader, prepare_loader, unwrapped_loader
-from accel.errors import DeviceError, PrepareError, check_kind
-from accel.items import is_zero
+from accel.data import StreamLoader
+from accel.data._loader import Loader, prepare_loader, unwrapped_loader
+from accel.errors import DeviceError, PrepareError
+from accel.errors._checks import check_kind
+from accel.items._packed_state import is_zero
 from accel.optim import parameters_of
-from accel.parallel import (
-    check_model,
-    check_sparse,
-    compile_as_set,
-    engine_of,
-    heir_of,
-    is_dropped,
-    name_of,
-    prepare_model,
-    refuse_plan,
-    replaces_parameters,
-    unwrap_model,
-)
+from accel.parallel._engines import engine_of
+from accel.parallel._labels import heir_of, is_dropped, name_of
+from accel.parallel._modules import unwrap_model
+from accel.parallel._prepare_model import check_model, compile_as_set, prepare_model, refuse_plan, replaces_parameters
+from accel.parallel._refused import check_sparse
 from accel.precision import apply_precision
 from accel.tensors import has_wide_gradient, is_dtensor, is_half, is_offloaded
 from accel.topology import Plan, data_dimension
@@ -106,7 +100,7 @@ def tell_narrow(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
         logging.getLogger("accel.training").warning(
             "the optimizer steps %d parameters in %s, such as %s, and keeps its state so: steps below 1/256 of a "
             "weight are lost. For float32 weights, gathered and computed in 16 bits, load the model in float32 or pass "
-            'precision=accel.Precision(compute="%s", params="fp32"). If 16 bits are meant, pass precision="pure-bf16".',
+            'precision=accel.precision.Precision(compute="%s", params="fp32"). If 16 bits are meant, pass precision="pure-bf16".',
             len(found),
             str(found[0].dtype).removeprefix("torch."),
             name_of(found[0]) or f"one of shape {list(found[0].shape)}",

@@ -13,8 +13,10 @@ from accel.comm import MERGED, Call, adopt, all_reduce_flat, exchange_values
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, NonFiniteError
 from accel.optim import Accumulation, first_nonfinite, parameters_of
-from accel.parallel import ENGINES, check_context_used, name_of, runs_without_autocast
-from accel.precision import LossScale
+from accel.parallel._engines import ENGINES
+from accel.parallel._labels import name_of, runs_without_autocast
+from accel.parallel.axes.context import check_context_used
+from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor, split_dims
 from accel.topology import AXIS_NAMES, SHARED_DIMS
 from accel.training._window import blame

@@ -9,14 +9,18 @@ from typing import Any, cast
 
 import msgspec
 
-from accel.checkpoint import Manifest, stored_field
+from accel.checkpoint._manifest import Manifest, stored_field
 from accel.comm import call_site
 from accel.context import DistContext, context_first
-from accel.data import Cursor
-from accel.errors import CheckpointError, ConfigError, check_kind
-from accel.items import LoadOptions, Part, TrainableOnly, check_mapping, kind_of, load_newest
+from accel.data._cursor import Cursor
+from accel.errors import CheckpointError, ConfigError
+from accel.errors._checks import check_kind
+from accel.items import Part, TrainableOnly
+from accel.items._kinds import check_mapping, kind_of
+from accel.items._loading import load_newest
+from accel.items._source import LoadOptions
 from accel.optim import Accumulation
-from accel.precision import LossScale
+from accel.precision._amp import LossScale
 from accel.storage import RemotePath
 from accel.training._train_state import TrainState
 

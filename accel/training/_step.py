@@ -16,10 +16,12 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, 
 from accel import xla
 from accel.context import DistContext, context_first
 from accel.devices import wide_dtype
-from accel.errors import ConfigError, StepError, check_choice
+from accel.errors import ConfigError, StepError
+from accel.errors._checks import check_choice
 from accel.optim import Accumulation, clamp_, parameters_of, scale_, step_masters
-from accel.parallel import Engine, EngineOutcome, StepRequest, engine_of, steps_alone
-from accel.precision import LossScale
+from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
+from accel.parallel._labels import steps_alone
+from accel.precision._amp import LossScale
 from accel.topology import dimension_of
 from accel.training._refused import check_overflow, check_settings
 from accel.training._train_state import TrainState, after_step, ended_window
@@ -149,7 +151,7 @@ def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tu
             expected="finite numbers, 0 or above",
             got=f"a sum of {total}",
             where="backward, weight=",
-            fix="The window's gradients are invalid: drop them by accel.discard or accel.clear_gradients.",
+            fix="The window's gradients are invalid: drop them by discard or clear_gradients of accel.training.",
         )
     return all(map(math.isfinite, lengths)), total == 0
 

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from accel.context import DistContext, context_first
-from accel.data import Batch, Cursor, SampleCount
+from accel.data import SampleCount
+from accel.data._batches import Batch
+from accel.data._cursor import Cursor
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
-from accel.parallel import clear_gradients
-from accel.precision import LossScale, loss_scale
+from accel.parallel._leftovers import clear_gradients
+from accel.precision._amp import LossScale, loss_scale
 
 
 def is_begun(window: Accumulation) -> bool:
@@ -67,7 +69,7 @@ def check_between(window: Accumulation, call: str) -> None:
         expected="a state between two windows",
         got=f"micro-batch {window.micro} of {window.steps}",
         where=call,
-        fix="Drop its gradients before: state = accel.discard(state, model). Or end it with its last batch:"
+        fix="Drop its gradients before: state = accel.training.discard(state, model). Or end it with its last batch:"
         " state = state.next(batch, last=True).",
     )
 
@@ -83,7 +85,7 @@ def dropped(window: Accumulation, call: str) -> StepError:
         expected=line,
         got=f"micro-batch {window.micro} of {window.steps}",
         where=call,
-        fix=f"Keep the result: {line}. To abandon the window: state = accel.discard(state, model).",
+        fix=f"Keep the result: {line}. To abandon the window: state = accel.training.discard(state, model).",
     )
 
 
@@ -275,7 +277,7 @@ def discard(state: TrainState, *models: nn.Module) -> TrainState:
 
     Example:
         >>> ctx, model = accel.single(), torch.nn.Linear(2, 1)
-        >>> state = accel.discard(accel.train_state(ctx), model)
+        >>> state = accel.training.discard(accel.train_state(ctx), model)
         >>> state.sync
         False
     """
@@ -285,7 +287,7 @@ def discard(state: TrainState, *models: nn.Module) -> TrainState:
             expected="every model that the window trains",
             got="a state alone",
             where="discard",
-            fix="state = accel.discard(state, model)",
+            fix="state = accel.training.discard(state, model)",
         )
     clear_gradients(*models)
     return _replaced(state, accum=state.accum.reset(), valid=None)

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accel.context import DistContext, context_first
-from accel.data import Batch
-from accel.errors import ConfigError, DataError, check_kind
+from accel.data._batches import Batch
+from accel.errors import ConfigError, DataError
+from accel.errors._checks import check_kind
 from accel.training._forward_backward import forward_backward
 from accel.training._loss_sums import LossFn
 from accel.training._step import MaxNorm, optimizer_step

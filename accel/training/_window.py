@@ -16,9 +16,11 @@ from accel.comm import Call, adopt, agreed, all_gather_flat, all_reduce_flat, to
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation, elements_of, gradients, parameters_of, total_norm
-from accel.parallel import average_, check_exchanged, drop_unused, found_gradient, name_of
+from accel.parallel._labels import check_exchanged, name_of
+from accel.parallel._leftovers import drop_unused, found_gradient
+from accel.parallel._spread import average_
 from accel.parallel.axes.pipeline import is_tied_copy
-from accel.precision import LossScale
+from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
 
 _MOST_BITS = 1024  # of what a float holds
@@ -244,8 +246,9 @@ def _leftovers(parameters: Sequence[torch.Tensor]) -> StepError:
         expected="parameters without gradients when a window begins",
         got=f"gradients of {', '.join(names)}{more}",
         where="optimizer_step",
-        fix="Call accel.clear_gradients(model) where a window is abandoned, or where a loss of another model has left"
-        " gradients in this one; optimizer.zero_grad() after each window in which an optimizer takes no step.",
+        fix="Call accel.training.clear_gradients(model) where a window is abandoned, "
+        "or where a loss of another model has left gradients in this one; "
+        "optimizer.zero_grad() after each window in which an optimizer takes no step.",
     )
 
 

@@ -5,26 +5,26 @@
 """
 
 from accel.tree._batches import (
-    concatenate as concatenate,
-    convert_to_fp32 as convert_to_fp32,
-    find_batch_size as find_batch_size,
-    send_to_device as send_to_device,
-    slice_tensors as slice_tensors,
-    tensors_equal as tensors_equal,
+    concatenate,
+    convert_to_fp32,
+    find_batch_size,
+    send_to_device,
+    slice_tensors,
+    tensors_equal,
 )
-from accel.tree._walk import (
-    Container as Container,
-    Containers as Containers,
-    Leaf as Leaf,
-    flatten as flatten,
-    has_method as has_method,
-    is_its_values as is_its_values,
-    leaves as leaves,
-    map_leaves as map_leaves,
-    map_movable as map_movable,
-    map_tensors as map_tensors,
-    nodes as nodes,
-    replace_tensors as replace_tensors,
-    structure as structure,
-    tensors as tensors,
-)
+from accel.tree._walk import Container, map_tensors
+
+__all__ = [
+    "Container",
+    "concatenate",
+    "convert_to_fp32",
+    "find_batch_size",
+    "map_tensors",
+    "send_to_device",
+    "slice_tensors",
+    "tensors_equal",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -288,7 +288,7 @@ def _parts(node: object, trail: _Trail, containers: Containers) -> tuple[Sequenc
             got=type(cast(object, node)).__name__,
             where=_path(trail),
             fix=f"Pass {_plain_form(cast(object, node))}, or describe the class: accel.replace(ctx, containers="
-            f"[accel.Container({type(cast(object, node)).__name__}, take_apart, put_together)]).",
+            f"[accel.tree.Container({type(cast(object, node)).__name__}, take_apart, put_together)]).",
         )
     return None
 

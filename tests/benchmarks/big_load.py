@@ -126,7 +126,7 @@ def by_hand(folder: Path, made: LlamaConfig) -> list[torch.Tensor]:
 def by_accel(folder: Path, made: LlamaConfig, dtype: torch.dtype) -> nn.Module:
     """Build empty and load by accel."""
     model = accel.init_empty_weights(lambda: LlamaForCausalLM(made))
-    return accel.load_checkpoint_in_model(accel.single("cpu"), model, folder, dtype=dtype, readers=READERS)
+    return accel.bigmodel.load_checkpoint_in_model(accel.single("cpu"), model, folder, dtype=dtype, readers=READERS)
 
 
 def by_accelerate(folder: Path, made: LlamaConfig, dtype: torch.dtype) -> nn.Module:

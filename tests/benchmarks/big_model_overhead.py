@@ -27,7 +27,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel.bigmodel import DeviceMap, describe, dispatch_model
+from accel.bigmodel import DeviceMap, describe
+from accel.bigmodel.run import dispatch_model
 
 LAYERS = 16
 

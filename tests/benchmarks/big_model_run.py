@@ -31,7 +31,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accel.bigmodel import DeviceMap, StoredTensor, describe, dispatch_model
+from accel.bigmodel import DeviceMap, StoredTensor, describe
+from accel.bigmodel.run import dispatch_model
 
 BLOCKS, WIDTH, BANDWIDTH = 16, 1024, 400e6
 MATRICES = 4  # of a block on the disk: 16 MiB

@@ -116,7 +116,7 @@ def load_dcp(job: Job) -> None:
 @contextlib.contextmanager
 def accelerate_pair(job: Job) -> Iterator[tuple[Callable[[Job], None], Callable[[Job], None]]]:
     """Accelerate's two calls on the same objects."""
-    from accelerate import Accelerator  # type: ignore[import-not-found]
+    from accelerate import Accelerator
 
     accelerator: Any = Accelerator(cpu=job.ctx.device.type == "cpu")
     model, optimizer = accelerator.prepare(job.model, job.optimizer)
@@ -135,7 +135,7 @@ def timed(job: Job, work: Callable[[Job], object]) -> float:
 
 def blocked(job: Job) -> float:
     """Seconds that the training thread of the slowest rank is kept by an asynchronous save."""
-    handles: list[accel.Saving] = []
+    handles: list[accel.checkpoint.Saving] = []
 
     def start(job: Job) -> None:
         handles.append(accel.save_state(job.ctx, job.out / "accel", job.items(), step=2, mode="async"))

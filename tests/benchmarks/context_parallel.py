@@ -46,13 +46,13 @@ def variants_of(ctx: accel.DistContext, options: argparse.Namespace, length: int
         name: torch.randn(1, heads, length, options.dim, generator=generator).to(ctx.device, dtype)
         for name, heads in shapes.items()
     }
-    part = accel.split_sequence(ctx, whole, dim=2)
+    part = accel.parallel.split_sequence(ctx, whole, dim=2)
 
     def all_of_it(*leaves: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
 
     def by(method: Any) -> Callable[..., Tensor]:
-        return lambda *leaves: accel.context_attention(ctx, *leaves, method=method)
+        return lambda *leaves: accel.parallel.context_attention(ctx, *leaves, method=method)
 
     shared = {method: forward_backward(by(method), part) for method in get_args(ContextMethod)}
     return {WHOLE: forward_backward(all_of_it, whole), **shared}

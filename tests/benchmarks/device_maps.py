@@ -22,13 +22,13 @@ import accel
 SEGMENTS = 10_000
 
 
-def model_of(sizes: list[int]) -> accel.Skeleton:
+def model_of(sizes: list[int]) -> accel.bigmodel.Skeleton:
     """A model of blocks of that many units of 512 bytes."""
-    return accel.Skeleton(
+    return accel.bigmodel.Skeleton(
         segments=tuple(
-            accel.Segment(
+            accel.bigmodel.Segment(
                 name=f"layers.{at}",
-                weights=(accel.Weight(name=f"layers.{at}.weight", shape=(128 * size,), dtype="F32"),),
+                weights=(accel.bigmodel.Weight(name=f"layers.{at}.weight", shape=(128 * size,), dtype="F32"),),
             )
             for at, size in enumerate(sizes)
         )
@@ -68,11 +68,11 @@ def builds() -> dict[str, Callable[[], object]]:
             return transformers.LlamaForCausalLM(config)
 
     empty = accel.init_empty_weights(lambda: transformers.LlamaForCausalLM(config))
-    skeleton = accel.describe(empty)
+    skeleton = accel.bigmodel.describe(empty)
     return {
         "70B under torch.device('meta')": on_meta,
         "70B by init_empty_weights": lambda: accel.init_empty_weights(lambda: transformers.LlamaForCausalLM(config)),
-        "70B described": lambda: accel.describe(empty),
+        "70B described": lambda: accel.bigmodel.describe(empty),
         "70B inferred": lambda: accel.infer_device_map(skeleton, {0: "80GB", "cpu": "100GB", "disk": None}),
     }
 

@@ -54,7 +54,7 @@ def by_hand(ctx: accel.DistContext, stage: int, shape: tuple[int, int], steps: i
 
 def with_accel(ctx: accel.DistContext, stage: int, shape: tuple[int, int], steps: int) -> Loop:
     """The loop of the README, its batch made once."""
-    under = accel.replace(ctx, deepspeed=accel.DeepSpeed(stage=stage))
+    under = accel.replace(ctx, deepspeed=accel.engines.deepspeed.DeepSpeed(stage=stage))
     model = make_model(*shape)
     model, optimizer = accel.prepare(under, model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     inputs, targets = make_batch(ctx, shape[0])

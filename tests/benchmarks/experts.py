@@ -49,10 +49,10 @@ def shared(ctx: accel.DistContext) -> Callable[..., Tensor]:
     group = accel.group_of(ctx, "ep")
 
     def layer(tokens: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        routing = accel.route_tokens(tokens @ router.T, K)
-        sent = accel.dispatch_tokens(tokens, routing.indices, experts=EXPERTS, group=group)
+        routing = accel.parallel.route_tokens(tokens @ router.T, K)
+        sent = accel.parallel.dispatch_tokens(tokens, routing.indices, experts=EXPERTS, group=group)
         outputs = torch.cat(run_experts(list(sent.rows.split(list(sent.counts))), up, down))
-        return accel.combine_tokens(outputs, sent, routing.weights)
+        return accel.parallel.combine_tokens(outputs, sent, routing.weights)
 
     return layer
 
@@ -87,10 +87,10 @@ def alone(_ctx: accel.DistContext) -> Callable[..., Tensor]:
     """All experts on every rank."""
 
     def layer(tokens: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        routing = accel.route_tokens(tokens @ router.T, K)
-        sent = accel.dispatch_tokens(tokens, routing.indices, experts=EXPERTS)
+        routing = accel.parallel.route_tokens(tokens @ router.T, K)
+        sent = accel.parallel.dispatch_tokens(tokens, routing.indices, experts=EXPERTS)
         outputs = torch.cat(run_experts(list(sent.rows.split(list(sent.counts))), up, down))
-        return accel.combine_tokens(outputs, sent, routing.weights)
+        return accel.parallel.combine_tokens(outputs, sent, routing.weights)
 
     return layer
 

@@ -131,11 +131,11 @@ def order(ctx: accel.DistContext, clock: Clock) -> None:
             times: list[float] = []
             for _ in range(20):
                 start = clock()
-                _ = accel.order(0, 0, n).at(positions.clone())
+                _ = accel.data.order(0, 0, n).at(positions.clone())
                 times.append(clock() - start)
             line += f"   {count:>6,} positions {statistics.median(times) * 1e6:8.0f} us"
         tracemalloc.start()
-        found = accel.order(0, 0, n)
+        found = accel.data.order(0, 0, n)
         held, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         accel.print(ctx, f"{line}   {len(found.keys)} keys, {held} bytes")

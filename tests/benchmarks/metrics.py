@@ -30,7 +30,7 @@ MIXED = {"loss": "mean", "accuracy": "mean", "norm": "max", "step_s": "sum", "wa
 
 def adding(kinds: dict[str, Any], values: dict[str, Any]) -> Loop:
     def loop(count: int) -> None:
-        metrics = accel.running_metrics(**kinds)
+        metrics = accel.metrics.running_metrics(**kinds)
         for _ in range(count):
             metrics = metrics.add(64, **values)
 
@@ -66,7 +66,7 @@ def stepping(ctx: accel.DistContext) -> Loop:
     loss = torch.rand(())
 
     def loop(count: int) -> None:
-        stats = accel.step_statistics(loss="mean")
+        stats = accel.metrics.step_statistics(loss="mean")
         for _ in range(count):
             stats = stats.add(batch, state, tokens=4096, loss=loss)
 
@@ -74,7 +74,7 @@ def stepping(ctx: accel.DistContext) -> Loop:
 
 
 def reading(ctx: accel.DistContext, kinds: dict[str, Any], values: dict[str, Any]) -> Loop:
-    metrics = accel.running_metrics(**kinds).add(64, **values)
+    metrics = accel.metrics.running_metrics(**kinds).add(64, **values)
 
     def loop(count: int) -> None:
         for _ in range(count):

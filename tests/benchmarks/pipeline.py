@@ -71,7 +71,7 @@ def by_hand(ctx: accel.DistContext, width: int, depth: int, micro: int, rows: in
 
 def ours(ctx: accel.DistContext, width: int, depth: int, micro: int, rows: int) -> Loop:
     blocks = make_blocks(width, depth)
-    plan = accel.Plan(micro_batches=micro)
+    plan = accel.parallel.Plan(micro_batches=micro)
     model, optimizer = accel.prepare(ctx, blocks, torch.optim.AdamW(blocks.parameters(), lr=1e-4), plan=plan)
     inputs, targets = make_batch(width, rows)
 

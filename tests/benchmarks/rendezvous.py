@@ -53,7 +53,7 @@ def measure(ranks: int, late_s: float, *, absent: bool) -> tuple[list[int], list
         began = time.monotonic()
         try:
             kept.append(_rendezvous.open_store(env, late_s if absent else 60))
-        except accel.PeerError as error:
+        except accel.errors.PeerError as error:
             kept.append(error)
         seconds.append(time.monotonic() - began)
 

@@ -95,7 +95,7 @@ def by_accel(ctx: accel.DistContext, width: int, x: torch.Tensor) -> Pass:
     styles: dict[str, Any] = {f"*.{name}": "colwise" for name in COLWISE}
     styles |= {f"*.{name}": "rowwise" for name in ROWWISE}
     styles |= {f"*.{name}": "copy_input" for name in ("attention", "mlp")}  # as tensor_plan has it for a Llama
-    return timed_passes(accel.prepare_model(ctx, blocks(width), plan=accel.Plan(tensor=styles)), x)
+    return timed_passes(accel.prepare_model(ctx, blocks(width), plan=accel.parallel.Plan(tensor=styles)), x)
 
 
 def llama(width: int) -> nn.Module:

@@ -29,7 +29,7 @@ SCALARS = 10
 
 
 @contextlib.contextmanager
-def by_accel(folder: Path, tracker: accel.Tracker) -> Iterator[Log]:
+def by_accel(folder: Path, tracker: accel.trackers.Tracker) -> Iterator[Log]:
     ctx = accel.single()
     with accel.tracking(ctx, "bench", to=[tracker], dir=folder) as trackers:
         yield lambda values, step: accel.log(ctx, trackers, values, step=step)

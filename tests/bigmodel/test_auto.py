@@ -50,9 +50,9 @@ def test_what_the_host_has_not_free_stays_in_files(
         torch.testing.assert_close(run.model(token_ids()), make_net()(token_ids()))
         assert run.device_map.limits["cpu"] == 22_500
         assert "disk" in run.device_map.home.values()
-        assert capsys.readouterr().out.strip() == accel.explain(run.device_map)
+        assert capsys.readouterr().out.strip() == accel.bigmodel.explain(run.device_map)
     free(monkeypatch, cpu=10)
-    with pytest.raises(accel.PlacementError, match="no room for the model in 'cpu'"):  # no files
+    with pytest.raises(accel.errors.PlacementError, match="no room for the model in 'cpu'"):  # no files
         accel.dispatch_model(accel.init_empty_weights(lambda: make_net()), "auto")
 
 
@@ -86,5 +86,5 @@ def test_all_accelerators_of_the_machine_are_used(monkeypatch: pytest.MonkeyPatc
 
 def test_other_words_are_refused(folder: Path) -> None:
     for wrong in ("balanced", None, {"": 0}):
-        with pytest.raises(accel.ConfigError, match="not a device map"):
+        with pytest.raises(accel.errors.ConfigError, match="not a device map"):
             accel.load_checkpoint_and_dispatch(accel.single("cpu"), make_net(), folder, wrong)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def segments(skeleton: Skeleton) -> dict[str, Segment]:
 def test_every_tensor_is_one_weight_with_all_its_paths(make: Callable[[], nn.Module]) -> None:
     with torch.device("meta"):
         model = make()
-    skeleton = accel.describe(model)
+    skeleton = accel.bigmodel.describe(model)
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}.values()
     assert skeleton.nbytes == sum(each.nbytes for each in tensors)
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -57,14 +57,14 @@ def test_every_tensor_is_one_weight_with_all_its_paths(make: Callable[[], nn.Mod
     assert sorted(paths) == sorted(name for name, _ in every)
     stored = {path for weight in skeleton.weights() if weight.stored for path in (weight.name, *weight.tied)}
     assert stored == set(model.state_dict())
-    half = accel.describe(model, dtype=torch.bfloat16)
+    half = accel.bigmodel.describe(model, dtype=torch.bfloat16)
     floats = sum(each.nbytes for each in tensors if each.dtype == torch.float32)
     assert half.nbytes == skeleton.nbytes - floats // 2
     assert accel.infer_device_map(skeleton, {0: skeleton.memory}).order == ()
 
 
 def test_blocks_move_and_what_stands_beside_them_moves_where_it_may() -> None:
-    found = segments(accel.describe(tiny_llama()))
+    found = segments(accel.bigmodel.describe(tiny_llama()))
     names = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
     assert list(found) == names
     assert [found[name].movable for name in names] == [True, True, True, False, False, True]
@@ -73,7 +73,7 @@ def test_blocks_move_and_what_stands_beside_them_moves_where_it_may() -> None:
 
 
 def test_tied_weights_stay_and_their_users_compute_on_one_device() -> None:
-    skeleton = accel.describe(tiny_gpt2())
+    skeleton = accel.bigmodel.describe(tiny_gpt2())
     table = segments(skeleton)["transformer.wte"]
     assert [(each.tied, each.moves) for each in table.weights] == [(("lm_head.weight",), False)]
     assert skeleton.tied_segments() == (("transformer.wte", "lm_head"),)
@@ -96,7 +96,7 @@ class Parent(nn.Module):
 
 
 def test_parameters_of_a_parent_never_move_and_a_module_in_two_places_is_one_segment() -> None:
-    skeleton = accel.describe(Parent())
+    skeleton = accel.bigmodel.describe(Parent())
     root, first, second = skeleton.segments
     assert (root.name, root.movable, root.moving) == ("", False, 0)
     assert {weight.name: (weight.stored, weight.moves) for weight in root.weights} == {
@@ -113,13 +113,13 @@ def test_parameters_of_a_parent_never_move_and_a_module_in_two_places_is_one_seg
 
 def test_blocks_may_be_chosen() -> None:
     model = tiny_llama()
-    by_class = accel.describe(model, blocks=nn.Linear)
+    by_class = accel.bigmodel.describe(model, blocks=nn.Linear)
     assert "model.layers.0.mlp.up_proj" in segments(by_class)
-    assert by_class.nbytes == accel.describe(model).nbytes
-    by_path = accel.describe(model, blocks=lambda path, _module: path == "model")
+    assert by_class.nbytes == accel.bigmodel.describe(model).nbytes
+    by_path = accel.bigmodel.describe(model, blocks=lambda path, _module: path == "model")
     assert list(segments(by_path)) == ["model", "lm_head"]
-    with pytest.raises(accel.ConfigError, match=r"no part of the model is chosen.*describe\(blocks=\)"):
-        accel.describe(model, blocks=nn.Conv2d)
+    with pytest.raises(accel.errors.ConfigError, match=r"no part of the model is chosen.*describe\(blocks=\)"):
+        accel.bigmodel.describe(model, blocks=nn.Conv2d)
 
 
 def test_tables_whose_look_up_is_more_than_rows_take_slots() -> None:
@@ -133,26 +133,26 @@ def test_tables_whose_look_up_is_more_than_rows_take_slots() -> None:
         (lambda *sizes: nn.Embedding(*sizes, max_norm=1.0), False),
     ):
         model = nn.Sequential(make(4096, 64), nn.Linear(64, 2))
-        assert accel.describe(model).segments[0].rows is rows
+        assert accel.bigmodel.describe(model).segments[0].rows is rows
 
 
 def test_weights_without_a_shape_or_a_stored_dtype_are_refused() -> None:
-    with pytest.raises(accel.ConfigError, match=r"a weight without a shape.*at 0\.weight\. Call the model once"):
-        accel.describe(nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(accel.errors.ConfigError, match=r"a weight without a shape.*at 0\.weight\. Call the model once"):
+        accel.bigmodel.describe(nn.Sequential(nn.LazyLinear(3)))
     model = nn.Linear(2, 2)
     model.register_buffer("phase", torch.empty(2, dtype=torch.bits8))
-    with pytest.raises(accel.ConfigError, match=r"cannot be stored.*got torch.bits8 - at phase"):
-        accel.describe(model)
+    with pytest.raises(accel.errors.ConfigError, match=r"cannot be stored.*got torch.bits8 - at phase"):
+        accel.bigmodel.describe(model)
 
 
 def test_available_memory_leaves_a_reserve() -> None:
-    free = accel.available_memory("cpu", reserve=0)
-    assert 0 < accel.available_memory("cpu", reserve="1MB") < free + 2**30
-    with pytest.raises(accel.ConfigError, match="nothing is left"):
-        accel.available_memory("cpu", reserve="1000TB")
+    free = accel.bigmodel.available_memory("cpu", reserve=0)
+    assert 0 < accel.bigmodel.available_memory("cpu", reserve="1MB") < free + 2**30
+    with pytest.raises(accel.errors.ConfigError, match="nothing is left"):
+        accel.bigmodel.available_memory("cpu", reserve="1000TB")
     for device in ("meta", "nothing"):
-        with pytest.raises(accel.DeviceError, match=r"no such device|not known"):
-            accel.available_memory(device, reserve=0)
+        with pytest.raises(accel.errors.DeviceError, match=r"no such device|not known"):
+            accel.bigmodel.available_memory(device, reserve=0)
 
 
 class Backwards(nn.Module):
@@ -175,16 +175,16 @@ def test_a_call_gives_the_order_of_execution() -> None:
     with torch.device("meta"):
         model = Backwards()
     registered = ["", "late.0", "late.1", "unused", "early.0", "early.1"]
-    assert list(segments(accel.describe(model))) == registered
-    found = accel.describe(model, call=lambda model: model(torch.ones(2, 8, device="meta")))
+    assert list(segments(accel.bigmodel.describe(model))) == registered
+    found = accel.bigmodel.describe(model, call=lambda model: model(torch.ones(2, 8, device="meta")))
     assert list(segments(found)) == ["", "unused", "early.0", "early.1", "late.1", "late.0"]
     assert not any(module._forward_pre_hooks for module in model.modules())
     with pytest.raises(RuntimeError, match="same reduction dim"):
-        accel.describe(model, call=lambda model: model(torch.ones(2, 3, device="meta")))
+        accel.bigmodel.describe(model, call=lambda model: model(torch.ones(2, 3, device="meta")))
     assert not any(module._forward_pre_hooks for module in model.modules())
     with torch.device("meta"):
         llama = tiny_llama()
-    called = accel.describe(llama, call=lambda model: model(torch.ones(1, 8, dtype=torch.long, device="meta")))
+    called = accel.bigmodel.describe(llama, call=lambda model: model(torch.ones(1, 8, dtype=torch.long, device="meta")))
     assert [segment.name for segment in called.segments][:3] == [
         "model.embed_tokens",
         "model.rotary_emb",

@@ -61,7 +61,7 @@ def test_all_but_the_weights_has_its_values() -> None:
 def test_values_of_parameters_are_not_invented() -> None:
     with pytest.raises(ConfigError, match=r"depends on a parameter.*init_on_device"):
         accel.init_empty_weights(Looking)
-    assert accel.init_on_device(Looking, "cpu").mean == 1
+    assert accel.bigmodel.init_on_device(Looking, "cpu").mean == 1
 
 
 def test_other_threads_build_as_ever() -> None:
@@ -90,10 +90,10 @@ def test_ties_stay_and_models_are_built_where_asked() -> None:
     model = accel.init_empty_weights(make)
     assert model[1].weight is model[0].weight
     assert len(list(model.parameters())) == 1
-    assert accel.init_on_device(make, "meta")[0].weight.is_meta
+    assert accel.bigmodel.init_on_device(make, "meta")[0].weight.is_meta
 
 
-@pytest.mark.parametrize("build", [accel.init_empty_weights, lambda make: accel.init_on_device(make, "cpu")])
+@pytest.mark.parametrize("build", [accel.init_empty_weights, lambda make: accel.bigmodel.init_on_device(make, "cpu")])
 def test_a_model_in_place_of_its_function_is_refused(build) -> None:
     with pytest.raises(ConfigError, match=r"the model exists already: .*\(lambda: Linear\(\.\.\.\)\)"):
         build(nn.Linear(2, 2))

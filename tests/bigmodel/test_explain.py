@@ -31,7 +31,7 @@ SKELETON = Skeleton(
 
 def test_the_table_has_each_kind_once_and_places_with_their_limits() -> None:
     found = accel.infer_device_map(SKELETON, {0: 41 * MB, "cpu": 21 * MB - MB, "disk": None}, slots=2)
-    text = accel.explain(found)
+    text = accel.bigmodel.explain(found)
     cells = [re.split(r"\s{2,}", line) for line in text.splitlines()]
     assert ["embed", "1", "cpu", "cuda:0", "rows", "8.4 MB", "8.4 MB"] in cells
     assert ["norm", "1", "cuda:0", "cuda:0", "1.0 MB", "1.0 MB"] in cells
@@ -46,12 +46,12 @@ def test_the_table_has_each_kind_once_and_places_with_their_limits() -> None:
 def test_figures_of_a_pass_are_those_of_the_simulation() -> None:
     found = accel.infer_device_map(SKELETON, {0: 41 * MB, "cpu": 80 * MB})
     compute = dict.fromkeys(found.home, 0.01)
-    text = accel.explain(found, compute=compute, bandwidth=4 * MB / 0.01)
-    seconds = accel.pass_seconds(found, compute, 4 * MB / 0.01)
+    text = accel.bigmodel.explain(found, compute=compute, bandwidth=4 * MB / 0.01)
+    seconds = accel.bigmodel.pass_seconds(found, compute, 4 * MB / 0.01)
     assert seconds == pytest.approx(0.15)
     assert "A pass: 150 ms, 1.00 times the limit of 150 ms; 150 ms of it compute. Without overlap: 210 ms." in text
     assert re.search(r"streams +4.2 MB +25.2 MB +10 ms +10 ms", text)
-    alone = accel.explain(found, bandwidth={"cpu": 4 * MB / 0.01})
+    alone = accel.bigmodel.explain(found, bandwidth={"cpu": 4 * MB / 0.01})
     assert "The transfers of a pass take 60 ms." in alone
 
 
@@ -59,7 +59,7 @@ def test_the_picture_draws_the_segments_of_each_device_in_order() -> None:
     found = accel.infer_device_map(
         SKELETON, {0: 22 * MB, 1: 22 * MB, "cpu": 28 * MB, "disk": None}, slots=2, fill="balanced"
     )
-    lines = accel.explain(found, picture=True).split("\n\n")[-1].splitlines()
+    lines = accel.bigmodel.explain(found, picture=True).split("\n\n")[-1].splitlines()
     marks = {"cpu": "c", "disk": "d"}
     names = [segment.name for segment in SKELETON.segments]
     drawn = {
@@ -73,7 +73,7 @@ def test_the_picture_draws_the_segments_of_each_device_in_order() -> None:
     assert lines[:2] == [f"{device}  {marks}" for device, marks in drawn.items()]
     assert lines[2] == "# on its device, r rows alone move, c in cpu, d in disk"
     many = Skeleton(segments=tuple(part(f"l.{at}", 1) for at in range(300)))
-    last = accel.explain(accel.infer_device_map(many, {0: 300 * MB}), picture=True).splitlines()[-2]
+    last = accel.bigmodel.explain(accel.infer_device_map(many, {0: 300 * MB}), picture=True).splitlines()[-2]
     assert last == f"cuda:0  {'#' * 75}  (4 segments a character)"
 
 
@@ -86,15 +86,17 @@ def test_places_by_path_become_a_map_under_the_same_law() -> None:
         "norm": "cpu",
         "head": 1,
     }
-    found = accel.check_device_map(SKELETON, places, max_memory={0: 60 * MB, 1: 13 * MB, "cpu": 12 * MB, "disk": None})
+    found = accel.bigmodel.check_device_map(
+        SKELETON, places, max_memory={0: 60 * MB, 1: 13 * MB, "cpu": 12 * MB, "disk": None}
+    )
     assert found.order == ("layers.3", "layers.4")
     assert (found.runs["layers.4"], found.runs["layers.11"], found.runs["norm"]) == ("cuda:0", "cuda:1", "cuda:1")
     assert found.home["norm"] == "cuda:1"
     assert (found.used("cuda:0"), found.used("cuda:1"), found.used("cpu")) == (52 * MB, 13 * MB, 12 * MB)
     text = r"'cuda:1' is too small: expected at most 1000000 bytes, got 13631488"
-    with pytest.raises(accel.PlacementError, match=text):
-        accel.check_device_map(SKELETON, places, max_memory={0: 60 * MB, 1: "1MB", "cpu": 4 * MB})
-    alone = accel.check_device_map(SKELETON, {"": "cpu", "layers": "mmap", "embed": "disk"})
+    with pytest.raises(accel.errors.PlacementError, match=text):
+        accel.bigmodel.check_device_map(SKELETON, places, max_memory={0: 60 * MB, 1: "1MB", "cpu": 4 * MB})
+    alone = accel.bigmodel.check_device_map(SKELETON, {"": "cpu", "layers": "mmap", "embed": "disk"})
     assert set(alone.runs.values()) == {"cpu"}
     assert alone.order == ()
     assert alone.used_everywhere() == {"cpu": 9 * MB, "mmap": 48 * MB, "disk": 8 * MB}
@@ -110,8 +112,8 @@ def test_places_by_path_become_a_map_under_the_same_law() -> None:
     ],
 )
 def test_places_that_do_not_fit_the_model_are_refused(places: Any, text: str) -> None:
-    with pytest.raises(accel.ConfigError, match=text):
-        accel.check_device_map(SKELETON, places)
+    with pytest.raises(accel.errors.ConfigError, match=text):
+        accel.bigmodel.check_device_map(SKELETON, places)
 
 
 def test_users_of_a_tied_weight_compute_together() -> None:
@@ -119,10 +121,10 @@ def test_users_of_a_tied_weight_compute_together() -> None:
     skeleton = Skeleton(
         segments=(Segment(name="embed", weights=(table,)), part("block", 1), Segment(name="head", weights=()))
     )
-    found = accel.check_device_map(skeleton, {"embed": 0, "block": 1, "head": "cpu"})
+    found = accel.bigmodel.check_device_map(skeleton, {"embed": 0, "block": 1, "head": "cpu"})
     assert found.runs == {"embed": "cuda:0", "block": "cuda:1", "head": "cuda:0"}
-    with pytest.raises(accel.ConfigError, match="tied weights on two devices"):
-        accel.check_device_map(skeleton, {"embed": 0, "block": 1, "head": 1})
+    with pytest.raises(accel.errors.ConfigError, match="tied weights on two devices"):
+        accel.bigmodel.check_device_map(skeleton, {"embed": 0, "block": 1, "head": 1})
 
 
 def test_names_of_a_checkpoint_make_blocks() -> None:

@@ -98,15 +98,15 @@ def used_bytes(found: DeviceMap, place: str) -> int:
     return resident + found.slots * through + casting
 
 
-def infer(case: Case, **limits: int | None) -> DeviceMap | accel.PlacementError:
+def infer(case: Case, **limits: int | None) -> DeviceMap | accel.errors.PlacementError:
     skeleton, given_limits, options = case
     try:
         return infer_device_map(skeleton, {**given_limits, **limits}, **options)
-    except accel.PlacementError as error:
+    except accel.errors.PlacementError as error:
         return error
 
 
-def check_refusal(case: Case, error: accel.PlacementError) -> None:
+def check_refusal(case: Case, error: accel.errors.PlacementError) -> None:
     """The limit that the error names works, and one byte less does not."""
     least = re.search(r"at least (\d+) bytes", error.expected)
     place = re.search(r"\['(.*)'\]", error.where)
@@ -115,15 +115,15 @@ def check_refusal(case: Case, error: accel.PlacementError) -> None:
         assert isinstance(infer(case, disk=None), DeviceMap)
         host = int(error.fix.rpartition("'cpu': ")[2].rstrip("."))
         assert isinstance(infer(case, cpu=host), DeviceMap)
-        assert isinstance(infer(case, cpu=host - 1), accel.PlacementError)
+        assert isinstance(infer(case, cpu=host - 1), accel.errors.PlacementError)
         return
     if "only place" in error.problem:
-        assert isinstance(infer(case, **{place[1]: int(least[1]) - 1}), accel.PlacementError)
+        assert isinstance(infer(case, **{place[1]: int(least[1]) - 1}), accel.errors.PlacementError)
     if "does not fit" in error.problem:  # then homes may be too small as well
         case[1]["disk"] = None
         if place[1] != "cpu":
             case[1]["cpu"] = 16 * case[0].memory
-        assert isinstance(infer(case, **{place[1]: int(least[1]) - 1}), accel.PlacementError)
+        assert isinstance(infer(case, **{place[1]: int(least[1]) - 1}), accel.errors.PlacementError)
     assert isinstance(infer(case, **{place[1]: int(least[1])}), DeviceMap)
 
 
@@ -131,7 +131,7 @@ def check_laws(case: Case) -> None:
     """A map keeps every limit, and a refusal names the smallest that works."""
     skeleton, limits, _ = case
     found = infer(case)
-    if isinstance(found, accel.PlacementError):
+    if isinstance(found, accel.errors.PlacementError):
         check_refusal(case, found)
         return
     for place in {*found.home.values(), *found.runs.values(), "cpu"}:
@@ -226,13 +226,13 @@ def check_choice(case: Case) -> None:
     placement = options["placement"]
     try:
         found = infer_device_map(skeleton, limits, placement=placement)
-    except accel.PlacementError:
+    except accel.errors.PlacementError:
         found = None
     costs: dict[tuple[str, int], tuple[int, int]] = {}
     for fill, slots in WAYS:
         try:
             named = infer_device_map(skeleton, limits, placement=placement, fill=fill, slots=slots)
-        except accel.PlacementError:
+        except accel.errors.PlacementError:
             continue
         assert named.slots == slots
         costs[fill, slots] = named.resident("disk"), named.resident("mmap")
@@ -279,14 +279,14 @@ def test_many_small_gpus_and_a_host_hold_a_model_without_a_disk() -> None:
     found = infer_device_map(skeleton, limits)
     assert found.resident("disk") == 0
     assert all(found.resident(f"cuda:{at}") > 2.9e9 for at in range(8))
-    text = accel.explain(found)
+    text = accel.bigmodel.explain(found)
     assert "Chosen: fill='sequential', slots=1: 0 B on disk" in text
     assert "fill='balanced', slots=2: 84.2 GB on disk" in text
     assert len([line for line in text.splitlines() if line.startswith("fill=")]) == 5
     assert infer_device_map(skeleton, limits, fill="balanced", slots=2).chosen == ""
     whole = infer_device_map(skeleton, dict.fromkeys(range(2), "60GB"))
     assert whole.order == ()
-    assert accel.explain(whole).endswith("All segments fit on their devices: fill='balanced'.")
+    assert accel.bigmodel.explain(whole).endswith("All segments fit on their devices: fill='balanced'.")
     assert DeviceMap.decode(found.encode()) == found
 
 
@@ -343,13 +343,13 @@ def test_a_dtype_changes_sizes_and_texts_are_limits() -> None:
 @pytest.mark.parametrize(
     ("limits", "options", "text"),
     [
-        ("auto", {}, "limits are given by place.*got 'auto'.*accel.available_memory"),
+        ("auto", {}, "limits are given by place.*got 'auto'.*accel.bigmodel.available_memory"),
         (
             {"cpu": 5},
             {},
             r"no room for the model in 'cpu', its only place: expected at least 16384 bytes",
         ),
-        ({}, {}, "no device that computes.*accel.available_memory"),
+        ({}, {}, "no device that computes.*accel.bigmodel.available_memory"),
         ({"disk": None}, {}, "no device that computes"),
         ({"cuda": 5}, {}, "not a place.*got 'cuda'.*'cuda:0'"),
         ({-1: 5}, {}, "not a place"),
@@ -368,19 +368,19 @@ def test_a_dtype_changes_sizes_and_texts_are_limits() -> None:
     ],
 )
 def test_limits_that_mean_nothing_or_fit_nothing_are_refused(limits: Any, options: Any, text: str) -> None:
-    with pytest.raises(accel.ConfigError, match=text):
+    with pytest.raises(accel.errors.ConfigError, match=text):
         infer_device_map(layers(8), limits, **options)
 
 
 def test_a_model_is_described_first() -> None:
-    with pytest.raises(accel.ConfigError, match=r"not a skeleton.*accel.describe\(model\)"):
+    with pytest.raises(accel.errors.ConfigError, match=r"not a skeleton.*accel.bigmodel.describe\(model\)"):
         infer_device_map(object(), {0: 1})  # type: ignore[arg-type]
 
 
 def test_bandwidths_and_segments_of_a_pass_are_checked() -> None:
     found = infer_device_map(layers(8), {0: 16 * UNIT, "disk": None})
-    with pytest.raises(accel.ConfigError, match="no such segment: got 'layer'"):
+    with pytest.raises(accel.errors.ConfigError, match="no such segment: got 'layer'"):
         pass_seconds(found, {"layer": 1.0}, 1.0)
     for bandwidth in (0.0, {"cpu": 1.0}):
-        with pytest.raises(accel.ConfigError, match="no bandwidth"):
+        with pytest.raises(accel.errors.ConfigError, match="no bandwidth"):
             pass_seconds(found, {}, bandwidth)

@@ -283,7 +283,7 @@ def test_numbers_are_renamed_too_in_both_directions(ctx: accel.DistContext, tmp_
     ("options", "text"),
     [
         ({"device_map": "auto"}, r"not a device map.*got 'auto'.*accel.infer_device_map\("),
-        ({"device_map": {"": "cpu"}}, r"not a device map.*accel.check_device_map\("),
+        ({"device_map": {"": "cpu"}}, r"not a device map.*accel.bigmodel.check_device_map\("),
         ({"device_map": "of another model"}, "the device map is of another model: got no 'embed.weight'"),
         ({"dtype": "bfloat16"}, r"not a dtype.*Pass torch.bfloat16"),
         ({"dtype": 16}, r"not a dtype: expected one of torch's, got 16"),
@@ -293,7 +293,7 @@ def test_maps_and_dtypes_that_are_none_are_refused(
     ctx: accel.DistContext, folder: Path, options: dict[str, Any], text: str
 ) -> None:
     if options.get("device_map") == "of another model":
-        options = {"device_map": accel.infer_device_map(accel.describe(nn.Linear(2, 2)), {"cpu": "1MB"})}
+        options = {"device_map": accel.infer_device_map(accel.bigmodel.describe(nn.Linear(2, 2)), {"cpu": "1MB"})}
     model = empty()
     with pytest.raises(ConfigError, match=text):
         load_checkpoint_in_model(ctx, model, folder / "one", **options)
@@ -307,7 +307,7 @@ def test_a_device_map_says_what_is_loaded(ctx: accel.DistContext, tmp_path: Path
     trained = make()
     accel.save_model(ctx, trained, tmp_path)
     model = accel.init_empty_weights(make)
-    device_map = accel.infer_device_map(accel.describe(model), {"cpu": "10MB", "disk": None})
+    device_map = accel.infer_device_map(accel.bigmodel.describe(model), {"cpu": "10MB", "disk": None})
     load_checkpoint_in_model(ctx, model, tmp_path, device_map)
     homes = {name: device_map.home[device_map.skeleton.segment_of(name)] for name, _ in model.named_parameters()}
     assert set(homes.values()) == {"cpu", "disk"}

@@ -44,7 +44,7 @@ def test_the_peak_is_the_result_and_a_chunk_a_reader(tmp_path: Path, dtype: torc
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    accel.load_checkpoint_in_model(accel.single("cpu"), model, tmp_path, dtype=dtype, readers=READERS)
+    accel.bigmodel.load_checkpoint_in_model(accel.single("cpu"), model, tmp_path, dtype=dtype, readers=READERS)
     ended.set()
     watcher.join()
     result = sum(each.nbytes for each in model.parameters())
@@ -74,9 +74,9 @@ class Net(nn.Module):
 
 def run(folder, width, blocks):
     model = accel.init_empty_weights(lambda: Net(width, blocks))
-    skeleton = accel.describe(model)
+    skeleton = accel.bigmodel.describe(model)
     home = {{each.name: "disk" if at > 1 else "cpu" for at, each in enumerate(skeleton.segments)}}
-    device_map = accel.DeviceMap(skeleton=skeleton, home=home, runs=dict.fromkeys(home, "cpu"), slots=2)
+    device_map = accel.bigmodel.DeviceMap(skeleton=skeleton, home=home, runs=dict.fromkeys(home, "cpu"), slots=2)
     with accel.load_checkpoint_and_dispatch(accel.single("cpu"), model, folder, device_map) as run:
         for _ in range(2):
             with torch.no_grad():
@@ -118,5 +118,5 @@ def test_the_peak_of_a_run_is_what_the_map_says_and_a_chunk_a_reader(tmp_path: P
 def test_loads_show_a_bar_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"weight": torch.randn(4, 4)}, tmp_path / "model.safetensors")
     model = nn.Linear(4, 4, bias=False)
-    accel.load_checkpoint_in_model(accel.single("cpu"), model, tmp_path, show=True)
+    accel.bigmodel.load_checkpoint_in_model(accel.single("cpu"), model, tmp_path, show=True)
     assert capsys.readouterr().err == ""  # no terminal, and done at once

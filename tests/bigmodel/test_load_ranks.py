@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import accel
-from accel import Axes
 from accel.errors import CheckpointError
+from accel.parallel import Axes
 from accel.tensors import full_tensor, local_part
 from accel.testing import Simulator
 
@@ -53,7 +53,7 @@ def test_empty_models_are_filled_shard_by_shard(
         model = accel.init_empty_weights(lambda: _model(ctx))
         model = accel.prepare_model(ctx, model, plan=plan_of(4))
         read: list[int] = []
-        accel.load_checkpoint_in_model(ctx, model, folder, advance=read.append)
+        accel.bigmodel.load_checkpoint_in_model(ctx, model, folder, advance=read.append)
         held = accel.unwrap_model(model)
         mine = sum(local_part(each).nbytes for each in [*held.parameters(), *held.buffers()])
         whole = {name: full_tensor(each).clone() for name, each in held.named_parameters(remove_duplicate=False)}
@@ -81,7 +81,7 @@ def test_each_rank_reads_the_bytes_of_its_rows_alone(ranks: Simulator, tmp_path:
             empty = torch.empty_like(tensor, device="meta")
             model.register_parameter(name, nn.Parameter(distribute_tensor(empty, ctx.mesh, placements)))
         read: list[int] = []
-        accel.load_checkpoint_in_model(ctx, model, tmp_path, advance=read.append)
+        accel.bigmodel.load_checkpoint_in_model(ctx, model, tmp_path, advance=read.append)
         for name, tensor in (("rows", rows), ("columns", columns), ("both", rows[:8])):
             assert torch.equal(full_tensor(model.get_parameter(name)), tensor), name
         return sum(read)
@@ -100,7 +100,7 @@ def test_all_ranks_raise_what_one_finds(ranks: Simulator, tmp_path: Path) -> Non
         with torch.no_grad():
             model.weight.zero_()
         with pytest.raises(CheckpointError) as caught:
-            accel.load_checkpoint_in_model(ctx, model, tmp_path / ("bad" if ctx.rank == 1 else "good"))
+            accel.bigmodel.load_checkpoint_in_model(ctx, model, tmp_path / ("bad" if ctx.rank == 1 else "good"))
         return str(caught.value), float(model.weight.detach().sum())
 
     found = ranks.run(rank, 3)

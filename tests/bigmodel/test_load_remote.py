@@ -37,12 +37,12 @@ def store() -> fsspec.AbstractFileSystem:
 
 def test_models_load_from_stores_by_ranges(store: fsspec.AbstractFileSystem) -> None:
     ctx = accel.single("cpu")
-    for path in (URL, f"{URL}/model.safetensors.index.json", accel.RemotePath(URL)):
+    for path in (URL, f"{URL}/model.safetensors.index.json", accel.checkpoint.RemotePath(URL)):
         model = accel.init_empty_weights(lambda: nn.Linear(1_000_000, 3))
-        accel.load_checkpoint_in_model(ctx, model, path, allow_unexpected="unused", dtype=torch.float64)
+        accel.bigmodel.load_checkpoint_in_model(ctx, model, path, allow_unexpected="unused", dtype=torch.float64)
         assert torch.equal(model.weight, WEIGHTS["weight"].double())
         assert torch.equal(model.bias, WEIGHTS["bias"].double())
-    with accel.open_weights(URL) as source:
+    with accel.bigmodel.open_weights(URL) as source:
         memory = torch.empty_like(WEIGHTS["weight"])
         source.read([("weight", memory)])
         assert torch.equal(memory, WEIGHTS["weight"])
@@ -51,19 +51,19 @@ def test_models_load_from_stores_by_ranges(store: fsspec.AbstractFileSystem) -> 
 
 
 def test_objects_that_change_or_are_missing_are_errors(store: fsspec.AbstractFileSystem) -> None:
-    with accel.open_weights(URL) as source:
+    with accel.bigmodel.open_weights(URL) as source:
         store.pipe_file("/weights/model/m1.safetensors", save({"bias": torch.zeros(3), "unused": torch.zeros(1)}))
         with pytest.raises(CheckpointError, match=r"too short.*m1\.safetensors"):
             source.read([("unused", torch.empty(500_000))])
-    with accel.open_weights(URL) as source:
+    with accel.bigmodel.open_weights(URL) as source:
         store.pipe_file("/weights/model/m1.safetensors", save({"bias": torch.ones(4), "unused": torch.zeros(1)}))
         with pytest.raises(CheckpointError, match=r"changed while it was read.*m1\.safetensors"):
             source.read([("bias", torch.empty(3))])
     store.rm_file("/weights/model/m1.safetensors")
     with pytest.raises(CheckpointError, match="1 of 2 files are missing: got m1"):
-        accel.open_weights(URL)
+        accel.bigmodel.open_weights(URL)
     with pytest.raises(ConfigError, match="no weights at the path"):
-        accel.open_weights("memory://weights/nothing")
+        accel.bigmodel.open_weights("memory://weights/nothing")
 
 
 def test_what_all_ranks_hold_whole_is_fetched_once(store: fsspec.AbstractFileSystem, ranks: Simulator) -> None:
@@ -77,7 +77,7 @@ def test_what_all_ranks_hold_whole_is_fetched_once(store: fsspec.AbstractFileSys
         empty = torch.empty(8, 1000, device="meta")
         model.register_parameter("rows", nn.Parameter(distribute_tensor(empty, ctx.mesh, [Shard(0)])))
         read: list[int] = []
-        accel.load_checkpoint_in_model(ctx, model, "memory://weights/both", advance=read.append)
+        accel.bigmodel.load_checkpoint_in_model(ctx, model, "memory://weights/both", advance=read.append)
         return sum(read), {name: full_tensor(each).detach() for name, each in model.named_parameters()}
 
     found = ranks.run(rank, 4, default_group=True)
@@ -96,7 +96,7 @@ def test_a_store_that_fails_one_rank_fails_all_before_a_model_changes(
             raise CheckpointError(f"the store is gone after {nbytes} bytes")
 
         with pytest.raises(CheckpointError, match="the store is gone") as caught:
-            accel.load_checkpoint_in_model(ctx, model, URL, allow_unexpected="unused", advance=fail)
+            accel.bigmodel.load_checkpoint_in_model(ctx, model, URL, allow_unexpected="unused", advance=fail)
         return str(caught.value), model.weight.is_meta and model.bias.is_meta
 
     found = ranks.run(rank, 3)

@@ -13,7 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import accel
 from accel.testing import simulate
 
-RECIPES = accel.expert_recipes(stored_block="block_sparse_moe", gate="w1", up="w3", down="w2")
+RECIPES = accel.bigmodel.expert_recipes(stored_block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_checkpoint_of_the_hub_becomes_the_model_and_the_model_the_checkpoint(
     reference = MixtralForCausalLM.from_pretrained(folder)
     model = accel.init_empty_weights(lambda: MixtralForCausalLM(original.config))
     assert model.model.layers[0].mlp.experts.gate_up_proj.is_meta
-    accel.load_checkpoint_in_model(ctx, model, folder, rename=RECIPES)
+    accel.bigmodel.load_checkpoint_in_model(ctx, model, folder, rename=RECIPES)
     state = model.state_dict()
     for name, tensor in reference.state_dict().items():
         assert torch.equal(state[name], tensor), name
@@ -74,7 +74,7 @@ def test_ranks_of_a_sharded_model_save_the_checkpoint_of_the_hub(
         ctx = accel.replace(ctx, strategy="fsdp")
         model = accel.init_empty_weights(lambda: MixtralForCausalLM(original.config))
         model = accel.prepare_model(ctx, model)
-        accel.load_checkpoint_in_model(ctx, model, folder, rename=RECIPES)
+        accel.bigmodel.load_checkpoint_in_model(ctx, model, folder, rename=RECIPES)
         accel.save_model(ctx, model, tmp_path, rename=RECIPES, max_shard_size="30KB")
 
     simulate(run, 2, default_group=True)

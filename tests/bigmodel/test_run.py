@@ -17,7 +17,8 @@ from streamed import Net, make_net, streamed_map, token_ids
 from torch import nn
 
 import accel
-from accel.bigmodel import Dispatched, dispatch_model
+from accel.bigmodel import Dispatched
+from accel.bigmodel.run import dispatch_model
 
 Dispatch = Callable[..., Dispatched[Net]]
 
@@ -220,14 +221,14 @@ def test_outputs_without_a_storage(dispatch: Dispatch, kind: str) -> None:
 @pytest.mark.parametrize("copied", ["deepcopy", "torch.save"])
 def test_copies_are_refused_with_the_way_out(dispatch: Dispatch, copied: str) -> None:
     run = dispatch()
-    with pytest.raises(accel.StreamError, match=r"blocks\.0.*(save_model|dispatch_model)"):
+    with pytest.raises(accel.errors.StreamError, match=r"blocks\.0.*(save_model|dispatch_model)"):
         copy.deepcopy(run.model) if copied == "deepcopy" else torch.save(run.model.state_dict(), io.BytesIO())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps, lambda net: torch.save(net, io.BytesIO())])
 def test_copies_of_blocks_without_weights_of_their_own_are_refused_too(copied: Callable[[nn.Module], object]) -> None:
     net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))  # hooks are copied before weights
-    wanted = pytest.raises(accel.StreamError, match=r"at 0\. .*(save_model|dispatch_model)")
+    wanted = pytest.raises(accel.errors.StreamError, match=r"at 0\. .*(save_model|dispatch_model)")
     with accel.cpu_offload(net, "cpu:0") as run, wanted:
         copied(run.model)
     assert torch.equal(copy.deepcopy(net)[0][0].weight, net[0][0].weight)
@@ -239,7 +240,7 @@ def test_a_state_dict_for_absent_weights_is_refused_before_any_is_loaded(
 ) -> None:
     run = dispatch()
     other = make_net(1).state_dict()
-    with pytest.raises(accel.StreamError, match=r"load_state_dict, .*blocks\.0.*run\.close\(\)"):
+    with pytest.raises(accel.errors.StreamError, match=r"load_state_dict, .*blocks\.0.*run\.close\(\)"):
         run.model.load_state_dict(other, **options)
     with torch.no_grad():
         assert torch.equal(run.model(token_ids()), expected())
@@ -252,7 +253,7 @@ def test_a_state_dict_for_absent_weights_is_refused_before_any_is_loaded(
 
 def test_changes_in_place_are_refused(dispatch: Dispatch) -> None:
     run = dispatch()
-    with torch.no_grad(), pytest.raises(accel.StreamError, match="in place"):
+    with torch.no_grad(), pytest.raises(accel.errors.StreamError, match="in place"):
         run.model.blocks[0].scale.add_(1)
 
 
@@ -260,7 +261,7 @@ def test_other_data_is_refused_and_the_same_is_not(dispatch: Dispatch) -> None:
     run = dispatch()
     weight = run.model.blocks[0].up.weight
     for values in (torch.zeros(weight.shape), weight.data * 2, run.model.blocks[1].up.weight):
-        with pytest.raises(accel.StreamError, match=r"in place.*got an assignment to \.data.*blocks\.0\.up"):
+        with pytest.raises(accel.errors.StreamError, match=r"in place.*got an assignment to \.data.*blocks\.0\.up"):
             weight.data = values
     weight.data = weight.data
     with torch.no_grad():
@@ -272,7 +273,7 @@ def test_a_block_that_changes_its_weights_is_an_error_once(dispatch: Dispatch) -
     block = run.model.blocks[0]
     handle = block.up.register_forward_pre_hook(lambda module, args: (module.bias.add_(1), None)[1])
     with torch.no_grad():
-        with pytest.raises(accel.StreamError, match="changed its own weights"):
+        with pytest.raises(accel.errors.StreamError, match="changed its own weights"):
             block(torch.ones(1, 16))
         handle.remove()
         assert torch.equal(run.model(token_ids()), expected())
@@ -282,11 +283,11 @@ def test_a_weight_that_was_replaced_is_an_error(dispatch: Dispatch) -> None:
     run = dispatch()
     run.model.blocks[1].to(torch.float32)  # as it is
     for change in (lambda: run.model.blocks[1].to(torch.float64), lambda: run.model.to_empty(device="cpu")):
-        with pytest.raises(accel.StreamError, match="moved or cast as a whole"):
+        with pytest.raises(accel.errors.StreamError, match="moved or cast as a whole"):
             change()
     assert run.model.blocks[1].scale.double().dtype == torch.float64
     run.model.blocks[1].load_state_dict(make_net(1).blocks[1].state_dict(), assign=True)
-    with torch.no_grad(), pytest.raises(accel.StreamError, match="replaced"):
+    with torch.no_grad(), pytest.raises(accel.errors.StreamError, match="replaced"):
         run.model(token_ids())
 
 
@@ -329,7 +330,7 @@ def test_a_closed_model_says_so_or_is_whole(dispatch: Dispatch, files: Path) -> 
             assert torch.equal(run.model(token_ids()), expected())
             assert not any("Absent" in repr(each) for each in run.model.parameters())
             return
-        with pytest.raises(accel.StreamError, match="closed"):
+        with pytest.raises(accel.errors.StreamError, match="closed"):
             run.model(token_ids())
         again = dispatch_model(run.model, run.device_map, source=files / "0.safetensors")
         with again:

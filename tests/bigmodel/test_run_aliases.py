@@ -12,7 +12,7 @@ from streamed import DEVICE, Net, make_net, streamed_map, token_ids
 from torch import nn
 
 import accel
-from accel.bigmodel import dispatch_model
+from accel.bigmodel.run import dispatch_model
 
 
 def repeated(net: Net) -> None:
@@ -65,11 +65,11 @@ def test_a_repeated_block_is_cast_and_filled_once() -> None:
     net = make_net()
     repeated(net)
     expected = net(token_ids())
-    stored = accel.describe(net, storage_dtype=torch.bfloat16)
+    stored = accel.bigmodel.describe(net, storage_dtype=torch.bfloat16)
     names = [segment.name for segment in stored.segments]
     assert "blocks.2" not in names
     homes = {segment.name: "cpu" if segment.movable else DEVICE for segment in stored.segments}
-    device_map = accel.DeviceMap(skeleton=stored, home=homes, runs=dict.fromkeys(homes, DEVICE), slots=4)
+    device_map = accel.bigmodel.DeviceMap(skeleton=stored, home=homes, runs=dict.fromkeys(homes, DEVICE), slots=4)
     with torch.no_grad(), dispatch_model(net, device_map) as run:
         for _ in range(2):
             torch.testing.assert_close(run.model(token_ids()), expected, atol=0.05, rtol=0.05)

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 import accel
-from accel.bigmodel import Dispatched, dispatch_model
+from accel.bigmodel import Dispatched
+from accel.bigmodel.run import dispatch_model
 
 MANY = 2**18  # channels of which statistics are large enough to stream
 
@@ -125,7 +126,9 @@ def test_a_change_of_a_streamed_buffer_is_refused(
         before = run.model(x)
         for _ in range(2):
             run.model[0].change = change
-            with pytest.raises(accel.StreamError, match=r"(changed|replaced) its own weights or buffers|in place"):
+            with pytest.raises(
+                accel.errors.StreamError, match=r"(changed|replaced) its own weights or buffers|in place"
+            ):
                 run.model(x)
             run.model[0].change = lambda layer, x: None
             assert torch.equal(run.model(x), before)
@@ -146,7 +149,7 @@ def test_a_streamed_buffer_that_is_replaced_is_kept_or_refused(tmp_path: Path) -
     with wide("disk", tmp_path) as run:
         before = run.model(x)
         run.model[0].change = replace
-        with torch.no_grad(), pytest.raises(accel.StreamError, match="changed its own weights or buffers"):
+        with torch.no_grad(), pytest.raises(accel.errors.StreamError, match="changed its own weights or buffers"):
             run.model(x)
         run.model[0].change = lambda layer, x: None
         with torch.no_grad():
@@ -154,6 +157,6 @@ def test_a_streamed_buffer_that_is_replaced_is_kept_or_refused(tmp_path: Path) -
         run.model[0].change = replace
         run.model(x)  # with gradients, placeholders are in the model, and the new tensor takes the place of one
         assert bool((run.model.state_dict()["0.table"] == 1).all())
-        with torch.no_grad(), pytest.raises(accel.StreamError, match="was replaced"):
+        with torch.no_grad(), pytest.raises(accel.errors.StreamError, match="was replaced"):
             run.model(x)
     assert bool((run.model.state_dict()["0.table"] == 1).all())

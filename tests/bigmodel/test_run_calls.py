@@ -19,7 +19,8 @@ from streamed import make_net, streamed_map, token_ids
 from torch import nn
 
 import accel
-from accel.bigmodel import StoredTensor, cpu_offload, dispatch_model, open_weights
+from accel.bigmodel import StoredTensor, open_weights
+from accel.bigmodel.run import cpu_offload, dispatch_model
 from accel.tensors import is_absent
 
 PATIENCE_S = 60
@@ -83,7 +84,7 @@ def test_a_thread_gets_the_slot_of_a_call_whose_read_failed(tmp_path: Path) -> N
                 time.sleep(0.001)
             source.release.set()
     source.close()
-    assert isinstance(failed[0], accel.StreamError)
+    assert isinstance(failed[0], accel.errors.StreamError)
     assert torch.equal(waited[0], expected)  # type: ignore[arg-type]
 
 
@@ -131,7 +132,7 @@ def test_each_call_that_ran_beside_a_change_of_its_weights_is_told() -> None:
                 pass
             leave.set()
         handle.remove()
-        assert [type(each[0]) for each in (wrote, stayed)] == [accel.StreamError] * 2
+        assert [type(each[0]) for each in (wrote, stayed)] == [accel.errors.StreamError] * 2
         with torch.no_grad():
             assert torch.equal(block(x), expected)
 
@@ -182,7 +183,7 @@ def test_a_forked_process_is_told_to_dispatch_anew() -> None:
             for block in net.blocks:  # some of them lie on slots
                 try:
                     block(token_ids())
-                except accel.StreamError as error:
+                except accel.errors.StreamError as error:
                     os._exit(7 if "Dispatch the model after the fork" in str(error) else 8)
                 except RuntimeError:
                     continue

@@ -15,14 +15,14 @@ from streamed import DEVICE, Net, make_net, streamed_map, token_ids
 from torch import nn
 
 import accel
-from accel.bigmodel import dispatch_model
+from accel.bigmodel.run import dispatch_model
 
 
-def _wider_map(net: Net, home: str) -> accel.DeviceMap:
+def _wider_map(net: Net, home: str) -> accel.bigmodel.DeviceMap:
     """A map by which the host computes in float64, from a home for what may move."""
-    skeleton = accel.describe(net, dtype=torch.float64)
+    skeleton = accel.bigmodel.describe(net, dtype=torch.float64)
     homes = {each.name: home if each.movable else "cpu" for each in skeleton.segments}
-    return accel.DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, "cpu"))
+    return accel.bigmodel.DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, "cpu"))
 
 
 def _scratch(net: Net, folder: Path) -> accel.bigmodel.Dispatched[Net]:
@@ -68,7 +68,7 @@ def test_a_model_built_in_inference_mode_comes_back(way: Way, tmp_path: Path) ->
 def test_models_built_in_inference_mode_are_swapped() -> None:
     first, second, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(2, 4)
     expected = [first(x), second(x)]
-    with accel.swap_models(DEVICE, first, second) as swap:
+    with accel.bigmodel.swap_models(DEVICE, first, second) as swap:
         for _ in range(2):
             assert torch.equal(first(x), expected[0])
             assert torch.equal(second(x), expected[1])
@@ -111,7 +111,7 @@ def test_a_value_in_place_of_a_mapped_file_has_the_dtype_of_the_map(tmp_path: Pa
 def test_a_mapped_file_of_another_dtype_is_refused(tmp_path: Path) -> None:
     save_file(make_net().state_dict(), tmp_path / "net.safetensors")
     net = accel.init_empty_weights(make_net)
-    with pytest.raises(accel.ConfigError, match=r"another dtype.*expected F64, got F32") as caught:
+    with pytest.raises(accel.errors.ConfigError, match=r"another dtype.*expected F64, got F32") as caught:
         accel.dispatch_model(net, _wider_map(net, "mmap"), source=tmp_path)
     assert "home 'cpu'" in str(caught.value)
 
@@ -128,7 +128,7 @@ def test_a_device_without_room_for_a_swapped_model_keeps_none_of_it(monkeypatch:
             raise torch.OutOfMemoryError
         return to(tensor, *args, **options)  # type: ignore[call-overload, no-any-return]
 
-    with torch.no_grad(), accel.swap_models(DEVICE, first, second):
+    with torch.no_grad(), accel.bigmodel.swap_models(DEVICE, first, second):
         expected = second(token_ids())
         monkeypatch.setattr(torch.Tensor, "to", limited)
         with pytest.raises(torch.OutOfMemoryError):
@@ -141,7 +141,7 @@ def test_a_device_without_room_for_a_swapped_model_keeps_none_of_it(monkeypatch:
 
 def test_a_model_that_an_inference_call_swapped_in_trains() -> None:
     first, second = make_net(0), make_net(1)
-    with accel.swap_models(DEVICE, first, second):
+    with accel.bigmodel.swap_models(DEVICE, first, second):
         with torch.inference_mode():
             first(token_ids())
         first(token_ids()).sum().backward()
@@ -168,7 +168,9 @@ def test_a_weight_that_is_deleted_does_not_hide_the_errors_of_calls(
                 del up.weight
             net(token_ids())
 
-    with pytest.raises(AttributeError if inside or mode is torch.enable_grad else accel.StreamError, match="weight"):
+    with pytest.raises(
+        AttributeError if inside or mode is torch.enable_grad else accel.errors.StreamError, match="weight"
+    ):
         call()
     assert not any("Absent" in repr(each) for name, each in net.named_parameters() if "blocks.0.up" not in name)
     assert torch.equal(net.blocks[1].up.weight, make_net().blocks[1].up.weight)
@@ -189,17 +191,17 @@ def test_embeddings_that_cut_their_rows_stay_on_their_device() -> None:
     net, twin = (Cut() for _ in range(2))
     twin.load_state_dict(net.state_dict())
     ids = torch.tensor([[1, 2], [3, 1]])
-    skeleton = accel.describe(net)
+    skeleton = accel.bigmodel.describe(net)
     fixed = {each.name for each in skeleton.weights() if not each.moves}
     assert {"table.weight", "blocks.1.bag.weight"} <= fixed
     away = {segment.name: "cpu" for segment in skeleton.segments}
     runs = dict.fromkeys(away, "cpu:0")
     with pytest.raises(
-        accel.ConfigError, match=r"a segment that cannot move.*at DeviceMap\.home\['table'\].*max_norm="
+        accel.errors.ConfigError, match=r"a segment that cannot move.*at DeviceMap\.home\['table'\].*max_norm="
     ):
-        accel.DeviceMap(skeleton=skeleton, home=away, runs=runs)
+        accel.bigmodel.DeviceMap(skeleton=skeleton, home=away, runs=runs)
     homes = {each.name: "cpu" if each.movable else "cpu:0" for each in skeleton.segments}
-    with torch.no_grad(), dispatch_model(net, accel.DeviceMap(skeleton=skeleton, home=homes, runs=runs)):
+    with torch.no_grad(), dispatch_model(net, accel.bigmodel.DeviceMap(skeleton=skeleton, home=homes, runs=runs)):
         for _ in range(2):
             assert torch.equal(net(ids), twin(ids))
         assert float(net.table.weight[1].norm()) <= 1.001

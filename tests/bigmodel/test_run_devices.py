@@ -21,16 +21,16 @@ from accel.bigmodel.run._hooks import Arrivals, move_inputs
 transformers = pytest.importorskip("transformers")
 
 
-def on_devices(model: nn.Module, *devices: str, streamed: bool = False) -> accel.DeviceMap:
+def on_devices(model: nn.Module, *devices: str, streamed: bool = False) -> accel.bigmodel.DeviceMap:
     """A map whose segments compute on the devices in turn; `streamed` ones are at home on the host."""
-    skeleton = accel.describe(model)
+    skeleton = accel.bigmodel.describe(model)
     count = len(skeleton.segments)
     runs = {each.name: devices[at * len(devices) // count] for at, each in enumerate(skeleton.segments)}
     for group in skeleton.tied_segments():
         runs |= dict.fromkeys(group, runs[group[0]])
     movable = {each.name for each in skeleton.segments if each.moving and runs[each.name] != "cpu"}
     home = {name: "cpu" if streamed and name in movable else device for name, device in runs.items()}
-    return accel.DeviceMap(skeleton=skeleton, home=home, runs=runs)
+    return accel.bigmodel.DeviceMap(skeleton=skeleton, home=home, runs=runs)
 
 
 class Part(nn.Module):
@@ -128,7 +128,7 @@ def test_a_model_on_several_devices_is_not_pickled(streamed: bool) -> None:
     x = torch.randn(2, 4)
     expected = model(x)
     with accel.dispatch_model(model, on_devices(model, "cpu:0", "cpu:1", streamed=streamed)):
-        with pytest.raises(accel.StreamError, match=r"cannot be pickled - at .*accel\.save_model"):
+        with pytest.raises(accel.errors.StreamError, match=r"cannot be pickled - at .*accel\.save_model"):
             pickle.dumps(model)
         if not streamed:
             assert torch.equal(copy.deepcopy(model)(x), expected)

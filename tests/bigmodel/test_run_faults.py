@@ -19,7 +19,8 @@ from streamed import make_net, streamed_map, token_ids
 
 import accel
 import accel.testing
-from accel.bigmodel import StoredTensor, cpu_offload, disk_offload, dispatch_model, open_weights, swap_models
+from accel.bigmodel import StoredTensor, open_weights, swap_models
+from accel.bigmodel.run import cpu_offload, disk_offload, dispatch_model
 from accel.bigmodel.run._stream import ObservedOrder, choose_fill
 
 
@@ -65,7 +66,7 @@ def test_a_read_that_fails_is_raised_in_the_block_that_needs_it_and_the_next_cal
         run.model(token_ids())
         source.failing = "blocks.2"
         for _ in range(2):
-            with pytest.raises(accel.StreamError, match=r"blocks\.2.*could not be fetched.*Input/output error"):
+            with pytest.raises(accel.errors.StreamError, match=r"blocks\.2.*could not be fetched.*Input/output error"):
                 run.model(token_ids())
         run.model.order = [0, 1, 3]
         run.model(token_ids())  # others are not touched by it
@@ -88,7 +89,7 @@ def test_a_file_that_changes_after_it_was_opened(weights: Path, change: str) -> 
             return
         with weights.open("r+b") as file:
             file.truncate(2000) if change == "truncated" else file.write(b"x")
-        with pytest.raises(accel.CheckpointError, match=r"too short|changed"):
+        with pytest.raises(accel.errors.CheckpointError, match=r"too short|changed"):
             run.model(token_ids())
 
 
@@ -99,17 +100,19 @@ def test_a_source_that_does_not_fit_changes_nothing(weights: Path) -> None:
     wrong = {name: tensor for name, tensor in state.items() if "blocks.1.up" not in name} | {
         "blocks.2.scale": torch.ones(3)
     }
-    with pytest.raises(accel.CheckpointError, match=r"3 weights.*missing 'blocks.1.up.weight'.*expected \(16,\)"):
+    with pytest.raises(
+        accel.errors.CheckpointError, match=r"3 weights.*missing 'blocks.1.up.weight'.*expected \(16,\)"
+    ):
         dispatch_model(net, streamed_map(net, "disk"), source=wrong)
-    with pytest.raises(accel.ConfigError, match="22 weights have their home on a disk"):
+    with pytest.raises(accel.errors.ConfigError, match="22 weights have their home on a disk"):
         dispatch_model(net, streamed_map(net, "disk"))
     quantized = make_net()
     quantized.blocks[1].scale = Quantized(quantized.blocks[1].scale.data)
-    with pytest.raises(accel.ConfigError, match=r"as quantizers have.*got Quantized.*'blocks.1.scale'"):
+    with pytest.raises(accel.errors.ConfigError, match=r"as quantizers have.*got Quantized.*'blocks.1.scale'"):
         dispatch_model(quantized, streamed_map(quantized, "cpu"))
-    with pytest.raises(accel.ConfigError, match="another model"):
+    with pytest.raises(accel.errors.ConfigError, match="another model"):
         dispatch_model(torch.nn.Linear(2, 2), streamed_map(net, "cpu"))
-    with pytest.raises(accel.CheckpointError):
+    with pytest.raises(accel.errors.CheckpointError):
         dispatch_model(net, streamed_map(net, "disk"), source=weights.with_name("none.safetensors"))
     assert all(a is b for a, b in zip(net.parameters(), before, strict=True))
     assert not any(module._forward_hooks for module in net.modules())
@@ -118,9 +121,9 @@ def test_a_source_that_does_not_fit_changes_nothing(weights: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
 def test_a_device_that_is_not_there_is_refused() -> None:
     net = make_net()
-    with pytest.raises(accel.DeviceError, match="'cuda:0'"):
+    with pytest.raises(accel.errors.DeviceError, match="'cuda:0'"):
         cpu_offload(net, 0)
-    with pytest.raises(accel.DeviceError, match="'cuda:0'"):
+    with pytest.raises(accel.errors.DeviceError, match="'cuda:0'"):
         swap_models("cuda:0", net, make_net())
 
 
@@ -128,14 +131,14 @@ def test_a_dispatched_model_is_neither_dispatched_again_nor_loaded(weights: Path
     net = make_net()
     expected = net(token_ids())
     with torch.no_grad(), dispatch_model(net, streamed_map(net, "disk"), source=weights) as run:
-        with pytest.raises(accel.StreamError, match=r"dispatched already.*run.close\(\)"):
+        with pytest.raises(accel.errors.StreamError, match=r"dispatched already.*run.close\(\)"):
             dispatch_model(net, streamed_map(net, "disk"), source=weights)
-        with pytest.raises(accel.StreamError, match="a load into a model whose weights are elsewhere"):
-            accel.load_checkpoint_in_model(accel.single("cpu"), net, weights)
+        with pytest.raises(accel.errors.StreamError, match="a load into a model whose weights are elsewhere"):
+            accel.bigmodel.load_checkpoint_in_model(accel.single("cpu"), net, weights)
         assert torch.equal(run.model(token_ids()), expected)
     with torch.no_grad(), dispatch_model(net, streamed_map(net, "disk"), source=weights) as run:
         assert torch.equal(run.model(token_ids()), expected)
-    with pytest.raises(accel.ConfigError, match=r"not a device map.*got None"):
+    with pytest.raises(accel.errors.ConfigError, match=r"not a device map.*got None"):
         dispatch_model(net, None)  # type: ignore[arg-type]
 
 
@@ -167,7 +170,7 @@ def test_offloads_by_one_call(weights: Path) -> None:
         with disk_offload(net, weights, "cpu", slots=1) as run:
             assert torch.equal(run.model(token_ids()), expected)
             assert run.stats().moved_bytes > 0
-    with pytest.raises(accel.ConfigError, match="host computes"):
+    with pytest.raises(accel.errors.ConfigError, match="host computes"):
         cpu_offload(make_net(), "cpu")
 
 
@@ -177,15 +180,17 @@ def test_a_checkpoint_is_loaded_and_dispatched_by_one_call_on_every_rank(weights
     def rank(ctx: accel.DistContext) -> bool:
         with torch.device("meta"):
             net = type(make_net())()
-        skeleton = accel.describe(net, dtype=torch.float64)
+        skeleton = accel.bigmodel.describe(net, dtype=torch.float64)
         names = [each.name for each in skeleton.segments]
         homes = dict(zip(names, ["cpu:0", "cpu", "mmap", "disk", "cpu", "disk"], strict=True))
-        device_map = accel.DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, "cpu:0"), slots=1)
+        device_map = accel.bigmodel.DeviceMap(
+            skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, "cpu:0"), slots=1
+        )
         with torch.no_grad(), accel.load_checkpoint_and_dispatch(ctx, net, weights, device_map) as run:
             torch.testing.assert_close(run.model(token_ids()), expected)
             fetches = run.stats().moved_bytes
         other = torch.nn.ModuleDict({"extra": torch.nn.Linear(2, 2)})
-        with pytest.raises(accel.ConfigError, match=r"another model: got no 'extra.weight'"):
+        with pytest.raises(accel.errors.ConfigError, match=r"another model: got no 'extra.weight'"):
             accel.load_checkpoint_and_dispatch(ctx, other, weights, device_map)
         return fetches > 0
 
@@ -217,7 +222,7 @@ def test_models_take_turns() -> None:
         with swap.use(first):
             first.embed.weight[0] = 7.0
             first(token_ids())
-            with pytest.raises(accel.StreamError, match="two models at a time"):
+            with pytest.raises(accel.errors.StreamError, match="two models at a time"):
                 second(token_ids())
         first.blocks[0].error = KeyboardInterrupt()
         with pytest.raises(KeyboardInterrupt):
@@ -225,7 +230,7 @@ def test_models_take_turns() -> None:
         second(token_ids())
         assert first.embed.weight.data_ptr() == memory
         assert bool((first.embed.weight[0] == 7.0).all())
-        with pytest.raises(accel.ConfigError, match="not swapped"), swap.use(make_net()):
+        with pytest.raises(accel.errors.ConfigError, match="not swapped"), swap.use(make_net()):
             pass
     assert not first._forward_pre_hooks
 
@@ -262,7 +267,7 @@ def test_closing_wakes_a_thread_that_waits(weights: Path) -> None:
     closer.join(60)
     source.close()
     assert not caller.is_alive()
-    assert [type(error) for error in errors] == [accel.StreamError]
+    assert [type(error) for error in errors] == [accel.errors.StreamError]
 
 
 @given(
@@ -338,9 +343,9 @@ def test_values_that_no_file_has_are_written_to_scratch_files_for_the_run(weight
     before = dict(net.named_parameters())
     values = {name: each.detach().clone() for name, each in before.items()}
     device_map = streamed_map(net, "disk")
-    with pytest.raises(accel.CheckpointError, match=r"missing 'blocks\.2\.extra'.*scratch=folder"):
+    with pytest.raises(accel.errors.CheckpointError, match=r"missing 'blocks\.2\.extra'.*scratch=folder"):
         dispatch_model(net, device_map, source=weights)
-    with pytest.raises(accel.ConfigError, match=r"home on a disk.*scratch=folder"):
+    with pytest.raises(accel.errors.ConfigError, match=r"home on a disk.*scratch=folder"):
         dispatch_model(net, device_map)
     for source in (None, weights):
         with torch.no_grad(), dispatch_model(net, device_map, source=source, scratch=scratch) as run:
@@ -367,11 +372,11 @@ def test_a_full_disk_of_scratch_files_leaves_the_model_and_the_folder_as_they_we
     net = make_net()
 
     def full(*_: object) -> None:
-        raise accel.CheckpointError("No space left on device (ENOSPC)")
+        raise accel.errors.CheckpointError("No space left on device (ENOSPC)")
 
     monkeypatch.setattr("accel.bigmodel.run._sources.write_tensors", full)
     for folder, text in ((tmp_path, "No space left"), (tmp_path / "none", "No such file")):
-        with pytest.raises(accel.CheckpointError, match=text) as caught:
+        with pytest.raises(accel.errors.CheckpointError, match=text) as caught:
             dispatch_model(net, streamed_map(net, "disk"), scratch=folder)
         assert "scratch=" in str(caught.value)
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,8 @@ from torch import nn
 
 import accel
 import accel.testing
-from accel.bigmodel import Dispatched, dispatch_model
+from accel.bigmodel import Dispatched
+from accel.bigmodel.run import dispatch_model
 
 
 def dispatched(folder: Path, home: str, *, trainable: bool = False) -> Dispatched[nn.Module]:
@@ -44,7 +45,7 @@ def test_whole_and_as_a_checkpoint(tmp_path: Path, home: str) -> None:
             weight.detach().numpy,
             weight.tolist,
         ):
-            with pytest.raises(accel.StreamError, match="has no address") as caught:
+            with pytest.raises(accel.errors.StreamError, match="has no address") as caught:
                 ask()
             assert "accel.save_model(ctx, model, folder)" in caught.value.fix
             assert caught.value.fix.startswith("weight.detach().clone() has memory")
@@ -53,7 +54,7 @@ def test_whole_and_as_a_checkpoint(tmp_path: Path, home: str) -> None:
         fresh = make_net(1)
         accel.load_state(ctx, tmp_path / "run", {"model": fresh})
         assert all(torch.equal(tensor, twin[name]) for name, tensor in fresh.state_dict().items())
-        with pytest.raises(accel.CheckpointError, match="not in memory"):
+        with pytest.raises(accel.errors.CheckpointError, match="not in memory"):
             accel.load_state(ctx, tmp_path / "run", {"model": run.model})
 
 
@@ -66,7 +67,7 @@ def test_adapters_train_between_frozen_weights_and_resume(tmp_path: Path) -> Non
                 block.extra = nn.Parameter(torch.zeros(16))
                 block.register_forward_hook(lambda module, args, output: output + module.extra)
             model, optimizer = accel.prepare(ctx, net, torch.optim.SGD([b.extra for b in net.blocks], lr=0.1))
-            items = {"model": accel.TrainableOnly(model), "optimizer": optimizer}
+            items = {"model": accel.items.TrainableOnly(model), "optimizer": optimizer}
             if out.exists():
                 accel.load_state(ctx, out, items)
             for _ in range(steps):
@@ -90,7 +91,7 @@ def test_what_cannot_train_is_refused(tmp_path: Path) -> None:
     with (
         accel.session() as ctx,
         dispatched(tmp_path, "cpu", trainable=True) as run,
-        pytest.raises(accel.PrepareError, match=problem),
+        pytest.raises(accel.errors.PrepareError, match=problem),
     ):
         accel.prepare(ctx, run.model)
 
@@ -98,7 +99,7 @@ def test_what_cannot_train_is_refused(tmp_path: Path) -> None:
         net = make_net().requires_grad_(False)
         with (
             dispatch_model(net, streamed_map(net, "cpu")) as run,
-            pytest.raises(accel.PrepareError, match="spread over ranks"),
+            pytest.raises(accel.errors.PrepareError, match="spread over ranks"),
         ):
             accel.prepare(ctx, run.model)
 

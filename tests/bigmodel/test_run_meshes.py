@@ -37,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
 
 
 def _map(model: nn.Module, home: str, **options: Any) -> DeviceMap:
-    skeleton = accel.describe(model, **options)
+    skeleton = accel.bigmodel.describe(model, **options)
     homes = {each.name: home if ".layers." in each.name else "cpu:0" for each in skeleton.segments}
     return DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, "cpu:0"))
 
@@ -50,7 +50,7 @@ def _divided(ctx: accel.DistContext, mesh: str) -> tuple[accel.DistContext, Any]
 
 def _logits(ctx: accel.DistContext, model: Any) -> torch.Tensor:
     with accel.evaluating(model), torch.no_grad():
-        return accel.forward(ctx, model, IDS) if ctx.axis("pp").size > 1 else model(IDS).logits
+        return accel.training.forward(ctx, model, IDS) if ctx.axis("pp").size > 1 else model(IDS).logits
 
 
 @pytest.mark.parametrize("home", ["cpu", "mmap", "disk"])
@@ -74,7 +74,7 @@ def test_stages_and_parts_of_weights_stream(
     for logits, moved, parts in ranks.run(rank, 4 if "," in mesh else 2, default_group=True):
         assert torch.allclose(logits, expected, atol=1e-5)
         assert moved >= parts > 0
-    again = accel.load_checkpoint_in_model(accel.single("cpu"), _llama(tied=True), tmp_path)
+    again = accel.bigmodel.load_checkpoint_in_model(accel.single("cpu"), _llama(tied=True), tmp_path)
     first = dict(_llama(tied=True).named_parameters())
     assert all(torch.equal(again.get_parameter(name), each) for name, each in first.items())
 

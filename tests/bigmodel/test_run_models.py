@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import accel
-from accel.bigmodel import dispatch_model
+from accel.bigmodel.run import dispatch_model
 
 IDS = torch.tensor([[1, 5, 9, 3], [2, 7, 1, 8]])
 LLAMA = {
@@ -88,7 +88,7 @@ def test_generation_is_that_of_the_whole_model(make: Callable[[], Any], options:
 def test_save_pretrained_is_refused_with_the_way_to_a_folder_for_from_pretrained(tmp_path: Path) -> None:
     model: Any = llama()
     with dispatched(model):
-        with pytest.raises(accel.StreamError, match="save_pretrained") as caught:
+        with pytest.raises(accel.errors.StreamError, match="save_pretrained") as caught:
             model.save_pretrained(tmp_path / "refused")
         assert "accel.save_model(ctx, model, folder)" in caught.value.fix
         assert not list((tmp_path / "refused").glob("*.safetensors"))

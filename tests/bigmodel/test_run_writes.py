@@ -14,7 +14,7 @@ from streamed import Net, make_net, streamed_map, token_ids
 from torch import nn
 
 import accel
-from accel.bigmodel import dispatch_model
+from accel.bigmodel.run import dispatch_model
 
 Writes = Callable[[list[nn.Parameter]], object]
 
@@ -52,7 +52,7 @@ def stepped(kind: type[torch.optim.Optimizer], **options: Any) -> Writes:
 def test_writes_by_lists_of_tensors_are_refused(write: Writes) -> None:
     net = make_net()
     with dispatch_model(net, streamed_map(net, "cpu")) as run:
-        with torch.no_grad(), pytest.raises(accel.StreamError, match=r"changed in place.*at blocks\.0\."):
+        with torch.no_grad(), pytest.raises(accel.errors.StreamError, match=r"changed in place.*at blocks\.0\."):
             write(absent(run.model))
         torch.testing.assert_close(run.model(token_ids()), make_net()(token_ids()))
 
@@ -81,7 +81,7 @@ def test_absent_weights_are_not_swapped(turned: bool) -> None:
     net = make_net()
     with dispatch_model(net, streamed_map(net, "cpu")) as run, torch.no_grad():
         pair = (run.model.blocks[1].up.weight, nn.Parameter(torch.zeros(32, 16)))
-        with pytest.raises(accel.StreamError, match=r"cannot be swapped.*at blocks\.1\.up\.weight"):
+        with pytest.raises(accel.errors.StreamError, match=r"cannot be swapped.*at blocks\.1\.up\.weight"):
             torch.utils.swap_tensors(*(reversed(pair) if turned else pair))
         assert torch.equal(run.model(token_ids()), make_net()(token_ids()))
     assert torch.equal(net(token_ids()), make_net()(token_ids()))
@@ -106,7 +106,7 @@ def test_a_block_that_gives_its_weights_other_values_is_told(
         block = run.model.blocks[0]
         for _ in range(2):
             handle = block.up.register_forward_pre_hook(lambda module, args: (change(module.weight), None)[1])
-            with pytest.raises(accel.StreamError, match=r"changed its own weights.*at blocks\.0"):
+            with pytest.raises(accel.errors.StreamError, match=r"changed its own weights.*at blocks\.0"):
                 run.model(token_ids())
             handle.remove()
             for _ in range(2):
@@ -139,7 +139,7 @@ def test_collectives_read_absent_weights_and_fill_none() -> None:
             dist.all_gather([found], weight)
             assert torch.equal(found, values)
             for fill in (lambda: dist.all_reduce(weight), lambda: dist.reduce(weight, dst=0)):
-                with pytest.raises(accel.StreamError, match=r"changed in place.*c10d.*at blocks\.0\.scale"):
+                with pytest.raises(accel.errors.StreamError, match=r"changed in place.*c10d.*at blocks\.0\.scale"):
                     fill()
     finally:
         dist.destroy_process_group()
@@ -167,7 +167,7 @@ def test_a_refused_cast_changes_nothing(cast: Callable[[nn.Module], object]) -> 
     with dispatch_model(net, device_map) as run, torch.no_grad():
         before = {name: (each, each.dtype, each.device, each.data_ptr()) for name, each in named(net, resident)}
         for part in (run.model, run.model[0], run.model[0].blocks[1]):
-            with pytest.raises(accel.StreamError, match=r"moved or cast as a whole|no address|in place"):
+            with pytest.raises(accel.errors.StreamError, match=r"moved or cast as a whole|no address|in place"):
                 cast(part)
         for name, each in named(net, resident):
             assert (each.dtype, each.device, each.data_ptr()) == before[name][1:]
@@ -199,7 +199,9 @@ def test_memory_that_is_not_there_is_not_shared(share: Callable[[torch.Tensor], 
     net, twin = make_net(), make_net()
     with dispatch_model(net, streamed_map(net, "cpu")) as run:
         weight = run.model.blocks[0].up.weight.detach()
-        with pytest.raises((accel.StreamError, RuntimeError), match=r"weight\.detach\(\)\.clone\(\)|data pointer"):
+        with pytest.raises(
+            (accel.errors.StreamError, RuntimeError), match=r"weight\.detach\(\)\.clone\(\)|data pointer"
+        ):
             share(weight)
         copied = torch.from_dlpack(run.model.blocks[0].up.weight.detach().clone())  # as the error says
         assert torch.equal(copied, twin.blocks[0].up.weight)

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ({"readers": 0}, r"not a number of readers: expected an integer from 1, got 0"),
         ({"rename": {"old": "new"}}, r"not recipes: expected a function.*Recipe\(\"rename\", old, new\)"),
-        ({"rename": accel.Recipe("rename", "old", "new")}, r"not recipes.*rename=\[recipe\]"),
+        ({"rename": accel.checkpoint.Recipe("rename", "old", "new")}, r"not recipes.*rename=\[recipe\]"),
         ({"allow_missing": True}, r"not names.*got True - at allow_missing=.*\"\*\" allows all"),
         ({"allow_unexpected": [3]}, r"not names.*got 3 - at allow_unexpected="),
     ],
@@ -46,71 +46,80 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_arguments_of_a_load(folder: Path, options: dict[str, Any], text: str) -> None:
     model = accel.init_empty_weights(make)
     with pytest.raises(AccelError, match=text):
-        accel.load_checkpoint_in_model(accel.single("cpu"), model, folder, **options)
+        accel.bigmodel.load_checkpoint_in_model(accel.single("cpu"), model, folder, **options)
     assert all(each.is_meta for each in model.parameters())
 
 
 @pytest.mark.parametrize("path", [None, 3, b"weights"])
 def test_a_path_that_is_none(path: Any) -> None:
-    with pytest.raises(accel.ConfigError, match=r"no path: expected a path or URL, got "):
-        accel.load_checkpoint_in_model(accel.single("cpu"), accel.init_empty_weights(make), path)
+    with pytest.raises(accel.errors.ConfigError, match=r"no path: expected a path or URL, got "):
+        accel.bigmodel.load_checkpoint_in_model(accel.single("cpu"), accel.init_empty_weights(make), path)
 
 
 def test_names_that_an_iterator_gives_count_for_each_weight(folder: Path) -> None:
     model = accel.init_empty_weights(lambda: nn.Sequential(*make(), nn.Linear(4, 4)))
     names = iter(["2.weight", "2.bias"])
-    accel.load_checkpoint_in_model(accel.single("cpu"), model, folder, allow_missing=names)
+    accel.bigmodel.load_checkpoint_in_model(accel.single("cpu"), model, folder, allow_missing=names)
     assert model[2].bias.is_meta
 
 
 def test_recipes_alone_lead_back(tmp_path: Path) -> None:
-    with pytest.raises(accel.ConfigError, match=r"not recipes: expected a sequence of accel\.Recipe, which lead"):
+    with pytest.raises(
+        accel.errors.ConfigError, match=r"not recipes: expected a sequence of accel\.checkpoint\.Recipe, which lead"
+    ):
         accel.save_model(accel.single("cpu"), make(), tmp_path, rename=str.upper)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda folder: accel.describe(make),
-        lambda folder: accel.load_checkpoint_in_model(accel.single("cpu"), make, folder),
-        lambda folder: accel.dispatch_model(make, accel.infer_device_map(accel.describe(make()), {"cpu": "1MB"})),
-        lambda folder: accel.swap_models("cpu:0", make, make),
+        lambda folder: accel.bigmodel.describe(make),
+        lambda folder: accel.bigmodel.load_checkpoint_in_model(accel.single("cpu"), make, folder),
+        lambda folder: accel.dispatch_model(
+            make, accel.infer_device_map(accel.bigmodel.describe(make()), {"cpu": "1MB"})
+        ),
+        lambda folder: accel.bigmodel.swap_models("cpu:0", make, make),
     ],
 )
 def test_a_function_in_place_of_its_model(call: Callable[[Path], object], folder: Path) -> None:
-    with pytest.raises(accel.ConfigError, match=r"not a model: expected a torch\.nn\.Module, got make - .*init_empty"):
+    with pytest.raises(
+        accel.errors.ConfigError, match=r"not a model: expected a torch\.nn\.Module, got make - .*init_empty"
+    ):
         call(folder)
 
 
 def test_builders_that_return_no_model_or_name_no_device() -> None:
-    with pytest.raises(accel.ConfigError, match=r"got NoneType - at init_empty_weights, what make\(\) returns"):
+    with pytest.raises(accel.errors.ConfigError, match=r"got NoneType - at init_empty_weights, what make\(\) returns"):
         accel.init_empty_weights(lambda: None)  # type: ignore[type-var, arg-type, return-value]
-    with pytest.raises(accel.DeviceError, match=r"no such device: got 'gpu' - at init_on_device"):
-        accel.init_on_device(make, "gpu")
+    with pytest.raises(accel.errors.DeviceError, match=r"no such device: got 'gpu' - at init_on_device"):
+        accel.bigmodel.init_on_device(make, "gpu")
 
 
 def test_models_take_no_turns_on_a_device_without_memory() -> None:
-    with pytest.raises(accel.DeviceError, match="a device without memory"):
-        accel.swap_models("meta", make(), make())
+    with pytest.raises(accel.errors.DeviceError, match="a device without memory"):
+        accel.bigmodel.swap_models("meta", make(), make())
 
 
-SKELETON = accel.describe(nn.Sequential(*(nn.Sequential(nn.Linear(256, 256)) for _ in range(3))))
-MAP = accel.check_device_map(SKELETON, {"": 0, "1": "cpu"})
+SKELETON = accel.bigmodel.describe(nn.Sequential(*(nn.Sequential(nn.Linear(256, 256)) for _ in range(3))))
+MAP = accel.bigmodel.check_device_map(SKELETON, {"": 0, "1": "cpu"})
 PLACES = {"": 0, "1": "cpu", "2": 1}
 
 
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: accel.explain(SKELETON), r"not a device map.*got Skeleton - at explain.*infer_device_map\("),
-        (lambda: accel.explain(MAP, compute=0.01), r"seconds are given by segment.*home, 0\.01\)"),
-        (lambda: accel.explain(MAP, compute={"4": 1.0}), r"no such segment: got '4'"),
-        (lambda: accel.explain(MAP, bandwidth="25GB"), r"no bandwidth: expected bytes a second.*got '25GB'"),
-        (lambda: accel.pass_seconds(SKELETON, {}, 1e9), "not a device map"),
-        (lambda: accel.check_device_map(SKELETON, "auto"), r"places are given by path.*got 'auto'.*infer_device_map"),
-        (lambda: accel.check_device_map(SKELETON, {0: "cpu"}), r"places are given by path.*got \{0: 'cpu'\}"),
+        (lambda: accel.bigmodel.explain(SKELETON), r"not a device map.*got Skeleton - at explain.*infer_device_map\("),
+        (lambda: accel.bigmodel.explain(MAP, compute=0.01), r"seconds are given by segment.*home, 0\.01\)"),
+        (lambda: accel.bigmodel.explain(MAP, compute={"4": 1.0}), r"no such segment: got '4'"),
+        (lambda: accel.bigmodel.explain(MAP, bandwidth="25GB"), r"no bandwidth: expected bytes a second.*got '25GB'"),
+        (lambda: accel.bigmodel.pass_seconds(SKELETON, {}, 1e9), "not a device map"),
         (
-            lambda: accel.check_device_map(SKELETON, PLACES, max_memory={0: "1MB", "cpu": "1MB"}),
+            lambda: accel.bigmodel.check_device_map(SKELETON, "auto"),
+            r"places are given by path.*got 'auto'.*infer_device_map",
+        ),
+        (lambda: accel.bigmodel.check_device_map(SKELETON, {0: "cpu"}), r"places are given by path.*got \{0: 'cpu'\}"),
+        (
+            lambda: accel.bigmodel.check_device_map(SKELETON, PLACES, max_memory={0: "1MB", "cpu": "1MB"}),
             r"a place without a limit.*got 'cuda:1' - at max_memory.*Name it there",
         ),
         (lambda: accel.infer_device_map(SKELETON, {"gpu": "1MB"}), r"not a place.*got 'gpu'.*A GPU is its number"),
@@ -120,7 +129,7 @@ PLACES = {"": 0, "1": "cpu", "2": 1}
     ],
 )
 def test_arguments_of_a_plan(call: Callable[[], object], text: str) -> None:
-    with pytest.raises(accel.ConfigError, match=text):
+    with pytest.raises(accel.errors.ConfigError, match=text):
         call()
 
 
@@ -139,7 +148,7 @@ def test_arguments_of_a_plan(call: Callable[[], object], text: str) -> None:
 )
 def test_sources_of_a_run(source: Callable[[], Any], text: str) -> None:
     model = accel.init_empty_weights(make)
-    device_map = accel.infer_device_map(accel.describe(model), {"cpu": "1MB"})
+    device_map = accel.infer_device_map(accel.bigmodel.describe(model), {"cpu": "1MB"})
     with pytest.raises(AccelError, match=text):
         accel.dispatch_model(model, device_map, source=source())
     with accel.dispatch_model(model, device_map, source=make().double().state_dict()) as run:
@@ -154,26 +163,30 @@ def test_an_index_without_metadata(tmp_path: Path) -> None:
     text = json.loads(index.read_text())
     for kept in ({"weight_map": text["weight_map"]}, {"metadata": None, "weight_map": text["weight_map"]}):
         index.write_text(json.dumps(kept))
-        model = accel.load_checkpoint_in_model(ctx, accel.init_empty_weights(make), tmp_path)
+        model = accel.bigmodel.load_checkpoint_in_model(ctx, accel.init_empty_weights(make), tmp_path)
         assert torch.equal(model[1].weight, trained[1].weight)
     accel.save_model(ctx, trained, tmp_path, max_shard_size="100B")
     assert json.loads(index.read_text()) == text
     index.write_text("{}")
-    with pytest.raises(accel.CheckpointError, match=r'expected JSON with "weight_map", the file of each tensor'):
-        accel.load_checkpoint_in_model(ctx, accel.init_empty_weights(make), tmp_path)
+    with pytest.raises(accel.errors.CheckpointError, match=r'expected JSON with "weight_map", the file of each tensor'):
+        accel.bigmodel.load_checkpoint_in_model(ctx, accel.init_empty_weights(make), tmp_path)
 
 
 def test_a_state_dict_inside_of_a_file_of_torch(tmp_path: Path) -> None:
     torch.save({"state_dict": make().state_dict(), "epoch": 3}, tmp_path / "last.pt")
-    with pytest.raises(accel.CheckpointError, match=r"under 'state_dict'.*weights_only=True\)\[name\]"):
-        accel.load_checkpoint_in_model(accel.single("cpu"), accel.init_empty_weights(make), tmp_path / "last.pt")
+    with pytest.raises(accel.errors.CheckpointError, match=r"under 'state_dict'.*weights_only=True\)\[name\]"):
+        accel.bigmodel.load_checkpoint_in_model(
+            accel.single("cpu"), accel.init_empty_weights(make), tmp_path / "last.pt"
+        )
 
 
 def test_a_model_that_takes_turns_is_not_pickled() -> None:
     first, x = make(), torch.randn(2, 4)
     expected = first(x)
-    with accel.swap_models("cpu:0", first, make()):
-        with pytest.raises(accel.StreamError, match=r"takes turns cannot be pickled - at Sequential\. .*swap\.close"):
+    with accel.bigmodel.swap_models("cpu:0", first, make()):
+        with pytest.raises(
+            accel.errors.StreamError, match=r"takes turns cannot be pickled - at Sequential\. .*swap\.close"
+        ):
             pickle.dumps(first)
         assert torch.equal(copy.deepcopy(first)(x), expected)
     assert torch.equal(pickle.loads(pickle.dumps(first))(x), expected)
@@ -192,10 +205,12 @@ def test_an_index_that_names_tensors_which_its_file_lacks(tmp_path: Path) -> Non
             rf"the index names tensors that its files lack: expected '{next(iter(listed))}' in {listed.popitem()[1]}"
         )
         for path in (tmp_path, index):
-            with pytest.raises(accel.CheckpointError, match=problem):
-                accel.load_checkpoint_in_model(ctx, accel.init_empty_weights(make), path, allow_missing="*")
-        with pytest.raises(accel.CheckpointError, match="the index names tensors that its files lack"):
+            with pytest.raises(accel.errors.CheckpointError, match=problem):
+                accel.bigmodel.load_checkpoint_in_model(ctx, accel.init_empty_weights(make), path, allow_missing="*")
+        with pytest.raises(accel.errors.CheckpointError, match="the index names tensors that its files lack"):
             read_headers(tmp_path)
     index.write_text(json.dumps({**whole, "weight_map": {"0.weight": file, "1.weight": other, "1.bias": other}}))
-    model = accel.load_checkpoint_in_model(ctx, accel.init_empty_weights(make), tmp_path)  # files may hold more
+    model = accel.bigmodel.load_checkpoint_in_model(
+        ctx, accel.init_empty_weights(make), tmp_path
+    )  # files may hold more
     assert torch.equal(model[0].bias, trained[0].bias)

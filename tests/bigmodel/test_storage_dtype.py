@@ -22,16 +22,16 @@ FP8 = torch.float8_e4m3fn
 RESIDENT = "resident"
 
 
-def cast_map(model: nn.Module, home: str, slots: int = 2, dtype: torch.dtype = FP8) -> accel.DeviceMap:
+def cast_map(model: nn.Module, home: str, slots: int = 2, dtype: torch.dtype = FP8) -> accel.bigmodel.DeviceMap:
     """A map in which every segment that may move is away, or "resident", in another dtype."""
-    skeleton = accel.describe(model, storage_dtype=dtype)
+    skeleton = accel.bigmodel.describe(model, storage_dtype=dtype)
     home = DEVICE if home == RESIDENT else home
     homes = {each.name: home if each.movable else DEVICE for each in skeleton.segments}
-    return accel.DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, DEVICE), slots=slots)
+    return accel.bigmodel.DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, DEVICE), slots=slots)
 
 
 def cast_names(model: nn.Module) -> set[str]:
-    return {each.name for each in accel.describe(model, storage_dtype=FP8).weights() if each.is_cast}
+    return {each.name for each in accel.bigmodel.describe(model, storage_dtype=FP8).weights() if each.is_cast}
 
 
 def rounded(model: Net, dtype: torch.dtype = FP8) -> Net:
@@ -90,11 +90,11 @@ def test_an_empty_model_is_loaded_in_the_dtype_of_its_home(home: str, tmp_path: 
     in_memory = home in ("cpu", RESIDENT)
     if not in_memory:
         whole = accel.init_empty_weights(lambda: make_net())
-        accel.load_checkpoint_in_model(ctx, whole, tmp_path, cast_map(whole, "cpu"))
+        accel.bigmodel.load_checkpoint_in_model(ctx, whole, tmp_path, cast_map(whole, "cpu"))
         tmp_path = tmp_path / "stored"
         accel.save_model(ctx, whole, tmp_path)
     loaded = accel.init_empty_weights(lambda: make_net())
-    accel.load_checkpoint_in_model(ctx, loaded, tmp_path, cast_map(loaded, home))
+    accel.bigmodel.load_checkpoint_in_model(ctx, loaded, tmp_path, cast_map(loaded, home))
     weight = loaded.blocks[0].up.weight
     assert weight.dtype == FP8 if in_memory else weight.is_meta
     for source in (None, tmp_path):  # by the load, and by the dispatch alone
@@ -134,7 +134,7 @@ def test_a_mapping_of_tensors_is_rounded_too() -> None:
 def test_files_of_another_dtype_are_refused_before_the_model_changes(home: str, tmp_path: Path) -> None:
     net = make_net()
     save_file(net.state_dict(), tmp_path / "net.safetensors")
-    with pytest.raises(accel.ConfigError, match=r"another dtype.*F8_E4M3.*got F32 in") as caught:
+    with pytest.raises(accel.errors.ConfigError, match=r"another dtype.*F8_E4M3.*got F32 in") as caught:
         accel.dispatch_model(accel.init_empty_weights(lambda: make_net()), cast_map(net, home), source=tmp_path)
     assert "home 'cpu'" in caught.value.fix
 
@@ -155,9 +155,9 @@ def test_values_beyond_the_storage_dtype_are_refused_before_the_model_changes(
         lambda: accel.dispatch_model(net, cast_map(net, RESIDENT, dtype=dtype)),
         lambda: accel.dispatch_model(empty, device_map, source=net.state_dict()),
         lambda: accel.dispatch_model(empty, device_map, source=tmp_path),
-        lambda: accel.load_checkpoint_in_model(ctx, empty, tmp_path, device_map),
+        lambda: accel.bigmodel.load_checkpoint_in_model(ctx, empty, tmp_path, device_map),
     ):
-        with pytest.raises(accel.ConfigError, match=r"does not hold.*got 60000 - at 'blocks.1.up.weight'"):
+        with pytest.raises(accel.errors.ConfigError, match=r"does not hold.*got 60000 - at 'blocks.1.up.weight'"):
             use()
     assert type(net.blocks[0].up.weight) is nn.Parameter
     assert empty.blocks[0].up.weight.is_meta
@@ -176,23 +176,23 @@ class Layer(nn.Module):
 
 def test_norms_biases_embeddings_buffers_and_named_weights_keep_their_dtype() -> None:
     model = nn.Sequential(nn.Embedding(8192, 64), nn.ModuleList([Layer(), Layer()]), nn.Linear(512, 1024))
-    skeleton = accel.describe(model, dtype=torch.bfloat16, storage_dtype=FP8, storage_skip=["*.router.*"])
+    skeleton = accel.bigmodel.describe(model, dtype=torch.bfloat16, storage_dtype=FP8, storage_skip=["*.router.*"])
     assert [each.name for each in skeleton.weights() if each.is_cast] == ["1.0.up.weight", "1.1.up.weight", "2.weight"]
     assert {each.dtype for each in skeleton.weights() if each.is_cast} == {"BF16"}
     head = skeleton.segments[-1]
     assert head.moving - head.home_memory == 512 * 1024
     assert skeleton.segments[-1].casting == 2 * 512 * 1024
-    plain = accel.describe(model, dtype=torch.bfloat16)
-    assert accel.describe(model, dtype=torch.bfloat16, storage_dtype=torch.bfloat16).memory == plain.memory
+    plain = accel.bigmodel.describe(model, dtype=torch.bfloat16)
+    assert accel.bigmodel.describe(model, dtype=torch.bfloat16, storage_dtype=torch.bfloat16).memory == plain.memory
     saved = sum(each.moving - each.home_memory for each in skeleton.segments)
     assert skeleton.memory == plain.memory - saved + 2 * 512 * 1024
-    patterns = accel.describe(model, storage_dtype=FP8, storage_skip="*.router.*")
-    assert patterns.memory == accel.describe(model, storage_dtype=FP8, storage_skip=["*.router.weight"]).memory
+    patterns = accel.bigmodel.describe(model, storage_dtype=FP8, storage_skip="*.router.*")
+    assert patterns.memory == accel.bigmodel.describe(model, storage_dtype=FP8, storage_skip=["*.router.weight"]).memory
     assert not any(each.is_cast for each in patterns.weights() if "router" in each.name)
-    with pytest.raises(accel.ConfigError, match="without storage_dtype"):
-        accel.describe(model, storage_skip="*.router.*")
-    with pytest.raises(accel.ConfigError, match="storage_skip") as caught:
-        accel.describe(model, storage_dtype=FP8, storage_skip=["1.0.rooter.weight"])
+    with pytest.raises(accel.errors.ConfigError, match="without storage_dtype"):
+        accel.bigmodel.describe(model, storage_skip="*.router.*")
+    with pytest.raises(accel.errors.ConfigError, match="storage_skip") as caught:
+        accel.bigmodel.describe(model, storage_dtype=FP8, storage_skip=["1.0.rooter.weight"])
     assert "1.0.router.weight" in caught.value.fix
 
 
@@ -205,8 +205,8 @@ def test_norms_biases_embeddings_buffers_and_named_weights_keep_their_dtype() ->
     ],
 )
 def test_storage_dtypes_that_mean_nothing_are_refused(changes: dict[str, object], problem: str) -> None:
-    plain = accel.Weight(name="a", shape=(4, 4), dtype="BF16")
-    with pytest.raises(accel.ConfigError, match=problem):
+    plain = accel.bigmodel.Weight(name="a", shape=(4, 4), dtype="BF16")
+    with pytest.raises(accel.errors.ConfigError, match=problem):
         msgspec.structs.replace(plain, **changes)
 
 
@@ -214,23 +214,23 @@ def test_a_map_holds_more_blocks_by_casting_them() -> None:
     model = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(8))
     whole = 512 * 512 * 4
     limits: dict[int | str, int | str | None] = {"cuda:0": 4 * whole, "cpu": 4 * whole}
-    with pytest.raises(accel.PlacementError):
-        accel.infer_device_map(accel.describe(model), limits)
-    stored = accel.describe(model, storage_dtype=FP8)
+    with pytest.raises(accel.errors.PlacementError):
+        accel.infer_device_map(accel.bigmodel.describe(model), limits)
+    stored = accel.bigmodel.describe(model, storage_dtype=FP8)
     found = accel.infer_device_map(stored, limits)
     assert (found.order, found.resident("cpu")) == ((), 0)
     assert found.resident("cuda:0") == 8 * whole // 4
     assert found.used("cuda:0") == stored.memory == 3 * whole
     assert (found.window("cuda:0"), found.cast_bytes("cuda:0"), found.slot_bytes("cuda:0")) == (whole, whole, 0)
-    text = accel.explain(found)
+    text = accel.bigmodel.explain(found)
     assert "262 kB" in text
     assert "1.0 MB to cast" in text
-    with pytest.raises(accel.PlacementError, match=f"at least {2 * whole} bytes"):
+    with pytest.raises(accel.errors.PlacementError, match=f"at least {2 * whole} bytes"):
         accel.infer_device_map(stored, {"cuda:0": whole, "disk": None}, slots=2)
     away = accel.infer_device_map(stored, {"cuda:0": 2 * whole, "disk": None}, slots=2)
     assert len(away.order) == 8
     assert away.cast_bytes("cuda:0") == 0
-    assert accel.pass_seconds(away, {}, bandwidth=whole) == pytest.approx(8 / 4)
+    assert accel.bigmodel.pass_seconds(away, {}, bandwidth=whole) == pytest.approx(8 / 4)
 
 
 def test_a_resident_block_is_cast_for_its_calls_and_plain_while_it_runs(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_resident_block_is_cast_for_its_calls_and_plain_while_it_runs(tmp_path
     assert sum(handles) == sum(hooks) + len(net.blocks)  # those of this test
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(value, saved[name]) for name, value in net.state_dict().items())
-    again = accel.load_checkpoint_in_model(accel.single("cpu"), make_net().to(torch.bfloat16), tmp_path)
+    again = accel.bigmodel.load_checkpoint_in_model(accel.single("cpu"), make_net().to(torch.bfloat16), tmp_path)
     assert torch.equal(again.blocks[0].up.weight, twin.blocks[0].up.weight)
 
 

@@ -21,7 +21,7 @@ def test_a_save_and_a_load_leave_one_record_each(
     def run(ctx: accel.DistContext) -> None:
         items = {"model": nn.Linear(2, 1)}
         saved = accel.save_state(ctx, tmp_path, items, step=3, mode=mode)
-        path = saved.result() if isinstance(saved, accel.Saving) else saved
+        path = saved.result() if isinstance(saved, accel.checkpoint.Saving) else saved
         _ = accel.load_state(ctx, path, items)
 
     with caplog.at_level(logging.INFO, logger="accel.checkpoint"):

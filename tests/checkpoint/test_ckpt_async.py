@@ -17,8 +17,7 @@ import torch
 from ckpt_helpers import CPU, Run, equal
 from processes import free_port, run_ranks
 
-from accel import load_state, save_state, wait_for_everyone
-from accel.checkpoint import latest_checkpoint
+from accel import latest_checkpoint, load_state, save_state, wait_for_everyone
 from accel.checkpoint._background import ShareReport, collect_notes, leave_note
 from accel.checkpoint._save import Stage, WrittenFile
 from accel.context import DistContext, session, single

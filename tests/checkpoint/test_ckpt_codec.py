@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import accel
-from accel.checkpoint import decode, encode
+from accel.checkpoint._encoding import decode, encode
 from accel.errors import CheckpointError
 
 ATOMS = st.one_of(

@@ -15,8 +15,7 @@ import torch
 from ckpt_helpers import CPU, Run, equal
 from processes import free_port, patience
 
-from accel import save_state
-from accel.checkpoint import latest_checkpoint
+from accel import latest_checkpoint, save_state
 from accel.context import DistContext, session
 from accel.testing import simulate
 

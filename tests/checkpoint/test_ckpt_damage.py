@@ -18,8 +18,7 @@ import torch
 from ckpt_helpers import CPU, Run, equal, streams
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from accel import load_state, save_state
-from accel.checkpoint import latest_checkpoint
+from accel import latest_checkpoint, load_state, save_state
 from accel.errors import CheckpointError
 from accel.storage import LOCK
 

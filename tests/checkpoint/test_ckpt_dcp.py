@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from accel.checkpoint import latest_checkpoint
+from accel import latest_checkpoint, load_state, save_state
 from accel.cli import main
 from accel.context import DistContext
 from accel.errors import CheckpointError
-from accel.items import export_dcp, import_dcp, load_state, save_state
+from accel.items import export_dcp, import_dcp
 from accel.items.foreign import Described, describe_pickle
 from accel.testing import simulate
 

@@ -51,7 +51,7 @@ def test_files_of_all_ranks_come_back_at_any_world_size(
 
     def save(ctx: accel.DistContext) -> Any:
         mine = {path: data for path, data in common.items() if path.startswith(f"rank-{ctx.rank}/")}
-        folder = accel.Folder(save=writer(mine | {"all": b"of rank %d" % ctx.rank}))
+        folder = accel.items.Folder(save=writer(mine | {"all": b"of rank %d" % ctx.rank}))
         items = {"adapter": folder, "steps": 3}
         if mode == "sync":
             return accel.save_state(ctx, out, items, step=1)
@@ -61,7 +61,7 @@ def test_files_of_all_ranks_come_back_at_any_world_size(
 
     def load(ctx: accel.DistContext) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
-        loaded = accel.load_state(ctx, path, {"adapter": accel.Folder(load=reader(found)), "steps": 0})
+        loaded = accel.load_state(ctx, path, {"adapter": accel.items.Folder(load=reader(found)), "steps": 0})
         assert loaded["steps"] == 3
         return found
 
@@ -73,7 +73,9 @@ def test_a_rank_reads_the_files_it_selects(tmp_path: Path) -> None:
     def run(ctx: accel.DistContext) -> dict[str, bytes]:
         mine = f"rank-{ctx.rank}"
         found: dict[str, bytes] = {}
-        folder = accel.Folder(writer({mine: b"x" * 100}), reader(found), lambda path: path == mine, scratch=tmp_path)
+        folder = accel.items.Folder(
+            writer({mine: b"x" * 100}), reader(found), lambda path: path == mine, scratch=tmp_path
+        )
         path = accel.save_state(ctx, tmp_path / "run", {"engine": folder}, step=0)
         accel.load_state(ctx, path, {"engine": folder})
         return found
@@ -84,18 +86,18 @@ def test_a_rank_reads_the_files_it_selects(tmp_path: Path) -> None:
 
 def test_damage_is_found_before_load_runs(tmp_path: Path) -> None:
     calls: list[Path] = []
-    path = accel.save_state(CPU, tmp_path, {"adapter": accel.Folder(writer({"a": b"precious"}))}, step=1)
+    path = accel.save_state(CPU, tmp_path, {"adapter": accel.items.Folder(writer({"a": b"precious"}))}, step=1)
     (file,) = path.glob("*.safetensors")
     file.write_bytes(file.read_bytes().replace(b"precious", b"precioux"))
     with pytest.raises(CheckpointError, match="digest"):
-        accel.load_state(CPU, path, {"adapter": accel.Folder(load=calls.append)})
+        accel.load_state(CPU, path, {"adapter": accel.items.Folder(load=calls.append)})
     assert not calls
 
 
 def test_a_load_that_raises_leaves_the_other_items(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    items: dict[str, Any] = {"model": model, "optimizer": optimizer, "adapter": accel.Folder(writer({"a": b"1"}))}
+    items: dict[str, Any] = {"model": model, "optimizer": optimizer, "adapter": accel.items.Folder(writer({"a": b"1"}))}
     path = accel.save_state(CPU, tmp_path, items, step=1)
     before = torch.nn.init.zeros_(model.weight).clone()
     optimizer.param_groups[0]["lr"] = 0.1
@@ -104,7 +106,7 @@ def test_a_load_that_raises_leaves_the_other_items(tmp_path: Path) -> None:
         raise ValueError(json.dumps([each.name for each in folder.iterdir()]))
 
     with pytest.raises(CheckpointError, match=r'ValueError: \["a"\].*what the load of item adapter did stays'):
-        accel.load_state(CPU, path, items | {"adapter": accel.Folder(load=refuse)})
+        accel.load_state(CPU, path, items | {"adapter": accel.items.Folder(load=refuse)})
     assert torch.equal(model.weight, before)
     assert optimizer.param_groups[0]["lr"] == 0.1
     accel.load_state(CPU, path, items | {"adapter": None})  # left in the file
@@ -120,12 +122,12 @@ def test_nothing_is_written_when_save_raises_or_leaves_what_is_no_file(tmp_path:
 
     for save, error, text in ((link, CheckpointError, "not a regular file"), (fail, ValueError, "no adapter yet")):
         with pytest.raises(error, match=text):
-            accel.save_state(CPU, tmp_path / "run", {"adapter": accel.Folder(save)}, step=1)
+            accel.save_state(CPU, tmp_path / "run", {"adapter": accel.items.Folder(save)}, step=1)
     with pytest.raises(ConfigError, match="a Folder without save"):
-        accel.save_state(CPU, tmp_path / "run", {"adapter": accel.Folder()}, step=1)
+        accel.save_state(CPU, tmp_path / "run", {"adapter": accel.items.Folder()}, step=1)
     assert accel.latest_checkpoint(tmp_path / "run") is None
-    path = accel.save_state(CPU, tmp_path / "run", {"adapter": accel.Folder(writer({"a": b""}))}, step=1)
+    path = accel.save_state(CPU, tmp_path / "run", {"adapter": accel.items.Folder(writer({"a": b""}))}, step=1)
     with pytest.raises(ConfigError, match="a Folder without load"):
-        accel.load_state(CPU, path, {"adapter": accel.Folder()})
+        accel.load_state(CPU, path, {"adapter": accel.items.Folder()})
     with pytest.raises(CheckpointError, match="value Folder"):
         accel.load_state(CPU, path, {"adapter": {"a": 1}})

@@ -12,8 +12,8 @@ import pytest
 import torch
 from ckpt_helpers import CPU
 
-from accel import load_state, save_state
-from accel.checkpoint import Keep, latest_checkpoint
+from accel import latest_checkpoint, load_state, save_state
+from accel.checkpoint import Keep
 from accel.errors import CheckpointError, ConfigError
 from accel.storage import LOCK, take_lock
 

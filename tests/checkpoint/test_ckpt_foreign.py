@@ -14,9 +14,10 @@ from ckpt_helpers import CPU, Run, Wrapper, equal
 from safetensors.torch import save_file
 
 import accel
-from accel import CheckpointError, ConfigError, LossScale
+from accel import LossScale
 from accel.cli import main
-from accel.items import import_accelerate
+from accel.errors import CheckpointError, ConfigError
+from accel.items.foreign import import_accelerate
 from accel.testing import Simulator
 
 
@@ -66,7 +67,7 @@ def test_a_run_goes_on_where_accelerate_left_it(tmp_path: Path, caplog: pytest.L
     resumed, others = Run(seed=1), [Counter(), Counter()]
     with caplog.at_level(logging.WARNING, logger="accel.checkpoint"):
         asked = items(resumed, a=others[0], scaler=LossScale(dynamic=True), b=others[1])
-        loaded = accel.load_accelerate_state(CPU, folder, asked)
+        loaded = accel.items.load_accelerate_state(CPU, folder, asked)
     assert [other.count for other in others] == [5, 6]
     assert loaded["scaler"] == LossScale(scale=1024.0, dynamic=True, growth_interval=7, good_steps=3)
     assert loaded["model"] is resumed.model
@@ -89,9 +90,9 @@ def test_all_ranks_load_or_all_raise(tmp_path: Path, ranks: Simulator) -> None:
         before = mine.state()
         wrong: dict[str, object] = {"counter": Counter()} if ctx.rank == 1 else {}
         with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl: missing"):
-            accel.load_accelerate_state(ctx, folder, items(mine, **wrong))
+            accel.items.load_accelerate_state(ctx, folder, items(mine, **wrong))
         assert equal(mine.state(), before)
-        accel.load_accelerate_state(ctx, folder, items(mine))
+        accel.items.load_accelerate_state(ctx, folder, items(mine))
         assert equal(mine.state()[:4], run.state()[:4])
 
     ranks.run(rank, 2)
@@ -105,7 +106,7 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path: Path) -> None
     with pytest.raises(
         CheckpointError, match=r"(?s)model\.0\.weight: expected \[7, 4\], got \[6, 4\].*exp_avg of param"
     ):
-        accel.load_accelerate_state(CPU, folder, items(wide))
+        accel.items.load_accelerate_state(CPU, folder, items(wide))
     assert equal(wide.state(), before)
 
 
@@ -119,19 +120,19 @@ def test_pickles_with_code_and_damaged_ones_are_refused_by_name(tmp_path: Path, 
     else:
         torch.save(Payload(tmp_path / "never") if damage == "payload" else [1], path)
     with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl: "):
-        accel.load_accelerate_state(CPU, folder, items(run, counter=Counter()))
+        accel.items.load_accelerate_state(CPU, folder, items(run, counter=Counter()))
     assert not (tmp_path / "never").exists()
 
 
 def test_what_accelerate_does_not_save_is_refused(tmp_path: Path) -> None:
     folder = accelerate_folder(tmp_path / "old", Run())
     with pytest.raises(ConfigError, match="saves no such item: got Cursor - at load_accelerate_state, cursor"):
-        accel.load_accelerate_state(CPU, folder, items(Run(), cursor=accel.Cursor(seed=0)))
+        accel.items.load_accelerate_state(CPU, folder, items(Run(), cursor=accel.Cursor(seed=0)))
     with pytest.raises(CheckpointError, match=r"model_1\.safetensors: missing.*as many items of a kind"):
-        accel.load_accelerate_state(CPU, folder, {"model": Run().model, "other": Run().model})
+        accel.items.load_accelerate_state(CPU, folder, {"model": Run().model, "other": Run().model})
     (tmp_path / "fsdp" / "pytorch_model_fsdp_0").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="pytorch_model_fsdp_0 is of another format"):
-        accel.load_accelerate_state(CPU, tmp_path / "fsdp", {"model": Run().model})
+        accel.items.load_accelerate_state(CPU, tmp_path / "fsdp", {"model": Run().model})
 
 
 @pytest.mark.multiprocess
@@ -145,7 +146,7 @@ def test_a_folder_that_accelerate_itself_wrote(tmp_path: Path) -> None:
     run.step(3)
     theirs.save_state(str(tmp_path / "old"))
     mine, other = Run(seed=1), Counter()
-    accel.load_accelerate_state(CPU, tmp_path / "old", items(mine, counter=other))
+    accel.items.load_accelerate_state(CPU, tmp_path / "old", items(mine, counter=other))
     assert other.count == 9
     for name, tensor in run.model.state_dict().items():
         assert mine.model.state_dict()[name].equal(tensor)
@@ -158,7 +159,9 @@ def test_an_optimizer_in_another_librarys_wrapper_is_loaded_inside(tmp_path: Pat
     run.step(3)
     wrapper = Wrapper(mine.optimizer)
     asked = {"model": mine.model, "optimizer": wrapper}
-    assert accel.load_accelerate_state(CPU, accelerate_folder(tmp_path / "old", run), asked)["optimizer"] is wrapper
+    assert (
+        accel.items.load_accelerate_state(CPU, accelerate_folder(tmp_path / "old", run), asked)["optimizer"] is wrapper
+    )
     assert equal(mine.optimizer.state_dict(), run.optimizer.state_dict())
 
 

@@ -83,6 +83,6 @@ def test_pieces_that_lie_are_refused_even_where_digests_are_not_compared(
     body = msgspec.json.encode(manifest)[1:]
     file.write_bytes(b'{"digest":"' + hashlib.sha256(body).hexdigest().encode() + b'",' + body)
     items = start()
-    with pytest.raises(accel.CheckpointError):
+    with pytest.raises(accel.errors.CheckpointError):
         accel.load_state(CPU, tmp_path / "bad", items, verify=verify)
     assert equal(state(items), state(start()))

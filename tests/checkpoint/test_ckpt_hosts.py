@@ -39,8 +39,8 @@ def on_host(ctx: accel.DistContext, hosts: Sequence[int] = (0, 0, 1, 1)) -> acce
     )
 
 
-def folder(root: Path, ctx: accel.DistContext) -> accel.HostFolder:
-    return accel.HostFolder(root / f"host-{ctx.node_rank}/run")
+def folder(root: Path, ctx: accel.DistContext) -> accel.checkpoint.HostFolder:
+    return accel.checkpoint.HostFolder(root / f"host-{ctx.node_rank}/run")
 
 
 class Trainer:
@@ -71,7 +71,9 @@ class Trainer:
             ctx = on_host(bare, hosts)
             model, optimizer = build(self.layout, seed=7)
             place = folder(self.root, ctx)
-            loaded = accel.load_state(ctx, accel.HostFolder(Path(place) / at), self._items(ctx, model, optimizer, 0))
+            loaded = accel.load_state(
+                ctx, accel.checkpoint.HostFolder(Path(place) / at), self._items(ctx, model, optimizer, 0)
+            )
             assert loaded["of_rank"]["rank"] == 0
             return state(model, optimizer), loaded["number"], loaded.path.name
 
@@ -205,11 +207,11 @@ def test_a_host_that_lacks_its_part_is_named(ranks: Any, tmp_path: Path) -> None
 
 
 def test_what_hosts_cannot_do_is_refused(tmp_path: Path) -> None:
-    place = accel.HostFolder(tmp_path)
+    place = accel.checkpoint.HostFolder(tmp_path)
     with pytest.raises(ConfigError, match="in the background into a folder of each host"):
         _ = accel.save_state(CPU, place, {"a": 1}, step=0, mode="async")
     with pytest.raises(ConfigError, match="a URL as a folder of each host"):
-        _ = accel.save_state(CPU, accel.HostFolder("memory://bucket/run"), {"a": 1}, step=0)
+        _ = accel.save_state(CPU, accel.checkpoint.HostFolder("memory://bucket/run"), {"a": 1}, step=0)
     path = accel.save_state(CPU, place, {"a": 1}, step=0)
     assert accel.load_state(CPU, place, {"a": 0})["a"] == 1
     assert accel.latest_checkpoint(place) == path
@@ -218,13 +220,13 @@ def test_what_hosts_cannot_do_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", [3, None, b"run", ""])
 def test_a_host_folder_needs_a_path(path: Any) -> None:
     with pytest.raises(ConfigError, match=r"expected the path of a folder, got .* - at HostFolder"):
-        accel.HostFolder(path)
+        accel.checkpoint.HostFolder(path)
 
 
 def test_ranks_that_mean_other_kinds_of_folders_are_told(ranks: Any, tmp_path: Path) -> None:
     def body(bare: accel.DistContext) -> None:
         ctx = on_host(bare, (0, 1))
-        place = tmp_path if ctx.rank else accel.HostFolder(tmp_path)
+        place = tmp_path if ctx.rank else accel.checkpoint.HostFolder(tmp_path)
         with pytest.raises(CollectiveMismatch, match=r"save_state at .*step 1 in a folder '.+' of each host"):
             accel.save_state(ctx, place, {"a": 1}, step=1)
         with pytest.raises(CollectiveMismatch, match=r"load_state at .* per host"):
@@ -237,7 +239,7 @@ def test_ranks_that_name_other_folders_are_told_before_anything_is_written(ranks
     def body(bare: accel.DistContext) -> None:
         ctx = on_host(bare, (0, 0))
         with pytest.raises(CollectiveMismatch, match=r"(?s)in a folder 'run-0' of each host.*'run-1' of each host"):
-            accel.save_state(ctx, accel.HostFolder(tmp_path / f"run-{ctx.rank}"), {"a": 1}, step=1)
+            accel.save_state(ctx, accel.checkpoint.HostFolder(tmp_path / f"run-{ctx.rank}"), {"a": 1}, step=1)
 
     ranks.run(body, 2)
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import accel
-from accel.checkpoint import decode_manifest, encode_manifest
+from accel.checkpoint._manifest import decode_manifest, encode_manifest
 from accel.errors import CheckpointError
 from accel.items._module import overlaps
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.checkpoint import Item
+from accel.checkpoint._manifest import Item
 from accel.items import _kinds
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad
 from accel.testing import simulate
@@ -60,10 +60,10 @@ def test_a_handler_in_the_table_is_all_that_a_kind_takes(tmp_path: Path, monkeyp
     def save(ctx: accel.DistContext) -> None:
         _ = accel.save_state(ctx, tmp_path, {"tally": Tally(3, 4), "model": nn.Linear(2, 1)}, step=1)
 
-    def load(ctx: accel.DistContext, tally: Tally | None, *, strict: bool = True) -> accel.Loaded:
+    def load(ctx: accel.DistContext, tally: Tally | None, *, strict: bool = True) -> accel.items.Loaded:
         return accel.load_state(ctx, tmp_path, {"tally": tally, "model": nn.Linear(2, 1)}, strict=strict)
 
-    with pytest.raises(accel.CheckpointError, match="Tally"):
+    with pytest.raises(accel.errors.CheckpointError, match="Tally"):
         _ = simulate(save, 2)
     monkeypatch.setattr(_kinds, "HANDLERS", (TALLY, *_kinds.HANDLERS))
     _ = simulate(save, 2)
@@ -72,7 +72,7 @@ def test_a_handler_in_the_table_is_all_that_a_kind_takes(tmp_path: Path, monkeyp
         assert loaded["tally"] is live[rank]
         assert live[rank].counts == [3, 4]
     assert simulate(lambda ctx: load(ctx, None)["tally"], 1) == [None]  # which leaves it in the file
-    with pytest.raises(accel.CheckpointError, match="expected 1 counts, got 2"):
+    with pytest.raises(accel.errors.CheckpointError, match="expected 1 counts, got 2"):
         _ = simulate(lambda ctx: load(ctx, Tally(0)), 1)
     other = Tally(5)
     assert simulate(lambda ctx: load(ctx, other, strict=False).skipped, 1)[0]
@@ -106,7 +106,7 @@ def test_the_entry_of_an_item_tells_the_handler_that_wrote_it(tmp_path: Path) ->
     items = {
         "module": layer,
         "optimizer": optimizer,
-        "folder": accel.Folder(save=lambda path: (path / "file").write_bytes(b"a")),
+        "folder": accel.items.Folder(save=lambda path: (path / "file").write_bytes(b"a")),
         "record": Scheduler(),
         "point": Point(),
         "stateful": torch.optim.lr_scheduler.ConstantLR(optimizer),
@@ -123,5 +123,12 @@ def test_the_entry_of_an_item_tells_the_handler_that_wrote_it(tmp_path: Path) ->
 
 
 def test_a_class_is_no_object_with_its_methods() -> None:
-    for kind in (nn.Linear, torch.optim.SGD, torch.optim.lr_scheduler.LRScheduler, Scheduler, Point, accel.Folder):
+    for kind in (
+        nn.Linear,
+        torch.optim.SGD,
+        torch.optim.lr_scheduler.LRScheduler,
+        Scheduler,
+        Point,
+        accel.items.Folder,
+    ):
         assert accel.items.kind_of(kind) == "value", kind

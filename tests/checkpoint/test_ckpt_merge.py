@@ -15,10 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from accel.checkpoint import manifest_of, merge
+from accel import save_model, save_state
+from accel.checkpoint import merge
+from accel.checkpoint._manifest import manifest_of
 from accel.context import DistContext
 from accel.errors import CheckpointError
-from accel.items import save_model, save_state
 from accel.storage import as_place
 from accel.testing import simulate
 

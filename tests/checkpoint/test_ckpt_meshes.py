@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import accel
-from accel import Axes
+from accel.parallel import Axes
 from accel.tensors import full_tensor
 from accel.testing import Simulator, simulate
 
@@ -63,7 +63,7 @@ def _train(ctx: accel.DistContext, layout: str, out: Path, *, load: str = "", sa
     loader = accel.prepare_loader(ctx, DataLoader(rows(12), batch_size=4), global_batch=4)
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan_of(EXPERTS, offload=layout == "hsdp"))
     state = accel.train_state(ctx)
-    items = {"model": model, "optimizer": optimizer, "ema": accel.Ema(model, decay=0.9)}
+    items = {"model": model, "optimizer": optimizer, "ema": accel.training.Ema(model, decay=0.9)}
     kept: dict[str, Tensor] = {}
     if load:
         state = accel.load_state(ctx, out / load, items | {"state": state})["state"]

@@ -17,10 +17,13 @@ from ckpt_helpers import CPU
 from torch import nn
 
 from accel import load_state, save_state
-from accel.checkpoint import Manifest, open_checkpoint
+from accel.checkpoint._manifest import Manifest
+from accel.checkpoint._read import open_checkpoint
 from accel.context import DistContext
 from accel.errors import CheckpointError
-from accel.items import Loaded, LoadOptions, load_newest
+from accel.items import Loaded
+from accel.items._loading import load_newest
+from accel.items._source import LoadOptions
 from accel.process import wait_for_everyone
 from accel.storage import as_place
 from accel.testing import simulate

@@ -15,7 +15,7 @@ from ckpt_helpers import CPU, Cursor, Run, equal, network
 from torch import nn
 
 import accel
-from accel import CheckpointError, ConfigError
+from accel.errors import CheckpointError, ConfigError
 from accel.items import Stored
 
 
@@ -157,7 +157,7 @@ def test_names_and_dtypes_change_on_save_and_optimizers_follow(tmp_path: Path) -
 
 def test_averaged_weights_are_loaded_as_a_model(tmp_path: Path) -> None:
     run = trained()
-    ema = accel.Ema(run.model, decay=0.5, warmup=False)
+    ema = accel.training.Ema(run.model, decay=0.5, warmup=False)
     run.step(1)
     ema.update_(run.model)
     path = accel.save_state(CPU, tmp_path, {"model": run.model, "ema": ema}, step=0)

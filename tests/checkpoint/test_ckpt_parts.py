@@ -59,7 +59,7 @@ def train(items: dict[str, Any], steps: range) -> None:
 
 
 def parts(items: dict[str, Any]) -> dict[str, Any]:
-    return {name: accel.Part(item) for name, item in items.items()}
+    return {name: accel.items.Part(item) for name, item in items.items()}
 
 
 def state(items: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_replicas_of_a_stage_divide_the_work(tmp_path: Path) -> None:
 
 
 def outcome(call: Any) -> str:
-    with pytest.raises((CheckpointError, ConfigError, accel.CollectiveMismatch)) as caught:
+    with pytest.raises((CheckpointError, ConfigError, accel.errors.CollectiveMismatch)) as caught:
         call()
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -128,7 +128,9 @@ def test_names_that_begin_anew_on_each_rank_are_refused_on_all(tmp_path: Path) -
         nn.init.constant_(same[0].weight, ctx.rank)
         other = nn.Sequential(nn.Linear(3, 3 + ctx.rank))
         return [
-            outcome(lambda each=each: accel.save_state(ctx, tmp_path / "run", {"model": accel.Part(each)}, step=0))
+            outcome(
+                lambda each=each: accel.save_state(ctx, tmp_path / "run", {"model": accel.items.Part(each)}, step=0)
+            )
             for each in (same, other)
         ]
 
@@ -168,7 +170,7 @@ def test_ranks_that_do_not_all_pass_parts_are_told(tmp_path: Path) -> None:
     def body(ctx: accel.DistContext) -> list[str]:
         items = stage(0, 2)
         mixed = items if ctx.rank else parts(items)
-        few = {"model": accel.Part(nn.Linear(2, 2)), "x": accel.Part(3)}  # type: ignore[arg-type]
+        few = {"model": accel.items.Part(nn.Linear(2, 2)), "x": accel.items.Part(3)}  # type: ignore[arg-type]
         return [
             outcome(lambda each=each: accel.save_state(ctx, tmp_path / "run", each, step=0)) for each in (mixed, few)
         ]
@@ -185,7 +187,7 @@ def test_a_missing_part_of_a_rank_names_it(tmp_path: Path) -> None:
 
     def body(ctx: accel.DistContext) -> str:
         wrong = nn.ModuleDict({"layers": nn.ModuleDict({str(5 + ctx.rank): nn.Linear(2, 2)})})
-        return outcome(lambda: accel.load_state(ctx, path, {"model": accel.Part(wrong)}))
+        return outcome(lambda: accel.load_state(ctx, path, {"model": accel.items.Part(wrong)}))
 
     results = simulate(body, 2)
     assert results[0] == results[1]

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 import accel
 from accel.testing import Simulator
 
-V = accel.Plan(schedule="ZBVZeroBubble", stages_per_rank=2)
-UNEVEN = accel.Plan(stages=[["embed", "blocks.0"], [f"blocks.{at}" for at in range(1, 8)] + ["norm", "head"]])
-LAYOUTS: dict[str, tuple[int, str, accel.Plan | None]] = {
+V = accel.parallel.Plan(schedule="ZBVZeroBubble", stages_per_rank=2)
+UNEVEN = accel.parallel.Plan(stages=[["embed", "blocks.0"], [f"blocks.{at}" for at in range(1, 8)] + ["norm", "head"]])
+LAYOUTS: dict[str, tuple[int, str, accel.parallel.Plan | None]] = {
     "one": (1, "", None),
     "pp2": (2, "pp=2", None),
     "uneven": (2, "pp=2", UNEVEN),
@@ -35,7 +35,7 @@ def _items(ctx: accel.DistContext, layout: str, *, tied: bool) -> tuple[accel.Di
     others = [each for each in model.parameters() if each.ndim == 1]
     optimizer: Any = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0}], lr=1e-2)
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
-    return ctx, {"model": model, "optimizer": optimizer, "ema": accel.Ema(model, decay=0.5)}
+    return ctx, {"model": model, "optimizer": optimizer, "ema": accel.training.Ema(model, decay=0.5)}
 
 
 def _steps(ctx: accel.DistContext, items: dict[str, Any], count: int, first: int) -> None:

@@ -12,8 +12,7 @@ import pytest
 import torch
 from ckpt_helpers import CPU, Run, equal
 
-from accel import save_state
-from accel.checkpoint import latest_checkpoint
+from accel import latest_checkpoint, save_state
 
 DONE, CUT = 7, 9
 Loss = Literal["emptied", "torn"]

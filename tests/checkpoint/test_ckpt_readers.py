@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import CheckpointError
-from accel.checkpoint import agree_on_readers, main_readers
+from accel.checkpoint._newest import agree_on_readers
+from accel.checkpoint._plan import main_readers
 from accel.comm import Call
+from accel.errors import CheckpointError
 
 
 @settings(max_examples=25)

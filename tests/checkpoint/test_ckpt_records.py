@@ -57,7 +57,7 @@ RECORDS = st.sampled_from(
         accel.Cursor(3, 2, 40),
         accel.Accumulation(4, updates=7),
         accel.LossScale(scale=8.0, good_steps=3),
-        accel.LocalSgd(every=5),
+        accel.parallel.LocalSgd(every=5),
         Best(0.5),
         Wire(3, (Best(1.0), Best(2.0))),
         Settings("a", Best(0.25)),

@@ -193,7 +193,7 @@ def test_a_save_and_a_load_take_few_requests_however_many_checkpoints_there_are(
     def save(name: str, step: int, **options: Any) -> None:
         def work() -> None:
             saved = accel.save_state(CPU, URL, held(step), step=step, **options)
-            assert not isinstance(saved, accel.Saving) or saved.result()
+            assert not isinstance(saved, accel.checkpoint.Saving) or saved.result()
 
         counts[name] = requests(work)
 
@@ -221,8 +221,8 @@ def test_a_save_and_a_load_take_few_requests_however_many_checkpoints_there_are(
 @given(
     order=st.lists(st.integers(0, 9), min_size=2, max_size=6),
     bad=st.sets(st.integers(0, 9), max_size=2),
-    keep=st.builds(accel.Keep, newest=st.integers(1, 4), every=st.none() | st.integers(1, 4))
-    | st.builds(accel.Keep, newest=st.integers(1, 3), best=st.integers(1, 2), by=st.just("loss")),
+    keep=st.builds(accel.checkpoint.Keep, newest=st.integers(1, 4), every=st.none() | st.integers(1, 4))
+    | st.builds(accel.checkpoint.Keep, newest=st.integers(1, 3), best=st.integers(1, 2), by=st.just("loss")),
 )
 def test_retention_in_a_store_keeps_what_it_keeps_in_a_folder(order: Any, bad: Any, keep: Any) -> None:
     register()

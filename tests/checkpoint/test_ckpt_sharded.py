@@ -57,7 +57,10 @@ def test_records_values_and_averages_hold_dtensors(ranks: Any, tmp_path: Path) -
         model, _ = build(("fsdp", (world,)))
         spread = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
         copied = distribute_tensor(value, mesh, [Replicate()], src_data_rank=None)
-        return {"ema": accel.Ema(model), "table": {"spread": [spread], "copied": copied, "none": spread[:, :0]}}
+        return {
+            "ema": accel.training.Ema(model),
+            "table": {"spread": [spread], "copied": copied, "none": spread[:, :0]},
+        }
 
     def save(ctx: accel.DistContext) -> list[torch.Tensor]:
         held = items(3, full)
@@ -177,7 +180,7 @@ def test_gathered_weights_are_saved_by_shards_and_loaded_anew(ranks: Any, tmp_pa
 
 
 def test_a_rank_maps_what_it_holds_and_no_more(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel.checkpoint import Saved
+    from accel.checkpoint._read import Saved
 
     read: list[int] = []
     real = Saved.read_all

@@ -13,8 +13,7 @@ from ckpt_helpers import CPU, Cursor, Run, Window, equal, network, streams
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from accel import DistContext, load_state, save_state
-from accel.checkpoint import latest_checkpoint
+from accel import DistContext, latest_checkpoint, load_state, save_state
 from accel.errors import CheckpointError, ConfigError
 from accel.storage import LOCK
 from accel.testing import simulate

@@ -44,12 +44,12 @@ def test_a_divided_state_loads_on_any_number_of_ranks(
     out = tmp_path_factory.mktemp("parts")
 
     def save(ctx: accel.DistContext) -> None:
-        items = {"named": accel.Part(Named(share(ctx, count))), "state": accel.train_state(ctx)}
+        items = {"named": accel.items.Part(Named(share(ctx, count))), "state": accel.train_state(ctx)}
         accel.save_state(ctx, out, items, step=1)
 
     def load(ctx: accel.DistContext) -> None:
         live = Named(share(ctx, count), fill=-1.0)
-        accel.resume(ctx, out, {"named": accel.Part(live)}, accel.train_state(ctx))
+        accel.resume(ctx, out, {"named": accel.items.Part(live)}, accel.train_state(ctx))
         expected = Named(share(ctx, count)).values
         assert live.values.keys() == expected.keys()
         for name, value in expected.items():
@@ -62,8 +62,8 @@ def test_a_divided_state_loads_on_any_number_of_ranks(
 
 def test_what_no_rank_loads_and_what_is_not_stored_are_named(tmp_path: Path) -> None:
     ctx = accel.single()
-    path = accel.save_state(ctx, tmp_path, {"named": accel.Part(Named(range(3)))}, step=1)
-    with pytest.raises(accel.CheckpointError, match=r"in no rank's part:\n  named.s.2\n  named.t.2"):
-        accel.load_state(ctx, path, {"named": accel.Part(Named(range(2)))})
-    with pytest.raises(accel.CheckpointError, match=r"missing in the checkpoint:\n    named.s.3\n    named.t.3"):
-        accel.load_state(ctx, path, {"named": accel.Part(Named(range(4)))})
+    path = accel.save_state(ctx, tmp_path, {"named": accel.items.Part(Named(range(3)))}, step=1)
+    with pytest.raises(accel.errors.CheckpointError, match=r"in no rank's part:\n  named.s.2\n  named.t.2"):
+        accel.load_state(ctx, path, {"named": accel.items.Part(Named(range(2)))})
+    with pytest.raises(accel.errors.CheckpointError, match=r"missing in the checkpoint:\n    named.s.3\n    named.t.3"):
+        accel.load_state(ctx, path, {"named": accel.items.Part(Named(range(4)))})

@@ -14,9 +14,10 @@ import torch
 from ckpt_helpers import CPU, Run
 from processes import patience
 
-from accel.checkpoint import compare, manifest_of, verify
+from accel import save_state
+from accel.checkpoint._manifest import manifest_of
+from accel.checkpoint._retention import compare, verify
 from accel.cli import main
-from accel.items import save_state
 from accel.storage import as_place, take_lock
 
 

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import accel
-from accel.checkpoint import Box, manifest_of
+from accel.checkpoint._manifest import manifest_of
+from accel.checkpoint._plan import Box
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
 from accel.items._bases import Sums, _joined, _piece, digest  # pyright: ignore[reportPrivateUsage]
@@ -46,7 +47,7 @@ def run(base: int = 0, adapter: int = 0, steps: int = 2) -> dict[str, Any]:
 
 
 def only(items: dict[str, Any]) -> dict[str, Any]:
-    return items | {"model": accel.TrainableOnly(items["model"])}
+    return items | {"model": accel.items.TrainableOnly(items["model"])}
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
@@ -105,9 +106,11 @@ def test_ranks_save_it_and_one_rank_loads_it(tmp_path: Path) -> None:
 
 def test_it_refuses_what_has_nothing_that_trains(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without trainable parameters"):
-        accel.save_state(CPU, tmp_path, {"model": accel.TrainableOnly(nn.Linear(2, 2).requires_grad_(False))}, step=1)
+        accel.save_state(
+            CPU, tmp_path, {"model": accel.items.TrainableOnly(nn.Linear(2, 2).requires_grad_(False))}, step=1
+        )
     with pytest.raises(ConfigError, match="not a module"):
-        accel.save_state(CPU, tmp_path, {"model": accel.TrainableOnly({})}, step=1)  # pyright: ignore[reportArgumentType]
+        accel.save_state(CPU, tmp_path, {"model": accel.items.TrainableOnly({})}, step=1)  # pyright: ignore[reportArgumentType]
 
 
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=40), st.data())
@@ -135,7 +138,7 @@ def test_a_sharded_base_has_the_digest_of_the_whole_on_any_number_of_ranks(
     tmp_path: Path, placements: list[Any], world: int
 ) -> None:
     def save(ctx: DistContext) -> None:
-        accel.save_state(ctx, tmp_path, {"model": accel.TrainableOnly(sharded(0, ctx, placements))}, step=1)
+        accel.save_state(ctx, tmp_path, {"model": accel.items.TrainableOnly(sharded(0, ctx, placements))}, step=1)
 
     def load(ctx: DistContext, seed: int) -> str:
         try:
@@ -150,7 +153,7 @@ def test_a_sharded_base_has_the_digest_of_the_whole_on_any_number_of_ranks(
     accel.load_state(CPU, path, {"model": Adapted(adapter=3)})
     with pytest.raises(CheckpointError, match=r"model\.base\.weight: expected the base"):
         accel.load_state(CPU, path, {"model": Adapted(base=5)})
-    whole = accel.save_state(CPU, tmp_path / "whole", {"model": accel.TrainableOnly(Adapted())}, step=1)
+    whole = accel.save_state(CPU, tmp_path / "whole", {"model": accel.items.TrainableOnly(Adapted())}, step=1)
     values = [manifest_of(as_place(each)).items["model"].value for each in (path, whole)]
     assert values[0] == values[1]
     assert simulate(lambda ctx: load(ctx, 0), 2, default_group=True) == ["", ""]

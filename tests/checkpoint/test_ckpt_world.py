@@ -17,8 +17,7 @@ from hypothesis import given, settings, strategies as st
 from processes import free_port, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
-from accel import load_state, save_state
-from accel.checkpoint import latest_checkpoint
+from accel import latest_checkpoint, load_state, save_state
 from accel.context import DistContext, session
 from accel.errors import AccelError, CheckpointError, CollectiveMismatch, ConfigError
 from accel.storage import take_lock

@@ -179,7 +179,7 @@ def test_a_state_that_is_not_finite_on_one_rank_only_is_refused_on_all(ranks: An
         train(items, ctx.rank, 2, 0, 1, ctx.comm.group)
         if ctx.rank:
             next(iter(items["optimizer"].optim.state.values()))["exp_avg"].fill_(torch.nan)
-        with pytest.raises(accel.NonFiniteError) as caught:
+        with pytest.raises(accel.errors.NonFiniteError) as caught:
             accel.save_state(ctx, tmp_path / "run", items, step=0)
         return str(caught.value)
 

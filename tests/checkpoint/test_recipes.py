@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from accel.checkpoint import Recipe, Strided, apply_recipes, file_order, in_file, inverse, runs
+from accel.checkpoint import Recipe
+from accel.checkpoint._recipes import Strided, apply_recipes, file_order, in_file, inverse, runs
 from accel.errors import CheckpointError, ConfigError
 
 

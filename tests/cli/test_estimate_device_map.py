@@ -38,11 +38,11 @@ def test_programs_read_the_map_of_the_model_that_a_config_describes(
     transformers = pytest.importorskip("transformers")
     flags = "--device-map 0=5MB,cpu=4MB,disk --slots 1 --placement last --fill sequential --json"
     assert main(["estimate", ".", *flags.split()]) == 0
-    found = accel.DeviceMap.decode(capsys.readouterr().out)
+    found = accel.bigmodel.DeviceMap.decode(capsys.readouterr().out)
     config = transformers.AutoConfig.for_model(**{name: LLAMA[name] for name in LLAMA if name != "dtype"})
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    skeleton = accel.describe(model, dtype=torch.bfloat16)
+    skeleton = accel.bigmodel.describe(model, dtype=torch.bfloat16)
     limits = {0: "5MB", "cpu": "4MB", "disk": None}
     assert found == accel.infer_device_map(skeleton, limits, slots=1, placement="last", fill="sequential")
     assert main(["estimate", "config.json", "--device-map", "0=5MB,disk", "--bandwidth", "1GB"]) == 0
@@ -64,8 +64,8 @@ def test_headers_do_without_torch(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=patience(60)
     )
-    found = accel.DeviceMap.decode(done.stdout)
-    weights = {name: accel.Weight(name=name, shape=(256, 256), dtype="F32") for name in tensors}
+    found = accel.bigmodel.DeviceMap.decode(done.stdout)
+    weights = {name: accel.bigmodel.Weight(name=name, shape=(256, 256), dtype="F32") for name in tensors}
     skeleton = guess_skeleton(weights).store("BF16", skip="h.0.weight")
     assert found == accel.infer_device_map(skeleton, {0: "1MB", "mmap": None})
 
@@ -80,14 +80,14 @@ def test_a_function_makes_the_model(folder: Path, capsys: pytest.CaptureFixture[
         "    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))\n"
     )
     assert main(["estimate", "big_nets:net", "--device-map", "cpu=60kB,disk", "--json"]) == 0
-    found = accel.DeviceMap.decode(capsys.readouterr().out)
-    assert found == accel.infer_device_map(accel.describe(make_model()), {"cpu": "60kB", "disk": None})
+    found = accel.bigmodel.DeviceMap.decode(capsys.readouterr().out)
+    assert found == accel.infer_device_map(accel.bigmodel.describe(make_model()), {"cpu": "60kB", "disk": None})
     assert len(found.order) == 2
     assert found.slots == 1  # as two leave more on the disk
     flags = "--device-map cpu=60kB,disk --storage-dtype float8_e4m3fn --storage-skip 3.*"
     assert main(["estimate", "big_nets:net", *flags.split(), "--json"]) == 0
-    found = accel.DeviceMap.decode(capsys.readouterr().out)
-    skeleton = accel.describe(make_model(), storage_dtype=torch.float8_e4m3fn, storage_skip="3.*")
+    found = accel.bigmodel.DeviceMap.decode(capsys.readouterr().out)
+    skeleton = accel.bigmodel.describe(make_model(), storage_dtype=torch.float8_e4m3fn, storage_skip="3.*")
     assert found == accel.infer_device_map(skeleton, {"cpu": "60kB", "disk": None})
     assert (found.order, found.cast_bytes("cpu")) == ((), 64 * 64 * 4)
     assert main(["estimate", "big_nets:net", *flags.split()]) == 0

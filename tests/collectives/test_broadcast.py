@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import CollectiveMismatch, ConfigError
+from accel.errors import CollectiveMismatch, ConfigError
 from accel.testing.strategies import tensors as any_tensor, trees
-from accel.tree import map_tensors, tensors
+from accel.tree import map_tensors
+from accel.tree._walk import tensors
 
 relaxed = settings(deadline=None, max_examples=60)
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import ConfigError, Container, TreeError
+from accel.errors import ConfigError, TreeError
+from accel.tree import Container
 
 relaxed = settings(deadline=None, max_examples=40)
 KNOWN = [
@@ -53,7 +54,7 @@ def test_known_containers_come_back_as_they_were(ranks, size, rows):
 
 def test_unknown_ones_are_refused_with_path_and_way_out(ranks):
     def rank(ctx):
-        with pytest.raises(TreeError, match=r"deque - at \$\[1\].*containers=\[accel\.Container\(deque"):
+        with pytest.raises(TreeError, match=r"deque - at \$\[1\].*containers=\[accel\.tree\.Container\(deque"):
             accel.gather(ctx, [torch.ones(1), deque([torch.ones(1)])])
         return True
 
@@ -68,7 +69,7 @@ def test_a_failing_container_on_one_rank_is_an_error_on_all(ranks):
 
     def rank(ctx):
         ctx = accel.replace(ctx, containers=[torn] if ctx.rank == 1 else KNOWN)
-        with pytest.raises(accel.PeerError, match="rank 1: KeyError: 'torn'"):
+        with pytest.raises(accel.errors.PeerError, match="rank 1: KeyError: 'torn'"):
             accel.gather(ctx, UserDict(a=torch.ones(1)))
         return True
 

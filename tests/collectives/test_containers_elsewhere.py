@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import accel
-from accel import Container, Cursor, TreeError
+from accel import Cursor
 from accel.data._transfer import to_device
+from accel.errors import TreeError
+from accel.tree import Container
 
 
 class Encoding(Mapping[str, torch.Tensor]):
@@ -94,9 +96,11 @@ class Answering(nn.Module):
 
 
 def test_outputs_and_inputs_of_converted_modules():
-    ctx = accel.replace(accel.single(), precision=accel.Precision(outputs="fp32"), containers=KNOWN)
-    model = accel.apply_precision(ctx, Answering())
+    ctx = accel.replace(accel.single(), precision=accel.precision.Precision(outputs="fp32"), containers=KNOWN)
+    model = accel.precision.apply_precision(ctx, Answering())
     assert model(Encoding(x=torch.ones(1, 2)))["logits"].dtype == torch.float32
     outer = nn.Sequential(Answering())
-    accel.apply_precision(accel.replace(ctx, precision=accel.Precision(compute="bf16", fp32_modules=("0",))), outer)
+    accel.precision.apply_precision(
+        accel.replace(ctx, precision=accel.precision.Precision(compute="bf16", fp32_modules=("0",))), outer
+    )
     assert type(outer(Encoding(x=torch.ones(1, 2, dtype=torch.bfloat16)))) is Encoding

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import CollectiveMismatch, ConfigError, TreeError
 from accel.comm import inline_bytes
-from accel.tree import tensors
+from accel.errors import CollectiveMismatch, ConfigError, TreeError
+from accel.tree._walk import tensors
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,

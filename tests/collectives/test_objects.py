@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import CollectiveMismatch, ConfigError
+from accel.errors import CollectiveMismatch, ConfigError
 
 plain = st.recursive(
     st.none() | st.integers() | st.text(max_size=20) | st.binary(max_size=20) | st.floats(allow_nan=False),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import CollectiveMismatch, ConfigError, TreeError
+from accel.errors import CollectiveMismatch, ConfigError, TreeError
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64,
@@ -130,7 +130,7 @@ def test_rows_of_a_ragged_last_batch_are_padded_to_one_width_and_gathered(ranks)
     def rank(ctx):
         rows = torch.full((3 - ctx.rank, 2 + ctx.rank), float(ctx.rank))
         wide = {dim: accel.pad_across_processes(ctx, rows, dim=dim, pad_index=-1) for dim in (1, -1)}
-        assert accel.tensors_equal(wide[1], wide[-1])
+        assert accel.tree.tensors_equal(wide[1], wide[-1])
         with pytest.raises(CollectiveMismatch, match=r"float32\[\*, \*, 2\].*float32\[\*, \*, 3\]"):
             accel.pad_across_processes(ctx, torch.ones(1, 1, 2 + ctx.rank), dim=1)
         return accel.gather(ctx, wide[1]).tolist()

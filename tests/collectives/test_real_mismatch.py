@@ -67,7 +67,7 @@ with accel.session(device="cpu", timeout_s=20) as ctx:
         began = time.monotonic()
         try:
             calls[ctx.rank](ctx)
-        except accel.CollectiveMismatch as error:
+        except accel.errors.CollectiveMismatch as error:
             said[name] = [time.monotonic() - began, error.expected, error.got]
 with open(f"{sys.argv[1]}-{ctx.rank}", "w") as file:
     json.dump(said, file)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import CollectiveMismatch, ConfigError, TreeError
-from accel.tree import tensors
+from accel.errors import CollectiveMismatch, ConfigError, TreeError
+from accel.tree._walk import tensors
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)

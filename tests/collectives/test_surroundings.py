@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import accel
-from accel.tree import structure, tensors
+from accel.tree._walk import structure, tensors
 
 SURROUNDINGS = {
     "bf16": partial(torch.autocast, "cpu", torch.bfloat16),

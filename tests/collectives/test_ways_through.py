@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader
 
 import accel
-from accel import CollectiveMismatch, TreeError
+from accel.errors import CollectiveMismatch, TreeError
 
 
 def _batch(ctx: accel.DistContext) -> accel.Batch:

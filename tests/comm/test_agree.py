@@ -9,8 +9,8 @@ from catching import caught
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import CheckpointError, CollectiveMismatch, PeerError
 from accel.comm import Call, agreed, agreed_values, shared_failure
+from accel.errors import CheckpointError, CollectiveMismatch, PeerError
 
 seeds = st.none() | st.integers(0, 1000)
 relaxed = settings(deadline=None, max_examples=40)

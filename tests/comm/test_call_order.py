@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import accel
-from accel import CollectiveMismatch, ConfigError
+from accel.errors import CollectiveMismatch, ConfigError
 
 X, Y = torch.tensor([1.0]), torch.tensor([10.0])
 TAGGED = {

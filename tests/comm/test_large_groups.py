@@ -13,7 +13,6 @@ from catching import caught
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import CheckpointError, CollectiveMismatch
 from accel.comm import (
     Call,
     Comm,
@@ -26,6 +25,7 @@ from accel.comm import (
     reduce_ints,
 )
 from accel.comm._group import MOST_GATHERED
+from accel.errors import CheckpointError, CollectiveMismatch
 
 Program = Callable[[accel.DistContext], Any]
 few = settings(max_examples=25)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, strategies as st
 
 import accel
-from accel import CheckpointError
 from accel.comm import Call, Comm, agreed_values, as_tensor, exchange, inline_bytes, reduced_bytes
+from accel.errors import CheckpointError
 
 
 def _comm(size: int) -> Comm:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from accel import Compile, Fp8, Plan, Precision
+from accel import Compile
 from accel.config import LaunchConfig, import_accelerate
 from accel.errors import ConfigError
+from accel.parallel import Plan
+from accel.precision import Fp8, Precision
 
 INERT = """
 machine_rank: 0

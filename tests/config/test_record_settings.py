@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import Compile, ConfigError, Fp8, Plan, Precision
+from accel import Compile
 from accel.config import ConfigFile, LaunchConfig, decode, encode, resolve, to_text
+from accel.errors import ConfigError
 from accel.formats import CompileMode
+from accel.parallel import Plan
+from accel.precision import Fp8, Precision
 from accel.topology import ContextMethod, TensorStyle, WireDtype
 
 relaxed = settings(deadline=None, max_examples=30)
@@ -93,5 +96,5 @@ def test_a_record_that_is_none_is_refused_with_its_flag(name, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         resolve({name: text}, {})
     assert f"--{name}" in str(caught.value)
-    with pytest.raises(accel.EnvError, match=message):
+    with pytest.raises(accel.errors.EnvError, match=message):
         accel.read_env({f"ACCEL_{name.upper()}": text})

@@ -104,5 +104,5 @@ def test_ranks_know_where_the_user_wrote_a_setting(
 
 
 def test_sources_that_no_launcher_wrote_are_refused() -> None:
-    with pytest.raises(accel.EnvError, match="ACCEL_SOURCES"):
+    with pytest.raises(accel.errors.EnvError, match="ACCEL_SOURCES"):
         _ = accel.read_env({"ACCEL_SOURCES": "--accumulation"})

@@ -87,7 +87,7 @@ def case_w14_and_w15_gathering_depends_on_the_batch_alone(ctx):
     assert accel.gather_for_metrics(ctx, kept[1].data, kept[1]).tolist() == [4]
     assert accel.gather_for_metrics(ctx, kept[0].data, kept[0]).tolist() == [0, 1, 2, 3]
     assert accel.gather(ctx, torch.arange(3)).tolist() == [0, 1, 2, 0, 1, 2]
-    with pytest.raises(accel.DataError, match="expected 2 rows"):
+    with pytest.raises(accel.errors.DataError, match="expected 2 rows"):
         accel.gather_for_metrics(ctx, torch.zeros(3), kept[0])
 
 
@@ -188,10 +188,10 @@ def refuse(*args, **kwargs):
 
 
 def case_w47_an_average_of_many_parameters_is_one_message(ctx):
-    model = accel.prepare_local_model(ctx, torch.nn.Sequential(*(torch.nn.Linear(30, 30) for _ in range(20))))
+    model = accel.parallel.prepare_local_model(ctx, torch.nn.Sequential(*(torch.nn.Linear(30, 30) for _ in range(20))))
     with pytest.MonkeyPatch.context() as patch:
         called = counting(patch)
-        accel.local_sgd_step(ctx, model, accel.LocalSgd(every=1))
+        accel.parallel.local_sgd_step(ctx, model, accel.parallel.LocalSgd(every=1))
     assert 1 <= called.count("all_reduce") + called.count("broadcast") <= 1, called
     assert len(called) <= 3, called  # and the small message that checks it
 
@@ -245,7 +245,7 @@ def case_workers_that_persist(ctx):
     raw = DataLoader(range(23), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
     loader = accel.prepare_loader(ctx, raw)
     for epoch in range(3):
-        mean = accel.running_metrics(sample="mean")
+        mean = accel.metrics.running_metrics(sample="mean")
         for batch in accel.batches(ctx, loader, Cursor(epoch=epoch)):
             mean = mean.add(batch.weights, sample=batch.data)
         assert mean.read(ctx)[0] == {"sample": 11}
@@ -254,7 +254,7 @@ def case_workers_that_persist(ctx):
 
 def case_samplers_that_differ_across_ranks(ctx):
     loader = accel.prepare_loader(ctx, DataLoader(range(9), sampler=[1, 2, 3 + ctx.rank]))
-    with pytest.raises(accel.CollectiveMismatch, match=r"rank 0: .*digest.*rank 1: .*digest"):
+    with pytest.raises(accel.errors.CollectiveMismatch, match=r"rank 0: .*digest.*rank 1: .*digest"):
         next(accel.batches(ctx, loader, Cursor()))
 
 

@@ -23,7 +23,8 @@ from stream_helpers import Stateful, Stream, make_loader, seen
 from torch.utils.data import DataLoader, IterableDataset
 
 import accel
-from accel import Cursor, DataError
+from accel import Cursor
+from accel.errors import DataError
 
 MODES = ["shards", "elements", "dispatch"]
 

@@ -67,7 +67,7 @@ def on_nodes(ctx: accel.DistContext, per_node: int) -> accel.DistContext:
     return dataclasses.replace(ctx, node_rank=ctx.rank // per_node, local_rank=ctx.rank % per_node)
 
 
-def make_loader(ctx: accel.DistContext, stream: Any, mode: str, size: int, **options: Any) -> accel.StreamLoader:
+def make_loader(ctx: accel.DistContext, stream: Any, mode: str, size: int, **options: Any) -> accel.data.StreamLoader:
     """A prepared loader; what is for torch's DataLoader goes there."""
     names = ("global_batch", "tail", "data_parallel", "replay", "steps_per_message")
     ours = {name: options.pop(name) for name in names if name in options}

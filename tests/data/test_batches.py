@@ -13,7 +13,9 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 import accel
-from accel import ConfigError, Cursor, DataError, order
+from accel import Cursor
+from accel.data import order
+from accel.errors import ConfigError, DataError
 from accel.topology import without_mesh
 
 relaxed = settings(deadline=None, max_examples=60)
@@ -327,7 +329,7 @@ def test_ranks_that_disagree_about_the_data_are_told_so(ranks, odd):
         dataset = list(range(21 if here and odd == "length" else 20))
         loader = DataLoader(dataset, batch_size=3 if here and odd == "batch size" else 2, shuffle=True)
         cursor = accel.Cursor(seed=int(here and odd == "seed"), consumed=4 * (here and odd == "position"))
-        with pytest.raises(accel.CollectiveMismatch, match="batches"):
+        with pytest.raises(accel.errors.CollectiveMismatch, match="batches"):
             next(accel.batches(ctx, accel.prepare_loader(ctx, loader), cursor))
         return True
 
@@ -374,5 +376,5 @@ def test_a_worker_init_fn_finds_the_users_dataset():
 def test_a_batch_that_is_taken_for_its_data_names_the_field(slip, told):
     ctx = accel.single()
     loader = accel.prepare_loader(ctx, DataLoader(range(4), batch_size=2))
-    with pytest.raises(accel.DataError, match=told):
+    with pytest.raises(accel.errors.DataError, match=told):
         slip(next(accel.batches(ctx, loader)))

@@ -9,8 +9,10 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 import accel
-from accel import CollectiveMismatch, ConfigError, Cursor, DataError, StepError, order
-from accel.data import BatchPlan
+from accel import Cursor
+from accel.data import order
+from accel.data._plan import BatchPlan
+from accel.errors import CollectiveMismatch, ConfigError, DataError, StepError
 
 relaxed = settings(deadline=None, max_examples=60)
 DATA = list(range(60))

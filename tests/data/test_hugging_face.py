@@ -10,7 +10,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 import accel
-from accel import Cursor, DataError
+from accel import Cursor
+from accel.errors import DataError
 
 datasets = pytest.importorskip("datasets")
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader
 
 import accel
-from accel import CollectiveMismatch, Cursor, DataError, TreeError
+from accel import Cursor
+from accel.errors import CollectiveMismatch, DataError, TreeError
 
 
 @settings(deadline=None, max_examples=60)
@@ -120,7 +121,7 @@ def test_places_that_ranks_take_unequally_often_are_refused(ranks):
 @pytest.mark.parametrize("place", [(2, 3, 1), 3, (3, 3), (-1, 3), (0, 2), (0, 0)])
 def test_a_place_that_is_none_is_refused(ranks, place):
     def rank(ctx):
-        with pytest.raises(accel.ConfigError, match="an index below a count that divides 3 ranks"):
+        with pytest.raises(accel.errors.ConfigError, match="an index below a count that divides 3 ranks"):
             accel.prepare_loader(ctx, DataLoader(range(8)), data_parallel=place)
         return True
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from accel import ConfigError, order
+from accel.data import order
+from accel.errors import ConfigError
 
 seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 2**40)

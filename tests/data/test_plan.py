@@ -10,8 +10,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from accel import ConfigError, Cursor, DataError
-from accel.data import EpochPlan, SampleCount, Shard, shard
+from accel import Cursor
+from accel.data import SampleCount
+from accel.data._plan import EpochPlan, Shard, shard
+from accel.errors import ConfigError, DataError
 
 TAILS = ("ragged", "pad", "drop")
 worlds = st.integers(1, 9)

@@ -35,7 +35,7 @@ def _run(ctx, out, cursor=None, stop=-1, **options) -> tuple[int, str]:
     loader = accel.prepare_loader(ctx, DataLoader(range(50), batch_size=5))
     seen = 0
     found = accel.batches(ctx, loader, cursor or Cursor())
-    for step, batch in enumerate(accel.progress(ctx, found, total=loader.samples, file=out, **options)):
+    for step, batch in enumerate(accel.data.progress(ctx, found, total=loader.samples, file=out, **options)):
         seen += batch.valid
         if step == stop:
             break
@@ -91,7 +91,7 @@ def test_what_is_no_terminal_gets_lines(options, lines):
 def test_without_a_total_it_counts():
     ctx, out = accel.single(), io.StringIO()
     loader = accel.prepare_loader(ctx, DataLoader(range(7), batch_size=5))
-    for _ in accel.progress(ctx, accel.batches(ctx, loader, Cursor()), file=out, every_s=0):
+    for _ in accel.data.progress(ctx, accel.batches(ctx, loader, Cursor()), file=out, every_s=0):
         pass
     first, last = out.getvalue().splitlines()
     assert re.fullmatch(r"epoch 0: 5 samples  [\d,.]+ samples/s", first)
@@ -112,11 +112,11 @@ def test_values_of_the_loop_stand_in_the_line_and_are_read_only_then():
 
 @pytest.mark.parametrize(("value", "got"), [("low", "got str"), (torch.ones(2), r"got Tensor of shape \[2\]")])
 def test_a_value_that_is_no_number_is_named(value, got):
-    with pytest.raises(accel.ConfigError, match=rf"{got} - at progress\(values=\), loss"):
+    with pytest.raises(accel.errors.ConfigError, match=rf"{got} - at progress\(values=\), loss"):
         _run(accel.single(), io.StringIO(), values=lambda: {"loss": value})
 
 
 def test_other_things_than_batches_are_refused():
     ctx = accel.single()
-    with pytest.raises(accel.ConfigError, match=r"expected accel\.batches.*got int - at progress.*tqdm\(things"):
-        list(accel.progress(ctx, range(3), file=io.StringIO()))
+    with pytest.raises(accel.errors.ConfigError, match=r"expected accel\.batches.*got int - at progress.*tqdm\(things"):
+        list(accel.data.progress(ctx, range(3), file=io.StringIO()))

@@ -10,7 +10,8 @@ import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import accel
-from accel import Cursor, DataError
+from accel import Cursor
+from accel.errors import DataError
 
 MESSAGES = ["row 3 is broken", "row 3 is broken:\nits second line\n  is indented", ""]
 

@@ -23,7 +23,8 @@ from torch.utils.data import (
 )
 
 import accel
-from accel import CollectiveMismatch, Cursor, DataError
+from accel import Cursor
+from accel.errors import CollectiveMismatch, DataError
 
 relaxed = settings(deadline=None, max_examples=40)
 DATA = list(range(100))

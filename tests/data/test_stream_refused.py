@@ -16,7 +16,8 @@ from stream_helpers import Stream, make_loader, on_nodes
 from torch.utils.data import DataLoader, IterableDataset
 
 import accel
-from accel import ConfigError, Cursor, DataError, PrepareError, TreeError
+from accel import Cursor
+from accel.errors import ConfigError, DataError, PrepareError, TreeError
 
 MODES = ["shards", "elements", "dispatch"]
 
@@ -150,7 +151,7 @@ def test_ranks_that_read_in_different_ways(ranks, odd):
         mode = "own" if here and odd == "mode" else "dispatch"
         tail = "pad" if here and odd == "tail" else "ragged"
         loader = make_loader(ctx, Stream(9), mode, 3 if here and odd == "size" else 2, tail=tail)
-        with pytest.raises(accel.CollectiveMismatch, match=r"batches at test_stream_refused\.py"):
+        with pytest.raises(accel.errors.CollectiveMismatch, match=r"batches at test_stream_refused\.py"):
             next(accel.batches(ctx, loader, Cursor(seed=int(here and odd == "cursor"))))
         return True
 
@@ -161,7 +162,7 @@ def test_a_rank_that_calls_something_else_meanwhile(ranks):
     def rank(ctx):
         batches = accel.batches(ctx, make_loader(ctx, Stream(9), "dispatch", 2), Cursor())
         batch = next(batches)
-        with pytest.raises(accel.CollectiveMismatch, match=r"batches, next steps at test_stream_refused\.py"):
+        with pytest.raises(accel.errors.CollectiveMismatch, match=r"batches, next steps at test_stream_refused\.py"):
             _ = next(batches) if ctx.rank else accel.gather(ctx, batch.data[0])
         return True
 

@@ -15,9 +15,10 @@ from stream_helpers import Stateful, Stream, make_loader, on_nodes, seen
 from torch.utils.data import DataLoader, IterableDataset
 
 import accel
-from accel import CheckpointError, ConfigError, Cursor, DataError
+from accel import Cursor
 from accel.comm import reduce_ints
-from accel.data import StreamPosition, WorkerPosition
+from accel.data._cursor import StreamPosition, WorkerPosition
+from accel.errors import CheckpointError, ConfigError, DataError
 
 MODES = ["shards", "elements", "dispatch"]
 relaxed = settings(deadline=None, max_examples=40)

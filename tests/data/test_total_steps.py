@@ -45,17 +45,17 @@ def test_it_counts_the_windows_of_a_loop(
 def test_wrong_arguments_are_refused_by_name() -> None:
     plain = DataLoader(TensorDataset(torch.arange(4)))
     loader = accel.prepare_loader(accel.single(), plain)
-    with pytest.raises(accel.ConfigError, match=r"at total_steps\(accumulation=\)"):
+    with pytest.raises(accel.errors.ConfigError, match=r"at total_steps\(accumulation=\)"):
         accel.total_steps(loader, accumulation=0)
-    with pytest.raises(accel.ConfigError, match=r"at total_steps\(epochs=\)"):
+    with pytest.raises(accel.errors.ConfigError, match=r"at total_steps\(epochs=\)"):
         accel.total_steps(loader, epochs=1.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(accel.ConfigError, match=r"expected total_steps\(loader, ctx=ctx, \.\.\.\)"):
+    with pytest.raises(accel.errors.ConfigError, match=r"expected total_steps\(loader, ctx=ctx, \.\.\.\)"):
         accel.total_steps(plain)
-    with pytest.raises(accel.ConfigError, match=r"cut already.*got ctx=, global_batch=.*Leave them out"):
+    with pytest.raises(accel.errors.ConfigError, match=r"cut already.*got ctx=, global_batch=.*Leave them out"):
         accel.total_steps(loader, ctx=accel.single(), global_batch=4)
-    with pytest.raises(accel.DataError, match="give the schedule a number of steps"):
+    with pytest.raises(accel.errors.DataError, match="give the schedule a number of steps"):
         accel.total_steps(DataLoader(Endless()), ctx=accel.single())
-    with pytest.raises(accel.DataError, match=r"from accel\.prepare_loader, or torch's DataLoader"):
+    with pytest.raises(accel.errors.DataError, match=r"from accel\.prepare_loader, or torch's DataLoader"):
         accel.total_steps([1, 2])  # pyright: ignore[reportArgumentType]
 
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from accel import TreeError
 from accel.data._transfer import moved, one_ahead, pin, to_device
+from accel.errors import TreeError
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # "meta" stands for a device: `.to` is all that is asked of it
 

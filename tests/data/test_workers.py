@@ -20,7 +20,8 @@ from processes import patience
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import accel
-from accel import Cursor, DataError
+from accel import Cursor
+from accel.errors import DataError
 
 
 class Augmented(Dataset):
@@ -241,7 +242,7 @@ def test_what_fails_while_reading_is_a_data_error_that_says_where(how, workers, 
 def test_a_container_that_cannot_be_taken_apart_is_refused_at_the_first_batch():
     ctx = accel.single()
     raw = DataLoader(range(4), collate_fn=lambda samples: {"inputs": deque([torch.tensor(samples)])})
-    with pytest.raises(accel.TreeError, match=r"got deque - at \$\.inputs"):
+    with pytest.raises(accel.errors.TreeError, match=r"got deque - at \$\.inputs"):
         next(accel.batches(ctx, accel.prepare_loader(ctx, raw), Cursor()))
 
 

@@ -50,10 +50,10 @@ def lose_actor(ctx: accel.DistContext, note: str) -> None:
 
 def stop_when_asked(ctx: accel.DistContext, note: str) -> None:
     """Count steps until a stop request, and note at which step each rank saw it."""
-    with accel.stop_requests(ctx, [signal.SIGTERM]) as requests:
+    with accel.preempt.stop_requests(ctx, [signal.SIGTERM]) as requests:
         for step in range(10_000):
             Path(note, f"begun-{ctx.rank}").touch()
-            if stop := accel.stop_agreed(ctx, requests):
+            if stop := accel.preempt.stop_agreed(ctx, requests):
                 Path(note, f"stopped-{ctx.rank}").write_text(str(step))
                 raise stop
             time.sleep(0.02)

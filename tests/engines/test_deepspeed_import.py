@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from accel.config import translate_deepspeed
-from accel.engines.deepspeed import DeepSpeed, Offload, RunFacts, from_section, resolve
+from accel.engines.deepspeed import DeepSpeed, Offload, RunFacts, resolve
+from accel.engines.deepspeed._record import from_section
 
 
 @pytest.mark.parametrize(

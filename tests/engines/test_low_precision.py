@@ -15,8 +15,8 @@ from processes import job, run_ranks
 from torch import nn
 
 import accel
-from accel import Fp8, Precision, Qat
 from accel.items._packed_state import put_together
+from accel.precision import Fp8, Precision, Qat
 from accel.testing import simulate
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -52,7 +52,7 @@ def train(
     sizes: tuple[int, ...] = (16, 32, 32, 16),
 ) -> tuple[list[float], nn.Module]:
     """Train to reverse the features of 64 rows, of which each rank has its share; save before the last five steps."""
-    with accel.seeded(ctx, 0):
+    with accel.seeding.seeded(ctx, 0):
         model = stack(sizes)
     model = accel.prepare(ctx, model)
     optimizer = accel.prepare(ctx, make(model.parameters(), lr=1e-2))
@@ -120,7 +120,7 @@ def test_a_quantized_model_computes_what_its_training_did(
     assert losses[-1] < 0.3 * losses[0]
     inputs = torch.randn(8, 16)
     trained = model(inputs)
-    quantized = accel.convert_qat(ctx, model)
+    quantized = accel.precision.convert_qat(ctx, model)
     assert [type(layer.weight).__name__ for layer in quantized] == ["Parameter", *2 * ["IntxUnpackedToInt8Tensor"]]
     torch.testing.assert_close(quantized(inputs), trained, rtol=1e-5, atol=1e-6)
 
@@ -139,18 +139,18 @@ def test_ranks_train_quantization_aware_layers_as_one_does() -> None:
 
 def test_what_cannot_be_quantized_is_refused() -> None:
     ctx = accel.single(precision=Precision(qat=Qat(group_size=32)))
-    with pytest.raises(accel.ConfigError, match="multiples of 32"):
+    with pytest.raises(accel.errors.ConfigError, match="multiples of 32"):
         accel.prepare(ctx, stack((16, 16, 16)))
-    with pytest.raises(accel.PrepareError, match="without prepared layers"):
-        accel.convert_qat(ctx, stack((32, 32)))
-    with pytest.raises(accel.ConfigError, match="no recipe to quantize by"):
-        accel.convert_qat(accel.single(), stack((32, 32)))
+    with pytest.raises(accel.errors.PrepareError, match="without prepared layers"):
+        accel.precision.convert_qat(ctx, stack((32, 32)))
+    with pytest.raises(accel.errors.ConfigError, match="no recipe to quantize by"):
+        accel.precision.convert_qat(accel.single(), stack((32, 32)))
 
 
 def test_weights_gathered_in_fp8_are_other_parameters_and_prepare_says_so() -> None:
     ctx = accel.single(precision=Precision(compute="bf16", fp8=Fp8(emulate=True, fp8_all_gather=True)))
     model = stack((16, 16, 16, 16))
-    with pytest.raises(accel.PrepareError, match="other parameters than the model's"):
+    with pytest.raises(accel.errors.PrepareError, match="other parameters than the model's"):
         accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -207,5 +207,5 @@ def test_parts_that_make_no_state_are_refused() -> None:
         {"scale": torch.ones(0)},
         {"signed": None, "qmap": 3},
     ):
-        with pytest.raises(accel.CheckpointError, match="not the parts of OptimState8bit"):
+        with pytest.raises(accel.errors.CheckpointError, match="not the parts of OptimState8bit"):
             put_together({"exp_avg": whole | change}, parameter, "optimizer.state.weight")

@@ -13,7 +13,8 @@ import pytest
 import torch
 from processes import patience, same_path
 
-from accel.checkpoint import Item, open_checkpoint
+from accel.checkpoint._manifest import Item
+from accel.checkpoint._read import open_checkpoint
 from accel.storage import as_place
 
 pytest.importorskip("megatron.core", reason="needs accel-torch[engine-tests]")

@@ -84,7 +84,7 @@ def test_experts_across_other_ranks_leave_the_dense_mesh() -> None:
 
 @pytest.mark.parametrize("tp", [(0,), (0, 2), (0, 1, 2)])
 def test_groups_that_are_no_mesh_are_named(tp: tuple[int, ...]) -> None:
-    with pytest.raises(accel.ConfigError, match="do not form one mesh") as caught:
+    with pytest.raises(accel.errors.ConfigError, match="do not form one mesh") as caught:
         mesh_of_groups({"tp": tp, "cp": (0,), "dp": (0, 2), "pp": (0,)}, 0, 4)
     assert f"tp={len(tp)} {list(tp)}" in caught.value.got
 
@@ -92,7 +92,7 @@ def test_groups_that_are_no_mesh_are_named(tp: tuple[int, ...]) -> None:
 def test_a_missing_megatron_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", None)
     monkeypatch.setitem(sys.modules, "megatron.core", None)
-    with pytest.raises(accel.MissingExtraError) as caught:
+    with pytest.raises(accel.errors.MissingExtraError) as caught:
         from_megatron()
     assert "accel-torch[megatron]" in caught.value.fix
 
@@ -107,7 +107,7 @@ class _State:
 
 def test_a_parallel_state_that_is_not_initialized_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", cast(Any, _State))
-    with pytest.raises(accel.ConfigError) as caught:
+    with pytest.raises(accel.errors.ConfigError) as caught:
         megatron_mesh("cpu")
     assert "initialize_model_parallel" in caught.value.fix
     assert not dist.is_initialized()
@@ -126,7 +126,7 @@ class _TwoByTwo:
 def test_a_context_of_other_sizes_is_refused_with_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", cast(Any, _TwoByTwo))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with pytest.raises(accel.ConfigError) as caught:
+    with pytest.raises(accel.errors.ConfigError) as caught:
         megatron_items(accel.single(), torch.nn.Linear(1, 1))
     assert caught.value.expected == "tp=2, pp=2"
     assert caught.value.got == "tp=1, pp=1"

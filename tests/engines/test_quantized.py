@@ -21,14 +21,14 @@ from torch.nn import functional
 import accel
 
 CONFIGS = [
-    accel.Bitsandbytes(skip="head"),
-    accel.Bitsandbytes(kind="fp4", double=True, compute_dtype="fp32", skip="head"),
-    accel.Bitsandbytes(bits=8, skip="head"),
-    accel.Bitsandbytes(bits=8, threshold=3.0, skip="head"),
-    accel.Torchao(kind="int8", skip="head"),
-    accel.Torchao(kind="int8_dynamic", keep_float32="head"),
-    accel.Torchao(kind="float8", skip="head"),
-    accel.Torchao(kind="int4_grouped", group_size=64, skip="head"),
+    accel.engines.quantized.Bitsandbytes(skip="head"),
+    accel.engines.quantized.Bitsandbytes(kind="fp4", double=True, compute_dtype="fp32", skip="head"),
+    accel.engines.quantized.Bitsandbytes(bits=8, skip="head"),
+    accel.engines.quantized.Bitsandbytes(bits=8, threshold=3.0, skip="head"),
+    accel.engines.quantized.Torchao(kind="int8", skip="head"),
+    accel.engines.quantized.Torchao(kind="int8_dynamic", keep_float32="head"),
+    accel.engines.quantized.Torchao(kind="float8", skip="head"),
+    accel.engines.quantized.Torchao(kind="int4_grouped", group_size=64, skip="head"),
 ]
 
 
@@ -63,36 +63,47 @@ def gradient(model: nn.Module, *, between: bool = False) -> torch.Tensor:
     return x.grad
 
 
-def elsewhere(skeleton: accel.Skeleton, home: str, runs: str) -> accel.DeviceMap:
+def elsewhere(skeleton: accel.bigmodel.Skeleton, home: str, runs: str) -> accel.bigmodel.DeviceMap:
     """A map in which all that may move is elsewhere."""
     homes = {segment.name: home if segment.movable else runs for segment in skeleton.segments}
-    return accel.DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, runs))
+    return accel.bigmodel.DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, runs))
 
 
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: accel.Bitsandbytes(bits=3), r"no such number of bits: expected 4 or 8, got 3"),
-        (lambda: accel.Bitsandbytes(kind="nf5"), r"no such format of 4 bits.*nf4"),  # type: ignore[arg-type]
-        (lambda: accel.Bitsandbytes(threshold=6.0), r"threshold= has no effect with 4 bits.*bits=8"),
-        (lambda: accel.Bitsandbytes(bits=8, double=True), r"double= without effect with 8 bits"),
-        (lambda: accel.Bitsandbytes(bits=8, threshold=-1.0), r"not a threshold: expected 0 or more, got -1.0"),
-        (lambda: accel.Bitsandbytes(compute_dtype="int8"), r"no such dtype.*bf16"),  # type: ignore[arg-type]
-        (lambda: accel.Torchao(kind="int3"), r"no such kind of quantization.*int4"),  # type: ignore[arg-type]
-        (lambda: accel.Torchao(group_size=32), r"group_size= has no effect with 'int8'"),
-        (lambda: accel.Torchao(kind="int4", group_size=48), r"not a group size: expected a power of 2, got 48"),
+        (lambda: accel.engines.quantized.Bitsandbytes(bits=3), r"no such number of bits: expected 4 or 8, got 3"),
+        (lambda: accel.engines.quantized.Bitsandbytes(kind="nf5"), r"no such format of 4 bits.*nf4"),  # type: ignore[arg-type]
+        (lambda: accel.engines.quantized.Bitsandbytes(threshold=6.0), r"threshold= has no effect with 4 bits.*bits=8"),
+        (lambda: accel.engines.quantized.Bitsandbytes(bits=8, double=True), r"double= without effect with 8 bits"),
+        (
+            lambda: accel.engines.quantized.Bitsandbytes(bits=8, threshold=-1.0),
+            r"not a threshold: expected 0 or more, got -1.0",
+        ),
+        (lambda: accel.engines.quantized.Bitsandbytes(compute_dtype="int8"), r"no such dtype.*bf16"),  # type: ignore[arg-type]
+        (lambda: accel.engines.quantized.Torchao(kind="int3"), r"no such kind of quantization.*int4"),  # type: ignore[arg-type]
+        (lambda: accel.engines.quantized.Torchao(group_size=32), r"group_size= has no effect with 'int8'"),
+        (
+            lambda: accel.engines.quantized.Torchao(kind="int4", group_size=48),
+            r"not a group size: expected a power of 2, got 48",
+        ),
     ],
 )
 def test_records_refuse_what_means_nothing(make: Any, problem: str) -> None:
-    with pytest.raises(accel.ConfigError, match=problem):
+    with pytest.raises(accel.errors.ConfigError, match=problem):
         make()
 
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for config, name in ((accel.Bitsandbytes(), "bitsandbytes"), (accel.Torchao(), "torchao.quantization")):
+    for config, name in (
+        (accel.engines.quantized.Bitsandbytes(), "bitsandbytes"),
+        (accel.engines.quantized.Torchao(), "torchao.quantization"),
+    ):
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
-        with pytest.raises(accel.MissingExtraError, match=rf"pip install 'accel-torch\[{name.partition('.')[0]}\]'"):
-            accel.describe_quantized(empty(), config)
+        with pytest.raises(
+            accel.errors.MissingExtraError, match=rf"pip install 'accel-torch\[{name.partition('.')[0]}\]'"
+        ):
+            accel.engines.quantized.describe_quantized(empty(), config)
 
 
 @pytest.mark.engine
@@ -101,16 +112,18 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.filterwarnings("default")  # of the packages' own imports
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: repr(config)[:60])
 def test_counted_saved_and_streamed_exactly(
-    tmp_path: Path, config: accel.Bitsandbytes | accel.Torchao, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    config: accel.engines.quantized.Bitsandbytes | accel.engines.quantized.Torchao,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ctx, net = accel.single("cpu"), make_net()
     accel.save_model(ctx, net, tmp_path / "full")
     before = empty()
-    skeleton = accel.describe_quantized(before, config)
+    skeleton = accel.engines.quantized.describe_quantized(before, config)
     assert type(before.blocks[0].up) is nn.Linear
-    model = accel.load_quantized(ctx, empty(), tmp_path / "full", config=config)
-    assert accel.describe(model) == skeleton
-    assert skeleton.nbytes < 0.5 * accel.describe(net).nbytes
+    model = accel.engines.quantized.load_quantized(ctx, empty(), tmp_path / "full", config=config)
+    assert accel.bigmodel.describe(model) == skeleton
+    assert skeleton.nbytes < 0.5 * accel.bigmodel.describe(net).nbytes
     expected = outputs(model)
     assert functional.cosine_similarity(expected.flatten(), outputs(net).flatten(), 0) > 0.98
     trains = "dynamic" not in repr(config)
@@ -119,19 +132,19 @@ def test_counted_saved_and_streamed_exactly(
         slope = gradient(model)
         assert functional.cosine_similarity(slope.flatten(), gradient(net).flatten(), 0) > 0.98
     else:
-        with pytest.raises(accel.ConfigError, match=r"no backward pass.*kind='int8'"):
+        with pytest.raises(accel.errors.ConfigError, match=r"no backward pass.*kind='int8'"):
             gradient(model)
 
     saved = accel.save_model(ctx, model, tmp_path / "packed")
-    again = accel.load_quantized(ctx, empty(), saved, config=config)
+    again = accel.engines.quantized.load_quantized(ctx, empty(), saved, config=config)
     assert torch.equal(outputs(again), expected)
     for small in (None, 0):  # with scales that stay, and with scales that stream
         if small is not None:
             monkeypatch.setattr("accel.bigmodel._describe.SMALL_BYTES", small)
-            skeleton = accel.describe_quantized(empty(), config)
+            skeleton = accel.engines.quantized.describe_quantized(empty(), config)
         for home, runs in (("cpu", "cpu:0"), ("mmap", "cpu"), ("disk", "cpu")):
             places = elsewhere(skeleton, home, runs)
-            away = accel.load_quantized(ctx, empty(), saved, config=config, device_map=places)
+            away = accel.engines.quantized.load_quantized(ctx, empty(), saved, config=config, device_map=places)
             with accel.dispatch_model(away, places, source=None if home == "cpu" else saved) as run:
                 assert all(torch.equal(outputs(away), expected) for _ in range(3))
                 assert not trains or torch.equal(gradient(away, between=True), slope)
@@ -150,14 +163,16 @@ def test_counted_saved_and_streamed_exactly(
 @pytest.mark.usefixtures("packages")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[2], CONFIGS[4]], ids=lambda config: repr(config)[:24])
-def test_threads_share_a_streamed_model(tmp_path: Path, config: accel.Bitsandbytes | accel.Torchao) -> None:
+def test_threads_share_a_streamed_model(
+    tmp_path: Path, config: accel.engines.quantized.Bitsandbytes | accel.engines.quantized.Torchao
+) -> None:
     ctx = accel.single("cpu")
     full = accel.save_model(ctx, make_net(), tmp_path / "full")
-    model = accel.load_quantized(ctx, empty(), full, config=config)
+    model = accel.engines.quantized.load_quantized(ctx, empty(), full, config=config)
     expected, slope = outputs(model), gradient(model)
     saved = accel.save_model(ctx, model, tmp_path / "packed")
-    places = elsewhere(accel.describe(model), "disk", "cpu:0")
-    away = accel.load_quantized(ctx, empty(), saved, config=config, device_map=places)
+    places = elsewhere(accel.bigmodel.describe(model), "disk", "cpu:0")
+    away = accel.engines.quantized.load_quantized(ctx, empty(), saved, config=config, device_map=places)
     with accel.dispatch_model(away, places, source=saved) as run, ThreadPoolExecutor(3) as threads:
         calls = [threads.submit(gradient if at % 3 else outputs, run.model) for at in range(30)]
         for at, call in enumerate(calls):
@@ -165,7 +180,7 @@ def test_threads_share_a_streamed_model(tmp_path: Path, config: accel.Bitsandbyt
         x = torch.ones(3, WIDTH)
         with torch.no_grad():
             assert torch.equal(away.blocks[2].up(x), model.blocks[2].up(x))  # outside of its block's call
-    with pytest.raises(accel.StreamError, match="closed"):
+    with pytest.raises(accel.errors.StreamError, match="closed"):
         outputs(away)
 
 
@@ -173,13 +188,22 @@ def test_threads_share_a_streamed_model(tmp_path: Path, config: accel.Bitsandbyt
 @pytest.mark.slow
 @pytest.mark.usefixtures("packages")
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("config", [accel.Bitsandbytes(dtype="fp32"), accel.Bitsandbytes(bits=8), accel.Torchao()])
-def test_memory_holds_one_weight_as_it_was(config: accel.Bitsandbytes | accel.Torchao) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        accel.engines.quantized.Bitsandbytes(dtype="fp32"),
+        accel.engines.quantized.Bitsandbytes(bits=8),
+        accel.engines.quantized.Torchao(),
+    ],
+)
+def test_memory_holds_one_weight_as_it_was(
+    config: accel.engines.quantized.Bitsandbytes | accel.engines.quantized.Torchao,
+) -> None:
     width = 256
     weight = 2 * width * width * 4
     model = accel.init_empty_weights(lambda: Net(blocks=4, width=width))
     source = CountingSource(model, large=weight)
-    accel.load_quantized(accel.single("cpu"), model, source, config=config)
+    accel.engines.quantized.load_quantized(accel.single("cpu"), model, source, config=config)
     assert weight <= source.most <= 2 * weight  # eight of them in all
     assert all(not each.is_meta for each in model.parameters())
 
@@ -206,12 +230,16 @@ def test_any_matrix_is_counted_before_and_comes_back(
 
     config = replace(config, skip=(), keep_float32=())
     ctx = accel.single("cpu")
-    skeleton = accel.describe_quantized(accel.init_empty_weights(make), config)
+    skeleton = accel.engines.quantized.describe_quantized(accel.init_empty_weights(make), config)
     source = {"0.weight": weight}
-    model = accel.load_quantized(ctx, accel.init_empty_weights(make), TensorSource(source), config=config)
-    assert accel.describe(model) == skeleton
+    model = accel.engines.quantized.load_quantized(
+        ctx, accel.init_empty_weights(make), TensorSource(source), config=config
+    )
+    assert accel.bigmodel.describe(model) == skeleton
     packed = accel.get_state_dict(ctx, model, dst=None)
-    again = accel.load_quantized(ctx, accel.init_empty_weights(make), TensorSource(packed), config=config)
+    again = accel.engines.quantized.load_quantized(
+        ctx, accel.init_empty_weights(make), TensorSource(packed), config=config
+    )
     found = accel.get_state_dict(ctx, again, dst=None)
     assert found.keys() == packed.keys()
     for name, each in packed.items():
@@ -227,8 +255,8 @@ def test_checkpoints_of_bitsandbytes_own_layers_load(tmp_path: Path, bits: int) 
     bitsandbytes = pytest.importorskip("bitsandbytes")
     ctx, net = accel.single("cpu"), make_net()
     full = accel.save_model(ctx, net, tmp_path / "full")
-    config = accel.Bitsandbytes(bits=bits, double=bits == 4, skip="head")
-    expected = accel.load_quantized(ctx, empty(), full, config=config)
+    config = accel.engines.quantized.Bitsandbytes(bits=bits, double=bits == 4, skip="head")
+    expected = accel.engines.quantized.load_quantized(ctx, empty(), full, config=config)
     for block in net.blocks:
         for name in ("up", "down"):
             old = block.get_submodule(name)
@@ -244,12 +272,12 @@ def test_checkpoints_of_bitsandbytes_own_layers_load(tmp_path: Path, bits: int) 
             setattr(block, name, new.to("cpu"))
     own = {name: each.contiguous() for name, each in net.state_dict().items()}
     save_file(own, tmp_path / "own.safetensors")
-    loaded = accel.load_quantized(ctx, empty(), tmp_path / "own.safetensors", config=config)
+    loaded = accel.engines.quantized.load_quantized(ctx, empty(), tmp_path / "own.safetensors", config=config)
     assert torch.equal(outputs(loaded), outputs(expected))
-    with pytest.raises(accel.ConfigError, match="quantized already"):
-        accel.load_quantized(ctx, net, full, config=config)
-    skeleton = accel.describe(net)
-    with pytest.raises(accel.ConfigError, match=r"a class of its own"):
+    with pytest.raises(accel.errors.ConfigError, match="quantized already"):
+        accel.engines.quantized.load_quantized(ctx, net, full, config=config)
+    skeleton = accel.bigmodel.describe(net)
+    with pytest.raises(accel.errors.ConfigError, match=r"a class of its own"):
         accel.dispatch_model(net, elsewhere(skeleton, "cpu", "cpu:0"))
 
 
@@ -258,23 +286,23 @@ def test_checkpoints_of_bitsandbytes_own_layers_load(tmp_path: Path, bits: int) 
 @pytest.mark.usefixtures("packages")
 @pytest.mark.filterwarnings("default")
 def test_a_limit_holds_for_quantized_bytes(tmp_path: Path) -> None:
-    ctx, config = accel.single("cpu"), accel.Bitsandbytes(double=True, skip="head")
+    ctx, config = accel.single("cpu"), accel.engines.quantized.Bitsandbytes(double=True, skip="head")
 
     def wide() -> Net:
         return accel.init_empty_weights(lambda: Net(blocks=6, width=256)).eval()
 
     full = accel.save_model(ctx, make_net(blocks=6, width=256), tmp_path / "full")
-    whole = accel.load_quantized(ctx, wide(), full, config=config)
-    skeleton = accel.describe_quantized(wide(), config)
+    whole = accel.engines.quantized.load_quantized(ctx, wide(), full, config=config)
+    skeleton = accel.engines.quantized.describe_quantized(wide(), config)
     limit = skeleton.memory * 3 // 4
     homes = accel.infer_device_map(skeleton, {"cuda:0": limit, "cpu": "1GB"}, slots=1).home
     assert {"cpu", "cuda:0"} <= set(homes.values())
     places = {name: "cpu:0" if home == "cuda:0" else home for name, home in homes.items()}  # the same on the host
-    device_map = accel.DeviceMap(
+    device_map = accel.bigmodel.DeviceMap(
         skeleton=skeleton, home=places, runs=dict.fromkeys(places, "cpu:0"), slots=1, limits={"cpu:0": limit}
     )
     assert device_map.resident("cpu:0") + device_map.window("cpu:0") <= limit
-    model = accel.load_quantized(ctx, wide(), full, config=config, device_map=device_map)
+    model = accel.engines.quantized.load_quantized(ctx, wide(), full, config=config, device_map=device_map)
     with accel.dispatch_model(model, device_map) as run:
         assert torch.equal(outputs(run.model), outputs(whole))
         moved = {each.name: each.moved_bytes for each in run.stats().segments}
@@ -296,9 +324,9 @@ def test_what_is_quantized_and_what_is_not(tmp_path: Path) -> None:
         model.head.weight = model.embed.weight
         return model
 
-    config = accel.Bitsandbytes(skip="blocks.0.up", keep_float32="*.norm", dtype="bf16")
-    model = accel.load_quantized(ctx, tied(), tmp_path, config=config)
-    assert accel.describe(model) == accel.describe_quantized(tied(), config)
+    config = accel.engines.quantized.Bitsandbytes(skip="blocks.0.up", keep_float32="*.norm", dtype="bf16")
+    model = accel.engines.quantized.load_quantized(ctx, tied(), tmp_path, config=config)
+    assert accel.bigmodel.describe(model) == accel.engines.quantized.describe_quantized(tied(), config)
     assert model.head.weight is model.embed.weight
     assert type(model.blocks[0].up) is nn.Linear
     assert type(model.blocks[1].up) is not nn.Linear
@@ -314,44 +342,82 @@ def test_what_is_quantized_and_what_is_not(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("packages")
 @pytest.mark.filterwarnings("default")
 def test_wrong_inputs_are_refused_and_change_nothing(tmp_path: Path) -> None:
-    ctx, four, eight = accel.single("cpu"), accel.Bitsandbytes(), accel.Torchao()
+    ctx, four, eight = accel.single("cpu"), accel.engines.quantized.Bitsandbytes(), accel.engines.quantized.Torchao()
     full = accel.save_model(ctx, make_net(), tmp_path / "full")
 
     def refused(error: type[Exception], problem: str, model: nn.Module, weights: Any, config: Any, **more: Any) -> None:
         before = {name: (type(each), each.shape) for name, each in model.named_parameters()}
         with pytest.raises(error, match=re.compile(problem, re.S)):
-            accel.load_quantized(ctx, model, weights, config=config, **more)
+            accel.engines.quantized.load_quantized(ctx, model, weights, config=config, **more)
         assert before == {name: (type(each), each.shape) for name, each in model.named_parameters()}
 
-    typo = accel.Torchao(skip="haed")
-    refused(accel.ConfigError, r"no module of the model matches.*'haed'.*head", empty(), full, typo)
-    refused(accel.ConfigError, r"no layer of the model", empty(), full, accel.Torchao(skip=("blocks", "head")))
-    refused(accel.ConfigError, r"not a way to quantize.*Bitsandbytes", empty(), full, "int8")
-    odd = accel.Torchao(kind="int4_grouped", group_size=128)
-    refused(accel.ConfigError, r"do not divide into groups of 128.*blocks\.0\.up", empty(), full, odd)
+    typo = accel.engines.quantized.Torchao(skip="haed")
+    refused(accel.errors.ConfigError, r"no module of the model matches.*'haed'.*head", empty(), full, typo)
+    refused(
+        accel.errors.ConfigError,
+        r"no layer of the model",
+        empty(),
+        full,
+        accel.engines.quantized.Torchao(skip=("blocks", "head")),
+    )
+    refused(accel.errors.ConfigError, r"not a way to quantize.*Bitsandbytes", empty(), full, "int8")
+    odd = accel.engines.quantized.Torchao(kind="int4_grouped", group_size=128)
+    refused(accel.errors.ConfigError, r"do not divide into groups of 128.*blocks\.0\.up", empty(), full, odd)
     thin = accel.init_empty_weights(lambda: nn.Sequential(nn.Linear(1, 4)))
-    refused(accel.ConfigError, r"no layers with one input.*skip=\('0',\)", thin, full, accel.Torchao())
-    with_mslk = accel.Torchao(kind="int4")
+    refused(
+        accel.errors.ConfigError,
+        r"no layers with one input.*skip=\('0',\)",
+        thin,
+        full,
+        accel.engines.quantized.Torchao(),
+    )
+    with_mslk = accel.engines.quantized.Torchao(kind="int4")
     refused(accel.AccelError, r"Torchao\.kind", empty(), full, with_mslk)
     if not torch.cuda.is_available():
         refused(
-            accel.DeviceError, r"float8_dynamic.*on this device", empty(), full, accel.Torchao(kind="float8_dynamic")
+            accel.errors.DeviceError,
+            r"float8_dynamic.*on this device",
+            empty(),
+            full,
+            accel.engines.quantized.Torchao(kind="float8_dynamic"),
         )
     wide = accel.init_empty_weights(lambda: Net(blocks=4))
-    refused(accel.CheckpointError, r"missing 'blocks\.3\.\w+\.weight'", wide, full, four)
+    refused(accel.errors.CheckpointError, r"missing 'blocks\.3\.\w+\.weight'", wide, full, four)
 
-    done = accel.load_quantized(ctx, empty(), full, config=four)
-    refused(accel.ConfigError, r"quantized already.*blocks\.0\.up\.weight", done, full, four)
-    with pytest.raises(accel.ConfigError, match=r"load_quantized"):
-        accel.load_checkpoint_in_model(ctx, done, full)
+    done = accel.engines.quantized.load_quantized(ctx, empty(), full, config=four)
+    refused(accel.errors.ConfigError, r"quantized already.*blocks\.0\.up\.weight", done, full, four)
+    with pytest.raises(accel.errors.ConfigError, match=r"load_quantized"):
+        accel.bigmodel.load_checkpoint_in_model(ctx, done, full)
     packed = accel.save_model(ctx, done, tmp_path / "packed")
-    refused(accel.CheckpointError, r"not quantized by", empty(), packed, accel.Bitsandbytes(double=True))
-    refused(accel.CheckpointError, r"not quantized by", empty(), packed, accel.Bitsandbytes(kind="fp4"))
-    refused(accel.CheckpointError, r"fit the model", empty(), packed, eight)
-    rows = accel.save_model(ctx, accel.load_quantized(ctx, empty(), full, config=eight), tmp_path / "rows")
-    refused(accel.CheckpointError, r"not quantized by", empty(), rows, accel.Torchao(kind="int8_dynamic"))
+    refused(
+        accel.errors.CheckpointError,
+        r"not quantized by",
+        empty(),
+        packed,
+        accel.engines.quantized.Bitsandbytes(double=True),
+    )
+    refused(
+        accel.errors.CheckpointError,
+        r"not quantized by",
+        empty(),
+        packed,
+        accel.engines.quantized.Bitsandbytes(kind="fp4"),
+    )
+    refused(accel.errors.CheckpointError, r"fit the model", empty(), packed, eight)
+    rows = accel.save_model(
+        ctx, accel.engines.quantized.load_quantized(ctx, empty(), full, config=eight), tmp_path / "rows"
+    )
+    refused(
+        accel.errors.CheckpointError,
+        r"not quantized by",
+        empty(),
+        rows,
+        accel.engines.quantized.Torchao(kind="int8_dynamic"),
+    )
 
-    places = elsewhere(accel.describe_quantized(empty(), four), "disk", "cpu")
-    refused(accel.ConfigError, r"home in files.*save_model", empty(), full, four, device_map=places)
-    plain = elsewhere(accel.describe(empty()), "cpu", "cpu:0")
-    refused(accel.ConfigError, r"before it is quantized.*describe_quantized", empty(), full, four, device_map=plain)
+    places = elsewhere(accel.engines.quantized.describe_quantized(empty(), four), "disk", "cpu")
+    refused(accel.errors.ConfigError, r"home in files.*save_model", empty(), full, four, device_map=places)
+    plain = elsewhere(accel.bigmodel.describe(empty()), "cpu", "cpu:0")
+    refused(
+        accel.errors.ConfigError, r"before it is quantized.*describe_quantized", empty(), full, four, device_map=plain
+    )

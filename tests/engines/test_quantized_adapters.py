@@ -18,9 +18,9 @@ from accel.testing import simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "quantized.md"
 CONFIGS = [
-    accel.Bitsandbytes(double=True, skip="head"),
-    accel.Bitsandbytes(bits=8, skip="head"),
-    accel.Torchao(skip="head"),
+    accel.engines.quantized.Bitsandbytes(double=True, skip="head"),
+    accel.engines.quantized.Bitsandbytes(bits=8, skip="head"),
+    accel.engines.quantized.Torchao(skip="head"),
 ]
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -36,7 +36,7 @@ def peft() -> Any:
 
 def adapted(peft: Any, ctx: accel.DistContext, folder: Path, config: Any, **options: Any) -> nn.Module:
     """A quantized net with adapters, of which those alone train."""
-    model = accel.load_quantized(ctx, accel.init_empty_weights(Net), folder, config=config, **options)
+    model = accel.engines.quantized.load_quantized(ctx, accel.init_empty_weights(Net), folder, config=config, **options)
     torch.manual_seed(1)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["up", "down"]))
 
@@ -45,7 +45,7 @@ def train(model: nn.Module, ctx: accel.DistContext, out: Path, steps: int, *, re
     """Train adapters for some steps; return the losses."""
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     model, optimizer = accel.prepare(ctx, model, optimizer)
-    items = {"model": accel.TrainableOnly(model), "optimizer": optimizer}
+    items = {"model": accel.items.TrainableOnly(model), "optimizer": optimizer}
     if resumes:
         accel.load_state(ctx, out, items)
     losses: list[float] = []
@@ -65,7 +65,9 @@ def test_adapters_train_resume_and_are_saved(tmp_path: Path, peft: Any, config: 
     accel.save_model(ctx, make_net(), tmp_path / "full")
     model = adapted(peft, ctx, tmp_path / "full", config)
     kinds = {type(module).__module__ for module in model.modules() if hasattr(module, "lora_A")}
-    assert kinds == {"peft.tuners.lora." + ("bnb" if isinstance(config, accel.Bitsandbytes) else "torchao")}
+    assert kinds == {
+        "peft.tuners.lora." + ("bnb" if isinstance(config, accel.engines.quantized.Bitsandbytes) else "torchao")
+    }
     before = {name: each.clone() for name, each in accel.get_state_dict(ctx, model, dst=None).items()}
     losses = train(model, ctx, tmp_path / "whole", 4)
     assert losses[-1] < 0.9 * losses[0]
@@ -81,7 +83,7 @@ def test_adapters_train_resume_and_are_saved(tmp_path: Path, peft: Any, config: 
     assert size < 150_000  # adapters and their moments for two checkpoints, no base
 
     other = adapted(peft, ctx, accel.save_model(ctx, make_net(1), tmp_path / "other"), config)
-    with pytest.raises(accel.CheckpointError, match=r"the base that the checkpoint was trained on"):
+    with pytest.raises(accel.errors.CheckpointError, match=r"the base that the checkpoint was trained on"):
         train(other, ctx, tmp_path / "cut", 1, resumes=True)
 
     path = accel.save(ctx, peft.get_peft_model_state_dict(model), tmp_path / "adapter_model.safetensors")
@@ -105,14 +107,14 @@ def test_an_average_of_adapters_leaves_the_base_out(tmp_path: Path, peft: Any, c
     ctx = accel.single("cpu")
     accel.save_model(ctx, make_net(), tmp_path / "full")
     model = adapted(peft, ctx, tmp_path / "full", config)
-    ema = accel.Ema(model, decay=0.5, warmup=False)
+    ema = accel.training.Ema(model, decay=0.5, warmup=False)
     names = {name for name, each in model.named_parameters() if type(each) is nn.Parameter}
     assert {name.removeprefix("weights.") for name, _ in ema.named_parameters()} == names
     _ = train(model, ctx, tmp_path / "out", 2)
     ema.update_(model)
     accel.save_state(ctx, tmp_path / "state", {"ema": ema}, step=1)
     other = adapted(peft, ctx, tmp_path / "full", config)
-    loaded = accel.Ema(other, decay=0.5, warmup=False)
+    loaded = accel.training.Ema(other, decay=0.5, warmup=False)
     accel.load_state(ctx, tmp_path / "state", {"ema": loaded})
     with torch.no_grad():
         own = model(token_ids())
@@ -128,12 +130,12 @@ def test_adapters_train_while_the_base_streams(tmp_path: Path, peft: Any, config
     ctx = accel.single("cpu")
     accel.save_model(ctx, make_net(), tmp_path / "full")
     expected = train(adapted(peft, ctx, tmp_path / "full", config), ctx, tmp_path / "here", 3)
-    base = accel.load_quantized(ctx, accel.init_empty_weights(Net), tmp_path / "full", config=config)
+    base = accel.engines.quantized.load_quantized(ctx, accel.init_empty_weights(Net), tmp_path / "full", config=config)
     for each in base.parameters():
         each.requires_grad_(False)
-    skeleton = accel.describe(base)
+    skeleton = accel.bigmodel.describe(base)
     homes = {segment.name: "cpu" if segment.movable else "cpu:0" for segment in skeleton.segments}
-    device_map = accel.DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, "cpu:0"))
+    device_map = accel.bigmodel.DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, "cpu:0"))
     with accel.dispatch_model(base, device_map) as run:
         torch.manual_seed(1)
         model = peft.get_peft_model(run.model, peft.LoraConfig(r=4, target_modules=["up", "down"]))
@@ -141,7 +143,9 @@ def test_adapters_train_while_the_base_streams(tmp_path: Path, peft: Any, config
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, accel.Torchao(kind="float8")], ids=lambda config: repr(config)[:24])
+@pytest.mark.parametrize(
+    "config", [*CONFIGS, accel.engines.quantized.Torchao(kind="float8")], ids=lambda config: repr(config)[:24]
+)
 def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, peft: Any, config: Any) -> None:
     ctx = accel.single("cpu")
     folders = [accel.save_model(ctx, make_net(seed), tmp_path / f"full{seed}") for seed in range(2)]
@@ -162,11 +166,11 @@ def test_local_steps_on_a_quantized_base_end_alike(tmp_path: Path, peft: Any, co
 
     def run(ctx: accel.DistContext) -> torch.Tensor:
         model = adapted(peft, accel.single("cpu"), folders[ctx.rank], config)
-        model = accel.prepare_local_model(ctx, model)
+        model = accel.parallel.prepare_local_model(ctx, model)
         optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
         model(token_ids() + ctx.rank).square().mean().backward()
         optimizer.step()
-        _ = accel.local_sgd_step(ctx, model, accel.LocalSgd(every=1))
+        _ = accel.parallel.local_sgd_step(ctx, model, accel.parallel.LocalSgd(every=1))
         with torch.no_grad():
             return model(token_ids())
 
@@ -177,9 +181,13 @@ def test_local_steps_on_a_quantized_base_end_alike(tmp_path: Path, peft: Any, co
 def test_quantized_weights_that_ask_for_gradients_are_refused(tmp_path: Path, peft: Any) -> None:
     accel.save_model(accel.single("cpu"), make_net(), tmp_path)
     ctx = accel.single("cpu")
-    model = accel.load_quantized(ctx, accel.init_empty_weights(Net), tmp_path, config=accel.Torchao())
+    model = accel.engines.quantized.load_quantized(
+        ctx, accel.init_empty_weights(Net), tmp_path, config=accel.engines.quantized.Torchao()
+    )
     model.requires_grad_(True)
-    with pytest.raises(accel.PrepareError, match=r"quantized weights cannot be trained.*with requires_grad: .*Freeze"):
+    with pytest.raises(
+        accel.errors.PrepareError, match=r"quantized weights cannot be trained.*with requires_grad: .*Freeze"
+    ):
         accel.prepare_model(ctx, model)
 
 

@@ -17,22 +17,32 @@ import accel
 from accel.testing import simulate
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
-Config = accel.Bitsandbytes | accel.Torchao
+Config = accel.engines.quantized.Bitsandbytes | accel.engines.quantized.Torchao
 
 
-@pytest.mark.parametrize("config", [accel.Bitsandbytes(), accel.Bitsandbytes(bits=8), accel.Torchao()], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        accel.engines.quantized.Bitsandbytes(),
+        accel.engines.quantized.Bitsandbytes(bits=8),
+        accel.engines.quantized.Torchao(),
+    ],
+    ids=str,
+)
 def test_a_missing_weight_of_a_model_with_values_is_quantized(tmp_path: Path, config: Config) -> None:
-    _ = pytest.importorskip("torchao" if isinstance(config, accel.Torchao) else "bitsandbytes")
+    _ = pytest.importorskip("torchao" if isinstance(config, accel.engines.quantized.Torchao) else "bitsandbytes")
     ctx, name = accel.single("cpu"), "blocks.0.up.weight"
     full = accel.save_model(ctx, make_net(), tmp_path)
     part = {key: each for key, each in make_net().state_dict().items() if key != name}
-    expected = accel.load_quantized(ctx, accel.init_empty_weights(Net).eval(), full, config=config)
-    model = accel.load_quantized(ctx, make_net(), TensorSource(part), config=config, allow_missing=name)
+    expected = accel.engines.quantized.load_quantized(ctx, accel.init_empty_weights(Net).eval(), full, config=config)
+    model = accel.engines.quantized.load_quantized(
+        ctx, make_net(), TensorSource(part), config=config, allow_missing=name
+    )
     with torch.no_grad():
         assert torch.equal(model(token_ids()), expected(token_ids()))
     blank = accel.init_empty_weights(Net)
     assert (
-        accel.load_quantized(ctx, blank, TensorSource(part), config=config, allow_missing=name)
+        accel.engines.quantized.load_quantized(ctx, blank, TensorSource(part), config=config, allow_missing=name)
         .get_parameter(name)
         .is_meta
     )
@@ -44,17 +54,19 @@ def test_weights_of_another_format_are_refused() -> None:
 
     def stored(config: Config) -> dict[str, torch.Tensor]:
         source = TensorSource(net.state_dict())
-        model = accel.load_quantized(ctx, accel.init_empty_weights(Net), source, config=config)
+        model = accel.engines.quantized.load_quantized(ctx, accel.init_empty_weights(Net), source, config=config)
         return accel.get_state_dict(ctx, model, dst=None)
 
     def refused(problem: str, tensors: Mapping[str, torch.Tensor], config: Config) -> None:
-        with pytest.raises(accel.CheckpointError, match=problem):
-            accel.load_quantized(ctx, accel.init_empty_weights(Net), TensorSource(tensors), config=config)
+        with pytest.raises(accel.errors.CheckpointError, match=problem):
+            accel.engines.quantized.load_quantized(
+                ctx, accel.init_empty_weights(Net), TensorSource(tensors), config=config
+            )
 
-    eight = accel.Bitsandbytes(bits=8, skip="head")
+    eight = accel.engines.quantized.Bitsandbytes(bits=8, skip="head")
     turing = {"blocks.0.up.weight_format": torch.tensor(2, dtype=torch.uint8)}
     refused(r"blocks\.0\.up\.weight is not stored by rows", {**stored(eight), **turing}, eight)
-    four = accel.Bitsandbytes(double=True, skip="head")
+    four = accel.engines.quantized.Bitsandbytes(double=True, skip="head")
     packed, key = stored(four), "blocks.0.up.weight.quant_state.bitsandbytes__nf4"
     facts = json.loads(bytes(packed[key].tolist()))
 
@@ -67,24 +79,30 @@ def test_weights_of_another_format_are_refused() -> None:
     refused(r"not a format of bitsandbytes.*'int8'.*blocks\.0\.up", told(dtype="int8"), four)
 
 
-@pytest.mark.parametrize("config", [accel.Bitsandbytes(skip="head"), accel.Torchao(skip="head")], ids=str)
+@pytest.mark.parametrize(
+    "config", [accel.engines.quantized.Bitsandbytes(skip="head"), accel.engines.quantized.Torchao(skip="head")], ids=str
+)
 def test_quantized_weights_are_not_divided(config: Config) -> None:
-    _ = pytest.importorskip("torchao" if isinstance(config, accel.Torchao) else "bitsandbytes")
+    _ = pytest.importorskip("torchao" if isinstance(config, accel.engines.quantized.Torchao) else "bitsandbytes")
     source = TensorSource(make_net().state_dict())
 
     def divide(ctx: accel.DistContext) -> None:
-        model = accel.load_quantized(accel.single("cpu"), accel.init_empty_weights(Net), source, config=config)
-        with pytest.raises(accel.PrepareError, match=r"6 quantized: blocks\.0\.\w+\.weight.*ddp"):
+        model = accel.engines.quantized.load_quantized(
+            accel.single("cpu"), accel.init_empty_weights(Net), source, config=config
+        )
+        with pytest.raises(accel.errors.PrepareError, match=r"6 quantized: blocks\.0\.\w+\.weight.*ddp"):
             accel.prepare(accel.replace(ctx, strategy="fsdp"), model)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        plan = accel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
-        with pytest.raises(accel.PrepareError, match=r"6 quantized.*plan\.tensor"):
+        plan = accel.parallel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+        with pytest.raises(accel.errors.PrepareError, match=r"6 quantized.*plan\.tensor"):
             accel.prepare(accel.replace(ctx, mesh=mesh), model, plan=plan)
 
-        record = accel.DeepSpeed(stage=3 if isinstance(config, accel.Bitsandbytes) else 2)
+        record = accel.engines.deepspeed.DeepSpeed(
+            stage=3 if isinstance(config, accel.engines.quantized.Bitsandbytes) else 2
+        )
         under = accel.replace(ctx, strategy="deepspeed", deepspeed=record)
         optimizer = torch.optim.AdamW(model.head.parameters())
-        with pytest.raises(accel.PrepareError, match=r"stage \d, 6 weights such as blocks\.0.*ddp"):
+        with pytest.raises(accel.errors.PrepareError, match=r"stage \d, 6 weights such as blocks\.0.*ddp"):
             accel.prepare(under, model, optimizer)
 
     _ = simulate(divide, 2, default_group=True)

@@ -62,7 +62,9 @@ def test_ranks_on_a_cluster(cluster: Any, tmp_path: Path, capfd: pytest.CaptureF
     assert 'in fail_on_one\n    raise ValueError("no such value")' in note
 
     began = time.monotonic()
-    with pytest.raises(accel.LaunchError, match=r"rank 1 failed: ray\.exceptions\..*the actor of rank 1 on .* is gone"):
+    with pytest.raises(
+        accel.errors.LaunchError, match=r"rank 1 failed: ray\.exceptions\..*the actor of rank 1 on .* is gone"
+    ):
         on_ray.launch(ray_functions.lose_actor, (str(tmp_path),), nproc=2, config=CONFIG)
     print(f"a killed actor ended both ranks within {time.monotonic() - began:.1f} s of the launch")
     assert all(gone(int((tmp_path / f"pid-{rank}").read_text())) for rank in range(2))
@@ -81,7 +83,7 @@ def test_a_stop_request_reaches_all_ranks_at_one_step(cluster: Any, tmp_path: Pa
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     try:
-        with pytest.raises(accel.LaunchError, match="stopped by SIGTERM"):
+        with pytest.raises(accel.errors.LaunchError, match="stopped by SIGTERM"):
             on_ray.launch(ray_functions.stop_when_asked, (str(tmp_path),), nproc=2, config=CONFIG)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -97,7 +99,7 @@ def test_the_example_trains_and_tries_again(cluster: Any, tmp_path: Path, monkey
     import digits_on_ray
     from digits import Settings
 
-    lost = [accel.LaunchError("rank 1 failed", fix="")]  # by the first attempt, as if its actor had been killed
+    lost = [accel.errors.LaunchError("rank 1 failed", fix="")]  # by the first attempt, as if its actor had been killed
     launch = on_ray.launch
 
     def attempt(*args: Any, **options: Any) -> list[Any]:
@@ -121,12 +123,14 @@ def test_no_files_of_a_rank_are_left(cluster: Any) -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_too_few_resources_are_an_error(cluster: Any) -> None:
-    with pytest.raises(accel.LaunchError, match=r"no room for 3 ranks within 1 s: .*3 times 1 CPU.* of 2 CPU free"):
+    with pytest.raises(
+        accel.errors.LaunchError, match=r"no room for 3 ranks within 1 s: .*3 times 1 CPU.* of 2 CPU free"
+    ):
         on_ray.launch(ray_functions.train, (1,), nproc=3, timeout_s=1.0, config=CONFIG)
 
 
 def test_arguments_outside_their_range_are_one_error() -> None:
-    with pytest.raises(accel.ConfigError, match=r"nproc=0.*gpus=2.*timeout_s=0"):
+    with pytest.raises(accel.errors.ConfigError, match=r"nproc=0.*gpus=2.*timeout_s=0"):
         on_ray.launch(ray_functions.train, (1,), nproc=0, gpus=2, timeout_s=0)
-    with pytest.raises(accel.ConfigError, match=r"timeout_s=nan.*CPU in resources, expected cpus=.*\{'x': -1\}"):
+    with pytest.raises(accel.errors.ConfigError, match=r"timeout_s=nan.*CPU in resources, expected cpus=.*\{'x': -1\}"):
         on_ray.launch(ray_functions.train, nproc=1, timeout_s=float("nan"), resources={"CPU": 1, "x": -1})

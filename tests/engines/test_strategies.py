@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from processes import patience
 
-from accel.parallel import ENGINES
+from accel.parallel._engines import ENGINES
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "strategies.py"
 LOSSES, WEIGHTS = 1e-5, 1e-3  # relative; AdamW divides tiny gradients, and their rounding, by their own size

@@ -115,7 +115,7 @@ def test_words_that_mean_nothing_are_refused(bad: dict[str, Any]) -> None:
     def estimate(strategy: str = "ddp", nproc: int = 1, **names: Any) -> RankMemory:
         return strategy_memory(model, strategy, EstimatedStep(**names), nproc)
 
-    with pytest.raises(accel.ConfigError):
+    with pytest.raises(accel.errors.ConfigError):
         _ = estimate(**bad)
 
 
@@ -146,7 +146,7 @@ def test_real_bytes_are_the_planned_ones(precision: PrecisionName) -> None:
     estimated = measure(Block, "Block", [Input((4, 7), "int64")])
     memory = moments(estimated, "ddp", EstimatedStep(precision=precision))
     ctx = accel.single(precision=precision)
-    accel.apply_precision(ctx, model)
+    accel.precision.apply_precision(ctx, model)
     model, optimizer = accel.prepare(ctx, model, torch.optim.AdamW(model.parameters()))
     ids = torch.zeros(4, 7, dtype=torch.int64)
     with accel.autocast(ctx):

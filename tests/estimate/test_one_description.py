@@ -116,7 +116,7 @@ def mapped(source: Path | str, *words: str) -> int:
     """What `--device-map` says that a model's weights take."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(["estimate", str(source), "--device-map", "cpu=1TB", "--json", *words]) == 0
-    return accel.DeviceMap.decode(out.getvalue()).skeleton.weight_bytes
+    return accel.bigmodel.DeviceMap.decode(out.getvalue()).skeleton.weight_bytes
 
 
 def assert_same_weights(source: Path | str) -> None:
@@ -196,5 +196,5 @@ def test_a_model_without_sizes_has_meshes_of_data_parallelism_alone(strategy: st
     axis = "dp_shard" if how.name == "fsdp" else "dp_replicate"
     alone = rank_memory(model, Axes(dp=nproc), step, how.plan)
     assert rank_memory(model, Axes(**{axis: nproc}), step, how.plan) == alone
-    with pytest.raises(accel.ConfigError, match="the blocks of this model are not known"):
+    with pytest.raises(accel.errors.ConfigError, match="the blocks of this model are not known"):
         _ = rank_memory(model, Axes(dp=nproc, tp=2), step, how.plan)

@@ -86,7 +86,7 @@ def peak(
 ) -> int:
     """The most bytes of the second step, which has a state of the optimizer from its start."""
     ctx = accel.replace(ctx, mesh=str(axes), precision="bf16", strategy=step.strategy)
-    with accel.seeded(ctx, 0):
+    with accel.seeding.seeded(ctx, 0):
         model = mixtral(sizes) if sizes.experts else llama(sizes)
     attend_as_on_gpus(model)
     if step.recompute:

@@ -92,7 +92,7 @@ def test_a_token_meets_only_its_own_experts() -> None:
 )
 def test_fields_that_say_no_sizes_are_refused(changes: dict[str, Any], told: str) -> None:
     fields = {**CONFIGS["LlamaForCausalLM"], **changes}
-    with pytest.raises(accel.ConfigError, match=told):
+    with pytest.raises(accel.errors.ConfigError, match=told):
         _ = transformer_from(fields, where="config.json")
 
 

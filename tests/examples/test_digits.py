@@ -121,14 +121,18 @@ def test_ranks_and_accumulation_do_not_change_the_run(
 
 def test_other_settings_than_the_checkpoints_are_refused(digits: ModuleType, tmp_path: Path) -> None:
     digits.main(accel.single(), digits.Settings(epochs=1, out=str(tmp_path)))
-    with pytest.raises(accel.ConfigError, match=r"expected --lr 0\.004, got --lr 0\.1 - at .*step-00000023\. Give the"):
+    with pytest.raises(
+        accel.errors.ConfigError, match=r"expected --lr 0\.004, got --lr 0\.1 - at .*step-00000023\. Give the"
+    ):
         digits.main(accel.single(), digits.Settings(epochs=1, out=str(tmp_path), lr=0.1))
     digits.main(accel.single(), digits.Settings(epochs=2, out=str(tmp_path)))
     assert len(lines(tmp_path)) == 2
 
 
 def test_a_batch_that_does_not_divide_is_refused(digits: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(accel.ConfigError, match="a batch does not divide: got 64 images in 3 parts - at --batch-size"):
+    with pytest.raises(
+        accel.errors.ConfigError, match="a batch does not divide: got 64 images in 3 parts - at --batch-size"
+    ):
         digits.main(accel.single(accumulation=3), digits.Settings(out=str(tmp_path)))
 
 
@@ -155,7 +159,7 @@ def test_a_missing_package_is_named_before_training(
     digits: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(accel.MissingExtraError, match=r"scikit-learn.*pip install 'accel-torch\[examples\]'"):
+    with pytest.raises(accel.errors.MissingExtraError, match=r"scikit-learn.*pip install 'accel-torch\[examples\]'"):
         digits.main(accel.single(), digits.Settings(out=str(tmp_path)))
     assert not list(tmp_path.iterdir())
 

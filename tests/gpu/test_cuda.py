@@ -80,7 +80,7 @@ def test_a_session_takes_the_gpu_and_says_when_it_is_not_there() -> None:
     with accel.session({"ACCEL_DEVICE": "cpu"}) as ctx:
         assert ctx.device == torch.device("cpu")
     beyond = torch.cuda.device_count()
-    with pytest.raises(accel.DeviceError, match="visible GPUs"):
+    with pytest.raises(accel.errors.DeviceError, match="visible GPUs"):
         accel.single(f"cuda:{beyond}")
 
 
@@ -143,7 +143,7 @@ with accel.session() as ctx:
         assert accel.reduce(ctx, torch.tensor([float(rank)], device=ctx.device), op).item() == expected, op
     try:
         accel.gather(ctx, torch.zeros(2, 3 + rank, device=ctx.device))
-    except accel.CollectiveMismatch as error:
+    except accel.errors.CollectiveMismatch as error:
         assert "[*, 3]" in str(error) and "[*, 4]" in str(error), error
     else:
         raise AssertionError("no mismatch")
@@ -178,7 +178,7 @@ def test_two_ranks_share_one_gpu_over_gloo(tmp_path: Path) -> None:
 def test_logging_does_not_wait_for_the_device() -> None:
     rows: list[float] = []
     gate = threading.Event()
-    tracker = accel.Tracker(
+    tracker = accel.trackers.Tracker(
         "late",
         lambda run, config: gate.wait(),  # the thread that reads the values starts once waiting is allowed again
         lambda live, values, step: rows.append(values["loss"]),

@@ -40,7 +40,7 @@ def test_estimated_memory_is_what_a_step_takes(precision: PrecisionName) -> None
     described = measure(make, "encoder", [Input((16, 256, 512), "float32")])
     planned = strategy_memory(described, "ddp", EstimatedStep(precision=precision))
     ctx = accel.single("cuda", precision=precision)
-    model = accel.apply_precision(ctx, make().to(ctx.device))
+    model = accel.precision.apply_precision(ctx, make().to(ctx.device))
     model, optimizer = accel.prepare(ctx, model, torch.optim.AdamW(model.parameters()))
     scaler, inputs = accel.loss_scale(ctx), torch.randn(16, 256, 512, device=ctx.device)
     for _ in range(2):

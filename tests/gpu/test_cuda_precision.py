@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import accel
-from accel import Ema, Fp8, Precision
+from accel.precision import Fp8, Precision
 from accel.random import capture_rng, restore_rng
+from accel.training import Ema
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -49,10 +50,10 @@ def test_this_devices_stream_is_seeded_scoped_and_restored():
     def dropped() -> list[float]:
         return nn.functional.dropout(torch.ones(64, device="cuda"), 0.5).tolist()
 
-    accel.set_seed(ctx, 3)
+    accel.seeding.set_seed(ctx, 3)
     first = dropped()
-    accel.set_seed(ctx, 3)
-    with accel.seeded(ctx, 0):
+    accel.seeding.set_seed(ctx, 3)
+    with accel.seeding.seeded(ctx, 0):
         dropped()
     assert dropped() == first
     state = capture_rng(ctx.device)

@@ -27,7 +27,7 @@ class Fork(nn.Module):
 
 def left_out(under: accel.DistContext) -> dict[str, bool]:
     """Return whether windows leave alone the layer that they leave out, and move the other one as torch does."""
-    with accel.seeded(under, 0):
+    with accel.seeding.seeded(under, 0):
         net, plain = Fork(), Fork()
     plain.load_state_dict(net.state_dict())
     model, optimizer = accel.prepare(under, net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -56,14 +56,16 @@ def micro_batches(ctx: accel.DistContext, run: Callable[[accel.DistContext], dic
     """Return what a loop of 2 micro-batches a step gets from JSONs that say 2 and 4, and from a context that says 2."""
 
     def under(steps: int, **settings: Any) -> accel.DistContext:
-        config = accel.read_deepspeed({"gradient_accumulation_steps": steps, "zero_optimization": {"stage": 2}})
+        config = accel.engines.deepspeed.read_deepspeed(
+            {"gradient_accumulation_steps": steps, "zero_optimization": {"stage": 2}}
+        )
         return accel.replace(ctx, strategy="deepspeed", deepspeed=config, **settings)
 
     found: dict[str, Any] = {"2": run(under(2))["weights"]}
     for name, settings in (("4", {}), ("4 in a context of 2", {"accumulation": 2})):
         try:
             _ = run(under(4, **settings))
-        except accel.ConfigError as error:
+        except accel.errors.ConfigError as error:
             found[name] = f"{error.where}: {error.got}"
     return found
 
@@ -148,7 +150,7 @@ class Scaled(Uneven):
 
 def stepped(under: accel.DistContext, parts: Callable[[Uneven], list[dict[str, Any]]]) -> tuple[Uneven, Any, Any]:
     """Take two steps of SGD with momentum; return the bare net, the model and the optimizer."""
-    with accel.seeded(under, 0):
+    with accel.seeding.seeded(under, 0):
         net = Uneven()
     model, optimizer = accel.prepare(under, net, torch.optim.SGD(parts(net), lr=0.1, momentum=0.9))
     scaler = accel.loss_scale(under)
@@ -173,7 +175,7 @@ def arranged(ctx: accel.DistContext) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     straight = accel.get_state_dict(ctx, stepped(ctx, one_group)[1], dst=None)
     for name, asked in layouts().items():
-        under = accel.replace(ctx, strategy="deepspeed", deepspeed=accel.read_deepspeed(asked))
+        under = accel.replace(ctx, strategy="deepspeed", deepspeed=accel.engines.deepspeed.read_deepspeed(asked))
         net, model, _ = stepped(under, one_group)
         whole = accel.get_state_dict(under, model, dst=None)
         with gathered(under, net.parameters()):
@@ -224,7 +226,7 @@ def grouped(ctx: accel.DistContext, out: Path) -> dict[str, float]:
     """Return how far a run that is saved and goes on elsewhere ends from one of ddp, by groups and stages."""
 
     def objects(under: accel.DistContext, parts: Any) -> dict[str, Any]:
-        with accel.seeded(under, 0):
+        with accel.seeding.seeded(under, 0):
             net = Scaled()
         adam = torch.optim.AdamW(parts(net), lr=1e-2)
         rates = [lambda step: 0.9**step for _ in adam.param_groups]
@@ -241,7 +243,8 @@ def grouped(ctx: accel.DistContext, out: Path) -> dict[str, float]:
         return items
 
     stages = {
-        stage: accel.replace(ctx, strategy="deepspeed", deepspeed=accel.DeepSpeed(stage=stage)) for stage in (1, 2, 3)
+        stage: accel.replace(ctx, strategy="deepspeed", deepspeed=accel.engines.deepspeed.DeepSpeed(stage=stage))
+        for stage in (1, 2, 3)
     }
     found: dict[str, float] = {}
     for parts in (_two, _three, _frozen_beside, _frozen_within, _of_other_kinds):

@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 def objects(ctx: accel.DistContext) -> dict[str, Any]:
     """The items of a checkpoint, and the loader."""
-    with accel.seeded(ctx, 0):
+    with accel.seeding.seeded(ctx, 0):
         net = Net()
     optimizer = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad], lr=1e-2)
     loader = accel.prepare_loader(ctx, DataLoader(ROWS, batch_size=4, shuffle=True), global_batch=4)
@@ -93,7 +93,7 @@ def settings_of(kind: str, precision: Any) -> dict[str, Any]:
     if not kind.startswith("zero"):
         return {"strategy": kind, "precision": precision}
     offload = "cpu" if kind.endswith("offload") else None
-    record = accel.DeepSpeed(stage=int(kind[4]), offload_optimizer=offload)  # type: ignore[arg-type]
+    record = accel.engines.deepspeed.DeepSpeed(stage=int(kind[4]), offload_optimizer=offload)  # type: ignore[arg-type]
     return {"strategy": "deepspeed", "deepspeed": record, "precision": precision}
 
 
@@ -109,12 +109,12 @@ def beside(ctx: accel.DistContext, straight: dict[str, Any]) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     third = accel.replace(ctx, **settings_of("zero3", "fp32"))
-    with accel.seeded(ctx, 0):
+    with accel.seeding.seeded(ctx, 0):
         plain = Net()
-    with accel.seeded(ctx, 0):
+    with accel.seeding.seeded(ctx, 0):
         teacher = accel.prepare(third, Net().requires_grad_(False))
     found["teacher"] = float((teacher(ROWS) - plain(ROWS)).abs().max())
-    with accel.seeded(ctx, 0):
+    with accel.seeding.seeded(ctx, 0):
         built = build_sharded(third, Net)
     first = built.body[0].weight
     found["held"] = first.numel()
@@ -122,8 +122,8 @@ def beside(ctx: accel.DistContext, straight: dict[str, Any]) -> dict[str, Any]:
         found["whole"] = list(first.shape)
     model, _ = accel.prepare(third, built, torch.optim.SGD(built.head.parameters(), lr=0.1))
     try:
-        _ = accel.Ema(model)
-    except accel.PrepareError as error:
+        _ = accel.training.Ema(model)
+    except accel.errors.PrepareError as error:
         found["averaged"] = error.fix
     found["built"] = float((model(ROWS) - plain(ROWS)).abs().max())
 
@@ -138,17 +138,17 @@ def beside(ctx: accel.DistContext, straight: dict[str, Any]) -> dict[str, Any]:
     accel.backward(second, parts["model"](ROWS).square().mean() * float("inf"), scaler)
     try:
         _ = accel.optimizer_step(second, parts["optimizer"], scaler)
-    except accel.NonFiniteError as error:
+    except accel.errors.NonFiniteError as error:
         found["refused"] = type(error).__name__
     found["kept"] = distance(before, accel.get_state_dict(second, parts["model"], dst=None))
-    accel.clear_gradients(parts["model"])
+    accel.training.clear_gradients(parts["model"])
     accel.backward(second, parts["model"](ROWS).square().sum(), scaler)  # of a window that is given up
-    parts["state"] = accel.discard(parts["state"], parts["model"])
+    parts["state"] = accel.training.discard(parts["state"], parts["model"])
     found["after"] = distance(straight["weights"], train(second, parts, 2)["weights"])
     accel.backward(second, parts["model"](ROWS).square().sum(), scaler)
     try:
         _ = train(second, parts | {"state": accel.train_state(second, accumulation=2)}, 1)
-    except accel.StepError as error:
+    except accel.errors.StepError as error:
         found["leftover"] = type(error).__name__
     return found
 
@@ -218,7 +218,7 @@ def resumed(ctx: accel.DistContext, out: Path) -> dict[str, Any]:
     del os.environ["LOCAL_RANK"]  # as without a launcher
     try:
         _ = objects(accel.replace(ctx, strategy="deepspeed"))
-    except accel.ConfigError as error:
+    except accel.errors.ConfigError as error:
         found["without"] = error.expected
     return found
 
@@ -229,13 +229,13 @@ def trainable(ctx: accel.DistContext, out: Path) -> dict[str, Any]:
     for kind in kinds:
         under = accel.replace(ctx, **settings_of(kind, "fp32"))
         items = train(under, objects(under), 1)["items"]
-        accel.save_state(under, out / kind, items | {"model": accel.TrainableOnly(items["model"])}, step=1)
+        accel.save_state(under, out / kind, items | {"model": accel.items.TrainableOnly(items["model"])}, step=1)
     found: dict[str, Any] = {}
     for source, kind in [*zip(kinds, kinds, strict=True), ("ddp", "zero3"), ("zero3", "zero2"), ("zero2", "ddp")]:
         under = accel.replace(ctx, **settings_of(kind, "fp32"))
         parts = objects(under)
         items = {name: each for name, each in parts.items() if name != "loader"}
-        loaded = accel.load_state(under, out / source, items | {"model": accel.TrainableOnly(items["model"])})
+        loaded = accel.load_state(under, out / source, items | {"model": accel.items.TrainableOnly(items["model"])})
         run = train(under, parts | {"state": loaded["state"]}, 2)
         found[f"{source} to {kind}"] = distance(straight, run["weights"])
     return found

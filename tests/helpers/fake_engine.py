@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import accel
-from accel.parallel import Engine, EngineOutcome, StepRequest
+from accel.parallel._engines import Engine, EngineOutcome, StepRequest
 
 
 class FlatModel(nn.Module):

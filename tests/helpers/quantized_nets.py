@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from accel import StoredTensor
+from accel.bigmodel import StoredTensor
 from accel.storage import torch_dtypes
 
 WIDTH = 64

@@ -62,9 +62,10 @@ def main() -> None:
     register("standin", module)
     dist.Backend.register_backend("standccl", lambda *_: None, devices=["standin"])  # type: ignore[arg-type]
 
-    from accel import DeviceError, devices, random
+    from accel import devices, random
     from accel.context._make import choose_device
     from accel.env import LaunchEnv
+    from accel.errors import DeviceError
     from accel.precision._support import check_compute
 
     device = choose_device(None, LaunchEnv(local_rank=1))

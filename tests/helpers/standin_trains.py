@@ -86,7 +86,7 @@ def main() -> None:
     library.fallback(compute, "PrivateUse1")
     import accel
 
-    masters = accel.Precision(params="bf16", master_weights="fp32")
+    masters = accel.precision.Precision(params="bf16", master_weights="fp32")
     for precision, tolerance in (("fp32", 1e-6), (masters, 1e-2)):
         there, here = train("standin:0", precision, 6), train("cpu", precision, 6)
         torch.testing.assert_close(there, here, rtol=0, atol=tolerance)

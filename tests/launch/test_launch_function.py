@@ -86,10 +86,10 @@ def test_the_first_failing_ranks_exception_comes_back_whole() -> None:
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
-        ("kill", accel.LaunchError, "rank 0 was killed by SIGKILL"),
-        ("interrupt", accel.LaunchError, "rank 0 failed: KeyboardInterrupt"),
-        ("exit", accel.LaunchError, "rank 0 ended before it returned a value"),
-        ("lock", accel.ConfigError, "cannot be pickled: got lock"),
+        ("kill", accel.errors.LaunchError, "rank 0 was killed by SIGKILL"),
+        ("interrupt", accel.errors.LaunchError, "rank 0 failed: KeyboardInterrupt"),
+        ("exit", accel.errors.LaunchError, "rank 0 ended before it returned a value"),
+        ("lock", accel.errors.ConfigError, "cannot be pickled: got lock"),
     ],
 )
 def test_a_rank_without_a_value_is_told(how: str, error: type[Exception], words: str) -> None:
@@ -155,9 +155,9 @@ assert "torch" not in sys.modules
 
 
 def test_settings_without_effect_are_refused() -> None:
-    with pytest.raises(accel.ConfigError, match="launched on this machine: expected nnodes=1"):
+    with pytest.raises(accel.errors.ConfigError, match="launched on this machine: expected nnodes=1"):
         accel.launch(total, config=LaunchConfig(nnodes=2, rdzv_endpoint="a:1"))
-    with pytest.raises(accel.ConfigError, match="start once: expected max_restarts=0"):
+    with pytest.raises(accel.errors.ConfigError, match="start once: expected max_restarts=0"):
         launch_placed(
             total, (), nproc=1, config=LaunchConfig(max_restarts=1), place=lambda _config, _call: nullcontext()
         )
@@ -172,11 +172,11 @@ def test_ranks_that_start_again_leave_nothing_of_the_last_time(tmp_path: Path) -
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
-    with pytest.raises(accel.ConfigError, match=r"nothing to launch: expected a function, got 'train.py'"):
+    with pytest.raises(accel.errors.ConfigError, match=r"nothing to launch: expected a function, got 'train.py'"):
         _ = accel.launch("train.py", nproc=2)  # type: ignore[arg-type]
-    with pytest.raises(accel.ConfigError, match=r"Write \(3,\) for one argument"):
+    with pytest.raises(accel.errors.ConfigError, match=r"Write \(3,\) for one argument"):
         _ = accel.launch(print, 3, nproc=2)  # type: ignore[arg-type]
-    with pytest.raises(accel.ConfigError, match=r"cannot be pickled: got tuple.*the function to launch"):
+    with pytest.raises(accel.errors.ConfigError, match=r"cannot be pickled: got tuple.*the function to launch"):
         accel.debug_launcher(total, (threading.Lock(),))
 
 
@@ -188,7 +188,7 @@ def test_without_the_extra_what_has_a_module_is_sent_and_the_rest_names_it(monke
     )
     monkeypatch.setattr(RefusedError, "__module__", "__main__")
     for sent in (lambda ctx: ctx, RefusedError("", 1)):
-        with pytest.raises(accel.MissingExtraError, match=r"accel-torch\[notebook\]"):
+        with pytest.raises(accel.errors.MissingExtraError, match=r"accel-torch\[notebook\]"):
             _function_rank.pack(sent, "here")
 
 
@@ -198,7 +198,7 @@ def test_only_the_main_thread_launches() -> None:
     def call() -> None:
         try:
             accel.debug_launcher(total)
-        except accel.LaunchError as error:
+        except accel.errors.LaunchError as error:
             caught.append(error)
 
     thread = threading.Thread(target=call)

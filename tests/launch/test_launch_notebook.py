@@ -58,7 +58,7 @@ def test_a_tpu_is_taken_where_nobody_chose_a_device(chips: SimpleNamespace) -> N
     assert choose_device(LaunchConfig(nproc_per_node=8), tpu, {}).device == "xla"
     chips.tpu_chips = 0
     assert choose_device(AUTO, tpu, {}).device == "xla"
-    with pytest.raises(accel.LaunchError, match="expected nproc=1, got nproc=8 - at Kaggle, a TPU"):
+    with pytest.raises(accel.errors.LaunchError, match="expected nproc=1, got nproc=8 - at Kaggle, a TPU"):
         choose_device(LaunchConfig(nproc_per_node=8), tpu, {})
 
 
@@ -74,12 +74,16 @@ def test_a_tpu_that_cannot_be_used_is_refused_before_anything_starts(
 ) -> None:
     used: Any = ModuleType("torch_xla")
     used._XLAC = SimpleNamespace(_xla_runtime_is_initialized=lambda: True)
-    with pytest.raises(accel.LaunchError, match=r"this process holds the TPU.*Colab, v5e-1\. Restart the kernel"):
+    with pytest.raises(
+        accel.errors.LaunchError, match=r"this process holds the TPU.*Colab, v5e-1\. Restart the kernel"
+    ):
         choose_device(AUTO, read_hosted(COLAB_TPU), {"torch_xla": used})
-    with pytest.raises(accel.LaunchError, match="behind the network"):
+    with pytest.raises(accel.errors.LaunchError, match="behind the network"):
         choose_device(AUTO, read_hosted(COLAB | {"COLAB_TPU_ADDR": "10.0.0.2:8470"}), {})
     monkeypatch.setattr(_function, "find_spec", lambda _: None)
-    with pytest.raises(accel.MissingExtraError, match=r"only torch_xla drives.*torch_xla\[tpu\].*device=\"cpu\""):
+    with pytest.raises(
+        accel.errors.MissingExtraError, match=r"only torch_xla drives.*torch_xla\[tpu\].*device=\"cpu\""
+    ):
         accel.launch(print, environ=COLAB_TPU, config=AUTO)
 
 

@@ -24,7 +24,7 @@ import torch
 import accel
 
 torch.set_num_threads(1)
-with accel.session(device="cpu") as ctx, accel.stop_requests(ctx) as requests:
+with accel.session(device="cpu") as ctx, accel.preempt.stop_requests(ctx) as requests:
     torch.manual_seed(0)
     model = accel.prepare_model(ctx, torch.nn.Linear(64, 64))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -40,7 +40,7 @@ with accel.session(device="cpu") as ctx, accel.stop_requests(ctx) as requests:
                 file.write(".")
             if accum.updates == 3:
                 here()
-            if stop := accel.stop_agreed(ctx, requests):
+            if stop := accel.preempt.stop_agreed(ctx, requests):
                 items = {{"model": model, "optimizer": optimizer, "accum": accum}}
                 accel.save_state(ctx, "runs", items, step=accum.updates)
                 raise stop

@@ -36,8 +36,8 @@ CASES = {
 
 @pytest.mark.parametrize(("model", "shape", "forward"), CASES.values(), ids=CASES)
 def test_flops_are_those_of_arithmetic(model, shape, forward):
-    count = accel.count_flops(model, torch.rand(shape, requires_grad=True))
-    assert count == accel.FlopCount(forward, 3 * forward)
+    count = accel.metrics.count_flops(model, torch.rand(shape, requires_grad=True))
+    assert count == accel.metrics.FlopCount(forward, 3 * forward)
 
 
 def test_a_live_model_stays_as_it_was():
@@ -54,7 +54,7 @@ def test_a_live_model_stays_as_it_was():
             return self.model(x) * x.sum().item()
 
     for counted in (model, Peeks()):
-        assert accel.count_flops(counted, torch.ones(8, 4)).total == 2 * (2 * 8 * 4 * 4)
+        assert accel.metrics.count_flops(counted, torch.ones(8, 4)).total == 2 * (2 * 8 * 4 * 4)
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), stream)
     assert all(each.grad is None for each in model.parameters())
@@ -65,7 +65,7 @@ def test_a_model_that_cannot_be_counted_says_why():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise KeyError("no such expert")
 
-    count = accel.count_flops(Fails(), torch.ones(1))
+    count = accel.metrics.count_flops(Fails(), torch.ones(1))
     assert count.total is None
     assert count.per_sample(4) is None
     assert "KeyError: 'no such expert'" in count.unknown

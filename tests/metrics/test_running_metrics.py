@@ -13,7 +13,8 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader
 
 import accel
-from accel import CollectiveMismatch, ConfigError, Cursor, DataError, TreeError
+from accel import Cursor
+from accel.errors import CollectiveMismatch, ConfigError, DataError, TreeError
 from accel.metrics._adding import Scalars, add_on_device, fetched
 
 few = settings(max_examples=20)
@@ -52,7 +53,10 @@ def _of_tokens(metrics, batch):
 )
 def test_any_split_into_ranks_and_batches_gives_the_numbers_of_one_process(ranks, world, n, size, tail, shuffle):
     def rank(ctx):
-        steps, samples = accel.running_metrics(**KINDS), accel.running_metrics(scores="mean", seen="sum", odd="count")
+        steps, samples = (
+            accel.metrics.running_metrics(**KINDS),
+            accel.metrics.running_metrics(scores="mean", seen="sum", odd="count"),
+        )
         for batch in accel.batches(ctx, _loader(ctx, n, size, tail, shuffle), Cursor()):
             ids = batch.data
             steps = _of_tokens(steps, batch)
@@ -93,12 +97,12 @@ def test_a_checkpoint_goes_on_with_the_same_bits(ranks, tmp_path_factory, first,
         return metrics
 
     def whole(ctx):
-        metrics = steps(ctx, accel.running_metrics(**KINDS, matrix="mean"), range(k))
+        metrics = steps(ctx, accel.metrics.running_metrics(**KINDS, matrix="mean"), range(k))
         accel.save_state(ctx, out, {"metrics": metrics, "list": [metrics]}, step=1)
         return steps(ctx, metrics, range(k, 8 if extra else k)).read(ctx)[0]
 
     def rest(ctx):
-        fresh = accel.running_metrics(**KINDS, matrix="mean")
+        fresh = accel.metrics.running_metrics(**KINDS, matrix="mean")
         loaded = accel.load_state(ctx, accel.latest_checkpoint(out), {"metrics": fresh, "list": [fresh]})
         last = 8 if extra and first == second else k
         again = steps(ctx, loaded["list"][0], range(k, last)).read(ctx)[0]
@@ -123,12 +127,12 @@ def _plain(value):
 
 def test_numbers_of_rank_0_are_never_those_of_all(ranks, tmp_path):
     def save(ctx):
-        metrics = accel.running_metrics(loss="mean").add(1 + ctx.rank, loss=float(ctx.rank))
+        metrics = accel.metrics.running_metrics(loss="mean").add(1 + ctx.rank, loss=float(ctx.rank))
         return accel.save_state(ctx, tmp_path, {"metrics": metrics}, step=1)
 
     path = ranks.run(save, 3)[0]
     assert msgspec.json.decode((path / "manifest.json").read_bytes())["items"]["metrics"]["value"]["numbers"] == {}
-    fresh = accel.running_metrics(loss="mean")
+    fresh = accel.metrics.running_metrics(loss="mean")
 
     def read(ctx):
         return accel.load_state(ctx, path, {"metrics": fresh})["metrics"].read(ctx)[0]
@@ -139,16 +143,16 @@ def test_numbers_of_rank_0_are_never_those_of_all(ranks, tmp_path):
 
 def test_a_script_may_declare_more_metrics_than_were_saved(tmp_path):
     ctx, path = accel.single(), tmp_path / "run"
-    accel.save_state(ctx, path, {"metrics": accel.running_metrics(a="mean", b="sum").add(2, a=3.0)}, step=1)
+    accel.save_state(ctx, path, {"metrics": accel.metrics.running_metrics(a="mean", b="sum").add(2, a=3.0)}, step=1)
 
     def loaded(**kinds):
-        items = {"metrics": accel.running_metrics(**kinds)}
+        items = {"metrics": accel.metrics.running_metrics(**kinds)}
         return accel.load_state(ctx, accel.latest_checkpoint(path), items)["metrics"]
 
     assert loaded(c="last", a="mean").add(2, a=4.0, c=1).read(ctx)[0] == {"c": 1.0, "a": 3.5}
-    with pytest.raises(accel.CheckpointError, match="a was a 'mean', and is a 'max'"):
+    with pytest.raises(accel.errors.CheckpointError, match="a was a 'mean', and is a 'max'"):
         loaded(a="max")
-    with pytest.raises(accel.CheckpointError, match="numbers of a, which are not declared"):
+    with pytest.raises(accel.errors.CheckpointError, match="numbers of a, which are not declared"):
         loaded(b="sum")
 
 
@@ -162,7 +166,7 @@ def test_the_path_for_accelerators_gives_the_bits_of_the_host(steps, kind, wide,
     """Scalars in changing company, weights as numbers and as tensors; run on tensors of the CPU."""
     names = [("a", "b"), ("a",), ("b", "a")]
     kinds = {"a": kind, "b": kind}
-    host, device = accel.running_metrics(**kinds), Scalars({}, {}, {})
+    host, device = accel.metrics.running_metrics(**kinds), Scalars({}, {}, {})
     for company, weight, one, two in steps:
         dtype = torch.float64 if wide else torch.float32
         added = {name: torch.tensor({"a": one, "b": two}[name], dtype=dtype) for name in names[company]}
@@ -183,7 +187,7 @@ def test_ranks_with_the_same_data_count_it_once(ranks):
     def rank(ctx):
         raw = DataLoader(range(11), batch_size=2)
         loader = accel.prepare_loader(ctx, raw, data_parallel=(ctx.rank // 2, 2))
-        metrics, ids = accel.running_metrics(id="sum", batches="count"), []
+        metrics, ids = accel.metrics.running_metrics(id="sum", batches="count"), []
         for batch in accel.batches(ctx, loader, Cursor()):
             metrics = metrics.add(batch.weights, id=batch.data).add(batch.weight, batches=1)
             ids += accel.gather_for_metrics(ctx, batch.data, batch).tolist()
@@ -194,7 +198,7 @@ def test_ranks_with_the_same_data_count_it_once(ranks):
 
 def test_median_largest_and_rank_of_what_is_declared_so(ranks):
     def rank(ctx):
-        metrics = accel.running_metrics(by_rank=("wait",), wait="mean", loss="mean")
+        metrics = accel.metrics.running_metrics(by_rank=("wait",), wait="mean", loss="mean")
         if ctx.rank != 2:
             metrics = metrics.add(2, wait=[5.0, 1.0, 0.0, 2.0][ctx.rank], loss=1.0)
         return metrics.read(ctx)[0]
@@ -205,7 +209,7 @@ def test_median_largest_and_rank_of_what_is_declared_so(ranks):
 
 def test_a_value_that_no_rank_has_is_not_there(ranks):
     def rank(ctx):
-        metrics = accel.running_metrics(loss="mean", grad_norm="max", scores="sum")
+        metrics = accel.metrics.running_metrics(loss="mean", grad_norm="max", scores="sum")
         metrics = metrics.add(0, loss=math.nan, grad_norm=torch.tensor(math.nan), scores=torch.full((2,), math.nan))
         return metrics.read(ctx)[0]
 
@@ -214,7 +218,7 @@ def test_a_value_that_no_rank_has_is_not_there(ranks):
 
 def test_a_rank_that_added_nothing_reads_plain_containers(ranks):
     def rank(ctx):
-        metrics = accel.running_metrics(x="sum")
+        metrics = accel.metrics.running_metrics(x="sum")
         if ctx.rank == 1:
             metrics = metrics.add(1, x={"a": Scores(torch.ones(2, 1), [torch.tensor(3.0)]), 2: (4,)})
         return metrics.read(ctx)[0]["x"]
@@ -227,7 +231,7 @@ def test_a_rank_that_added_nothing_reads_plain_containers(ranks):
 
 def test_last_is_of_the_lowest_rank_that_has_one(ranks):
     def rank(ctx):
-        metrics = accel.running_metrics(lr="last")
+        metrics = accel.metrics.running_metrics(lr="last")
         return metrics.add(ctx.rank, lr=0.1 * ctx.rank).add(ctx.rank, lr=float(ctx.rank)).read(ctx)[0]
 
     assert ranks.run(rank, 3) == [{"lr": 1.0}] * 3
@@ -235,7 +239,7 @@ def test_last_is_of_the_lowest_rank_that_has_one(ranks):
 
 def test_reading_is_one_collective_and_gives_an_empty_record(ranks):
     def rank(ctx):
-        before = accel.running_metrics(loss="mean", scores="sum")
+        before = accel.metrics.running_metrics(loss="mean", scores="sum")
         after = before.add(1, loss=2.0, scores=torch.ones(1000))
         assert before.read(ctx)[0] == {}
         found, fresh = after.read(ctx)
@@ -247,7 +251,7 @@ def test_reading_is_one_collective_and_gives_an_empty_record(ranks):
 
 
 def test_sums_are_float64_and_keep_no_graph():
-    ctx, metrics = accel.single(), accel.running_metrics(x="sum", y="mean", n="count")
+    ctx, metrics = accel.single(), accel.metrics.running_metrics(x="sum", y="mean", n="count")
     for value in (torch.tensor(2.0**24), torch.tensor(1.0, requires_grad=True), torch.tensor(True), 1, True):
         metrics = metrics.add(1, x=value, n=bool(value))
     weights = torch.tensor([1.0, 0.0], requires_grad=True)
@@ -278,24 +282,28 @@ def test_sums_are_float64_and_keep_no_graph():
         (lambda m, w: m.add(1, x=torch.zeros(3)).add(1, x=1.0), DataError, "another form"),
         (lambda m, w: m.add(1, n=0.5).read(accel.single()), DataError, "no whole number.*at n"),
         (lambda m, w: m.read(m), ConfigError, r"metrics\.read\(ctx\)"),
-        (lambda m, w: accel.running_metrics(), ConfigError, 'loss="mean"'),
-        (lambda m, w: accel.running_metrics(loss="avg"), ConfigError, "'loss'.*mean, sum, count"),
-        (lambda m, w: accel.running_metrics(step="last"), ConfigError, "reserved.*'step'"),
-        (lambda m, w: accel.running_metrics(by_rank=("b",), a="sum"), ConfigError, "no such metric"),
+        (lambda m, w: accel.metrics.running_metrics(), ConfigError, 'loss="mean"'),
+        (lambda m, w: accel.metrics.running_metrics(loss="avg"), ConfigError, "'loss'.*mean, sum, count"),
+        (lambda m, w: accel.metrics.running_metrics(step="last"), ConfigError, "reserved.*'step'"),
+        (lambda m, w: accel.metrics.running_metrics(by_rank=("b",), a="sum"), ConfigError, "no such metric"),
     ],
 )
 def test_what_cannot_be_added_is_refused(add, error, said):
     with pytest.raises(error, match=said):
-        add(accel.running_metrics(loss="mean", x="sum", n="count"), torch.ones(2))
+        add(accel.metrics.running_metrics(loss="mean", x="sum", n="count"), torch.ones(2))
 
 
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (lambda r: accel.running_metrics(**{"xy"[r]: "sum"}), CollectiveMismatch, "metrics.read"),
-        (lambda r: accel.running_metrics(x="sum").add(1, x=torch.zeros(2 + r)), DataError, r"\[2\].*\[3\].*rank 1"),
+        (lambda r: accel.metrics.running_metrics(**{"xy"[r]: "sum"}), CollectiveMismatch, "metrics.read"),
         (
-            lambda r: accel.running_metrics(x="sum").add(1, x=1.0 if r else torch.zeros(2)),
+            lambda r: accel.metrics.running_metrics(x="sum").add(1, x=torch.zeros(2 + r)),
+            DataError,
+            r"\[2\].*\[3\].*rank 1",
+        ),
+        (
+            lambda r: accel.metrics.running_metrics(x="sum").add(1, x=1.0 if r else torch.zeros(2)),
             DataError,
             "a number on rank",
         ),

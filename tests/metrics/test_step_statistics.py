@@ -40,7 +40,7 @@ def _train(ctx, *, slow_s=0.0, accumulation=1, kinds=(("loss", "mean"),), out=No
     items = {"model": model, "optimizer": optimizer}
     start = {
         "state": accel.train_state(ctx, accumulation=accumulation),
-        "statistics": accel.step_statistics(**dict(kinds)),
+        "statistics": accel.metrics.step_statistics(**dict(kinds)),
     }
     if out is not None and (found := accel.latest_checkpoint(out)):
         start = accel.load_state(ctx, found, items | start)
@@ -94,7 +94,7 @@ def test_a_resumed_run_reads_the_same_bits_and_no_time_of_the_run_before(ranks, 
 
 def test_the_rank_that_waits_for_data_is_named_with_the_cause(ranks):
     def rank(ctx):
-        return accel.straggler(_train(ctx, slow_s=0.05 * (ctx.rank == 1))[-1])
+        return accel.metrics.straggler(_train(ctx, slow_s=0.05 * (ctx.rank == 1))[-1])
 
     for told in ranks.run(rank, 3, default_group=True):
         assert told is not None
@@ -108,7 +108,7 @@ def test_a_skipped_step_is_counted_and_its_norm_is_not(ranks):
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accel.prepare(ctx, model, optimizer)
-    statistics = accel.step_statistics()
+    statistics = accel.metrics.step_statistics()
     for i, batch in enumerate(accel.batches(ctx, loader, state)):
         state = state.next(batch)
         loss = model(batch.data[0]).square().mean() * (float("inf") if i else 1.0)
@@ -123,11 +123,11 @@ def test_a_skipped_step_is_counted_and_its_norm_is_not(ranks):
 
 
 def test_own_names_are_refused():
-    with pytest.raises(accel.ConfigError, match=r"step statistics have themselves.*'samples'"):
-        accel.step_statistics(samples="sum")
+    with pytest.raises(accel.errors.ConfigError, match=r"step statistics have themselves.*'samples'"):
+        accel.metrics.step_statistics(samples="sum")
     batch = next(accel.batches(accel.single(), accel.prepare_loader(accel.single(), DataLoader(range(4)))))
-    with pytest.raises(accel.ConfigError, match=r"themselves.*'grad_norm'.*statistics\.add"):
-        accel.step_statistics(loss="mean").add(batch, loss=1.0, grad_norm=1.0)
+    with pytest.raises(accel.errors.ConfigError, match=r"themselves.*'grad_norm'.*statistics\.add"):
+        accel.metrics.step_statistics(loss="mean").add(batch, loss=1.0, grad_norm=1.0)
 
 
 def test_batches_made_by_hand_have_no_times():
@@ -135,7 +135,7 @@ def test_batches_made_by_hand_have_no_times():
     assert batch.asked_at is not None
     assert 0 <= batch.wait_s <= time.perf_counter() - batch.asked_at
     bare = accel.Batch(batch.data, batch.valid, batch.rows, batch.is_last, batch.next, batch.start)
-    values, _ = accel.step_statistics(loss="mean").add(bare, loss=1.0).read(accel.single())
+    values, _ = accel.metrics.step_statistics(loss="mean").add(bare, loss=1.0).read(accel.single())
     assert values == {"loss": 1.0, "samples": 1}
 
 
@@ -159,17 +159,17 @@ def test_readings_are_within_those_of_the_ranks(ranks):
     assert 0 < found["data_wait"] < 1
     worst = ranks[int(found["slowest_rank"])]
     assert worst.own / worst.steps == found["slowest_own_s"] == max(each.own / each.steps for each in ranks)
-    told = accel.straggler({"time": found})
+    told = accel.metrics.straggler({"time": found})
     assert (told is None) or told.startswith(f"rank {found['slowest_rank']} takes ")
     assert step_times([]) == step_times([RankTimes()]) == {}
-    assert accel.straggler({}) is None
+    assert accel.metrics.straggler({}) is None
 
 
 def test_a_rank_that_computes_longer_and_even_ranks():
     even = [RankTimes(steps=2, samples=8, seconds=0.2, wait=0.02, own=0.05)] * 3
-    assert accel.straggler({"time": step_times(even)}) is None
+    assert accel.metrics.straggler({"time": step_times(even)}) is None
     slow = RankTimes(steps=2, samples=8, seconds=0.2, wait=0.02, own=0.19)
-    assert accel.straggler({"time": step_times([*even, slow])}) == (
+    assert accel.metrics.straggler({"time": step_times([*even, slow])}) == (
         "rank 3 takes 95.0 ms a step of its own, the median is 25.0 ms; it takes longer before the backward"
     )
 
@@ -177,29 +177,33 @@ def test_a_rank_that_computes_longer_and_even_ranks():
 @pytest.mark.parametrize("slow", [0, 1])
 def test_of_two_ranks_the_other_is_named_and_no_median(slow):
     times = [RankTimes(steps=2, samples=8, seconds=0.2, wait=0.02, own=0.05)] * 2
-    assert accel.straggler({"time": step_times(times)}) is None
+    assert accel.metrics.straggler({"time": step_times(times)}) is None
     times[slow] = RankTimes(steps=2, samples=8, seconds=0.2, wait=0.15, own=0.19)
     for untimed in ([], [RankTimes()]):
-        assert accel.straggler({"time": step_times([*times, *untimed])}) == (
+        assert accel.metrics.straggler({"time": step_times([*times, *untimed])}) == (
             f"rank {slow} takes 95.0 ms a step of its own, rank {1 - slow} takes 25.0 ms; "
             "it waits for data, 75.0 ms a step"
         )
 
 
 def test_peaks_of_devices():
-    assert peak_flops("NVIDIA H200", accel.Precision(compute="bf16")) == 989.4e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", accel.Precision(compute="fp32")) == 19.5e12
+    assert peak_flops("NVIDIA H200", accel.precision.Precision(compute="bf16")) == 989.4e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", accel.precision.Precision(compute="fp32")) == 19.5e12
     assert (
-        peak_flops("NVIDIA A100-SXM4-80GB", accel.Precision(compute="bf16", fp8=accel.Fp8(backend="torchao"))) is None
+        peak_flops(
+            "NVIDIA A100-SXM4-80GB",
+            accel.precision.Precision(compute="bf16", fp8=accel.precision.Fp8(backend="torchao")),
+        )
+        is None
     )
-    assert peak_flops("Tesla V100", accel.Precision(compute="tf32")) is None
-    assert peak_flops("a card", accel.Precision()) is None
+    assert peak_flops("Tesla V100", accel.precision.Precision(compute="tf32")) is None
+    assert peak_flops("a card", accel.precision.Precision()) is None
 
 
 def test_an_mfu_above_1_is_not_told(ranks):
     def rank(ctx):
         batch = next(accel.batches(ctx, accel.prepare_loader(ctx, DataLoader(range(4)))))
-        return accel.step_statistics().add(batch).read(ctx, flops_per_sample=1e9, peak=1.0)[0]["time"]
+        return accel.metrics.step_statistics().add(batch).read(ctx, flops_per_sample=1e9, peak=1.0)[0]["time"]
 
     (times,) = ranks.run(rank, 1)
     assert "mfu" not in times

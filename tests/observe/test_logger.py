@@ -128,11 +128,11 @@ def test_the_level_is_the_callers_else_the_settings_else_that_of_logging(kept):
 
 
 def test_what_makes_no_logger_is_refused():
-    with pytest.raises(accel.ConfigError, match=r"no such level: expected critical.*got 'loud'"):
+    with pytest.raises(accel.errors.ConfigError, match=r"no such level: expected critical.*got 'loud'"):
         accel.get_logger("x", accel.single(), "loud")
-    with pytest.raises(accel.ConfigError, match=r"accel\.get_logger\(name, ctx\)"):
+    with pytest.raises(accel.errors.ConfigError, match=r"accel\.get_logger\(name, ctx\)"):
         accel.get_logger("x", "info")
-    with pytest.raises(accel.ConfigError, match=r"not keywords of a logger.*all_ranks"):
+    with pytest.raises(accel.errors.ConfigError, match=r"not keywords of a logger.*all_ranks"):
         accel.get_logger("x", accel.single(), "info").info("x", all_ranks=True)
 
 
@@ -143,12 +143,12 @@ def test_rich_shows_messages_and_is_an_extra(kept, monkeypatch):
 
     shown = io.StringIO()
     logger = logging.getLogger("test_rich_shows_messages_and_is_an_extra")
-    handler = accel.rich_handler(accel.single(), console=Console(file=shown, width=80))
+    handler = accel.trackers.rich_handler(accel.single(), console=Console(file=shown, width=80))
     logger.addHandler(handler)
     accel.get_logger(logger.name, accel.single(), "info").info("hello %s", "you")
     logger.removeHandler(handler)
     assert "hello you" in shown.getvalue()
     assert "test_logger.py" in shown.getvalue()
     monkeypatch.setitem(sys.modules, "rich.logging", None)
-    with pytest.raises(accel.MissingExtraError, match=r"accel-torch\[rich\]"):
-        accel.rich_handler(accel.single())
+    with pytest.raises(accel.errors.MissingExtraError, match=r"accel-torch\[rich\]"):
+        accel.trackers.rich_handler(accel.single())

@@ -17,9 +17,9 @@ from torch.profiler import schedule
 import accel
 from accel.cli import main
 from accel.errors import ConfigError
-from accel.observe._profile import recording, write_snapshot
 from accel.report.traces import find_waits, rank_times, read_traces, slowest
 from accel.testing import simulate
+from accel.trackers._profile import recording, write_snapshot
 
 SHORT = schedule(wait=0, warmup=1, active=2, repeat=1)
 
@@ -75,7 +75,7 @@ def test_later_cycles_have_folders_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_is_too_short_for_its_schedule_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "accel.observe"):
+    with caplog.at_level(logging.WARNING, "accel.trackers"):
         assert loop(accel.single("cpu"), tmp_path, schedule=None, steps=2) == []
     assert "the schedule's steps were not reached" in caplog.text
 
@@ -87,7 +87,7 @@ def test_a_trace_that_cannot_be_written_ends_no_training(tmp_path: Path, caplog:
 
 
 def test_an_error_of_the_loop_comes_through(tmp_path: Path) -> None:
-    given: list[accel.Profile] = []
+    given: list[accel.trackers.Profile] = []
 
     def fail() -> None:
         with accel.profile(accel.single("cpu"), out=tmp_path, schedule=SHORT) as profile:

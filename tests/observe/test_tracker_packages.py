@@ -21,7 +21,7 @@ import torch
 import accel
 
 Steps = list[int]
-Reader = Callable[[Path, accel.Run], list[Steps]]
+Reader = Callable[[Path, accel.trackers.Run], list[Steps]]
 
 # Packages warn of their own dependencies, and leave files to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -51,27 +51,29 @@ class Drawn:
         importlib.import_module("PIL.Image").new("RGB", (2, 2)).save(file, format=format)
 
 
-def log_media(ctx: accel.DistContext, trackers: accel.Trackers, tracker: accel.Tracker, folder: Path) -> None:
+def log_media(
+    ctx: accel.DistContext, trackers: accel.trackers.Trackers, tracker: accel.trackers.Tracker, folder: Path
+) -> None:
     """Log one of each kind that the tracker takes."""
     file = folder / "notes.txt"
     _ = file.write_text("notes")
     pixels = torch.randint(256, (2, 3, 12, 14), dtype=torch.uint8)
     if tracker.log_images is not None:
-        accel.log_images(ctx, trackers, {"inputs": pixels}, step=4)
+        accel.trackers.log_images(ctx, trackers, {"inputs": pixels}, step=4)
     if tracker.log_figure is not None:
-        accel.log_figure(ctx, trackers, "figure", Drawn(), step=4)
+        accel.trackers.log_figure(ctx, trackers, "figure", Drawn(), step=4)
     if tracker.log_table is not None:
-        accel.log_table(ctx, trackers, "words", columns=["a"], rows=[["x"]], step=4)
+        accel.trackers.log_table(ctx, trackers, "words", columns=["a"], rows=[["x"]], step=4)
     if tracker.log_artifact is not None:
-        accel.log_artifact(ctx, trackers, file, step=4)
+        accel.trackers.log_artifact(ctx, trackers, file, step=4)
 
 
-def run_twice(tracker: accel.Tracker, folder: Path) -> accel.Run:
+def run_twice(tracker: accel.trackers.Tracker, folder: Path) -> accel.trackers.Run:
     """Log steps 1 to 4 and media, with a checkpoint of step 2; go on from it with steps 3 to 5, and fail."""
     ctx = accel.single()
     saved: dict[str, Any] = {}
 
-    def log(trackers: accel.Trackers, steps: range) -> None:
+    def log(trackers: accel.trackers.Trackers, steps: range) -> None:
         for step in steps:
             accel.log(ctx, trackers, {"loss": step / 4, "time": {"step_s": 0.5}}, step=step)
             if step == 2:
@@ -88,13 +90,13 @@ def run_twice(tracker: accel.Tracker, folder: Path) -> accel.Run:
     again.load_state_dict(saved)
     log(again, range(3, 6))
     text = "RuntimeError: boom"
-    assert not again.tracked.end(accel.Ending("failed", text), 120)
+    assert not again.tracked.end(accel.trackers.Ending("failed", text), 120)
     assert json.loads((folder / "run.json").read_text())["error"] == text
     assert again.run.id == trackers.run.id
     return again.run
 
 
-def read_tensorboard(folder: Path, run: accel.Run) -> list[Steps]:
+def read_tensorboard(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     reader = module.EventAccumulator(str(folder / "tensorboard" / f"first-{run.id[:6]}"))
     reader.Reload()
@@ -106,7 +108,7 @@ def read_tensorboard(folder: Path, run: accel.Run) -> list[Steps]:
     return [[event.step for event in reader.Scalars("loss")]]
 
 
-def read_trackio(folder: Path, run: accel.Run) -> list[Steps]:
+def read_trackio(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
     assert Path(storage.get_project_db_path("demo")).is_relative_to(folder)
     rows = [row for row in storage.get_logs("demo", f"first-{run.id[:6]}") if "loss" in row]
@@ -115,7 +117,7 @@ def read_trackio(folder: Path, run: accel.Run) -> list[Steps]:
     return [[row["step"] for row in rows]]
 
 
-def read_swanlab(folder: Path, run: accel.Run) -> list[Steps]:
+def read_swanlab(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     store = importlib.import_module("swanlab.sdk.internal.core_python.store")
     record = importlib.import_module("swanlab.proto.swanlab.record.v1.record_pb2").Record
     found: list[Steps] = []
@@ -136,7 +138,7 @@ def read_swanlab(folder: Path, run: accel.Run) -> list[Steps]:
     return found
 
 
-def read_wandb(folder: Path, run: accel.Run) -> list[Steps]:
+def read_wandb(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     reader_of = importlib.import_module("swanlab.converter.wb.wbdatastore").WBDataStoreReader
     record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     importlib.import_module("wandb").teardown()
@@ -161,7 +163,7 @@ def read_wandb(folder: Path, run: accel.Run) -> list[Steps]:
     return found
 
 
-def read_mlflow(folder: Path, run: accel.Run) -> list[Steps]:
+def read_mlflow(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     client = importlib.import_module("mlflow").MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
     [found] = client.search_runs([client.get_experiment_by_name("demo").experiment_id])
     assert (found.info.status, found.info.run_name) == ("FAILED", "first")
@@ -172,13 +174,13 @@ def read_mlflow(folder: Path, run: accel.Run) -> list[Steps]:
     many = accel.trackers.mlflow(tracking_uri=f"sqlite:///{folder}/mlflow.db", ranks="every")
     other = many.start(msgspec.structs.replace(run, rank=1), {})  # another rank joins the run that rank 0 made
     _ = many.log(other, {"loss": 9.0}, 9)
-    _ = many.finish(other, accel.Ending())
+    _ = many.finish(other, accel.trackers.Ending())
     assert [point.value for point in client.get_metric_history(found.info.run_id, "rank_1/loss")] == [9.0]
     assert client.get_run(found.info.run_id).info.status == "FAILED"  # rank 0 alone ends it
     return [[point.step for point in client.get_metric_history(found.info.run_id, "loss")]]
 
 
-def read_comet_ml(folder: Path, run: accel.Run) -> list[Steps]:
+def read_comet_ml(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     found: list[Steps] = []
     for file in sorted(glob.glob(f"{folder}/comet/{run.id}-*.zip"), key=lambda name: Path(name).stat().st_mtime):
         with zipfile.ZipFile(file) as archive:
@@ -190,7 +192,7 @@ def read_comet_ml(folder: Path, run: accel.Run) -> list[Steps]:
     return found
 
 
-def read_aim(folder: Path, run: accel.Run) -> list[Steps]:
+def read_aim(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     words = ["storage", "--repo", str(folder), "reindex", "-y"]  # without it, readers see what they saw first
     importlib.import_module("aim.cli.cli").cli_entry_point(words, standalone_mode=False)
     kept = (folder / f"aim-{run.id[:6]}.txt").read_text()
@@ -203,7 +205,7 @@ def read_aim(folder: Path, run: accel.Run) -> list[Steps]:
     return [steps]
 
 
-def read_dvclive(folder: Path, run: accel.Run) -> list[Steps]:
+def read_dvclive(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     head, *rows = (folder / "dvclive/plots/metrics/loss.tsv").read_text().splitlines()
     assert head == "step\tloss"
     assert json.loads((folder / "dvclive/metrics.json").read_text())["status"] == "failed"
@@ -250,7 +252,7 @@ def test_a_package_that_is_missing_is_an_error_with_its_extra(
 ) -> None:
     for found in (None, importlib.machinery.ModuleSpec(name, None)):  # nothing, or a folder of that name
         monkeypatch.setattr(importlib.util, "find_spec", lambda module, found=found: found)
-        with pytest.raises(accel.MissingExtraError, match=rf"pip install 'accel-torch\[{name}\]'"):
+        with pytest.raises(accel.errors.MissingExtraError, match=rf"pip install 'accel-torch\[{name}\]'"):
             _ = accel.init_trackers(accel.single(), "demo", to=[getattr(accel.trackers, name)()], dir=tmp_path)
 
 
@@ -268,7 +270,7 @@ def test_several_ranks_write_to_one_run_of_wandb_in_shared_mode(monkeypatch: pyt
     for mode in ("online", "offline"):
         tracker = accel.trackers.wandb(ranks="every", mode=mode, tags=["a"])
         for rank in (0, 1):
-            tracker.start(accel.Run(project="p", id="i" * 32, name="first", rank=rank, world_size=2), {})
+            tracker.start(accel.trackers.Run(project="p", id="i" * 32, name="first", rank=rank, world_size=2), {})
     shared, alone = calls[:2], calls[2:]
     assert [each["settings"]["x_primary"] for each in shared] == [True, False]
     assert {each["settings"]["mode"] for each in shared} == {"shared"}
@@ -299,7 +301,7 @@ def test_variables_of_mlflow_name_the_experiment_and_add_tags(monkeypatch: pytes
 
     monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=Client))
     monkeypatch.setitem(sys.modules, "mlflow.entities", types.SimpleNamespace(Param=str))
-    run = accel.Run(project="p", id="i" * 32, name="first")
+    run = accel.trackers.Run(project="p", id="i" * 32, name="first")
     tracker = accel.trackers.mlflow(tags={"team": "speech"})
     _ = tracker.start(run, {})
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "vision")
@@ -312,5 +314,5 @@ def test_variables_of_mlflow_name_the_experiment_and_add_tags(monkeypatch: pytes
     ]
     for wrong in ("team=vision", '{"rank": 1}', "[]"):
         monkeypatch.setenv("MLFLOW_TAGS", wrong)
-        with pytest.raises(accel.ConfigError, match=r"a JSON object of texts.*at MLFLOW_TAGS"):
+        with pytest.raises(accel.errors.ConfigError, match=r"a JSON object of texts.*at MLFLOW_TAGS"):
             _ = accel.init_trackers(accel.single(), "demo", to=[tracker], dir=tmp_path)

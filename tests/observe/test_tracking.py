@@ -29,11 +29,11 @@ class Recorded:
     """A tracker that keeps what it is handed, and does something else in one of its functions."""
 
     def __init__(self, at: str = "", does: Any = None, **options: Any) -> None:
-        self.runs: list[accel.Run] = []
+        self.runs: list[accel.trackers.Run] = []
         self.rows: list[tuple[int, dict[str, float]]] = []
-        self.endings: list[accel.Ending] = []
+        self.endings: list[accel.trackers.Ending] = []
 
-        def start(run: accel.Run, config: Any) -> Recorded:
+        def start(run: accel.trackers.Run, config: Any) -> Recorded:
             self.runs.append(run)
             return does() if at == "start" else self
 
@@ -42,12 +42,12 @@ class Recorded:
                 does()
             self.rows.append((step, dict(values)))
 
-        def finish(live: Any, ending: accel.Ending) -> None:
+        def finish(live: Any, ending: accel.trackers.Ending) -> None:
             if at == "finish":
                 does()
             self.endings.append(ending)
 
-        self.tracker = accel.Tracker("recorded", start, log, finish, **options)
+        self.tracker = accel.trackers.Tracker("recorded", start, log, finish, **options)
 
 
 def hang() -> None:
@@ -106,7 +106,7 @@ def test_strict_trackers_raise_on_every_rank_at_the_same_step(ranks: Simulator) 
             with accel.tracking(ctx, "p", to=[Recorded("log", fail).tracker], strict=True) as trackers:
                 for step in range(100_000):
                     accel.log(ctx, trackers, {"loss": 1.0}, step=step)
-        except accel.TrackerError as error:
+        except accel.errors.TrackerError as error:
             return step, error.got
         raise AssertionError
 
@@ -120,7 +120,7 @@ def test_strict_trackers_raise_on_every_rank_at_the_same_step(ranks: Simulator) 
         accel.log(ctx, trackers, {"loss": 1.0}, step=0)
         return caught(lambda: accel.end_trackers(ctx, trackers))
 
-    assert [type(error) for error in ranks.run(end, 2)] == [accel.TrackerError] * 2
+    assert [type(error) for error in ranks.run(end, 2)] == [accel.errors.TrackerError] * 2
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), KeyboardInterrupt("boom")])
@@ -136,7 +136,7 @@ def test_a_loop_that_raises_ends_its_run_as_failed_with_all_records(error: BaseE
 
     with pytest.raises(type(error), match="boom"):
         train()
-    assert recorded.endings == [accel.Ending("failed", f"{type(error).__name__}: boom")]
+    assert recorded.endings == [accel.trackers.Ending("failed", f"{type(error).__name__}: boom")]
     assert len(recorded.rows) == len(lines(tmp_path)) == 9
     run = json.loads((tmp_path / "run.json").read_text())
     assert (run["status"], run["error"]) == ("failed", f"{type(error).__name__}: boom")
@@ -148,7 +148,7 @@ def test_a_loop_that_raises_ends_its_run_as_failed_with_all_records(error: BaseE
 def test_a_wait_at_the_end_is_told_with_the_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel.observe._tracked_run._SILENT_S", 0.05)
+    monkeypatch.setattr("accel.trackers._tracked_run._SILENT_S", 0.05)
     gate = threading.Event()
     trackers = accel.init_trackers(accel.single(), "p", to=[Recorded("finish", gate.wait).tracker])
     accel.log(accel.single(), trackers, {"loss": 1.0}, step=1)
@@ -169,7 +169,7 @@ def test_a_run_that_failed_before_its_first_record_leaves_its_error(tmp_path: Pa
 
 @pytest.mark.parametrize(("where", "writing"), [("main", [0]), ("host", [0, 2]), ("every", [0, 1, 2, 3])])
 def test_a_tracker_says_which_ranks_write(where: Any, writing: list[int], ranks: Simulator) -> None:
-    def train(ctx: accel.DistContext) -> tuple[list[accel.Run], bool]:
+    def train(ctx: accel.DistContext) -> tuple[list[accel.trackers.Run], bool]:
         ctx = dataclasses.replace(ctx, local_rank=ctx.rank % 2, local_world_size=2, num_nodes=2)
         recorded = Recorded(ranks=where)
         with accel.tracking(ctx, "p", to=[recorded.tracker]) as trackers:
@@ -186,8 +186,8 @@ def test_a_tracker_says_which_ranks_write(where: Any, writing: list[int], ranks:
 
 SLIPS: list[tuple[str, Any]] = [
     ("these are no trackers", lambda ctx, t: accel.log(ctx, {"loss": 1.0}, t, step=9)),
-    ("this is no image", lambda ctx, t: accel.log_images(ctx, t, {"x": [[0.0]]}, step=9)),
-    ("permute", lambda ctx, t: accel.log_images(ctx, t, {"x": torch.rand(8, 8, 3)}, step=9)),
+    ("this is no image", lambda ctx, t: accel.trackers.log_images(ctx, t, {"x": [[0.0]]}, step=9)),
+    ("permute", lambda ctx, t: accel.trackers.log_images(ctx, t, {"x": torch.rand(8, 8, 3)}, step=9)),
     ("is no number|not a number", lambda ctx, t: accel.log(ctx, t, {"text": "high"}, step=9)),
     ("one real element|not a number", lambda ctx, t: accel.log(ctx, t, {"loss": torch.ones(2)}, step=9)),
     ("each line has itself", lambda ctx, t: accel.log(ctx, t, {"step": 3}, step=9)),
@@ -197,10 +197,10 @@ SLIPS: list[tuple[str, Any]] = [
     ("goes back: expected 5 or above, got 4", lambda ctx, t: accel.log(ctx, t, {"loss": 1}, step=4)),
     ("not a step", lambda ctx, t: accel.log(ctx, t, {"loss": 1}, step=5.5)),
     ("Did you mean `jsonl`", lambda ctx, t: accel.get_tracker(t, "json")),
-    ("no tracker takes artifacts", lambda ctx, t: accel.log_artifact(ctx, t, "file", step=9)),
-    ("shape \\[5, 2, 2\\]", lambda ctx, t: accel.log_images(ctx, t, {"a": torch.ones(5, 2, 2)}, step=9)),
-    ("torch.int64", lambda ctx, t: accel.log_images(ctx, t, {"a": torch.ones(2, 2).long()}, step=9)),
-    ("expected 2 values, got 1 - at log_table, t, row 0", lambda ctx, t: accel.log_table(
+    ("no tracker takes artifacts", lambda ctx, t: accel.trackers.log_artifact(ctx, t, "file", step=9)),
+    ("shape \\[5, 2, 2\\]", lambda ctx, t: accel.trackers.log_images(ctx, t, {"a": torch.ones(5, 2, 2)}, step=9)),
+    ("torch.int64", lambda ctx, t: accel.trackers.log_images(ctx, t, {"a": torch.ones(2, 2).long()}, step=9)),
+    ("expected 2 values, got 1 - at log_table, t, row 0", lambda ctx, t: accel.trackers.log_table(
         ctx, t, "t", columns=["a", "b"], rows=[[1]], step=9)),
     ("trackers have ended", lambda ctx, t: (accel.end_trackers(ctx, t), accel.log(ctx, t, {"loss": 1}, step=9))),
 ]  # fmt: skip
@@ -214,26 +214,30 @@ def test_a_slip_is_an_error_on_every_rank(message: str, slip: Any, tmp_path: Pat
             return caught(slip, ctx, trackers)
 
     for error in ranks.run(train, 2):
-        assert isinstance(error, accel.ConfigError)
-        with pytest.raises(accel.ConfigError, match=message):
+        assert isinstance(error, accel.errors.ConfigError)
+        with pytest.raises(accel.errors.ConfigError, match=message):
             raise error
 
 
-def missing(run: accel.Run) -> None:
-    raise accel.MissingExtraError("needs wandb")
+def missing(run: accel.trackers.Run) -> None:
+    raise accel.errors.MissingExtraError("needs wandb")
 
 
 OPENINGS: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (accel.ConfigError, "not a tracker", {"to": ["wandb"]}),
-    (accel.ConfigError, "not a list of trackers", {"to": jsonl()}),
-    (accel.ConfigError, "two trackers have one name", {"to": [jsonl(), jsonl("b")]}),
-    (accel.ConfigError, "the run has no folder", {"to": [jsonl()]}),
-    (accel.MissingExtraError, "needs wandb", {"to": [msgspec.structs.replace(Recorded().tracker, check=missing)]}),
-    (accel.ConfigError, "not a configuration", {"to": [], "config": 3}),
-    (accel.ConfigError, "not a name", {"to": [], "run": ""}),
-    (accel.ConfigError, "no room", {"to": [], "room_bytes": 0}),
-    (accel.ConfigError, "folder cannot be written", {"to": [], "dir": f"{__file__}/runs"}),
-    (accel.ConfigError, "files are local", {"to": [], "dir": "s3://bucket/runs"}),
+    (accel.errors.ConfigError, "not a tracker", {"to": ["wandb"]}),
+    (accel.errors.ConfigError, "not a list of trackers", {"to": jsonl()}),
+    (accel.errors.ConfigError, "two trackers have one name", {"to": [jsonl(), jsonl("b")]}),
+    (accel.errors.ConfigError, "the run has no folder", {"to": [jsonl()]}),
+    (
+        accel.errors.MissingExtraError,
+        "needs wandb",
+        {"to": [msgspec.structs.replace(Recorded().tracker, check=missing)]},
+    ),
+    (accel.errors.ConfigError, "not a configuration", {"to": [], "config": 3}),
+    (accel.errors.ConfigError, "not a name", {"to": [], "run": ""}),
+    (accel.errors.ConfigError, "no room", {"to": [], "room_bytes": 0}),
+    (accel.errors.ConfigError, "folder cannot be written", {"to": [], "dir": f"{__file__}/runs"}),
+    (accel.errors.ConfigError, "files are local", {"to": [], "dir": "s3://bucket/runs"}),
 ]
 
 
@@ -265,20 +269,23 @@ OPTIONAL = ("flush", "log_images", "log_table", "log_figure", "log_artifact", "f
 def test_a_tracker_that_no_run_could_use_is_refused_when_it_is_made(message: str, changes: dict[str, Any]) -> None:
     made = Recorded().tracker
     fields = {field: getattr(made, field) for field in made.__struct_fields__}
-    for make in (lambda: accel.Tracker(**{**fields, **changes}), lambda: msgspec.structs.replace(made, **changes)):
-        with pytest.raises(accel.ConfigError, match=re.escape(message)):
+    for make in (
+        lambda: accel.trackers.Tracker(**{**fields, **changes}),
+        lambda: msgspec.structs.replace(made, **changes),
+    ):
+        with pytest.raises(accel.errors.ConfigError, match=re.escape(message)):
             make()
 
 
 def test_a_tracker_of_any_callables_is_taken() -> None:
     class Live:
-        def __init__(self, run: accel.Run, config: Any) -> None: ...
+        def __init__(self, run: accel.trackers.Run, config: Any) -> None: ...
 
         def log(self, values: Any, step: int) -> None: ...
 
-        def finish(self, ending: accel.Ending) -> None: ...
+        def finish(self, ending: accel.trackers.Ending) -> None: ...
 
-    named = accel.Tracker("my tracker", Live, Live.log, functools.partial(Live.finish), ranks="host")
+    named = accel.trackers.Tracker("my tracker", Live, Live.log, functools.partial(Live.finish), ranks="host")
     assert all(getattr(named, field) is None for field in OPTIONAL)
     assert all(callable(tracker.start) for tracker in (accel.trackers.wandb(), accel.trackers.csv()))
 
@@ -305,10 +312,10 @@ def test_media_stand_beside_the_lines(tmp_path: Path, caplog: pytest.LogCaptureF
     ctx = accel.single()
     with accel.tracking(ctx, "p", to=[jsonl(), csv()], dir=tmp_path) as trackers:
         for step in (3, 4):
-            accel.log_images(ctx, trackers, {"in put": pixels, "mask": pixels[0, 0] > 99}, step=step)
-        accel.log_images(ctx, trackers, {"grey": [torch.tensor([[0.0, 0.5], [1.0, float("nan")]])]}, step=4)
-        accel.log_table(ctx, trackers, "words", columns=["a", "b"], rows=[["x", torch.tensor(1)]], step=4)
-        accel.log_figure(ctx, trackers, "fig", Drawn(), step=4)
+            accel.trackers.log_images(ctx, trackers, {"in put": pixels, "mask": pixels[0, 0] > 99}, step=step)
+        accel.trackers.log_images(ctx, trackers, {"grey": [torch.tensor([[0.0, 0.5], [1.0, float("nan")]])]}, step=4)
+        accel.trackers.log_table(ctx, trackers, "words", columns=["a", "b"], rows=[["x", torch.tensor(1)]], step=4)
+        accel.trackers.log_figure(ctx, trackers, "fig", Drawn(), step=4)
         _ = pixels.zero_()  # what was logged is a copy
     media = tmp_path / "media"
     with image.open(media / "in_put-00000004-1.png") as picture:
@@ -363,7 +370,7 @@ def test_two_runs_in_one_process_keep_apart(tmp_path: Path) -> None:
 
 HANGING = """
 import threading, accel
-hang = accel.Tracker("hang", lambda run, config: 1, lambda *_: threading.Event().wait(), lambda *_: None)
+hang = accel.trackers.Tracker("hang", lambda run, config: 1, lambda *_: threading.Event().wait(), lambda *_: None)
 ctx = accel.single()
 with accel.tracking(ctx, "p", to=[hang, accel.trackers.jsonl()], dir=".", finish_s=0.2) as trackers:
     accel.log(ctx, trackers, {"loss": 1.0}, step=1)

@@ -25,10 +25,10 @@ from hypothesis import example, given, settings, strategies as st
 from processes import patience, same_path
 
 import accel
-from accel.observe import _writer
 from accel.report import read_data, report_page
 from accel.run_folder import read_run
 from accel.testing import Simulator
+from accel.trackers import _writer
 
 
 def untimed(folder: Path) -> tuple[list[dict[str, Any]], list[list[str]]]:
@@ -40,7 +40,7 @@ def untimed(folder: Path) -> tuple[list[dict[str, Any]], list[list[str]]]:
     return [{name: row[name] for name in row if name != "time"} for row in rows], table
 
 
-def local() -> list[accel.Tracker]:
+def local() -> list[accel.trackers.Tracker]:
     return [accel.trackers.jsonl(), accel.trackers.csv()]
 
 
@@ -49,7 +49,7 @@ CALLS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["a", "ab", "c"]))
 
 
 def log_calls(
-    trackers: accel.Trackers, calls: list[tuple[int, str]], span: range, *, then: Callable[[int], None]
+    trackers: accel.trackers.Trackers, calls: list[tuple[int, str]], span: range, *, then: Callable[[int], None]
 ) -> None:
     ctx, step = accel.single(), 0
     for at, (more, names) in enumerate(calls):
@@ -109,7 +109,7 @@ def test_long_lines_are_cut_back_too(tmp_path: Path) -> None:
     assert [row[0] for row in table] == ["step", "0", "1", "9"]
 
 
-def train(ctx: accel.DistContext, out: Path, *, steps: int, to: list[accel.Tracker], item: bool = True) -> int:
+def train(ctx: accel.DistContext, out: Path, *, steps: int, to: list[accel.trackers.Tracker], item: bool = True) -> int:
     """A loop that goes on from its newest checkpoint; saves at every third step."""
     model = torch.nn.Linear(2, 1)
     with accel.tracking(ctx, "p", to=to, dir=out) as trackers:
@@ -142,7 +142,7 @@ def test_a_resumed_loop_that_forgets_its_trackers_is_an_error(tmp_path: Path, ra
 
     assert ranks.run(forgetful, 2) == [None, None]
     for error in ranks.run(forgetful, 2):
-        assert isinstance(error, accel.ConfigError)
+        assert isinstance(error, accel.errors.ConfigError)
         assert "a new run at step 7" in str(error)
         assert '{"trackers": trackers}' in str(error)
 
@@ -171,7 +171,7 @@ def test_no_checkpoint_commits_before_the_local_records_hold_its_steps(
     def flush(live: object) -> None:
         flushed.append(len(rows))
 
-    tracker = accel.Tracker("slow", lambda run, config: 1, log, lambda live, ending: None, flush=flush)
+    tracker = accel.trackers.Tracker("slow", lambda run, config: 1, log, lambda live, ending: None, flush=flush)
 
     def save(ctx: accel.DistContext) -> BaseException | None:
         with accel.tracking(ctx, "p", to=[tracker]) as trackers:
@@ -183,7 +183,7 @@ def test_no_checkpoint_commits_before_the_local_records_hold_its_steps(
 
     found = ranks.run(save, 2)
     if fails:
-        assert [type(error) for error in found] == [accel.CheckpointError] * 2
+        assert [type(error) for error in found] == [accel.errors.CheckpointError] * 2
         assert "disk full" in str(found[1])
         assert accel.latest_checkpoint(tmp_path) is None
     else:
@@ -231,7 +231,7 @@ def test_a_moment_of_full_disk_loses_no_line_and_no_later_checkpoint(
             return during, save(30)
 
     during, after = zip(*ranks.run(train, 2), strict=True)
-    assert [type(error) for error in during] == [accel.CheckpointError] * 2  # its disk is full now
+    assert [type(error) for error in during] == [accel.errors.CheckpointError] * 2  # its disk is full now
     assert "No space left" in str(during[1])
     assert after == (None, None)
     assert logged_steps(tmp_path) == list(range(31))
@@ -283,9 +283,9 @@ def test_a_run_of_another_project_is_refused() -> None:
     with accel.tracking(ctx, "first", to=[]) as trackers:
         state = trackers.state_dict()
     with accel.tracking(ctx, "second", to=[]) as trackers:
-        with pytest.raises(accel.CheckpointError, match="another project: expected 'first', got 'second'"):
+        with pytest.raises(accel.errors.CheckpointError, match="another project: expected 'first', got 'second'"):
             trackers.load_state_dict(state)
-        with pytest.raises(accel.CheckpointError, match="not a run of trackers"):
+        with pytest.raises(accel.errors.CheckpointError, match="not a run of trackers"):
             trackers.load_state_dict({"id": 3})
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from accel import Accumulation, ConfigError, StepError
+from accel import Accumulation
+from accel.errors import ConfigError, StepError
 
 relaxed = settings(deadline=None, max_examples=60)
 

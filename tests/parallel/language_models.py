@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        return self.out(accel.context_attention(self.ctx, q, k, v).transpose(1, 2).flatten(2))
+        return self.out(accel.parallel.context_attention(self.ctx, q, k, v).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -100,7 +100,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
-        routing = accel.route_tokens(self.router(tokens), 2)
+        routing = accel.parallel.route_tokens(self.router(tokens), 2)
         return self.experts(tokens, routing.indices, routing.weights).view_as(x)
 
 
@@ -156,11 +156,11 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(hidden))
 
 
-def plan_of(experts: int = 0, **fields: Any) -> accel.Plan:
+def plan_of(experts: int = 0, **fields: Any) -> accel.parallel.Plan:
     """The plan of a model with so many experts in its second block, or with none."""
     if experts:
-        return accel.Plan(tensor=EXPERT_STYLES, experts={"blocks.1.mlp.experts": "dispatch"}, **fields)
-    return accel.Plan(tensor=STYLES, **fields)
+        return accel.parallel.Plan(tensor=EXPERT_STYLES, experts={"blocks.1.mlp.experts": "dispatch"}, **fields)
+    return accel.parallel.Plan(tensor=STYLES, **fields)
 
 
 class Run(NamedTuple):
@@ -190,7 +190,7 @@ def make_objects(
     **options: Any,
 ) -> tuple[nn.Module, Any]:
     """A model in float64, the same on all ranks of any number, and its optimizer."""
-    with accel.seeded(ctx, 0):
+    with accel.seeding.seeded(ctx, 0):
         model = LanguageModel(ctx, **options).double()
     if frozen:
         model.blocks[0].mlp.requires_grad_(False)
@@ -202,7 +202,7 @@ def forward_backward(
     ctx: accel.DistContext, model: nn.Module, *records: Any, ids: Tensor, labels: Tensor
 ) -> tuple[Tensor, Any]:
     """Return the mean loss of a batch of sequences by tokens that count, and the next of the records."""
-    part = accel.split_sequence(ctx, {"ids": ids, "labels": labels})
+    part = accel.parallel.split_sequence(ctx, {"ids": ids, "labels": labels})
     wanted = part.pop("labels")
     return accel.forward_backward(
         ctx,
@@ -210,7 +210,9 @@ def forward_backward(
         *records,
         part,
         targets=wanted,
-        loss_fn=lambda logits, targets: accel.vocab_cross_entropy(ctx, logits.flatten(0, 1), targets.flatten()),
+        loss_fn=lambda logits, targets: accel.parallel.vocab_cross_entropy(
+            ctx, logits.flatten(0, 1), targets.flatten()
+        ),
         weight=(wanted != -100).sum(),
     )
 
@@ -228,7 +230,7 @@ def train(
     strategy: Any = "ddp",
     accumulation: int = 1,
     epochs: int = 1,
-    plan: accel.Plan | None = None,
+    plan: accel.parallel.Plan | None = None,
     **options: Any,
 ) -> Run:
     """Train on batches of 4 sequences, the last of 2; some tokens do not count. Spare layers take part in step 0."""

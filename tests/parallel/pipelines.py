@@ -76,7 +76,7 @@ def loss_sum(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def train(
     ctx: accel.DistContext,
     make: Callable[[], nn.Module],
-    plan: accel.Plan | None = None,
+    plan: accel.parallel.Plan | None = None,
     *,
     mesh: str = "",
     accumulation: int = 1,

@@ -169,7 +169,7 @@ def train(
 
 def total_loss(ctx: accel.DistContext, logits: torch.Tensor, labels: torch.Tensor, *, divided: bool) -> torch.Tensor:
     if divided:
-        return accel.vocab_cross_entropy(ctx, logits, labels, IGNORED)
+        return accel.parallel.vocab_cross_entropy(ctx, logits, labels, IGNORED)
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 

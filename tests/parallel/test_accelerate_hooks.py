@@ -41,7 +41,9 @@ OFFLOADED: list[Callable[[Any, Path], object]] = [
 def test_models_that_accelerate_offloaded_are_refused(tmp_path: Path, offload: Callable[[Any, Path], object]) -> None:
     model = make()
     offload(model, tmp_path)
-    refused = pytest.raises(accel.PrepareError, match=r"Accelerate has dispatched.*load_checkpoint_and_dispatch\(")
+    refused = pytest.raises(
+        accel.errors.PrepareError, match=r"Accelerate has dispatched.*load_checkpoint_and_dispatch\("
+    )
     with refused as caught:
         accel.prepare_model(accel.single("cpu"), model)
     assert "remove_hook_from_module(model, recurse=True)" in caught.value.fix
@@ -51,7 +53,7 @@ def test_a_wrapped_or_second_model_is_looked_at_too() -> None:
     model = make()
     holder = nn.ModuleDict({"inner": model})
     accelerate.cpu_offload(model, torch.device("cpu"))
-    with pytest.raises(accel.PrepareError, match=r"got 2 offloaded modules, such as 'inner\.0'"):
+    with pytest.raises(accel.errors.PrepareError, match=r"got 2 offloaded modules, such as 'inner\.0'"):
         accel.prepare(accel.single("cpu"), make(), holder)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
-from accel import PrepareError
+from accel.errors import PrepareError
 from accel.testing import Simulator
 
 

@@ -35,7 +35,7 @@ def test_every_parameter_of_every_model_loses_its_gradient(compiled):
     assert len(parameters) == 14
     for each in parameters:
         each.grad = torch.ones_like(each)
-    accel.clear_gradients(*models)
+    accel.training.clear_gradients(*models)
     assert [each.grad for each in parameters] == [None] * 14
 
 
@@ -71,7 +71,7 @@ def test_what_fully_shard_holds_is_dropped(ranks, layout, holds, clears):
         fresh, model = _spread(layout), _spread(layout)
         _backward(model, 100 * inputs, holds=holds)
         if clears:
-            accel.clear_gradients(model)
+            accel.training.clear_gradients(model)
         else:
             model.zero_grad()
         for each in (fresh, model):
@@ -92,7 +92,7 @@ def test_a_forward_without_a_backward_hides_no_gradient(ranks, grad_mode):
         _backward(model, torch.ones(2, 4))
         with torch.set_grad_enabled(grad_mode):
             model(torch.ones(2, 4))  # leaves the outermost parameters whole
-        accel.clear_gradients(model)
+        accel.training.clear_gradients(model)
         return [each.grad for each in sharded]
 
     assert ranks.run(rank, 2, default_group=True) == [[None] * 4] * 2

@@ -54,12 +54,12 @@ HOOKS = {
     "fp16": ("fp16", 1, 2e-3),
     "bf16": ("bf16", 1, 2e-2),
     "function": (average, 1, 1e-6),
-    "before PowerSGD starts": (accel.PowerSgd(), 1, 1e-6),
-    "PowerSGD of full rank": (accel.PowerSgd(**FULL), 4, 1e-4),
-    "batched before it starts": (accel.PowerSgd(batched=True), 1, 1e-6),
-    "batched of full rank": (accel.PowerSgd(**FULL, batched=True), 4, 1e-5),
-    "batched of full rank in bf16": (accel.PowerSgd(**FULL, batched=True, wire="bf16"), 4, 1e-2),
-    "PowerSGD of full rank in fp16": (accel.PowerSgd(**FULL, wire="fp16"), 4, 3e-3),
+    "before PowerSGD starts": (accel.parallel.PowerSgd(), 1, 1e-6),
+    "PowerSGD of full rank": (accel.parallel.PowerSgd(**FULL), 4, 1e-4),
+    "batched before it starts": (accel.parallel.PowerSgd(batched=True), 1, 1e-6),
+    "batched of full rank": (accel.parallel.PowerSgd(**FULL, batched=True), 4, 1e-5),
+    "batched of full rank in bf16": (accel.parallel.PowerSgd(**FULL, batched=True, wire="bf16"), 4, 1e-2),
+    "PowerSGD of full rank in fp16": (accel.parallel.PowerSgd(**FULL, wire="fp16"), 4, 3e-3),
 }
 
 
@@ -74,9 +74,9 @@ def test_gradients_are_those_without_the_hook_to_its_precision(ranks: Simulator,
 
 
 @pytest.mark.parametrize(
-    "hook", [accel.PowerSgd(start_step=2), accel.PowerSgd(start_step=2, matrix_rank=4, batched=True)]
+    "hook", [accel.parallel.PowerSgd(start_step=2), accel.parallel.PowerSgd(start_step=2, matrix_rank=4, batched=True)]
 )
-def test_power_sgd_makes_up_for_what_it_lost(ranks: Simulator, hook: accel.PowerSgd) -> None:
+def test_power_sgd_makes_up_for_what_it_lost(ranks: Simulator, hook: accel.parallel.PowerSgd) -> None:
     """The same gradient at every step: sent at a low rank it is far off, but not so the mean over steps."""
     expected = ranks.run(gradients, 2)[0]
 
@@ -101,7 +101,7 @@ def test_power_sgd_makes_up_for_what_it_lost(ranks: Simulator, hook: accel.Power
 @pytest.mark.parametrize("wire", ["fp16", "bf16", None])
 def test_gradients_of_zero_stay_zero(ranks: Simulator, wire: Any, batched: bool) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        hook = accel.PowerSgd(start_step=2, wire=wire, batched=batched)
+        hook = accel.parallel.PowerSgd(start_step=2, wire=wire, batched=batched)
         model = accel.prepare_model(ctx, nn.Linear(24, 24), comm_hook=hook)
         for _ in range(4):
             model.zero_grad()
@@ -132,7 +132,7 @@ def test_batched_power_sgd_trains_a_regression_to_within_a_hundredth(ranks: Simu
     whole = ranks.run(lambda ctx: regression(ctx, None), 2)[0]
 
     def distance(**options: bool) -> float:
-        hook = accel.PowerSgd(matrix_rank=2, start_step=2, batched=True, **options)
+        hook = accel.parallel.PowerSgd(matrix_rank=2, start_step=2, batched=True, **options)
         first, second = ranks.run(lambda ctx: regression(ctx, hook), 2)
         assert torch.equal(first, second)
         return ((first - whole).norm() / whole.norm()).item()
@@ -149,7 +149,7 @@ def test_an_overflow_stays_in_its_step(ranks: Simulator, options: dict[str, Any]
     """Also that of the first compressed step, when nothing is remembered yet."""
 
     def rank(ctx: accel.DistContext) -> list[bool]:
-        model = accel.prepare_model(ctx, make(), comm_hook=accel.PowerSgd(start_step=2, **options))
+        model = accel.prepare_model(ctx, make(), comm_hook=accel.parallel.PowerSgd(start_step=2, **options))
         finite: list[bool] = []
         for step in range(7):
             model.zero_grad()
@@ -195,7 +195,7 @@ def test_buffers_are_rank_0s_or_each_ranks_own(ranks: Simulator, together: bool)
     assert torch.equal(first, second) == together
 
 
-@pytest.mark.parametrize("hook", ["fp16", accel.PowerSgd(start_step=2)])
+@pytest.mark.parametrize("hook", ["fp16", accel.parallel.PowerSgd(start_step=2)])
 def test_one_rank_has_nothing_to_send(hook: Any) -> None:
     ctx, model = accel.single(), make()
     assert accel.prepare_model(ctx, model, comm_hook=hook) is model
@@ -208,9 +208,9 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "find_unused_parameters or static_graph, got both",
     ),
     "no bucket": (lambda: {"bucket_cap_mb": 0}, "MiB above 0"),
-    "no rank": (lambda: {"comm_hook": accel.PowerSgd(matrix_rank=0)}, "matrix_rank of at least 1"),
-    "too early": (lambda: {"comm_hook": accel.PowerSgd(start_step=1)}, "start_step of at least 2"),
-    "no such wire": (lambda: {"comm_hook": accel.PowerSgd(wire="fp32")}, "fp16 or bf16, or None"),  # type: ignore[arg-type]
+    "no rank": (lambda: {"comm_hook": accel.parallel.PowerSgd(matrix_rank=0)}, "matrix_rank of at least 1"),
+    "too early": (lambda: {"comm_hook": accel.parallel.PowerSgd(start_step=1)}, "start_step of at least 2"),
+    "no such wire": (lambda: {"comm_hook": accel.parallel.PowerSgd(wire="fp32")}, "fp16 or bf16, or None"),  # type: ignore[arg-type]
 }
 
 
@@ -282,7 +282,7 @@ def test_power_sgd_takes_parameters_of_any_kind(ranks: Simulator, batched: bool)
         return torch.cat([each.flatten() for each in real])
 
     expected = ranks.run(lambda ctx: rank(ctx, None), 2)[0]
-    hook = accel.PowerSgd(**FULL, batched=batched)
+    hook = accel.parallel.PowerSgd(**FULL, batched=batched)
     first, second = ranks.run(lambda ctx: rank(ctx, hook), 2)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-5)
@@ -292,7 +292,7 @@ def tiny_buckets(ctx: accel.DistContext) -> None:
     """Compress more buckets than gloo has threads."""
     expected, options = gradients(ctx), {"bucket_cap_mb": 0.0001}
     for batched in (False, True):
-        got = gradients(ctx, 4, comm_hook=accel.PowerSgd(**FULL, warm_start=False, batched=batched), **options)
+        got = gradients(ctx, 4, comm_hook=accel.parallel.PowerSgd(**FULL, warm_start=False, batched=batched), **options)
         assert (got - expected).norm() / expected.norm() < 1e-4
 
 
@@ -304,7 +304,7 @@ from test_comm_hooks import FULL, gradients, tiny_buckets
 torch.set_num_threads(1)
 with accel.session(device="cpu") as ctx:
     expected = gradients(ctx)
-    for hook, steps, tolerance in (("fp16", 1, 2e-3), ("bf16", 1, 2e-2), (accel.PowerSgd(**FULL), 4, 1e-4)):
+    for hook, steps, tolerance in (("fp16", 1, 2e-3), ("bf16", 1, 2e-2), (accel.parallel.PowerSgd(**FULL), 4, 1e-4)):
         error = (gradients(ctx, steps, comm_hook=hook) - expected).norm() / expected.norm()
         assert error < tolerance, (hook, error)
     tiny_buckets(ctx)

@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import accel
-from accel import ConfigError
 from accel.comm import start_shift
+from accel.errors import ConfigError
 from accel.parallel.axes.context import _attention, _kernels
 from accel.parallel.axes.context._kernels import WRITTEN_OUT, Masked, kernel_of
 from accel.testing import Simulator
@@ -72,10 +72,10 @@ def alone(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def shared(ctx: accel.DistContext, case: Case, method: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's part of the same."""
-    part = accel.split_sequence(ctx, {name: inputs[name] for name in ("q", "k", "v", "grad")}, dim=2)
-    documents = accel.split_sequence(ctx, {"documents": inputs["documents"]})["documents"]
+    part = accel.parallel.split_sequence(ctx, {name: inputs[name] for name in ("q", "k", "v", "grad")}, dim=2)
+    documents = accel.parallel.split_sequence(ctx, {"documents": inputs["documents"]})["documents"]
     q, k, v = (part[name].clone().requires_grad_() for name in "qkv")
-    out = accel.context_attention(
+    out = accel.parallel.context_attention(
         ctx,
         q,
         k,
@@ -97,7 +97,7 @@ def largest_difference(
 
     def rank(ctx: accel.DistContext) -> float:
         ctx = accel.replace(ctx, mesh=mesh or f"cp={size}")
-        own = accel.split_sequence(ctx, expected, dim=2, shift=())
+        own = accel.parallel.split_sequence(ctx, expected, dim=2, shift=())
         got = shared(ctx, case, method, inputs)
         return max((got[name] - own[name]).abs().max().item() for name in got)
 
@@ -151,10 +151,10 @@ def test_autocast_has_its_dtype_before_anything_travels(ranks: Simulator, method
 
     def rank(ctx: accel.DistContext) -> tuple[torch.dtype, torch.dtype | None]:
         ctx = accel.replace(ctx, mesh="cp=2", precision="bf16")
-        part = accel.split_sequence(ctx, {name: inputs[name] for name in "qkv"}, dim=2)
+        part = accel.parallel.split_sequence(ctx, {name: inputs[name] for name in "qkv"}, dim=2)
         q = part["q"].clone().requires_grad_()
         with accel.autocast(ctx):
-            out = accel.context_attention(ctx, q, part["k"], part["v"].bfloat16(), method=method)
+            out = accel.parallel.context_attention(ctx, q, part["k"], part["v"].bfloat16(), method=method)
         out.sum().backward()
         return out.dtype, q.grad.dtype  # type: ignore[union-attr]
 
@@ -169,10 +169,10 @@ def test_compiled_layers_break_at_attention_alone(ranks: Simulator, method: Any)
 
     def rank(ctx: accel.DistContext) -> float:
         ctx = accel.replace(ctx, mesh="cp=2")
-        part = accel.split_sequence(ctx, {name: inputs[name] for name in ("q", "k", "v", "grad")}, dim=2)
+        part = accel.parallel.split_sequence(ctx, {name: inputs[name] for name in ("q", "k", "v", "grad")}, dim=2)
 
         def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return accel.context_attention(ctx, q.sin(), k.cos(), v, method=method).tanh()
+            return accel.parallel.context_attention(ctx, q.sin(), k.cos(), v, method=method).tanh()
 
         def gradients(function: Any) -> list[Tensor]:
             leaves = [part[name].clone().requires_grad_() for name in "qkv"]
@@ -211,7 +211,7 @@ def test_keys_travel_while_a_block_is_computed(ranks: Simulator, monkeypatch: py
 
     def rank(ctx: accel.DistContext) -> None:
         threading.current_thread().name = str(ctx.rank)
-        accel.context_attention(accel.replace(ctx, mesh="cp=3"), x, x, x, method="ring")
+        accel.parallel.context_attention(accel.replace(ctx, mesh="cp=3"), x, x, x, method="ring")
 
     ranks.run(rank, 3, default_group=True)
     for at in range(3):
@@ -227,13 +227,13 @@ def test_recomputed_activations_have_the_same_gradients(ranks: Simulator, method
 
     def rank(ctx: accel.DistContext) -> float:
         ctx = accel.replace(ctx, mesh="cp=2")
-        part = accel.split_sequence(ctx, inputs | {"documents": inputs["grad"]}, dim=2)
+        part = accel.parallel.split_sequence(ctx, inputs | {"documents": inputs["grad"]}, dim=2)
         q, k, v = (part[name].clone().requires_grad_() for name in "qkv")
         out = torch.utils.checkpoint.checkpoint(
-            lambda *each: accel.context_attention(ctx, *each, method=method), q, k, v, use_reentrant=False
+            lambda *each: accel.parallel.context_attention(ctx, *each, method=method), q, k, v, use_reentrant=False
         )
         out.backward(part["grad"])
-        own = accel.split_sequence(ctx, expected, dim=2)
+        own = accel.parallel.split_sequence(ctx, expected, dim=2)
         return max((each.grad - own[name]).abs().max().item() for name, each in zip("qkv", (q, k, v), strict=True))
 
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-12
@@ -254,9 +254,9 @@ def test_keys_travel_before_they_are_repeated(ranks: Simulator, monkeypatch: pyt
 
     def rank(ctx: accel.DistContext, method: Any) -> None:
         ctx = accel.replace(ctx, mesh="cp=4")
-        part = accel.split_sequence(ctx, {name: each for name, each in inputs.items() if name in "qkv"}, dim=2)
+        part = accel.parallel.split_sequence(ctx, {name: each for name, each in inputs.items() if name in "qkv"}, dim=2)
         with torch.no_grad():
-            accel.context_attention(ctx, part["q"], part["k"], part["v"], method=method)
+            accel.parallel.context_attention(ctx, part["q"], part["k"], part["v"], method=method)
 
     case = Case(length=16, key_heads=2)
     inputs = make_inputs(case)
@@ -309,7 +309,9 @@ def test_devices_without_a_fused_kernel_write_scores_out(device: str) -> None:
 def test_one_rank_takes_keys_from_a_cache(causal: bool) -> None:
     inputs = make_inputs(Case(causal=causal))
     whole = alone(Case(causal=causal), inputs)["out"]
-    last = accel.context_attention(accel.single(), inputs["q"][:, :, -3:], inputs["k"], inputs["v"], causal=causal)
+    last = accel.parallel.context_attention(
+        accel.single(), inputs["q"][:, :, -3:], inputs["k"], inputs["v"], causal=causal
+    )
     assert (last - whole[:, :, -3:]).abs().max().item() < 1e-12
 
 
@@ -347,7 +349,7 @@ def test_refused_before_anything_is_sent(ranks: Simulator, tensors: Any, options
     def rank(ctx: accel.DistContext) -> str:
         ctx = accel.replace(ctx, mesh="cp=2")
         with pytest.raises(ConfigError) as caught:
-            accel.context_attention(ctx, *tensors, **options)
+            accel.parallel.context_attention(ctx, *tensors, **options)
         return str(caught.value)
 
     assert all(problem in said for said in ranks.run(rank, 2, default_group=True))

@@ -12,7 +12,7 @@ from language_models import forward_backward, make_objects, plan_of, rows
 from torch import nn
 
 import accel
-from accel import Axes
+from accel.parallel import Axes
 from accel.tensors import full_tensor, is_dtensor, local_part
 from accel.testing import Simulator
 
@@ -149,7 +149,7 @@ def test_weights_for_others_are_not_written_before_the_values_came(
             ) as caught:
                 write()
             said.append(type(caught.value).__name__)
-        accel.load_checkpoint_in_model(ctx, empty, folder)  # filled, with no forward yet
+        accel.bigmodel.load_checkpoint_in_model(ctx, empty, folder)  # filled, with no forward yet
         weights = accel.get_state_dict(ctx, empty, dst=None)
         assert all(torch.equal(each, weights[name]) for name, each in accel.get_state_dict(ctx, full, dst=None).items())
         accel.save_model(ctx, empty, folder)
@@ -162,7 +162,7 @@ def test_weights_for_others_are_not_written_before_the_values_came(
 def test_a_model_that_has_diverged_is_written(tmp_path: Path) -> None:
     ctx = accel.single("cpu")
     net = accel.prepare_model(ctx, accel.init_empty_weights(lambda: nn.Linear(2, 2)))
-    net = accel.initialize_weights(ctx, net, accel.Key(0))
+    net = accel.bigmodel.initialize_weights(ctx, net, accel.seeding.Key(0))
     net(torch.ones(1, 2))
     with torch.no_grad():
         net.weight.fill_(float("nan"))

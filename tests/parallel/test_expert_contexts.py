@@ -10,7 +10,7 @@ import pytest
 import torch
 from language_models import Run, plan_of, train
 
-from accel import Axes
+from accel.parallel import Axes
 from accel.testing import Simulator, simulate
 
 EXPERTS = 8

@@ -34,7 +34,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens = hidden.flatten(0, -2)
-        routing = accel.route_tokens(self.router(tokens), 2)
+        routing = accel.parallel.route_tokens(self.router(tokens), 2)
         return hidden + self.experts(tokens, routing.indices, routing.weights).view_as(hidden)
 
 
@@ -61,7 +61,7 @@ def mixture() -> Words:
     ],
 )
 def test_stages_with_experts_train_as_one_process(ranks: int, mesh: str, schedule: Any, per: int) -> None:
-    plan = accel.Plan(schedule=schedule, stages_per_rank=per, experts={"blocks.*.experts": "dispatch"})
+    plan = accel.parallel.Plan(schedule=schedule, stages_per_rank=per, experts={"blocks.*.experts": "dispatch"})
 
     def run(ctx: accel.DistContext) -> Trained:
         ctx = accel.replace(ctx, strategy="fsdp" if "dp=4" in mesh else "ddp")

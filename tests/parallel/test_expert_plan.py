@@ -12,8 +12,9 @@ from torch import nn
 
 import accel
 from accel.errors import PrepareError
+from accel.parallel import expert_plan
 from accel.parallel._modules import matching, named_modules
-from accel.parallel.axes.experts._plan import expert_plan, resolve_experts
+from accel.parallel.axes.experts._plan import resolve_experts
 from accel.testing import simulate
 
 
@@ -106,7 +107,9 @@ def test_all_problems_are_told_at_once():
 
 
 def test_a_model_without_named_experts_is_refused_with_the_line_to_write():
-    with pytest.raises(PrepareError, match=re.escape('plan=accel.Plan(experts={"layers.*.experts": "dispatch"}).')):
+    with pytest.raises(
+        PrepareError, match=re.escape('plan=accel.parallel.Plan(experts={"layers.*.experts": "dispatch"}).')
+    ):
         _ = resolve_experts(BOTH, "model", 2)
     with pytest.raises(PrepareError, match="Leave ep out of the mesh"):
         _ = resolve_experts(nn.Linear(2, 2), "model", 2)
@@ -139,7 +142,7 @@ def test_experts_called_with_something_else_are_refused():
 
     def run(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="dp=2,ep=2")
-        model = accel.prepare_model(ctx, Holder(), plan=accel.Plan(experts={"experts": "dispatch"}))
+        model = accel.prepare_model(ctx, Holder(), plan=accel.parallel.Plan(experts={"experts": "dispatch"}))
         with pytest.raises(PrepareError, match=r"forward\(tokens, indices, weights\).*got Tensor"):
             model(torch.zeros(2, 2))
 

@@ -29,20 +29,20 @@ def tokens_of(count: int, experts: int) -> tuple[Tensor, Tensor]:
 
 def dense(tokens: Tensor, logits: Tensor, k: int, up: Tensor, down: Tensor) -> Tensor:
     """Every expert of every token, masked: the plainest mixture of experts."""
-    routing = accel.route_tokens(logits, k)
+    routing = accel.parallel.route_tokens(logits, k)
     gates = torch.zeros_like(logits).scatter(1, routing.indices, routing.weights)
     outputs = torch.einsum("ewh,nhe->nwe", down, torch.einsum("ehw,nw->nhe", up, tokens).tanh())
     return (outputs * gates[:, None, :]).sum(-1)
 
 
 def dispatched(tokens: Tensor, logits: Tensor, k: int, up: Tensor, down: Tensor, group: object = None) -> Tensor:
-    routing = accel.route_tokens(logits, k)
-    sent = accel.dispatch_tokens(tokens, routing.indices, experts=logits.shape[1], group=group)
+    routing = accel.parallel.route_tokens(logits, k)
+    sent = accel.parallel.dispatch_tokens(tokens, routing.indices, experts=logits.shape[1], group=group)
     parts = [
         (rows @ one.T).tanh() @ other.T
         for rows, one, other in zip(sent.rows.split(list(sent.counts)), up, down, strict=True)
     ]
-    return accel.combine_tokens(torch.cat(parts), sent, routing.weights)
+    return accel.parallel.combine_tokens(torch.cat(parts), sent, routing.weights)
 
 
 def gradients_of(outputs: Tensor, *leaves: Tensor) -> list[Tensor]:
@@ -86,7 +86,7 @@ def test_each_rank_gets_the_tokens_of_its_experts_and_of_no_other():
 
     def run(ctx: accel.DistContext) -> tuple[list[float], tuple[int, ...], list[int]]:
         tokens = torch.tensor([[1.0], [2.0], [3.0]])[: len(index[ctx.rank])]
-        sent = accel.dispatch_tokens(tokens, index[ctx.rank], experts=4, group=accel.group_of(ctx, "dp"))
+        sent = accel.parallel.dispatch_tokens(tokens, index[ctx.rank], experts=4, group=accel.group_of(ctx, "dp"))
         return sent.rows.flatten().tolist(), tuple(sent.counts), sent.experts.tolist()
 
     assert simulate(run, 2) == [
@@ -96,29 +96,32 @@ def test_each_rank_gets_the_tokens_of_its_experts_and_of_no_other():
 
 
 def test_outputs_have_the_dtype_of_the_experts():
-    sent = accel.dispatch_tokens(torch.ones(2, 4, dtype=torch.bfloat16), torch.tensor([[0], [1]]), experts=2)
-    assert accel.combine_tokens(sent.rows, sent, torch.ones(2, 1)).dtype == torch.bfloat16
-    routing = accel.route_tokens(torch.zeros(2, 4, dtype=torch.bfloat16), 2)
+    sent = accel.parallel.dispatch_tokens(torch.ones(2, 4, dtype=torch.bfloat16), torch.tensor([[0], [1]]), experts=2)
+    assert accel.parallel.combine_tokens(sent.rows, sent, torch.ones(2, 1)).dtype == torch.bfloat16
+    routing = accel.parallel.route_tokens(torch.zeros(2, 4, dtype=torch.bfloat16), 2)
     assert (routing.weights.dtype, routing.probabilities.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_weights_of_a_token_sum_to_1_or_are_its_probabilities():
     logits = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
-    routing = accel.route_tokens(logits, 2)
+    routing = accel.parallel.route_tokens(logits, 2)
     assert routing.indices.tolist() == [[2, 1]]
     assert float(routing.weights.sum()) == pytest.approx(1.0, abs=1e-15)
-    as_they_are = accel.route_tokens(logits, 2, normalize=False)
+    as_they_are = accel.parallel.route_tokens(logits, 2, normalize=False)
     assert torch.equal(as_they_are.weights, logits.softmax(-1)[:, [2, 1]])
 
 
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: accel.route_tokens(torch.zeros(3, 2), 3), "k=3"),
-        (lambda: accel.route_tokens(torch.zeros(3), 1), r"shape \[3\]"),
-        (lambda: accel.dispatch_tokens(torch.zeros(3, 2), torch.zeros(2, 1).long(), experts=2), r"shape \[2, 1\]"),
-        (lambda: accel.dispatch_tokens(torch.zeros(3, 2), torch.zeros(3, 1), experts=2), "torch.float32"),
-        (lambda: accel.balance_loss(accel.single(), torch.zeros(3, 2), torch.zeros(2, 1).long()), r"\[2, 1\]"),
+        (lambda: accel.parallel.route_tokens(torch.zeros(3, 2), 3), "k=3"),
+        (lambda: accel.parallel.route_tokens(torch.zeros(3), 1), r"shape \[3\]"),
+        (
+            lambda: accel.parallel.dispatch_tokens(torch.zeros(3, 2), torch.zeros(2, 1).long(), experts=2),
+            r"shape \[2, 1\]",
+        ),
+        (lambda: accel.parallel.dispatch_tokens(torch.zeros(3, 2), torch.zeros(3, 1), experts=2), "torch.float32"),
+        (lambda: accel.parallel.balance_loss(accel.single(), torch.zeros(3, 2), torch.zeros(2, 1).long()), r"\[2, 1\]"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(call, told):
@@ -127,16 +130,16 @@ def test_shapes_that_do_not_fit_are_refused(call, told):
 
 
 def test_outputs_of_other_rows_are_refused():
-    sent = accel.dispatch_tokens(torch.zeros(3, 2), torch.zeros(3, 1).long(), experts=2)
+    sent = accel.parallel.dispatch_tokens(torch.zeros(3, 2), torch.zeros(3, 1).long(), experts=2)
     with pytest.raises(ConfigError, match="expected 3 rows, and 3 weights"):
-        _ = accel.combine_tokens(sent.rows[:2], sent, torch.ones(3, 1))
+        _ = accel.parallel.combine_tokens(sent.rows[:2], sent, torch.ones(3, 1))
 
 
 def test_experts_that_ranks_cannot_share_evenly_are_refused():
     def run(ctx: accel.DistContext) -> None:
         group = accel.group_of(ctx, "dp")
         with pytest.raises(ConfigError, match="expected a multiple of 2, got 3 experts"):
-            _ = accel.dispatch_tokens(torch.zeros(1, 2), torch.zeros(1, 1).long(), experts=3, group=group)
+            _ = accel.parallel.dispatch_tokens(torch.zeros(1, 2), torch.zeros(1, 1).long(), experts=3, group=group)
 
     _ = simulate(run, 2)
 
@@ -151,8 +154,8 @@ def test_the_balance_loss_and_its_gradients_are_those_of_one_process(counts, mas
     weights = [float(1 + at) for at in range(4)]  # of the ranks' losses, as `backward(weight=)` has them
 
     def loss_of(ctx: accel.DistContext, logits: Tensor, mask: Tensor | None) -> Tensor:
-        routing = accel.route_tokens(logits, k)
-        return accel.balance_loss(ctx, routing.probabilities, routing.indices, mask=mask)
+        routing = accel.parallel.route_tokens(logits, k)
+        return accel.parallel.balance_loss(ctx, routing.probabilities, routing.indices, mask=mask)
 
     whole = logits.clone().requires_grad_()
     expected = loss_of(accel.single(), whole, mask)
@@ -174,9 +177,9 @@ def test_the_mean_of_the_ranks_balance_losses_would_be_another_number():
     logits = [torch.tensor([[4.0, 0.0]] * 2), torch.tensor([[0.0, 4.0]] * 2)]  # each rank busies one expert alone
 
     def run(ctx: accel.DistContext) -> tuple[float, float]:
-        routing = accel.route_tokens(logits[ctx.rank], 1)
-        alone = accel.balance_loss(accel.single(), routing.probabilities, routing.indices)
-        return float(alone), float(accel.balance_loss(ctx, routing.probabilities, routing.indices))
+        routing = accel.parallel.route_tokens(logits[ctx.rank], 1)
+        alone = accel.parallel.balance_loss(accel.single(), routing.probabilities, routing.indices)
+        return float(alone), float(accel.parallel.balance_loss(ctx, routing.probabilities, routing.indices))
 
     for alone, together in simulate(run, 2):
         assert alone == pytest.approx(1.964, abs=1e-3)
@@ -188,16 +191,16 @@ def test_ranks_along_tp_count_their_common_tokens_once():
 
     def run(ctx: accel.DistContext) -> float:
         ctx = accel.replace(ctx, mesh="dp=2,tp=2")
-        routing = accel.route_tokens(logits[ctx.axis("dp").rank], 2)
-        return float(accel.balance_loss(ctx, routing.probabilities, routing.indices))
+        routing = accel.parallel.route_tokens(logits[ctx.axis("dp").rank], 2)
+        return float(accel.parallel.balance_loss(ctx, routing.probabilities, routing.indices))
 
-    routing = accel.route_tokens(logits.flatten(0, 1), 2)
-    expected = float(accel.balance_loss(accel.single(), routing.probabilities, routing.indices))
+    routing = accel.parallel.route_tokens(logits.flatten(0, 1), 2)
+    expected = float(accel.parallel.balance_loss(accel.single(), routing.probabilities, routing.indices))
     assert simulate(run, 4, default_group=True) == pytest.approx([expected] * 4, abs=1e-13)
 
 
 def test_no_token_anywhere_is_a_loss_of_0():
-    loss = accel.balance_loss(accel.single(), torch.zeros(0, 2), torch.zeros(0, 1).long())
+    loss = accel.parallel.balance_loss(accel.single(), torch.zeros(0, 2), torch.zeros(0, 1).long())
     assert float(loss) == 0.0
 
 
@@ -208,8 +211,8 @@ def test_a_rank_without_tokens_takes_part_in_the_backward():
         up = nn.Parameter(torch.ones(1, WIDTH))
         tokens = torch.ones(2 if ctx.rank == 0 else 0, WIDTH)
         index = torch.ones(len(tokens), 1).long()  # all go to rank 1
-        sent = accel.dispatch_tokens(tokens, index, experts=2, group=accel.group_of(ctx, "dp"))
-        accel.combine_tokens(sent.rows * up, sent, torch.ones(len(tokens), 1)).sum().backward()
+        sent = accel.parallel.dispatch_tokens(tokens, index, experts=2, group=accel.group_of(ctx, "dp"))
+        accel.parallel.combine_tokens(sent.rows * up, sent, torch.ones(len(tokens), 1)).sum().backward()
         return 0.0 if up.grad is None else float(up.grad.sum())
 
     assert simulate(run, 2) == [0.0, 2.0 * WIDTH]

@@ -47,8 +47,8 @@ class Layer(nn.Module):
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = Experts()
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, accel.Routing]:
-        routing = accel.route_tokens(self.router(tokens), 2)
+    def forward(self, tokens: Tensor) -> tuple[Tensor, accel.parallel.Routing]:
+        routing = accel.parallel.route_tokens(self.router(tokens), 2)
         return tokens + self.experts(tokens, routing.indices, routing.weights), routing
 
 
@@ -59,7 +59,7 @@ class Mixture(nn.Module):
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.last = nn.Linear(WIDTH, 1)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, list[accel.Routing]]:
+    def forward(self, tokens: Tensor) -> tuple[Tensor, list[accel.parallel.Routing]]:
         hidden, routings = self.first(tokens), []
         for layer in self.layers:
             hidden, routing = layer(hidden)
@@ -102,7 +102,7 @@ def steps(
         with run.accumulate(model):
             outputs, routings = model(tokens)
             error = (outputs - tokens.sum(1, keepdim=True).sin()).square().sum()
-            balance = sum(accel.balance_loss(ctx, each.probabilities, each.indices) for each in routings)
+            balance = sum(accel.parallel.balance_loss(ctx, each.probabilities, each.indices) for each in routings)
             loss = error / max(len(tokens), 1) + 0.1 * balance
             run.backward(loss, weight=len(tokens))
         if run.sync:
@@ -118,7 +118,7 @@ def train(
         ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
     model = mixture(3 + ctx.rank)  # the first rank's values count
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED, tensor=TENSOR))
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(experts=NAMED, tensor=TENSOR))
     norms = steps(ctx, model, optimizer, uneven=uneven)
     return {name: whole(each) for name, each in accel.unwrap_model(model).named_parameters()}, norms
 
@@ -186,10 +186,10 @@ def test_ranks_along_tp_dispatch_a_part_of_their_tokens_each(ranks, mesh, alone)
 def test_a_module_that_dispatches_tokens_itself_sees_its_own_experts(alone):
     class Own(Experts):
         def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-            sent = accel.dispatch_tokens(tokens, indices, experts=EXPERTS, group=self.group)
+            sent = accel.parallel.dispatch_tokens(tokens, indices, experts=EXPERTS, group=self.group)
             stacked = zip(sent.rows.split(list(sent.counts)), self.up, self.bias, self.down, strict=True)
             outputs = [(rows @ up.T + bias).tanh() @ down.T for rows, up, bias, down in stacked]
-            return accel.combine_tokens(torch.cat(outputs), sent, weights)
+            return accel.parallel.combine_tokens(torch.cat(outputs), sent, weights)
 
     def run(ctx: accel.DistContext) -> tuple[dict[str, Tensor], list[float]]:
         ctx = accel.replace(ctx, mesh="dp=2,ep=2")
@@ -197,7 +197,7 @@ def test_a_module_that_dispatches_tokens_itself_sees_its_own_experts(alone):
         for layer in model.layers:
             layer.experts.__class__ = Own
             layer.experts.group = accel.group_of(ctx, "ep")
-        model = accel.prepare_model(ctx, model, plan=accel.Plan(experts=dict.fromkeys(NAMED, "local")))
+        model = accel.prepare_model(ctx, model, plan=accel.parallel.Plan(experts=dict.fromkeys(NAMED, "local")))
         norms = steps(ctx, model, torch.optim.SGD(model.parameters(), lr=0.5), uneven=True)
         return {name: whole(each) for name, each in model.named_parameters()}, norms
 
@@ -214,7 +214,7 @@ def test_ranks_whose_experts_nobody_chooses_and_frozen_routers(alone):
         for layer in model.layers:
             _ = layer.router.requires_grad_(False).weight.zero_()
         optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.5)
-        model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED))
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(experts=NAMED))
         norms = steps(ctx, model, optimizer, uneven=True)
         return {name: whole(each) for name, each in model.named_parameters()}, norms
 
@@ -227,8 +227,8 @@ def test_a_mesh_whose_ep_is_a_dimension_of_its_own_is_refused():
     def run(ctx: accel.DistContext) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
         ctx = accel.replace(ctx, mesh=mesh)
-        with pytest.raises(accel.PrepareError, match="got dimensions dp, ep"):
-            _ = accel.prepare_model(ctx, mixture(), plan=accel.Plan(experts=NAMED))
+        with pytest.raises(accel.errors.PrepareError, match="got dimensions dp, ep"):
+            _ = accel.prepare_model(ctx, mixture(), plan=accel.parallel.Plan(experts=NAMED))
 
     _ = simulate(run, 2, default_group=True)
 
@@ -236,8 +236,8 @@ def test_a_mesh_whose_ep_is_a_dimension_of_its_own_is_refused():
 def test_local_experts_beside_tp_are_refused():
     def run(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="tp=2,ep=2")
-        plan = accel.Plan(experts=dict.fromkeys(NAMED, "local"))
-        with pytest.raises(accel.PrepareError, match="each would dispatch all of them"):
+        plan = accel.parallel.Plan(experts=dict.fromkeys(NAMED, "local"))
+        with pytest.raises(accel.errors.PrepareError, match="each would dispatch all of them"):
             _ = accel.prepare_model(ctx, mixture(), plan=plan)
 
     _ = simulate(run, 2, default_group=True)
@@ -246,7 +246,7 @@ def test_local_experts_beside_tp_are_refused():
 def test_ranks_hold_their_experts_alone_and_are_sharded_over_those_with_the_same():
     def run(ctx: accel.DistContext) -> tuple[int, ...]:
         ctx = accel.replace(ctx, mesh="dp=4,ep=2", strategy="fsdp")
-        model = accel.prepare_model(ctx, mixture(), plan=accel.Plan(experts=NAMED))
+        model = accel.prepare_model(ctx, mixture(), plan=accel.parallel.Plan(experts=NAMED))
         experts = model.layers[0].experts
         assert isinstance(experts.up, DTensor)
         assert (tuple(experts.up.shape), experts.num_experts) == ((EXPERTS, HIDDEN, WIDTH), EXPERTS)
@@ -264,7 +264,7 @@ def test_a_checkpoint_goes_on_in_any_layout(saved, loaded, tmp_path):
             ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp")
         model = mixture(seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)  # of two meshes at once
-        return ctx, *accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED))
+        return ctx, *accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(experts=NAMED))
 
     def save(ctx: accel.DistContext) -> tuple[dict[str, Tensor], list[float]]:
         ctx, model, optimizer = prepared(ctx, saved[1], 3)
@@ -291,8 +291,8 @@ def test_evaluation_and_averaged_weights():
             ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp")
         model = mixture()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED))
-        average = accel.Ema(model, decay=0.5)
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(experts=NAMED))
+        average = accel.training.Ema(model, decay=0.5)
         _ = steps(ctx, model, optimizer, micros=2)
         average.update_(model)
         with torch.no_grad():

@@ -86,8 +86,10 @@ def train(ctx: accel.DistContext, model: nn.Module, mesh: str) -> tuple[dict[str
     ],
 )
 def test_the_models_own_plan_spreads_its_experts(kind, mesh, implementation):
-    ranks = accel.Axes(**{name: int(size) for name, size in (part.split("=") for part in mesh.split(","))}).world_size
-    assert set(accel.expert_plan(build(kind)).values()) == {"dispatch"}
+    ranks = accel.parallel.Axes(
+        **{name: int(size) for name, size in (part.split("=") for part in mesh.split(","))}
+    ).world_size
+    assert set(accel.parallel.expert_plan(build(kind)).values()) == {"dispatch"}
     parameters, norms = train(accel.single(), build(kind, implementation), "")
     found = simulate(lambda ctx: train(ctx, build(kind, implementation), mesh), ranks, default_group=True)
     for own, own_norms in found:

@@ -12,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 from language_models import LENGTH, WORDS, make_objects, plan_of
 
 import accel
-from accel import Axes, Key
+from accel.parallel import Axes
+from accel.seeding import Key
 from accel.testing import Simulator, simulate
 from accel.training._generate import Sampling, next_tokens
 
@@ -30,7 +31,7 @@ def _generate(ctx: accel.DistContext, axes: Axes, **options: Any) -> torch.Tenso
     model = accel.prepare_model(ctx, model, plan=plan_of(EXPERTS))
     share, shares = ctx.data_parallel
     with accel.evaluating(model):
-        return accel.generate(
+        return accel.training.generate(
             ctx, model, PROMPTS[share::shares], max_new_tokens=LENGTH - 3, inputs_of=_inputs, **options
         )
 
@@ -109,13 +110,13 @@ REFUSED = [
 def test_what_cannot_generate_is_refused(options: dict[str, Any], said: str) -> None:
     model = torch.nn.Embedding(4, 4)
     arguments: dict[str, Any] = {"ids": torch.zeros(1, 2, dtype=torch.int64), "max_new_tokens": 1, **options}
-    with pytest.raises(accel.ConfigError, match=said):
-        accel.generate(accel.single(), model, arguments.pop("ids"), **arguments)
+    with pytest.raises(accel.errors.ConfigError, match=said):
+        accel.training.generate(accel.single(), model, arguments.pop("ids"), **arguments)
 
 
 def test_a_mesh_with_cp_is_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        with pytest.raises(accel.ConfigError, match="mesh without cp"):
+        with pytest.raises(accel.errors.ConfigError, match="mesh without cp"):
             _generate(ctx, Axes(cp=2))
 
     ranks.run(rank, 2, default_group=True)

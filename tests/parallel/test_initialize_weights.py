@@ -12,7 +12,8 @@ from language_models import make_objects, plan_of
 from torch import nn
 
 import accel
-from accel import Axes, Key
+from accel.parallel import Axes
+from accel.seeding import Key
 from accel.tensors import full_tensor
 from accel.testing import Simulator, simulate
 
@@ -25,7 +26,7 @@ def _initialised(ctx: accel.DistContext, axes: Axes, strategy: Any = "ddp") -> d
     with torch.device("meta"):
         model, _ = make_objects(ctx, tied=True, experts=EXPERTS)
     model = accel.prepare_model(ctx, model, plan=plan_of(EXPERTS))
-    assert accel.initialize_weights(ctx, model, KEY) is model
+    assert accel.bigmodel.initialize_weights(ctx, model, KEY) is model
     held = accel.unwrap_model(model).named_parameters(remove_duplicate=False)
     return {name: full_tensor(each).clone() for name, each in held}
 
@@ -57,7 +58,7 @@ def test_values_are_the_same_on_any_mesh(ranks: Simulator, axes: Axes, strategy:
 def test_values_are_those_that_a_module_gives_itself() -> None:
     found = _alone()
     layer = nn.Linear(16, 32, dtype=torch.float64)
-    with accel.seeded(accel.single(), KEY.fold_in("weights", "blocks.0.mlp.up")):
+    with accel.seeding.seeded(accel.single(), KEY.fold_in("weights", "blocks.0.mlp.up")):
         layer.reset_parameters()
     assert torch.equal(found["blocks.0.mlp.up.weight"], layer.weight)
     assert torch.equal(found["norm.weight"], torch.ones(16, dtype=torch.float64))
@@ -88,7 +89,7 @@ def test_layers_of_torch_begin_as_their_constructors_leave_them(ranks: Simulator
         with torch.device("meta"):
             model = Statistics()
         model = accel.prepare_model(ctx, model)
-        accel.initialize_weights(ctx, model, KEY)
+        accel.bigmodel.initialize_weights(ctx, model, KEY)
         return {name: full_tensor(each).clone() for name, each in model.state_dict().items()}
 
     alone = ranks.run(lambda ctx: rank(ctx, "dp=1"), 1, default_group=True)[0]
@@ -114,7 +115,7 @@ def test_values_that_came_stay_and_a_function_gives_the_others() -> None:
         for each in module.parameters():
             _ = each.data.fill_(4.0)
 
-    accel.initialize_weights(ctx, model, KEY, init=init)
+    accel.bigmodel.initialize_weights(ctx, model, KEY, init=init)
     assert [float(each.detach().mean()) for each in model.parameters()] == [3.0, 3.0, 4.0, 4.0]
     assert [type(each) for each in seen] == [nn.Linear]
 
@@ -130,7 +131,7 @@ def test_modules_that_nothing_initialises_are_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Bare())
     model = accel.prepare_model(ctx, model)
-    with pytest.raises(accel.PrepareError, match=r"reset_parameters.*got 1 - at"):
-        accel.initialize_weights(ctx, model, KEY)
-    with pytest.raises(accel.PrepareError, match=r"left values out: got 0\.weight"):
-        accel.initialize_weights(ctx, model, KEY, init=lambda module: None)
+    with pytest.raises(accel.errors.PrepareError, match=r"reset_parameters.*got 1 - at"):
+        accel.bigmodel.initialize_weights(ctx, model, KEY)
+    with pytest.raises(accel.errors.PrepareError, match=r"left values out: got 0\.weight"):
+        accel.bigmodel.initialize_weights(ctx, model, KEY, init=lambda module: None)

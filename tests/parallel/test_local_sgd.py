@@ -40,17 +40,17 @@ def train(ctx: accel.DistContext, steps: int, every: int) -> list[torch.Tensor]:
     model = make()
     if ctx.rank:
         nn.init.normal_(model[0].weight)  # rank 0's is the start for all
-    model = accel.prepare_local_model(ctx, model)
+    model = accel.parallel.prepare_local_model(ctx, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    accum, scaler, local = accel.Accumulation(), accel.loss_scale(ctx), accel.LocalSgd(every)
+    accum, scaler, local = accel.Accumulation(), accel.loss_scale(ctx), accel.parallel.LocalSgd(every)
     for step in range(steps):
         inputs, targets = data(ctx.rank, step)
         accum = accum.next()
         with accel.accumulate(ctx, accum):
             accum = accel.backward(ctx, mse_loss(model(inputs), targets), scaler, accum)
         accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
-        local = accel.local_sgd_step(ctx, model, local, last=step == steps - 1)
-    assert local == accel.LocalSgd(every, averages=-(-steps // every))
+        local = accel.parallel.local_sgd_step(ctx, model, local, last=step == steps - 1)
+    assert local == accel.parallel.LocalSgd(every, averages=-(-steps // every))
     return values(model)
 
 
@@ -88,14 +88,14 @@ def test_ranks_hold_the_average_of_what_each_would_have_become(world_size: int, 
 def test_averaging_after_every_step_of_plain_sgd_is_data_parallel(samples: int, world_size: int, steps: int) -> None:
     """With `weight=batch.valid` every sample counts the same, ragged ends included."""
 
-    def rank(ctx: accel.DistContext, local: accel.LocalSgd | None) -> torch.Tensor:
+    def rank(ctx: accel.DistContext, local: accel.parallel.LocalSgd | None) -> torch.Tensor:
         generator = torch.Generator().manual_seed(samples)
         dataset = TensorDataset(torch.randn(samples, 4, dtype=torch.float64, generator=generator))
         model: nn.Module = nn.Linear(4, 2, dtype=torch.float64)
         with torch.no_grad():
             model.weight.fill_(0.5)  # type: ignore[operator, union-attr]
         loader = accel.prepare_loader(ctx, DataLoader(dataset, batch_size=2))
-        prepare = accel.prepare_model if local is None else accel.prepare_local_model
+        prepare = accel.prepare_model if local is None else accel.parallel.prepare_local_model
         model = prepare(ctx, model)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), accel.loss_scale(ctx)
         accum = accel.Accumulation(steps=steps)
@@ -106,12 +106,12 @@ def test_averaging_after_every_step_of_plain_sgd_is_data_parallel(samples: int, 
                 accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
             if accum.sync:
                 accum = accel.optimizer_step(ctx, optimizer, scaler, accum, nonfinite="ignore").accum
-                local = local and accel.local_sgd_step(ctx, model, local)
+                local = local and accel.parallel.local_sgd_step(ctx, model, local)
         return torch.cat([each.detach().flatten() for each in model.parameters()])
 
     with Simulator() as simulator:
         together = simulator.run(lambda ctx: rank(ctx, None), world_size)
-        apart = simulator.run(lambda ctx: rank(ctx, accel.LocalSgd(every=1)), world_size)
+        apart = simulator.run(lambda ctx: rank(ctx, accel.parallel.LocalSgd(every=1)), world_size)
     for got, expected in zip(apart, together, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
@@ -134,14 +134,14 @@ def test_an_average_is_one_message_for_each_dtype(
         layers = [nn.Linear(40, 40) for _ in range(20)]
         if dtypes == 2:
             layers[3].double()
-        model = accel.prepare_local_model(ctx, nn.Sequential(*layers))
+        model = accel.parallel.prepare_local_model(ctx, nn.Sequential(*layers))
         if ctx.rank == 0:
             for name in originals:
                 monkeypatch.setattr(calls, name, counting(name))
         accel.wait_for_everyone(ctx)
-        local = accel.LocalSgd(every=3)
+        local = accel.parallel.LocalSgd(every=3)
         for _ in range(6):
-            local = accel.local_sgd_step(ctx, model, local)
+            local = accel.parallel.local_sgd_step(ctx, model, local)
 
     ranks.run(rank, 2)
     # Two ranks; two averages, each of a small checked message and what is too large for it; and the barrier.
@@ -151,11 +151,11 @@ def test_an_average_is_one_message_for_each_dtype(
 
 def test_a_rank_that_fails_says_nothing_to_the_others(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        model, local = accel.prepare_local_model(ctx, make()), accel.LocalSgd(every=2)
+        model, local = accel.parallel.prepare_local_model(ctx, make()), accel.parallel.LocalSgd(every=2)
         for step in range(4):
             if ctx.rank == 1 and step == 3:
                 raise InjectedFault("between two averages")
-            local = accel.local_sgd_step(ctx, model, local)
+            local = accel.parallel.local_sgd_step(ctx, model, local)
 
     with pytest.raises(InjectedFault) as caught:
         ranks.run(rank, 2)
@@ -164,8 +164,8 @@ def test_a_rank_that_fails_says_nothing_to_the_others(ranks: Simulator) -> None:
 
 def test_ranks_that_average_at_other_steps_are_told(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        model = accel.prepare_local_model(ctx, make())
-        local = accel.local_sgd_step(ctx, model, accel.LocalSgd(every=2), last=ctx.rank == 0)
+        model = accel.parallel.prepare_local_model(ctx, make())
+        local = accel.parallel.local_sgd_step(ctx, model, accel.parallel.LocalSgd(every=2), last=ctx.rank == 0)
         with pytest.raises(CollectiveMismatch, match="wait_for_everyone"):
             accel.wait_for_everyone(ctx)
         assert local.taken == 1
@@ -176,10 +176,10 @@ def test_ranks_that_average_at_other_steps_are_told(ranks: Simulator) -> None:
 
 def test_sixteen_bits_are_averaged_in_thirty_two(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> torch.Tensor:
-        model = accel.prepare_local_model(ctx, nn.Linear(64, 64, dtype=torch.bfloat16))
+        model = accel.parallel.prepare_local_model(ctx, nn.Linear(64, 64, dtype=torch.bfloat16))
         with torch.no_grad():
             model.weight.fill_(1.0 + ctx.rank / 128)
-        _ = accel.local_sgd_step(ctx, model, accel.LocalSgd(every=1))
+        _ = accel.parallel.local_sgd_step(ctx, model, accel.parallel.LocalSgd(every=1))
         return model.weight.detach()
 
     for got in ranks.run(rank, 3):  # in bfloat16 the sum of 1, 1 + 1/128 and 1 + 2/128 has no bit for these
@@ -189,9 +189,9 @@ def test_sixteen_bits_are_averaged_in_thirty_two(ranks: Simulator) -> None:
 
 def test_with_its_optimizer_averaged_a_run_resumes_exactly(tmp_path: Path) -> None:
     def rank(ctx: accel.DistContext, steps: int) -> list[torch.Tensor]:
-        model = accel.prepare_local_model(ctx, make())
+        model = accel.parallel.prepare_local_model(ctx, make())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        accum, local = accel.Accumulation(), accel.LocalSgd(every=2)
+        accum, local = accel.Accumulation(), accel.parallel.LocalSgd(every=2)
 
         def items() -> dict[str, object]:
             return {"model": model, "optimizer": optimizer, "accum": accum, "local": local}
@@ -204,7 +204,7 @@ def test_with_its_optimizer_averaged_a_run_resumes_exactly(tmp_path: Path) -> No
             accum = accum.next()
             accum = accel.backward(ctx, mse_loss(model(inputs), targets), accel.loss_scale(ctx), accum)
             accum = accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum).accum
-            local = accel.local_sgd_step(ctx, model, local, optimizer=optimizer)
+            local = accel.parallel.local_sgd_step(ctx, model, local, optimizer=optimizer)
             if local.taken:
                 with pytest.raises(ConfigError, match="ranks hold different models between two averages"):
                     accel.save_state(ctx, tmp_path / "between", items(), step=0)
@@ -223,20 +223,25 @@ def test_with_its_optimizer_averaged_a_run_resumes_exactly(tmp_path: Path) -> No
 @pytest.mark.parametrize("every", [0, -1, 2.0, True])
 def test_numbers_of_steps_that_are_none(every: Any) -> None:
     with pytest.raises(ConfigError, match="an integer from 1"):
-        accel.LocalSgd(every)
+        accel.parallel.LocalSgd(every)
 
 
 def test_a_model_that_ddp_keeps_equal_is_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         model = accel.prepare_model(ctx, make())
         for call in (
-            lambda: accel.prepare_local_model(ctx, model),
-            lambda: accel.local_sgd_step(ctx, model, accel.LocalSgd(1)),
+            lambda: accel.parallel.prepare_local_model(ctx, model),
+            lambda: accel.parallel.local_sgd_step(ctx, model, accel.parallel.LocalSgd(1)),
         ):
             with pytest.raises(PrepareError, match=r"got one that DDP wraps.*accel.unwrap_model\(model\)"):
                 call()
         plain = accel.unwrap_model(model)  # warm-up by DDP is over
-        assert accel.local_sgd_step(ctx, accel.prepare_local_model(ctx, plain), accel.LocalSgd(1)).averages == 1
+        assert (
+            accel.parallel.local_sgd_step(
+                ctx, accel.parallel.prepare_local_model(ctx, plain), accel.parallel.LocalSgd(1)
+            ).averages
+            == 1
+        )
 
     ranks.run(rank, 2)
 
@@ -244,8 +249,8 @@ def test_a_model_that_ddp_keeps_equal_is_refused(ranks: Simulator) -> None:
 def test_ranks_that_share_experts_and_empty_models_are_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         with pytest.raises(PrepareError, match="ep out of the mesh"):
-            accel.prepare_local_model(accel.replace(ctx, mesh="dp=2,ep=2"), nn.Linear(2, 2))
-        with pytest.raises(accel.DeviceError, match="no values"):
-            accel.prepare_local_model(ctx, nn.Linear(2, 2, device="meta"))
+            accel.parallel.prepare_local_model(accel.replace(ctx, mesh="dp=2,ep=2"), nn.Linear(2, 2))
+        with pytest.raises(accel.errors.DeviceError, match="no values"):
+            accel.parallel.prepare_local_model(ctx, nn.Linear(2, 2, device="meta"))
 
     ranks.run(rank, 2, default_group=True)

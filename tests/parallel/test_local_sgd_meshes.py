@@ -12,7 +12,7 @@ import torch
 from language_models import forward_backward, make_objects, plan_of, rows
 
 import accel
-from accel import Axes, LocalSgd
+from accel.parallel import Axes, LocalSgd
 from accel.tensors import full_tensor
 from accel.testing import Simulator, simulate
 
@@ -30,7 +30,7 @@ def _train(ctx: accel.DistContext, axes: Axes, strategy: Any, out: Path | None =
     """Steps of two replicas, averaged every second step; a run that finds a checkpoint goes on from it."""
     ctx = accel.replace(ctx, mesh=str(axes), strategy=strategy)
     model, _ = make_objects(ctx, tied=True)
-    model = accel.prepare_local_model(ctx, model, plan=plan_of())
+    model = accel.parallel.prepare_local_model(ctx, model, plan=plan_of())
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     accum, scaler, local = accel.Accumulation(), accel.loss_scale(ctx), LocalSgd(every=2)
 
@@ -49,7 +49,7 @@ def _train(ctx: accel.DistContext, axes: Axes, strategy: Any, out: Path | None =
         result = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
         accum = result.accum
         figures.append(float(result.grad_norm))
-        local = accel.local_sgd_step(ctx, model, local, optimizer=optimizer, last=accum.updates == upto)
+        local = accel.parallel.local_sgd_step(ctx, model, local, optimizer=optimizer, last=accum.updates == upto)
         if out is not None and not local.taken:
             accel.save_state(ctx, out, items(), step=accum.updates)
     held = model.named_parameters(remove_duplicate=False)

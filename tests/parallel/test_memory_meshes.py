@@ -11,7 +11,7 @@ import torch
 from language_models import make_objects, plan_of, rows
 
 import accel
-from accel import Axes
+from accel.parallel import Axes
 from accel.testing import Simulator
 
 WHOLE = ("norm", "places", "out.bias", "down.bias")  # in the names of what tensor parallelism does not divide
@@ -40,7 +40,7 @@ def _held(ctx: accel.DistContext, axes: Axes, strategy: Any) -> int:
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan_of())
     share, shares = ctx.data_parallel
     for step in range(2):
-        part = accel.split_sequence(ctx, {"ids": rows(4)[share::shares]}, shift=())
+        part = accel.parallel.split_sequence(ctx, {"ids": rows(4)[share::shares]}, shift=())
         scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
         _, accum = accel.forward_backward(
             ctx, model, scaler, accum, part, loss_fn=lambda logits: logits.square().sum(), weight=len(part["ids"])

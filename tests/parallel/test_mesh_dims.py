@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 import accel
-from accel import PrepareError
+from accel.errors import PrepareError
 from accel.parallel._prepare_model import _ORDER, _SPREADS, composition
 from accel.parallel._spread import SpreadOptions
 from accel.testing import Simulator
@@ -37,7 +37,7 @@ def test_experts_that_no_plan_names_keep_their_values(ranks: Simulator, mesh: st
         with pytest.raises(PrepareError, match="a model that names none"):
             _ = accel.prepare_model(ctx, model)
         with pytest.raises(PrepareError, match="rank 0's experts"):
-            _ = accel.prepare_local_model(ctx, model)
+            _ = accel.parallel.prepare_local_model(ctx, model)
         assert model.weight.eq(ctx.rank).all()
 
     _ = ranks.run(rank, 4, default_group=True)
@@ -65,7 +65,9 @@ def test_a_dimension_of_one_rank_is_no_dimension(ranks: Simulator, name: str) ->
 
 
 def test_what_is_no_plan_is_refused() -> None:
-    with pytest.raises(accel.ConfigError, match=r"not a plan: expected an accel\.Plan, or None, got dict - at plan="):
+    with pytest.raises(
+        accel.errors.ConfigError, match=r"not a plan: expected an accel\.parallel\.Plan, or None, got dict - at plan="
+    ):
         accel.prepare(accel.single(), nn.Linear(2, 2), plan={"sequence": True})  # type: ignore[call-overload]
 
 

@@ -28,7 +28,13 @@ def _check(run: Run, expected: Run) -> None:
 
 
 def _law(
-    ranks: Simulator, axes: accel.Axes, *, strategy: str, accumulation: int, plan: accel.Plan, **options: Any
+    ranks: Simulator,
+    axes: accel.parallel.Axes,
+    *,
+    strategy: str,
+    accumulation: int,
+    plan: accel.parallel.Plan,
+    **options: Any,
 ) -> None:
     expected = _alone(accumulation, **options)
     if axes.world_size == axes.dp_replicate > 1:
@@ -44,7 +50,7 @@ def _law(
 
 
 @st.composite
-def meshes(draw: st.DrawFn, most: int) -> accel.Axes:
+def meshes(draw: st.DrawFn, most: int) -> accel.parallel.Axes:
     """Meshes of up to so many ranks."""
     sizes: dict[str, int] = {}
     left = most
@@ -52,11 +58,11 @@ def meshes(draw: st.DrawFn, most: int) -> accel.Axes:
     for name in draw(st.permutations(["pp", "cp", "tp", *data])):
         sizes[name] = draw(st.sampled_from([each for each in (2, 1) if each <= left]))
         left //= sizes[name]
-    return accel.Axes(**sizes)
+    return accel.parallel.Axes(**sizes)
 
 
 @st.composite
-def meshes_of_experts(draw: st.DrawFn, most: int) -> accel.Axes:
+def meshes_of_experts(draw: st.DrawFn, most: int) -> accel.parallel.Axes:
     """Meshes of up to so many ranks, some of which share four experts."""
     axes = draw(meshes(most))
     divisors = [each for each in (4, 2) if axes.expert_ranks % each == 0]
@@ -64,7 +70,7 @@ def meshes_of_experts(draw: st.DrawFn, most: int) -> accel.Axes:
 
 
 plans = st.builds(
-    accel.Plan,
+    accel.parallel.Plan,
     tensor=st.just(STYLES),
     context=st.sampled_from(["gather", "ring", "heads"]),
     schedule=st.sampled_from(["GPipe", "1F1B"]),
@@ -85,26 +91,35 @@ LAW = {
 
 @settings(deadline=None, max_examples=3)
 @given(axes=meshes(4), **LAW)
-def test_training_on_any_mesh_is_training_on_one_process(ranks: Simulator, axes: accel.Axes, **case: Any) -> None:
+def test_training_on_any_mesh_is_training_on_one_process(
+    ranks: Simulator, axes: accel.parallel.Axes, **case: Any
+) -> None:
     _law(ranks, axes, **case)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=7)
 @given(axes=meshes(8), **LAW)
-def test_training_on_any_larger_mesh(ranks: Simulator, axes: accel.Axes, **case: Any) -> None:
+def test_training_on_any_larger_mesh(ranks: Simulator, axes: accel.parallel.Axes, **case: Any) -> None:
     _law(ranks, axes, **case)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=4)
 @given(
-    others=st.sampled_from([accel.Axes(dp=2), accel.Axes(cp=2), accel.Axes(tp=2), accel.Axes(cp=2, tp=2)]),
+    others=st.sampled_from(
+        [
+            accel.parallel.Axes(dp=2),
+            accel.parallel.Axes(cp=2),
+            accel.parallel.Axes(tp=2),
+            accel.parallel.Axes(cp=2, tp=2),
+        ]
+    ),
     schedule=st.sampled_from(SCHEDULES),
     **LAW,
 )
 def test_training_by_any_schedule_beside_other_axes(
-    ranks: Simulator, others: accel.Axes, schedule: Any, tied: bool, **case: Any
+    ranks: Simulator, others: accel.parallel.Axes, schedule: Any, tied: bool, **case: Any
 ) -> None:
     case["plan"] = msgspec.structs.replace(case["plan"], schedule=schedule, stages_per_rank=2)
     tied = tied and schedule not in IN_A_V  # two stages of one rank would share a sharded parameter, which is refused
@@ -114,13 +129,15 @@ def test_training_by_any_schedule_beside_other_axes(
 @pytest.mark.slow
 @settings(deadline=None, max_examples=4)
 @given(axes=meshes_of_experts(8), method=st.sampled_from(["gather", "ring", "heads"]), **LAW)
-def test_training_with_experts_on_any_mesh(ranks: Simulator, axes: accel.Axes, method: Any, **case: Any) -> None:
+def test_training_with_experts_on_any_mesh(
+    ranks: Simulator, axes: accel.parallel.Axes, method: Any, **case: Any
+) -> None:
     case["plan"] = plan_of(4, context=method)
     _law(ranks, axes, experts=4, **case)
 
 
 @pytest.mark.slow
 def test_four_dimensions_at_once(ranks: Simulator) -> None:
-    axes = accel.Axes(pp=2, dp=2, cp=2, tp=2)
-    plan = accel.Plan(tensor=STYLES, context="ring")
+    axes = accel.parallel.Axes(pp=2, dp=2, cp=2, tp=2)
+    plan = accel.parallel.Plan(tensor=STYLES, context="ring")
     _law(ranks, axes, strategy="fsdp", accumulation=2, plan=plan, tied=True, frozen=False, kv_heads=2)

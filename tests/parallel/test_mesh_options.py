@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import accel
-from accel import Axes
+from accel.parallel import Axes
 from accel.testing import Simulator, simulate
 
 MESHES = [
@@ -49,14 +49,14 @@ def _train(ctx: accel.DistContext, how: str, experts: int) -> list[tuple[bool, f
     dtype = torch.float32 if "fp16" in how else torch.float64
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-        return accel.vocab_cross_entropy(ctx, logits.flatten(0, 1).to(dtype), targets.flatten())
+        return accel.parallel.vocab_cross_entropy(ctx, logits.flatten(0, 1).to(dtype), targets.flatten())
 
     steps: list[tuple[bool, float]] = []
     for batch in accel.batches(ctx, loader, state):
         state = state.next(batch)
         labels = batch.data.clone()
         labels[int(batch.valid) :] = -100  # stand-ins
-        part = accel.split_sequence(ctx, {"ids": batch.data, "labels": labels})
+        part = accel.parallel.split_sequence(ctx, {"ids": batch.data, "labels": labels})
         wanted = part.pop("labels")
         weight = (wanted != -100).sum()
         _, state = accel.forward_backward(ctx, model, state, part, targets=wanted, loss_fn=loss_of, weight=weight)
@@ -130,9 +130,9 @@ def test_kept_outputs_are_those_of_one_process_by_any_method(ranks: Simulator, m
         ctx = accel.replace(ctx, mesh=mesh)
         model, optimizer = make_objects(ctx)
         accel.checkpoint_activations(model, Block, keep=keep)
-        plan = accel.Plan(tensor=STYLES, context=method)
+        plan = accel.parallel.Plan(tensor=STYLES, context=method)
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
-        part = accel.split_sequence(ctx, {"ids": rows(4)}, shift=())
+        part = accel.parallel.split_sequence(ctx, {"ids": rows(4)}, shift=())
         scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
         _, accum = accel.forward_backward(
             ctx, model, scaler, accum, part, loss_fn=lambda logits: logits.square().sum(), weight=part["ids"].numel()

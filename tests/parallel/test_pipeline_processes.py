@@ -33,7 +33,7 @@ torch.set_num_threads(1)
 with accel.session(device="cpu", mesh="pp=-1", timeout_s=60) as ctx:
     whole = Words()
     whole.blocks[int(sys.argv[2])] = Failing()
-    model = accel.prepare_model(ctx, whole, plan=accel.Plan(micro_batches=4))
+    model = accel.prepare_model(ctx, whole, plan=accel.parallel.Plan(micro_batches=4))
     ids, targets = batch_of(0, 8)
     scaler = accel.loss_scale(ctx)
     for step in range(4):
@@ -53,7 +53,7 @@ def _trains(rank: int, environs: list[dict[str, str]]) -> None:
         for tied in (False, True):
             expected = by_hand(lambda tied=tied: Words(tied=tied))
             for schedule, per, micro in SCHEDULES:
-                plan = accel.Plan(schedule=_schedule(schedule), stages_per_rank=per, micro_batches=micro)
+                plan = accel.parallel.Plan(schedule=_schedule(schedule), stages_per_rank=per, micro_batches=micro)
                 found = train(ctx, lambda tied=tied: Words(tied=tied), plan, mesh="pp=2")
                 names = found.parameters.keys()
                 own = expected._replace(parameters={name: expected.parameters[name] for name in names})

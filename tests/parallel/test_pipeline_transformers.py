@@ -66,7 +66,7 @@ def test_models_whose_forward_is_no_chain_are_told_why(
 ) -> None:
     def rank(ctx: accel.DistContext) -> Any:
         ctx = accel.replace(ctx, mesh="pp=2")
-        with accel.seeded(ctx, 0):
+        with accel.seeding.seeded(ctx, 0):
             model = accel.prepare_model(ctx, make())
         ids = torch.arange(32).view(4, 8)
         given = {"input_ids": ids, **dict.fromkeys(inputs, torch.ones_like(ids))}
@@ -75,7 +75,7 @@ def test_models_whose_forward_is_no_chain_are_told_why(
         )
 
     for error in ranks.run(rank, 2, default_group=True):
-        assert isinstance(error, accel.StageError)
+        assert isinstance(error, accel.errors.StageError)
         assert re.search(told, str(error))
 
 
@@ -85,10 +85,10 @@ def _loss_sum(output: Any, targets: torch.Tensor) -> torch.Tensor:
 
 def _train(ctx: accel.DistContext, make: Any, mesh: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     ctx = accel.replace(ctx, mesh=mesh)
-    with accel.seeded(ctx, 0):
+    with accel.seeding.seeded(ctx, 0):
         model = make().double()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(micro_batches=3))
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(micro_batches=3))
     figures: list[float] = []
     for step in range(2):
         ids = torch.randint(64, (5, 9), generator=torch.Generator().manual_seed(step))
@@ -115,13 +115,13 @@ def test_a_pipeline_takes_the_steps_of_one_process(ranks: Simulator, make: Any) 
             torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-10)
 
 
-def _generated(ctx: accel.DistContext, make: Any, mesh: str, plan: accel.Plan, **options: Any) -> torch.Tensor:
+def _generated(ctx: accel.DistContext, make: Any, mesh: str, plan: accel.parallel.Plan, **options: Any) -> torch.Tensor:
     ctx = accel.replace(ctx, mesh=mesh)
-    with accel.seeded(ctx, 0):
+    with accel.seeding.seeded(ctx, 0):
         model = make().double()
     model = accel.prepare_model(ctx, model, plan=plan)
     with accel.evaluating(model):
-        return accel.generate(ctx, model, PROMPTS, max_new_tokens=6, attention_mask=MASK, **options)
+        return accel.training.generate(ctx, model, PROMPTS, max_new_tokens=6, attention_mask=MASK, **options)
 
 
 PROMPTS = torch.randint(1, 64, (5, 7), generator=torch.Generator().manual_seed(1))
@@ -133,17 +133,17 @@ MASK[1, :3] = MASK[3, :1] = 0  # padding in front
 @pytest.mark.parametrize("make", [_llama, _gpt2])
 @pytest.mark.parametrize("eos", [None, 5])
 def test_generation_with_a_cache_is_that_of_transformers(ranks: Simulator, make: Any, eos: int | None) -> None:
-    with accel.seeded(accel.single(), 0):
+    with accel.seeding.seeded(accel.single(), 0):
         whole = make().double()
     more = {"eos_token_id": eos, "pad_token_id": eos or 0}
     expected = whole.generate(PROMPTS, attention_mask=MASK, max_new_tokens=6, do_sample=False, use_cache=True, **more)
     plans = {
-        "": accel.Plan(micro_batches=2),
-        "pp=2": accel.Plan(micro_batches=3),
-        "pp=2,tp=2": accel.Plan(),
+        "": accel.parallel.Plan(micro_batches=2),
+        "pp=2": accel.parallel.Plan(micro_batches=3),
+        "pp=2,tp=2": accel.parallel.Plan(),
     }
     if make is _llama:  # a tied parameter cannot be in two stages of one rank
-        plans["pp=2,dp=1"] = accel.Plan(schedule="ZBVZeroBubble", stages_per_rank=2)
+        plans["pp=2,dp=1"] = accel.parallel.Plan(schedule="ZBVZeroBubble", stages_per_rank=2)
     for mesh, plan in plans.items():
         size = 1 if not mesh else 4 if "tp" in mesh else 2
         run = partial(_generated, make=make, mesh=mesh, plan=plan, eos=eos)
@@ -154,5 +154,7 @@ def test_generation_with_a_cache_is_that_of_transformers(ranks: Simulator, make:
 @pytest.mark.slow
 def test_masks_that_pad_behind_are_refused() -> None:
     ids = torch.ones(1, 3, dtype=torch.int64)
-    with pytest.raises(accel.ConfigError, match="padding_side"):
-        accel.generate(accel.single(), _llama(), ids, max_new_tokens=1, attention_mask=torch.tensor([[1, 1, 0]]))
+    with pytest.raises(accel.errors.ConfigError, match="padding_side"):
+        accel.training.generate(
+            accel.single(), _llama(), ids, max_new_tokens=1, attention_mask=torch.tensor([[1, 1, 0]])
+        )

@@ -16,8 +16,8 @@ from pipelines import Block, Words, batch_of, by_hand, differences, loss_sum, tr
 from torch import nn
 
 import accel
-from accel import PrepareError, StageError, StepError
-from accel.parallel import stage_modules
+from accel.errors import PrepareError, StageError, StepError
+from accel.parallel._modules import stage_modules
 from accel.testing import Simulator
 
 PARAMETERS, FIGURES = 1e-10, 1e-12
@@ -32,7 +32,9 @@ SCHEDULES = [
 ]
 
 
-def _check(ranks: Simulator, count: int, plan: accel.Plan, *, tied: bool = False, accumulation: int = 1) -> None:
+def _check(
+    ranks: Simulator, count: int, plan: accel.parallel.Plan, *, tied: bool = False, accumulation: int = 1
+) -> None:
     make = partial(Words, tied=tied)
     found = ranks.run(
         partial(train, make=make, plan=plan, mesh=f"pp={count}", accumulation=accumulation), count, default_group=True
@@ -47,14 +49,14 @@ def _check(ranks: Simulator, count: int, plan: accel.Plan, *, tied: bool = False
 def test_a_schedule_takes_the_steps_of_one_process(
     ranks: Simulator, schedule: Any, per: int, micro: int, tied: bool
 ) -> None:
-    plan = accel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=micro)
+    plan = accel.parallel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=micro)
     _check(ranks, 2, plan, tied=tied, accumulation=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "per", "micro"), SCHEDULES)
 def test_four_ranks_take_the_steps_of_one_process(ranks: Simulator, schedule: Any, per: int, micro: int) -> None:
-    plan = accel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=max(micro, 8))
+    plan = accel.parallel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=max(micro, 8))
     _check(ranks, 4, plan, tied=True, accumulation=3)
 
 
@@ -78,7 +80,7 @@ def test_stages_are_sharded_and_replicated(
     ranks: Simulator, mesh: str, strategy: Any, schedule: Any, per: int, tied: bool, accumulation: int
 ) -> None:
     make = partial(Words, tied=tied)
-    plan = accel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=4)
+    plan = accel.parallel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=4)
 
     def rank(ctx: accel.DistContext) -> Any:
         ctx = accel.replace(ctx, strategy=strategy)
@@ -102,7 +104,9 @@ def test_held_back_gradients_travel_once_a_window(ranks: Simulator) -> None:
 
     def rank(ctx: accel.DistContext, accumulation: int) -> None:
         ctx = accel.replace(ctx, strategy="fsdp")
-        _ = train(ctx, Words, accel.Plan(micro_batches=4), mesh="pp=2,dp=2", accumulation=accumulation, rows=(8,))
+        _ = train(
+            ctx, Words, accel.parallel.Plan(micro_batches=4), mesh="pp=2,dp=2", accumulation=accumulation, rows=(8,)
+        )
 
     found = []
     with pytest.MonkeyPatch.context() as patch:
@@ -115,7 +119,7 @@ def test_held_back_gradients_travel_once_a_window(ranks: Simulator) -> None:
 
 
 def test_a_tied_parameter_of_two_sharded_stages_of_a_rank_is_refused(ranks: Simulator) -> None:
-    plan = accel.Plan(schedule="ZBVZeroBubble", stages_per_rank=2)
+    plan = accel.parallel.Plan(schedule="ZBVZeroBubble", stages_per_rank=2)
 
     def rank(ctx: accel.DistContext) -> Any:
         ctx = accel.replace(ctx, mesh="pp=2,dp=2")
@@ -128,7 +132,7 @@ def test_a_tied_parameter_of_two_sharded_stages_of_a_rank_is_refused(ranks: Simu
 
 def test_stages_by_name_need_no_order_of_length(ranks: Simulator) -> None:
     stages = [["embed"], [f"blocks.{at}" for at in range(8)] + ["norm", "head"]]
-    _check(ranks, 2, accel.Plan(stages=stages), tied=True)
+    _check(ranks, 2, accel.parallel.Plan(stages=stages), tied=True)
 
 
 def _check_two_stages(ranks: Simulator, make: Callable[[], Words]) -> None:
@@ -167,7 +171,9 @@ def test_without_a_pipeline_micro_batches_run_one_after_another(
     ranks: Simulator, strategy: Any, count: int, micro: int
 ) -> None:
     def rank(ctx: accel.DistContext) -> Any:
-        return train(accel.replace(ctx, strategy=strategy), Words, accel.Plan(micro_batches=micro), accumulation=2)
+        return train(
+            accel.replace(ctx, strategy=strategy), Words, accel.parallel.Plan(micro_batches=micro), accumulation=2
+        )
 
     parameters, norms = _without_losses(ranks.run(rank, count, default_group=True), by_hand(Words, accumulation=2))
     assert parameters < PARAMETERS
@@ -187,11 +193,13 @@ def test_a_state_is_carried_as_by_backward(ranks: Simulator) -> None:
 
     def rank(ctx: accel.DistContext, mesh: str) -> list[torch.Tensor]:
         ctx = accel.replace(ctx, mesh=mesh)
-        with accel.seeded(ctx, 0):
+        with accel.seeding.seeded(ctx, 0):
             model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader: Any = torch.utils.data.DataLoader(rows, batch_size=4)
-        model, optimizer, loader = accel.prepare(ctx, model, optimizer, loader, plan=accel.Plan(micro_batches=2))
+        model, optimizer, loader = accel.prepare(
+            ctx, model, optimizer, loader, plan=accel.parallel.Plan(micro_batches=2)
+        )
         state = accel.train_state(ctx, accumulation=2)
         losses = []
         for batch in accel.batches(ctx, loader, state):
@@ -331,7 +339,7 @@ class Failing(Words):
 
 def _forward_backward(ctx: accel.DistContext, make: Any, loss_fn: Any = loss_sum) -> Any:
     ctx = accel.replace(ctx, mesh="pp=2")
-    model = accel.prepare_model(ctx, make(), plan=accel.Plan(micro_batches=2))
+    model = accel.prepare_model(ctx, make(), plan=accel.parallel.Plan(micro_batches=2))
     ids, targets = batch_of(0, 4)
     return accel.forward_backward(
         ctx, model, accel.loss_scale(ctx), None, ids, targets=targets, loss_fn=loss_fn, weight=1
@@ -383,12 +391,12 @@ def test_outputs_are_those_of_the_whole_model_on_every_rank(
 
     def rank(ctx: accel.DistContext) -> list[torch.Tensor]:
         ctx = accel.replace(ctx, mesh="pp=2")
-        plan = accel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=micro)
+        plan = accel.parallel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=micro)
         model = accel.prepare_model(ctx, Words(), plan=plan)
-        before = accel.forward(ctx, model, {"ids": ids})
+        before = accel.training.forward(ctx, model, {"ids": ids})
         scaler = accel.loss_scale(ctx)
         _ = accel.forward_backward(ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=1)
-        return [before, accel.forward(ctx, model, (ids[:5],), select=lambda output: output.argmax(-1))]
+        return [before, accel.training.forward(ctx, model, (ids[:5],), select=lambda output: output.argmax(-1))]
 
     whole = Words()(ids).detach()
     for before, chosen in ranks.run(rank, 2, default_group=True):
@@ -415,7 +423,7 @@ class Own:
         self.values = values
 
 
-OWN = accel.Container(Own, lambda old: {"values": old.values}, lambda old, new: Own(new["values"]))
+OWN = accel.tree.Container(Own, lambda old: {"values": old.values}, lambda old, new: Own(new["values"]))
 KINDS: dict[str, tuple[Any, Any]] = {
     "a dataclass": (lambda x: Logits("", x), lambda out: out.inner),
     "a Struct": (Record, lambda out: out.logits),
@@ -437,8 +445,8 @@ def test_outputs_may_be_of_any_kind_that_collectives_take(ranks: Simulator, kind
 
     def rank(ctx: accel.DistContext) -> list[torch.Tensor]:
         ctx = accel.replace(ctx, mesh=mesh, containers=[OWN])
-        model = accel.prepare_model(ctx, Packed(), plan=accel.Plan(micro_batches=2))
-        outputs = accel.forward(ctx, model, ids)
+        model = accel.prepare_model(ctx, Packed(), plan=accel.parallel.Plan(micro_batches=2))
+        outputs = accel.training.forward(ctx, model, ids)
         loss, _ = accel.forward_backward(
             ctx,
             model,
@@ -449,12 +457,12 @@ def test_outputs_may_be_of_any_kind_that_collectives_take(ranks: Simulator, kind
             loss_fn=lambda out, targets: loss_sum(unpack(out), targets),
             weight=1,
         )
-        tokens = accel.generate(ctx, model, ids[:2, :3], max_new_tokens=2)
+        tokens = accel.training.generate(ctx, model, ids[:2, :3], max_new_tokens=2)
         return [outputs, loss, tokens]
 
     whole = Words()
     expected = whole(ids).detach()
-    tokens = accel.generate(accel.single(), whole, ids[:2, :3], max_new_tokens=2)
+    tokens = accel.training.generate(accel.single(), whole, ids[:2, :3], max_new_tokens=2)
     for outputs, loss, found in ranks.run(rank, 2 if mesh else 1, default_group=True):
         torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(loss, loss_sum(expected, targets))
@@ -463,7 +471,7 @@ def test_outputs_may_be_of_any_kind_that_collectives_take(ranks: Simulator, kind
 
 def test_a_mode_is_that_of_every_module_of_the_stages(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> list[set[bool]]:
-        plan = accel.Plan(schedule="Interleaved1F1B", stages_per_rank=2)
+        plan = accel.parallel.Plan(schedule="Interleaved1F1B", stages_per_rank=2)
         model = accel.prepare_model(accel.replace(ctx, mesh="pp=2"), Words(), plan=plan)
 
         def modes() -> set[bool]:
@@ -478,15 +486,15 @@ def test_a_mode_is_that_of_every_module_of_the_stages(ranks: Simulator) -> None:
 
 def test_outputs_without_a_pipeline_and_those_without_rows(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> Any:
-        model = accel.prepare_model(ctx, Words(), plan=accel.Plan(micro_batches=3))
+        model = accel.prepare_model(ctx, Words(), plan=accel.parallel.Plan(micro_batches=3))
         ids, _ = batch_of(0, 4)
-        found = accel.forward(ctx, model, ids)
+        found = accel.training.forward(ctx, model, ids)
         assert not found.requires_grad
-        return found, caught(lambda: accel.forward(ctx, model, ids, select=torch.sum))
+        return found, caught(lambda: accel.training.forward(ctx, model, ids, select=torch.sum))
 
     found, error = ranks.run(rank, 1)[0]
     torch.testing.assert_close(found, Words()(batch_of(0, 4)[0]).detach(), rtol=0, atol=1e-12)
-    assert isinstance(error, accel.ConfigError)
+    assert isinstance(error, accel.errors.ConfigError)
     assert "a tensor of 2 rows, got shape []" in str(error)
 
 
@@ -503,7 +511,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank(ranks: Simulator) 
         return caught(lambda: accel.optimizer_step(ctx, optimizer, scaler))
 
     for error in ranks.run(rank, 2, default_group=True):
-        assert isinstance(error, accel.NonFiniteError)
+        assert isinstance(error, accel.errors.NonFiniteError)
         assert error.where.startswith("head.weight")
 
 
@@ -528,10 +536,10 @@ def test_a_pipelined_model_is_not_called(ranks: Simulator) -> None:
 @pytest.mark.parametrize(
     ("plan", "told"),
     [
-        (accel.Plan(stages=[["embed"]]), "another number of stages"),
-        (accel.Plan(stages=[["embed"], ["blocks.0"]]), "head.weight is in no stage"),
-        (accel.Plan(schedule="ZBVZeroBubble"), "stages_per_rank"),
-        (accel.Plan(micro_batches=1), "micro_batches"),
+        (accel.parallel.Plan(stages=[["embed"]]), "another number of stages"),
+        (accel.parallel.Plan(stages=[["embed"], ["blocks.0"]]), "head.weight is in no stage"),
+        (accel.parallel.Plan(schedule="ZBVZeroBubble"), "stages_per_rank"),
+        (accel.parallel.Plan(micro_batches=1), "micro_batches"),
     ],
 )
 def test_plans_that_do_not_fit_are_refused_before_anything_moves(ranks: Simulator, plan: Any, told: str) -> None:
@@ -541,7 +549,7 @@ def test_plans_that_do_not_fit_are_refused_before_anything_moves(ranks: Simulato
         return error, [name for name, _ in model.named_parameters()] == [name for name, _ in Words().named_parameters()]
 
     for error, untouched in ranks.run(rank, 2, default_group=True):
-        assert isinstance(error, PrepareError | accel.ConfigError)
+        assert isinstance(error, PrepareError | accel.errors.ConfigError)
         assert told in str(error)
         assert untouched
 
@@ -553,7 +561,7 @@ def test_stages_without_peers_take_the_options_of_stages_with_peers(ranks: Simul
         return caught(lambda: accel.prepare_model(ctx, Words(), bucket_cap_mb=1.0))
 
     for error in ranks.run(rank, 2, default_group=True):
-        assert isinstance(error, accel.ConfigError)
+        assert isinstance(error, accel.errors.ConfigError)
         assert "on a sharded model" in str(error)
         assert "fully_shard exchanges gradients under the strategy ddp too" in str(error)
 
@@ -614,9 +622,9 @@ def test_a_weight_is_needed_where_no_state_knows_it(ranks: Simulator) -> None:
         ]
 
     no_weight, no_accum, no_scalar = ranks.run(rank, 1)[0]
-    assert isinstance(no_weight, accel.ConfigError)
+    assert isinstance(no_weight, accel.errors.ConfigError)
     assert "weight=" in str(no_weight)
-    assert isinstance(no_accum, accel.ConfigError)
+    assert isinstance(no_accum, accel.errors.ConfigError)
     assert isinstance(no_scalar, StepError)
     assert "loss.sum()" in str(no_scalar)
 

@@ -14,7 +14,7 @@ from language_models import forward_backward, make_objects, plan_of, rows
 from torch.utils.data import DataLoader
 
 import accel
-from accel import Axes
+from accel.parallel import Axes
 from accel.tensors import full_tensor
 from accel.testing import Simulator, simulate
 
@@ -27,7 +27,7 @@ def _train(ctx: accel.DistContext, axes: Axes, strategy: Any, out: Path, experts
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan_of(experts))
     items = {"model": model, "optimizer": optimizer}
     state = accel.resume(ctx, out, items, accel.train_state(ctx, accumulation=2))
-    with accel.stop_requests(ctx) as requests:
+    with accel.preempt.stop_requests(ctx) as requests:
         for batch in accel.batches(ctx, loader, state):
             state = state.next(batch)
             _, state = forward_backward(ctx, model, state, ids=batch.data, labels=batch.data)
@@ -36,7 +36,7 @@ def _train(ctx: accel.DistContext, axes: Axes, strategy: Any, out: Path, experts
             if not state.sync:
                 continue
             state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
-            if stop := accel.stop_agreed(ctx, requests):
+            if stop := accel.preempt.stop_agreed(ctx, requests):
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates)
                 return stop
     held = accel.unwrap_model(model).named_parameters(remove_duplicate=False)

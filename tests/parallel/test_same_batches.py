@@ -18,7 +18,7 @@ import accel
 from accel import comm
 from accel.testing import Simulator
 
-STAGES = accel.Plan(micro_batches=2)
+STAGES = accel.parallel.Plan(micro_batches=2)
 
 
 class Net(nn.Module):
@@ -56,7 +56,7 @@ def _tensor(ctx: accel.DistContext, mesh: str = "tp=2", **options: Any) -> tuple
 
 def _pipelined(ctx: accel.DistContext, mesh: str) -> tuple[accel.DistContext, nn.Module]:
     ctx = accel.replace(ctx, mesh=mesh)
-    return ctx, accel.prepare_model(ctx, Words(4), plan=accel.Plan(micro_batches=2, tensor={}))
+    return ctx, accel.prepare_model(ctx, Words(4), plan=accel.parallel.Plan(micro_batches=2, tensor={}))
 
 
 def _run(ctx: accel.DistContext, model: nn.Module, batch: Any, trains: bool) -> None:
@@ -70,7 +70,7 @@ def _run(ctx: accel.DistContext, model: nn.Module, batch: Any, trains: bool) -> 
         more = {"targets": targets, "loss_fn": loss_sum, "weight": weight}
         _ = accel.forward_backward(ctx, model, accel.loss_scale(ctx), state, ids, **more)
     else:
-        _ = accel.forward(ctx, model, ids)
+        _ = accel.training.forward(ctx, model, ids)
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -87,7 +87,9 @@ def test_a_sampler_by_global_rank_is_refused_and_prepares_loader_passes(ranks: S
     size = 4 if "," in mesh else 2
     _ = ranks.run(lambda ctx: rank(ctx, prepared=True), size, default_group=True)
     mode = "training" if trains else "evaluation"
-    with pytest.raises(accel.DataError, match=rf"different batches.*first forward in {mode}.*prepare_loader") as caught:
+    with pytest.raises(
+        accel.errors.DataError, match=rf"different batches.*first forward in {mode}.*prepare_loader"
+    ) as caught:
         _ = ranks.run(lambda ctx: rank(ctx, prepared=False), size, default_group=True)
     assert "int64 [" in str(caught.value)
     assert re.search(r"on rank \d, other values on rank \d", str(caught.value))
@@ -113,7 +115,7 @@ def test_each_kind_of_difference_is_noticed_and_its_leaf_is_named(ranks: Simulat
         _, model = _tensor(ctx)
         _ = model({"x": (left, right)[ctx.rank]})
 
-    with pytest.raises(accel.DataError) as caught:
+    with pytest.raises(accel.errors.DataError) as caught:
         _ = ranks.run(rank, 2, default_group=True)
     assert f"on the ranks 0, 1, which share a model along tp or pp, got argument 0.x {said}" in str(caught.value)
 
@@ -125,7 +127,7 @@ def test_a_leaf_among_many_is_noticed(ranks: Simulator, at: int):
         _ = model(X, [torch.tensor([float(k)]) + (k == at) * other * ctx.rank for k in range(41)])
 
     _ = ranks.run(lambda ctx: rank(ctx, 0), 2, default_group=True)
-    with pytest.raises(accel.DataError, match="float32"):
+    with pytest.raises(accel.errors.DataError, match="float32"):
         _ = ranks.run(lambda ctx: rank(ctx, 1), 2, default_group=True)
 
 
@@ -158,7 +160,7 @@ def _own_objects(ctx: accel.DistContext) -> None:
 
 def _whole_everywhere(ctx: accel.DistContext) -> None:
     """A model that each rank has whole may be evaluated by one of them."""
-    _, model = _tensor(ctx, plan=accel.Plan(tensor=WHOLE))
+    _, model = _tensor(ctx, plan=accel.parallel.Plan(tensor=WHOLE))
     if ctx.is_main_process:
         _ = model.eval()(X)
 
@@ -234,20 +236,22 @@ def test_two_forwards_of_a_model_exchange_a_message_of_one_size_each(ranks: Simu
 
 def test_a_model_that_is_compiled_whole_is_compared_too(ranks: Simulator):
     def rank(ctx: accel.DistContext, shift: int) -> None:
-        _, model = _tensor(ctx, plan=accel.Plan(tensor=WHOLE))  # without collectives, which torch would not trace
+        _, model = _tensor(
+            ctx, plan=accel.parallel.Plan(tensor=WHOLE)
+        )  # without collectives, which torch would not trace
         model = accel.compile_model(model, backend="eager", fullgraph=True)
         for _ in range(2):
             _ = model(X + shift * ctx.rank)
 
     _ = ranks.run(lambda ctx: rank(ctx, 0), 2, default_group=True)
-    with pytest.raises(accel.DataError, match="different batches"):
+    with pytest.raises(accel.errors.DataError, match="different batches"):
         _ = ranks.run(lambda ctx: rank(ctx, 1), 2, default_group=True)
 
 
 def test_a_model_for_local_sgd_is_compared_along_tp(ranks: Simulator):
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="dp=2,tp=2")
-        _ = accel.prepare_local_model(ctx, Net())(X + ctx.rank)
+        _ = accel.parallel.prepare_local_model(ctx, Net())(X + ctx.rank)
 
-    with pytest.raises(accel.DataError, match=r"on the ranks [02], [13],"):
+    with pytest.raises(accel.errors.DataError, match=r"on the ranks [02], [13],"):
         _ = ranks.run(rank, 4, default_group=True)

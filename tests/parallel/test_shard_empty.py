@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
 import accel
-from accel import Plan, PrepareError
+from accel.errors import PrepareError
+from accel.parallel import Plan
 from accel.testing import Simulator
 
 

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
 import accel
-from accel import ConfigError, Plan, PrepareError
+from accel.errors import ConfigError, PrepareError
 from accel.formats import Precision, precision
+from accel.parallel import Plan
 from accel.parallel.axes.shard._options import WireFormat, wire_format
 from accel.testing import Simulator
 

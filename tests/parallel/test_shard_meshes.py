@@ -19,7 +19,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import accel
-from accel import Plan, PrepareError
+from accel.errors import PrepareError
+from accel.parallel import Plan
 from accel.parallel.axes.shard import SHARD
 from accel.testing import Simulator
 

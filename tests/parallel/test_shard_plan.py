@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
 import accel
-from accel import ConfigError, Plan, PrepareError
+from accel.errors import ConfigError, PrepareError
+from accel.parallel import Plan
 from accel.parallel.axes.shard._options import reshard_setting
 from accel.parallel.axes.shard._units import plan_units
 from accel.testing import Simulator

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import accel
-from accel import ConfigError, DataError
+from accel.errors import ConfigError, DataError
 from accel.testing import Simulator
 
 IDS = torch.arange(10, 34).view(2, 12)
@@ -39,7 +39,7 @@ def test_parts_are_the_batch_with_shifted_labels(
 
     def rank(ctx: accel.DistContext) -> dict[str, Tensor]:
         ctx = accel.replace(ctx, mesh=f"cp={size}")
-        return accel.split_sequence(ctx, {"ids": ids, "labels": labels}, ignore=ignore)
+        return accel.parallel.split_sequence(ctx, {"ids": ids, "labels": labels}, ignore=ignore)
 
     parts = ranks.run(rank, size, default_group=True)
     assert torch.equal(together(parts, "ids"), ids)
@@ -51,7 +51,7 @@ def test_parts_are_the_batch_with_shifted_labels(
 
 
 def test_ranks_that_share_no_sequence_keep_all_positions() -> None:
-    part = accel.split_sequence(accel.single(), {"ids": IDS, "labels": IDS})
+    part = accel.parallel.split_sequence(accel.single(), {"ids": IDS, "labels": IDS})
     assert torch.equal(part["ids"], IDS)
     assert torch.equal(part["labels"][:, :-1], IDS[:, 1:])
     assert torch.equal(part["position_ids"], torch.arange(12).expand(2, -1))
@@ -63,16 +63,16 @@ def test_positions_of_packed_documents_stay_the_users(ranks: Simulator) -> None:
 
     def rank(ctx: accel.DistContext) -> tuple[Tensor, Tensor]:
         ctx = accel.replace(ctx, mesh="cp=2")
-        own = accel.sequence_positions(ctx, 12)
-        return accel.split_sequence(ctx, {"ids": IDS, "position_ids": packed})["position_ids"], packed[:, own]
+        own = accel.parallel.sequence_positions(ctx, 12)
+        return accel.parallel.split_sequence(ctx, {"ids": IDS, "position_ids": packed})["position_ids"], packed[:, own]
 
     assert all(torch.equal(part, expected) for part, expected in ranks.run(rank, 2, default_group=True))
 
 
 def test_nothing_is_shifted_if_asked_and_other_names_are(ranks: Simulator) -> None:
     ctx = accel.single()
-    assert torch.equal(accel.split_sequence(ctx, {"labels": IDS}, shift=())["labels"], IDS)
-    part = accel.split_sequence(ctx, {"labels": IDS, "weights": IDS.float()}, shift=("weights",), ignore=0.5)
+    assert torch.equal(accel.parallel.split_sequence(ctx, {"labels": IDS}, shift=())["labels"], IDS)
+    part = accel.parallel.split_sequence(ctx, {"labels": IDS, "weights": IDS.float()}, shift=("weights",), ignore=0.5)
     assert torch.equal(part["labels"], IDS)
     assert part["weights"][:, -1].tolist() == [0.5, 0.5]
 
@@ -84,7 +84,7 @@ def test_padding_fills_up_to_the_next_length(ranks: Simulator, mesh: str, multip
     def rank(ctx: accel.DistContext) -> dict[str, Tensor]:
         ctx = accel.replace(ctx, mesh=mesh)
         batch = {"ids": ids, "labels": ids, "documents": torch.ones_like(ids)}
-        return accel.split_sequence(ctx, batch, pad={"ids": 0, "documents": -1}, multiple_of=multiple_of)
+        return accel.parallel.split_sequence(ctx, batch, pad={"ids": 0, "documents": -1}, multiple_of=multiple_of)
 
     parts = ranks.run(rank, 2, default_group=True)
     assert together(parts, "ids").tolist() == [[*range(1, 14), *[0] * (whole - 13)]]
@@ -95,13 +95,13 @@ def test_padding_fills_up_to_the_next_length(ranks: Simulator, mesh: str, multip
 
 
 def test_one_rank_pads_to_what_its_layers_need() -> None:
-    part = accel.split_sequence(accel.single(), {"ids": IDS}, pad={"ids": 0}, multiple_of=5)
+    part = accel.parallel.split_sequence(accel.single(), {"ids": IDS}, pad={"ids": 0}, multiple_of=5)
     assert part["ids"].shape == part["position_ids"].shape == (2, 15)
-    assert accel.split_sequence(accel.single(), {"ids": IDS}, pad={"ids": 0})["ids"].shape == (2, 12)
+    assert accel.parallel.split_sequence(accel.single(), {"ids": IDS}, pad={"ids": 0})["ids"].shape == (2, 12)
 
 
 def test_parts_follow_the_device_and_the_dimension() -> None:
-    part = accel.split_sequence(accel.single(), {"x": torch.zeros(6, 2, device="meta")}, dim=0)
+    part = accel.parallel.split_sequence(accel.single(), {"x": torch.zeros(6, 2, device="meta")}, dim=0)
     assert part["position_ids"].shape == (6,)
     assert part["position_ids"].device.type == "meta"
 
@@ -125,7 +125,7 @@ def test_parts_follow_the_device_and_the_dimension() -> None:
 def test_refused_with_the_way_out(ranks: Simulator, batch: Any, options: Any, error: Any, words: Any) -> None:
     def rank(ctx: accel.DistContext) -> str:
         with pytest.raises(error) as caught:
-            accel.split_sequence(accel.replace(ctx, mesh="cp=2"), batch, **options)
+            accel.parallel.split_sequence(accel.replace(ctx, mesh="cp=2"), batch, **options)
         return str(caught.value)
 
     for said in ranks.run(rank, 2, default_group=True):
@@ -135,7 +135,7 @@ def test_refused_with_the_way_out(ranks: Simulator, batch: Any, options: Any, er
 def test_positions_of_a_length_that_cannot_be_cut_are_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         with pytest.raises(DataError, match="a multiple of 4"):
-            accel.sequence_positions(accel.replace(ctx, mesh="cp=2"), 6)
+            accel.parallel.sequence_positions(accel.replace(ctx, mesh="cp=2"), 6)
 
     ranks.run(rank, 2, default_group=True)
-    assert accel.sequence_positions(accel.single(), 3).tolist() == [0, 1, 2]
+    assert accel.parallel.sequence_positions(accel.single(), 3).tolist() == [0, 1, 2]

@@ -14,12 +14,12 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import accel
-from accel import ConfigError, PrepareError
+from accel.errors import ConfigError, PrepareError
 from accel.parallel.axes.pipeline._pipeline import holders
 from accel.parallel.axes.pipeline._stage_module import plan_rows, split_batch
 from accel.parallel.axes.pipeline._stage_plan import check_stages, divide, make_layout, own_stages
 
-SCHEDULES = get_args(get_type_hints(accel.Plan)["schedule"])
+SCHEDULES = get_args(get_type_hints(accel.parallel.Plan)["schedule"])
 COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=9)
 
 
@@ -55,7 +55,7 @@ def test_a_division_is_the_best_of_all(costs: list[int], data: st.DataObject) ->
 def test_every_module_of_a_chain_has_one_stage(depth: int, data: st.DataObject) -> None:
     model = Stack(depth)
     stages = data.draw(st.integers(1, depth))
-    plan = accel.stage_plan(model, stages)
+    plan = accel.parallel.stage_plan(model, stages)
     assert list(itertools.chain(*plan)) == ["first", *(f"blocks.{at}" for at in range(depth)), "last"]
     blocks = [sum(path.startswith("blocks.") for path in stage) for stage in plan]
     assert max(blocks) - min(blocks) <= 1 or max(blocks) == -(-depth // stages)
@@ -63,18 +63,18 @@ def test_every_module_of_a_chain_has_one_stage(depth: int, data: st.DataObject) 
 
 def test_a_plan_follows_the_order_of_a_model_on_any_device() -> None:
     with torch.device("meta"):
-        plan = accel.stage_plan(Gpt(), 2)
+        plan = accel.parallel.stage_plan(Gpt(), 2)
     assert plan == (("wte", "wpe", "drop", "inner.h.0", "inner.h.1"), ("inner.h.2", "norm", "head"))
 
 
 def test_costs_move_blocks() -> None:
     costs = {"wte": 2, "head": 0, "inner.h.2": 0.5}
-    assert accel.stage_plan(Gpt(), 2, costs=costs)[0] == ("wte", "wpe", "drop", "inner.h.0")
+    assert accel.parallel.stage_plan(Gpt(), 2, costs=costs)[0] == ("wte", "wpe", "drop", "inner.h.0")
 
 
 def test_a_sequential_is_a_chain_of_its_modules() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    assert accel.stage_plan(model, 2) == (("0", "1"), ("2", "3"))
+    assert accel.parallel.stage_plan(model, 2) == (("0", "1"), ("2", "3"))
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_a_sequential_is_a_chain_of_its_modules() -> None:
 )
 def test_models_that_are_no_chain_are_refused(model: nn.Module, stages: int, told: str) -> None:
     with pytest.raises(PrepareError, match=told):
-        accel.stage_plan(model, stages)
+        accel.parallel.stage_plan(model, stages)
 
 
 @pytest.mark.parametrize("stages", [0, -1, 1.5, True])
 def test_numbers_of_stages_are_integers_from_one(stages: int) -> None:
     with pytest.raises(ConfigError, match="not a number of stages"):
-        accel.stage_plan(Gpt(), stages)
+        accel.parallel.stage_plan(Gpt(), stages)
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_numbers_of_stages_are_integers_from_one(stages: int) -> None:
 )
 def test_costs_are_numbers_of_modules_in_the_chain(costs: dict[str, float], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        accel.stage_plan(Gpt(), 2, costs=costs)
+        accel.parallel.stage_plan(Gpt(), 2, costs=costs)
 
 
 def test_a_module_in_two_places_is_told_as_one() -> None:
     model = Gpt()
     model.inner.h[2] = model.inner.h[0]
     with pytest.raises(PrepareError) as caught:
-        accel.stage_plan(model, 2)
+        accel.parallel.stage_plan(model, 2)
     lines = str(caught.value).split("\n")[1:-1]
     assert [line.strip() for line in lines] == ["inner.h.2 is inner.h.0 again, and a stage has a module in one place"]
     assert "tie their parameters" in caught.value.fix
@@ -199,7 +199,7 @@ def test_what_fills_a_micro_batch_up_is_the_last_row(rows: int, count: int, equa
     ],
 )
 def test_batches_that_cannot_be_split_are_refused(inputs: object, told: str) -> None:
-    with pytest.raises(accel.DataError, match=told):
+    with pytest.raises(accel.errors.DataError, match=told):
         split_batch(inputs, None, 2, equal=True)
 
 

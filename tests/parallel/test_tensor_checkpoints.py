@@ -34,8 +34,8 @@ def _built(ctx: accel.DistContext, layout: str, *, seed: int, fused: bool) -> tu
     model = made(seed, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     styles = plans(fused=fused)["copies"] | {**ENDS, "head": "colwise_gather_output"}
-    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(tensor=styles))
-    return ctx, {"model": model, "optimizer": optimizer, "ema": accel.Ema(model, decay=0.5)}
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(tensor=styles))
+    return ctx, {"model": model, "optimizer": optimizer, "ema": accel.training.Ema(model, decay=0.5)}
 
 
 def _step(ctx: accel.DistContext, items: dict[str, Any]) -> None:

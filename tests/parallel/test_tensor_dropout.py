@@ -45,7 +45,9 @@ class Net(nn.Module):
         return self.last(self.head(x))
 
 
-PLAN = accel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"})
+PLAN = accel.parallel.Plan(
+    tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"}
+)
 
 
 def _made(make: Callable[[], nn.Module]) -> nn.Module:
@@ -55,7 +57,7 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _masks(
-    ctx: accel.DistContext, make: Callable[[], nn.Module], plan: accel.Plan, *inputs: Any
+    ctx: accel.DistContext, make: Callable[[], nn.Module], plan: accel.parallel.Plan, *inputs: Any
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Places that each dropout of a model has dropped, and what the rank draws after a step."""
     model = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), _made(make), plan=plan)
@@ -63,13 +65,13 @@ def _masks(
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
             module.register_forward_hook(lambda _module, _inputs, out, name=name: masks.update({name: out == 0}))
-    accel.set_seed(ctx, 0, data_rank=0)
+    accel.seeding.set_seed(ctx, 0, data_rank=0)
     out = model(*inputs)
     getattr(out, "logits", out).sum().backward()
     return masks, torch.rand(4)
 
 
-def _alike(ranks: Simulator, make: Callable[[], nn.Module], plan: accel.Plan, *inputs: Any) -> set[str]:
+def _alike(ranks: Simulator, make: Callable[[], nn.Module], plan: accel.parallel.Plan, *inputs: Any) -> set[str]:
     """Names of the dropouts that two ranks have dropped alike; their streams are alike in the end."""
     (one, after), (other, after_other) = ranks.run(lambda ctx: _masks(ctx, make, plan, *inputs), 2, default_group=True)
     torch.testing.assert_close(after, after_other, rtol=0, atol=0)
@@ -88,12 +90,14 @@ def test_layers_of_torch_drop_apart(ranks: Simulator) -> None:
     def make() -> nn.Module:
         return nn.TransformerEncoderLayer(8, 4, 16, dropout=RATE, batch_first=True)
 
-    assert _alike(ranks, make, accel.Plan(), X) == {"dropout1", "dropout2"}
+    assert _alike(ranks, make, accel.parallel.Plan(), X) == {"dropout1", "dropout2"}
 
     def pairs() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 16), nn.Dropout(RATE), nn.Linear(16, 8), nn.Dropout(RATE))
 
-    plan = accel.Plan(tensor=accel.tensor_plan(pairs()))  # hooks on layers of a pair are for plans that are passed
+    plan = accel.parallel.Plan(
+        tensor=accel.parallel.tensor_plan(pairs())
+    )  # hooks on layers of a pair are for plans that are passed
     assert _alike(ranks, pairs, plan, X) == {"3"}
 
 
@@ -109,7 +113,7 @@ def test_a_gpt2_drops_apart_what_ranks_share(ranks: Simulator, sequence: bool) -
 
     behind = {"transformer.h.0.attn.resid_dropout", "transformer.h.0.mlp.dropout"}
     ids = torch.arange(16).view(2, 8)
-    found = _alike(ranks, make, accel.Plan(sequence=sequence), ids)
+    found = _alike(ranks, make, accel.parallel.Plan(sequence=sequence), ids)
     assert found == {"transformer.drop"} | (set() if sequence else behind)
 
 
@@ -124,7 +128,7 @@ def test_adapters_drop_as_the_inputs_of_their_layers_are(ranks: Simulator) -> No
         adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], lora_dropout=RATE)
         return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
 
-    (name,) = _alike(ranks, make, accel.Plan(), torch.arange(16).view(2, 8))
+    (name,) = _alike(ranks, make, accel.parallel.Plan(), torch.arange(16).view(2, 8))
     assert name.endswith("q_proj.lora_dropout.default")
 
 
@@ -132,7 +136,7 @@ def test_heads_drop_apart(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> torch.Tensor:
         model = nn.Sequential(nn.MultiheadAttention(8, 4, dropout=RATE, batch_first=True)).double()
         model = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), model)
-        accel.set_seed(ctx, 0, data_rank=0)
+        accel.seeding.set_seed(ctx, 0, data_rank=0)
         return model[0](X, X, X, average_attn_weights=False)[1] == 0
 
     one, other = ranks.run(rank, 2, default_group=True)
@@ -154,7 +158,7 @@ def test_a_step_drops_the_same_however_it_is_computed(ranks: Simulator, how: str
             accel.compile_model(model, Block, backend="aot_eager")
         if how == "copied":
             model = copy.deepcopy(model)
-        accel.set_seed(ctx, 0, data_rank=0)
+        accel.seeding.set_seed(ctx, 0, data_rank=0)
         model(X).square().sum().backward()
         return [full_tensor(each.grad) for each in model.parameters()]
 
@@ -166,7 +170,7 @@ def test_a_step_drops_the_same_however_it_is_computed(ranks: Simulator, how: str
 def test_an_evaluation_and_an_error_leave_the_streams_shared(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> list[float]:
         model = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), _made(Net), plan=PLAN)
-        accel.set_seed(ctx, 0, data_rank=0)
+        accel.seeding.set_seed(ctx, 0, data_rank=0)
         model.eval()(X)
         after = float(torch.rand(()))
         model.train().blocks[0].inside.register_forward_hook(lambda *_: 1 / 0)

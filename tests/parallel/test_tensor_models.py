@@ -14,7 +14,7 @@ from tensor_models import whole
 from torch import nn
 
 import accel
-from accel import PrepareError
+from accel.errors import PrepareError
 from accel.testing import Simulator
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}
@@ -33,7 +33,7 @@ def _check(
     loss_of: Callable[[nn.Module], torch.Tensor],
     *,
     size: int = 2,
-    plan: accel.Plan | None = None,
+    plan: accel.parallel.Plan | None = None,
 ) -> None:
     """Two steps on every rank, and in one process."""
 
@@ -91,14 +91,14 @@ SLOW = pytest.mark.slow
     [(True, False), (False, True), pytest.param(False, False, marks=SLOW), pytest.param(True, True, marks=SLOW)],
 )
 def test_a_llama_trains_by_its_own_plan(ranks, tied, sequence):
-    plan = accel.Plan(sequence=sequence)
+    plan = accel.parallel.Plan(sequence=sequence)
     _check(ranks, lambda: _llama(tie_word_embeddings=tied), _language_loss, size=4, plan=plan)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=SLOW)])
 def test_a_tied_gpt2_trains_by_the_plan_that_is_known_for_it(ranks, sequence):
-    _check(ranks, _gpt2, _language_loss, plan=accel.Plan(sequence=sequence))
+    _check(ranks, _gpt2, _language_loss, plan=accel.parallel.Plan(sequence=sequence))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -111,7 +111,7 @@ def test_adapters_follow_the_layers_that_they_adapt(ranks, sequence):
         config = peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.0, init_lora_weights=False)
         return peft.get_peft_model(_llama(), config)
 
-    _check(ranks, make, _language_loss, size=4 if sequence else 2, plan=accel.Plan(sequence=sequence))
+    _check(ranks, make, _language_loss, size=4 if sequence else 2, plan=accel.parallel.Plan(sequence=sequence))
 
 
 class Adapted(nn.Module):
@@ -128,7 +128,7 @@ class Adapted(nn.Module):
 
 
 def test_adapters_of_ones_own_are_named_in_the_plan(ranks):
-    plan = accel.Plan(
+    plan = accel.parallel.Plan(
         tensor={
             "0": "copy_input",
             "0.base": "colwise",

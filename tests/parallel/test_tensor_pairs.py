@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.utils.checkpoint import checkpoint
 
 import accel
-from accel import PrepareError
+from accel.errors import PrepareError
 from accel.testing import Simulator
 
 Use = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
@@ -223,7 +223,7 @@ def test_layers_that_are_computed_again_may_be_chosen_before_prepare(ranks: Simu
 
 def test_units_of_fully_shard_stand_between(ranks: Simulator) -> None:
     """Its hooks on the layers of a pair know of parts."""
-    plan = accel.Plan(units=("b.*.s.0", "b.*.s.3"))
+    plan = accel.parallel.Plan(units=("b.*.s.0", "b.*.s.3"))
 
     def rank(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
         return gradients(ctx, accel.prepare_model(ctx, Net(whole), plan=plan))
@@ -238,7 +238,9 @@ def test_a_plan_that_is_passed_is_taken_as_it_is(ranks: Simulator) -> None:
 
     def rank(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
         model = Net(elementwise)
-        return gradients(ctx, accel.prepare_model(ctx, model, plan=accel.Plan(tensor=accel.tensor_plan(model))))
+        return gradients(
+            ctx, accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model)))
+        )
 
     expected = gradients(accel.single(), Net(elementwise))
     for got in on_tp(ranks, rank):

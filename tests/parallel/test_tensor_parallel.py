@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import accel
-from accel import PrepareError
+from accel.errors import PrepareError
 from accel.testing import Simulator
 from accel.topology import Axes
 
@@ -34,7 +34,7 @@ def _check(
     ranks: Simulator,
     mesh: str,
     size: int,
-    plan: accel.Plan,
+    plan: accel.parallel.Plan,
     model: dict[str, Any],
     *,
     divided: bool = False,
@@ -84,14 +84,14 @@ def test_every_plan_trains_as_one_process(ranks, size, model, name, samples, ste
     if model["tied"] and "head" not in styles:
         styles = styles | ENDS
     divided = styles.get("head") == "colwise"
-    plan = accel.Plan(tensor=styles)
+    plan = accel.parallel.Plan(tensor=styles)
     _check(ranks, f"tp={size}", size, plan, model, divided=divided, samples=samples, steps=steps)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_data_parallelism_on_top_trains_as_one_process(ranks, strategy):
     model = {"heads_of_keys": 1, "tied": True, **UNEVEN}
-    plan = accel.Plan(tensor=plans(fused=False)["sequence, ends"])
+    plan = accel.parallel.Plan(tensor=plans(fused=False)["sequence, ends"])
     _check(ranks, "dp=2,tp=2", 4, plan, model, divided=True, strategy=strategy)
 
 
@@ -109,7 +109,7 @@ class Method(nn.Module):
 def test_a_shard_that_nobody_has_gathered_is_not_computed_with(ranks):
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="dp=2,tp=2", strategy="fsdp")
-        model = accel.prepare_model(ctx, Method(), plan=accel.Plan(tensor={}))
+        model = accel.prepare_model(ctx, Method(), plan=accel.parallel.Plan(tensor={}))
         with pytest.raises(PrepareError, match=r"not gathered along dp.*blocks\.0\.0\.weight"):
             model(torch.ones(2, 4))
 
@@ -132,7 +132,7 @@ def test_every_mesh_trains_as_one_process(ranks, mesh, strategy, model, name, st
         styles = styles | {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
     size = int(torch.tensor(sizes).prod())
     strategy = "fsdp" if "dp_shard" in mesh else strategy
-    _check(ranks, mesh, size, accel.Plan(tensor=styles), model, steps=steps, strategy=strategy, samples=9)
+    _check(ranks, mesh, size, accel.parallel.Plan(tensor=styles), model, steps=steps, strategy=strategy, samples=9)
 
 
 @pytest.mark.parametrize(("name", "count"), [("layers", 3 + 1 + 2 + 1), ("copies", 4)])
@@ -150,7 +150,7 @@ def test_a_block_sums_activations_four_times(ranks, monkeypatch, name, count):
 
     def rank(ctx):
         ctx = accel.replace(ctx, mesh="tp=2")
-        net = accel.prepare(ctx, made(), plan=accel.Plan(tensor=plans(fused=False)[name]))
+        net = accel.prepare(ctx, made(), plan=accel.parallel.Plan(tensor=plans(fused=False)[name]))
         accel.wait_for_everyone(ctx)
         if ctx.is_main_process:
             calls.clear()
@@ -170,7 +170,7 @@ def test_ranks_hold_their_part_and_the_whole_is_freed(ranks):
         ctx = accel.replace(ctx, mesh="tp=4")
         net = made()
         before = dict(net.named_parameters())
-        plan = accel.Plan(tensor=plans(fused=False)["ends"])
+        plan = accel.parallel.Plan(tensor=plans(fused=False)["ends"])
         net = accel.prepare(ctx, net, plan=plan)
         split = [name for name, each in net.named_parameters() if not each.placements[0].is_replicate()]
         assert "blocks.0.mlp.up.weight" in split
@@ -204,7 +204,7 @@ def test_the_loss_of_divided_classes_is_cross_entropy(ranks, rows, ignored, size
         if size > 1:
             ctx = accel.replace(ctx, mesh=f"tp={size}")
         own = logits.chunk(size, -1)[ctx.rank].clone().requires_grad_()
-        loss = accel.vocab_cross_entropy(ctx, own, targets, ignore_index=99)
+        loss = accel.parallel.vocab_cross_entropy(ctx, own, targets, ignore_index=99)
         (loss * 3).backward()
         return loss.detach(), own.grad
 
@@ -221,13 +221,13 @@ def test_the_loss_of_divided_classes_is_cross_entropy(ranks, rows, ignored, size
 def test_targets_that_are_no_class_make_the_loss_nan_and_shapes_must_fit(ranks):
     def rank(ctx):
         ctx = accel.replace(ctx, mesh="tp=2")
-        assert accel.vocab_cross_entropy(ctx, torch.zeros(1, 3), torch.tensor([6])).isnan()
+        assert accel.parallel.vocab_cross_entropy(ctx, torch.zeros(1, 3), torch.tensor([6])).isnan()
         uneven = torch.zeros(1, 3 - ctx.rank)  # five classes
-        assert accel.vocab_cross_entropy(ctx, uneven, torch.tensor([5])).isnan()
-        assert not accel.vocab_cross_entropy(ctx, uneven, torch.tensor([4])).isnan()
-        assert not accel.vocab_cross_entropy(ctx, torch.zeros(1, 3), torch.tensor([5])).isnan()
-        with pytest.raises(accel.ConfigError, match=r"targets of shape \[1\], got shape \[2\]"):
-            accel.vocab_cross_entropy(ctx, torch.zeros(1, 3), torch.tensor([1, 1]))
+        assert accel.parallel.vocab_cross_entropy(ctx, uneven, torch.tensor([5])).isnan()
+        assert not accel.parallel.vocab_cross_entropy(ctx, uneven, torch.tensor([4])).isnan()
+        assert not accel.parallel.vocab_cross_entropy(ctx, torch.zeros(1, 3), torch.tensor([5])).isnan()
+        with pytest.raises(accel.errors.ConfigError, match=r"targets of shape \[1\], got shape \[2\]"):
+            accel.parallel.vocab_cross_entropy(ctx, torch.zeros(1, 3), torch.tensor([1, 1]))
         return True
 
     assert ranks.run(rank, 2, default_group=True) == [True, True]
@@ -238,10 +238,10 @@ def test_evaluation_and_a_length_that_ranks_cannot_share(ranks):
 
     def rank(ctx):
         ctx = accel.replace(ctx, mesh="tp=4")
-        net = accel.prepare(ctx, made(), plan=accel.Plan(tensor=plans(fused=False)["sequence"]))
+        net = accel.prepare(ctx, made(), plan=accel.parallel.Plan(tensor=plans(fused=False)["sequence"]))
         with torch.inference_mode():
             logits = net(ids).clone()
-        with pytest.raises(accel.ConfigError, match=r"a multiple of 4 tokens, got shape \[1, 6, 16\]"):
+        with pytest.raises(accel.errors.ConfigError, match=r"a multiple of 4 tokens, got shape \[1, 6, 16\]"):
             net(ids[:, :6])
         return total_loss(ctx, logits, ids, divided=False)
 
@@ -258,7 +258,9 @@ def test_divided_logits_send_three_numbers_for_a_token_and_not_a_row(monkeypatch
     def sent(head):
         with fake_rank(monkeypatch, Axes(tp=size)) as ctx:
             model = made(tied=True, classes=classes)
-            model = accel.prepare_model(ctx, model, plan=accel.Plan(tensor=accel.tensor_plan(model, head=head)))
+            model = accel.prepare_model(
+                ctx, model, plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model, head=head))
+            )
             ids, labels = (torch.stack(each) for each in zip(*loader(batch, batch).dataset, strict=True))
             with Counted(Axes(tp=size)) as counted:
                 total_loss(ctx, model(ids), labels, divided=head == "colwise").backward()

@@ -12,7 +12,7 @@ from tensor_models import COPIES, made, plans
 from torch import nn
 
 import accel
-from accel import ConfigError, PrepareError
+from accel.errors import ConfigError, PrepareError
 from accel.parallel.axes.tensor._spread import match, rules_of
 from accel.parallel.axes.tensor._styles import STYLES, needed_heads, needed_packs, row_exchange
 
@@ -102,7 +102,7 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_plan_of_layers_that_are_known(name: str) -> None:
     make, expected = KNOWN[name]
-    assert accel.tensor_plan(make()) == expected
+    assert accel.parallel.tensor_plan(make()) == expected
 
 
 class Declared(nn.Module):
@@ -121,7 +121,7 @@ class Declared(nn.Module):
 def test_a_declared_plan_is_fused_where_one_module_feeds_several() -> None:
     plan = {f"inner.{pattern}": style for pattern, style in plans(fused=False)["layers"].items()}
     plan["inner.blocks.*.missing"] = "moe_tp_experts"  # of another size of the model
-    styles = accel.tensor_plan(nn.ModuleList([Declared(plan)]))
+    styles = accel.parallel.tensor_plan(nn.ModuleList([Declared(plan)]))
     fused = {f"0.inner.{pattern}": style for pattern, style in (plans(fused=False)["layers"] | COPIES).items()}
     assert styles == fused
 
@@ -138,23 +138,23 @@ def test_a_module_that_takes_another_input_is_not_fused(other: str) -> None:
     Cross.forward = scope["forward"]
     model = Declared({"attention.q": "colwise", "attention.k": "colwise", "attention.o": "rowwise"})
     model.attention = Cross()
-    assert "copy_input" not in accel.tensor_plan(model).values()
+    assert "copy_input" not in accel.parallel.tensor_plan(model).values()
 
 
 def test_a_module_with_parameters_that_see_the_whole_input_is_not_fused() -> None:
     model = Declared({"attention.q": "colwise", "attention.k": "colwise", "attention.o": "rowwise"})
     model.attention = made().blocks[0].attention
-    assert "copy_input" not in accel.tensor_plan(model).values()  # v is not divided
+    assert "copy_input" not in accel.parallel.tensor_plan(model).values()  # v is not divided
 
 
 def test_styles_that_are_unknown_here_are_named() -> None:
     with pytest.raises(PrepareError, match=r"inner\.blocks\.\*\.mlp: strange; inner\.head: odd"):
-        accel.tensor_plan(Declared({"inner.blocks.*.mlp": "strange", "inner.head": "odd"}))
+        accel.parallel.tensor_plan(Declared({"inner.blocks.*.mlp": "strange", "inner.head": "odd"}))
 
 
 def test_experts_and_their_parameters_are_left_out() -> None:
     declared = {"inner.blocks.*.mlp": "moe_tp_experts", "inner.blocks.*.mlp.up": "packed_colwise"}
-    assert accel.tensor_plan(Declared(declared | {"inner.head": "colwise"})) == {"inner.head": "colwise"}
+    assert accel.parallel.tensor_plan(Declared(declared | {"inner.head": "colwise"})) == {"inner.head": "colwise"}
 
 
 def test_patterns_match_one_component_for_a_star() -> None:
@@ -233,31 +233,31 @@ def test_nothing_has_changed_when_a_plan_is_refused(ranks: Any) -> None:
         ctx = accel.replace(ctx, mesh="tp=2")
         model = made()
         told: list[str] = []
-        for plan in (accel.Plan(), accel.Plan(tensor={"nowhere": "colwise"})):
+        for plan in (accel.parallel.Plan(), accel.parallel.Plan(tensor={"nowhere": "colwise"})):
             with pytest.raises(PrepareError) as caught:
                 accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
             told.append(str(caught.value))
         with pytest.raises(ConfigError, match=r"plan\.sequence"):
-            accel.prepare(ctx, model, plan=accel.Plan(tensor={"head": "colwise"}, sequence=True))
+            accel.prepare(ctx, model, plan=accel.parallel.Plan(tensor={"head": "colwise"}, sequence=True))
         assert not any(hasattr(each, "device_mesh") for each in model.parameters())
         assert type(model.head) is nn.Linear
         return told
 
     for unknown, wrong in ranks.run(rank, 2, default_group=True):
         assert "no tensor-parallel plan is known" in unknown
-        assert 'plan=accel.Plan(tensor={"blocks.*.up": "colwise"' in unknown
+        assert 'plan=accel.parallel.Plan(tensor={"blocks.*.up": "colwise"' in unknown
         assert "nowhere: matches no module" in wrong
 
 
 def test_a_plan_says_nothing_of_an_axis_of_one_rank() -> None:
-    model = accel.prepare(accel.single(), made(), plan=accel.Plan(tensor={"nowhere": "colwise"}))
+    model = accel.prepare(accel.single(), made(), plan=accel.parallel.Plan(tensor={"nowhere": "colwise"}))
     assert type(model.get_submodule("head")) is nn.Linear
 
 
 def test_sequences_of_models_of_another_form_are_refused() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
     with pytest.raises(PrepareError, match="the tokens of this model cannot be shared"):
-        accel.tensor_plan(model, sequence=True)
+        accel.parallel.tensor_plan(model, sequence=True)
 
 
 def test_every_style_has_a_page() -> None:
@@ -268,8 +268,11 @@ def test_every_style_has_a_page() -> None:
 
 
 def test_the_head_gets_its_style_and_the_embedding_tied_to_it() -> None:
-    assert accel.tensor_plan(made(tied=True), head="colwise") == {"embedding": "embedding_rowwise", "head": "colwise"}
-    assert accel.tensor_plan(made(), head="colwise_gather_output") == {"head": "colwise_gather_output"}
+    assert accel.parallel.tensor_plan(made(tied=True), head="colwise") == {
+        "embedding": "embedding_rowwise",
+        "head": "colwise",
+    }
+    assert accel.parallel.tensor_plan(made(), head="colwise_gather_output") == {"head": "colwise_gather_output"}
 
 
 @pytest.mark.parametrize(
@@ -282,4 +285,4 @@ def test_the_head_gets_its_style_and_the_embedding_tied_to_it() -> None:
 )
 def test_a_head_that_is_not_known_is_refused(make: Any, head: Any, problem: str) -> None:
     with pytest.raises((PrepareError, ConfigError), match=problem):
-        accel.tensor_plan(make(), head=head)
+        accel.parallel.tensor_plan(make(), head=head)

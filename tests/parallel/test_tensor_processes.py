@@ -26,7 +26,7 @@ import accel
 def run(ctx, name, out):
     model = made(fused=True, tied=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    plan = accel.Plan(tensor=plans(fused=True)[name])
+    plan = accel.parallel.Plan(tensor=plans(fused=True)[name])
     model, optimizer, data = accel.prepare(ctx, model, optimizer, loader(7, 4), plan=plan)
     norms = train(ctx, model, optimizer, data, 2, divided=True)
     accel.save_state(ctx, out, {{"model": model, "optimizer": optimizer}}, step=1)

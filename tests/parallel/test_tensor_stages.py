@@ -38,7 +38,7 @@ def test_stages_share_their_layers(
 ) -> None:
     monkeypatch.setattr("pipelines.batch_of", _even)
     tensor = plans(fused=False)[name] | ENDS
-    plan = accel.Plan(tensor=tensor, schedule=schedule, stages_per_rank=per, micro_batches=4)
+    plan = accel.parallel.Plan(tensor=tensor, schedule=schedule, stages_per_rank=per, micro_batches=4)
 
     def rank(ctx: accel.DistContext) -> Any:
         ctx = accel.replace(ctx, strategy=strategy)

@@ -18,7 +18,7 @@ import accel
 from accel.testing import Simulator
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}
-PLAN = accel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+PLAN = accel.parallel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
 SPREADS = [
     ("fsdp", ""),
     ("fsdp", "dp_replicate=2,dp_shard=2"),
@@ -70,7 +70,7 @@ class Scaled(nn.Module):
 
 
 def _make(ctx: accel.DistContext, *, before: bool = False, **options: Any) -> nn.Module:
-    with accel.seeded(ctx, 0):
+    with accel.seeding.seeded(ctx, 0):
         model = Scaled().double()
     if before:
         accel.checkpoint_activations(model, Gated)
@@ -131,9 +131,10 @@ def test_they_train_as_in_one_process(ranks: Simulator, spread: Any) -> None:
 
 @pytest.mark.parametrize("kind", [partial(AdamW, foreach=True), partial(AdamW, fused=True)], ids=["foreach", "fused"])
 @pytest.mark.parametrize(
-    "plan", [PLAN, accel.Plan(offload=True), accel.Plan(units=("Gated",), reshard_after_forward=False)]
+    "plan",
+    [PLAN, accel.parallel.Plan(offload=True), accel.parallel.Plan(units=("Gated",), reshard_after_forward=False)],
 )
-def test_optimizers_over_lists_take_them_beside_shards(ranks: Simulator, kind: Any, plan: accel.Plan) -> None:
+def test_optimizers_over_lists_take_them_beside_shards(ranks: Simulator, kind: Any, plan: accel.parallel.Plan) -> None:
     def run(ctx: accel.DistContext) -> Any:
         model = _make(ctx, plan=plan)
         norms = _train(ctx, model, _optimizer(model, kind))
@@ -189,7 +190,7 @@ def test_recomputation_the_fused_step_and_a_forward_that_fails(ranks: Simulator,
         with torch.inference_mode():
             outputs = model(_rows(ctx, 0)[:1] * 0)
         for at in range(3):
-            accel.fused_step(ctx, model(_rows(ctx, at)).square().mean(), optimizer)
+            accel.training.fused_step(ctx, model(_rows(ctx, at)).square().mean(), optimizer)
         return stored, outputs.clone(), dict(accel.get_state_dict(ctx, model, dst=None))
 
     expected = ranks.run(run, 1)[0]
@@ -220,5 +221,5 @@ def test_a_rank_that_did_not_use_one_is_told(ranks: Simulator) -> None:
         return accel.optimizer_step(ctx, _optimizer(model, HEAVY), accel.loss_scale(ctx))
 
     error = caught(lambda: _under(ranks, run, ("fsdp", "")))
-    assert isinstance(error, accel.StepError)
+    assert isinstance(error, accel.errors.StepError)
     assert "no gradient for spare" in str(error)

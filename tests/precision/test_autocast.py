@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import accel
-from accel import DeviceError
-from accel.precision import matmul_precision
+from accel.errors import DeviceError
+from accel.precision._amp import matmul_precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -88,7 +88,7 @@ def test_a_gpu_that_lacks_a_format_is_refused_with_those_it_has(monkeypatch, pre
     if alternatives is None:
         assert accel.loss_scale(ctx).dynamic == (precision == "fp16")
         return
-    for call in (accel.loss_scale, accel.autocast, lambda ctx: accel.apply_precision(ctx, nn.Linear(2, 2))):
+    for call in (accel.loss_scale, accel.autocast, lambda ctx: accel.precision.apply_precision(ctx, nn.Linear(2, 2))):
         with pytest.raises(DeviceError, match=rf"{precision}: expected {alternatives}.*capability 7\.0.*'fp16'"):
             call(ctx)
 

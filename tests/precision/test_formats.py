@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import ConfigError, Fp8, Precision
+from accel.errors import ConfigError
 from accel.formats import Compute, PrecisionName, precision
+from accel.precision import Fp8, Precision
 
 records = st.builds(
     Precision,
@@ -54,7 +55,7 @@ def test_a_record_without_a_name_says_so():
         (lambda: Precision(outputs="tf32"), r"Precision.outputs"),
         (lambda: Precision(compute="bf16", fp32_modules="head"), r"Write \('head',\)"),
         (lambda: Precision(compute="bf16", fp32_modules=["head"]), r"a tuple of patterns, got \['head'\]"),
-        (lambda: Precision(compute="bf16", fp8="torchao"), r"an accel.Fp8, got 'torchao' - at Precision.fp8"),
+        (lambda: Precision(compute="bf16", fp8="torchao"), r"an accel.precision.Fp8, got 'torchao' - at Precision.fp8"),
         (lambda: Fp8(skip="head"), r"Fp8.skip. Write \('head',\)"),
         (lambda: Precision(fp32_modules=("head",)), "no effect where all is computed in fp32"),
         (lambda: Precision(compute="tf32", fp32_modules=("head",)), "no effect where all is computed in tf32"),

@@ -14,7 +14,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import accel
-from accel import ConfigError, DeviceError, Fp8, MissingExtraError, Precision
+from accel.errors import ConfigError, DeviceError, MissingExtraError
+from accel.precision import Fp8, Precision
 from accel.precision._fp8 import check_fp8, fp8_layers
 
 CUDA = torch.device("cuda", 0)
@@ -59,7 +60,7 @@ def test_a_missing_package_is_refused_with_the_line_that_installs_it(monkeypatch
         monkeypatch.delitem(sys.modules, name)
     ctx = accel.single(precision=Precision(compute="bf16", fp8=Fp8(backend=backend)))
     with pytest.raises(MissingExtraError, match=rf"pip install 'accel-torch\[{extra}\]'"):
-        accel.apply_precision(ctx, _stack([16] * 4))
+        accel.precision.apply_precision(ctx, _stack([16] * 4))
     with pytest.raises(MissingExtraError), accel.autocast(ctx):
         pass
 

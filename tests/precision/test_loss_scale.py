@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel import ConfigError, LossScale
+from accel import LossScale
+from accel.errors import ConfigError
 
 relaxed = settings(deadline=None, max_examples=100)
 histories = st.lists(st.booleans(), max_size=60)

@@ -31,9 +31,9 @@ class Reduced(nn.Linear):
 
 
 def with_outputs() -> nn.Module:
-    precision = accel.Precision(compute="bf16", outputs="fp32", fp32_modules=("1", "2"))
+    precision = accel.precision.Precision(compute="bf16", outputs="fp32", fp32_modules=("1", "2"))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), Reduced(2, 2), nn.Linear(2, 2))
-    return accel.apply_precision(accel.single(precision=precision), model)
+    return accel.precision.apply_precision(accel.single(precision=precision), model)
 
 
 def recomputed() -> nn.Module:
@@ -41,8 +41,8 @@ def recomputed() -> nn.Module:
 
 
 def both() -> nn.Module:
-    precision = accel.Precision(compute="bf16", outputs="fp32", fp32_modules=("0",))
-    return accel.apply_precision(accel.single(precision=precision), recomputed())
+    precision = accel.precision.Precision(compute="bf16", outputs="fp32", fp32_modules=("0",))
+    return accel.precision.apply_precision(accel.single(precision=precision), recomputed())
 
 
 def through_torch(model: nn.Module) -> nn.Module:

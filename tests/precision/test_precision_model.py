@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import accel
-from accel import ConfigError, Precision, PrepareError
+from accel.errors import ConfigError, PrepareError
+from accel.precision import Precision
 
 
 class Blocks(nn.Module):
@@ -36,7 +37,7 @@ def _run(ctx: accel.DistContext, model: nn.Module) -> dict[str, torch.Tensor]:
 
 def test_submodules_by_name_compute_in_fp32_under_autocast():
     ctx = accel.single(precision=Precision(compute="bf16", fp32_modules=("rout*",)))
-    model = accel.apply_precision(ctx, Blocks())
+    model = accel.precision.apply_precision(ctx, Blocks())
     out = _run(ctx, model)
     assert model.seen == {"hidden": torch.bfloat16, "routed": torch.float32}
     assert out["logits"].dtype == torch.bfloat16
@@ -57,7 +58,7 @@ def test_submodules_compute_in_fp32_where_the_one_that_holds_them_is_not_called(
             return [x.dtype, *(each(x).dtype for each in (*self.experts, *self.router))]
 
     ctx = accel.single(precision=Precision(compute="bf16", params="bf16", fp32_modules=("experts", "router")))
-    model = accel.apply_precision(ctx, Layers())
+    model = accel.precision.apply_precision(ctx, Layers())
     with accel.autocast(ctx):
         assert model(torch.ones(1, 4)) == [torch.bfloat16, *[torch.float32] * 4]
 
@@ -66,13 +67,13 @@ def test_a_shared_submodule_is_known_by_each_of_its_names():
     model = nn.ModuleDict({"embed": nn.Linear(4, 4), "decoder": nn.ModuleDict()})
     model["decoder"]["embed"] = model["embed"]
     ctx = accel.single(precision=Precision(compute="bf16", params="bf16", fp32_modules=("decoder.embed",)))
-    assert accel.apply_precision(ctx, model)["embed"].weight.dtype == torch.float32
+    assert accel.precision.apply_precision(ctx, model)["embed"].weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("outputs", ["fp32", "fp16", None])
 def test_outputs_have_the_format_that_was_asked_for(outputs):
     ctx = accel.single(precision=Precision(compute="bf16", outputs=outputs))
-    out = _run(ctx, accel.apply_precision(ctx, Blocks()))
+    out = _run(ctx, accel.precision.apply_precision(ctx, Blocks()))
     assert out["logits"].dtype == {"fp32": torch.float32, "fp16": torch.float16, None: torch.bfloat16}[outputs]
     assert out["ids"].dtype == torch.int64
 
@@ -96,9 +97,9 @@ def test_bf16_parameters_stay_the_optimizers_and_statistics_stay_fp32():
 
 def test_a_second_call_changes_nothing_and_copies_compute_alike():
     ctx = accel.single(precision=Precision(compute="bf16", params="bf16", outputs="fp32", fp32_modules=("head",)))
-    model = accel.apply_precision(ctx, Blocks())
+    model = accel.precision.apply_precision(ctx, Blocks())
     kinds = [type(module) for module in model.modules()]
-    accel.apply_precision(ctx, model)
+    accel.precision.apply_precision(ctx, model)
     assert [type(module) for module in model.modules()] == kinds
     twin = copy.deepcopy(model)
     assert torch.equal(_run(ctx, twin.eval())["logits"], _run(ctx, model.eval())["logits"])
@@ -114,7 +115,7 @@ def test_a_shared_parameter_is_what_the_strictest_of_its_modules_wants():
 
     for patterns in (("head",), ("embed",)):
         ctx = accel.single(precision=Precision(compute="bf16", params="bf16", fp32_modules=patterns))
-        model = accel.apply_precision(ctx, Tied())
+        model = accel.precision.apply_precision(ctx, Tied())
         assert model.embed.weight is model.head.weight
         assert model.head.weight.dtype == torch.float32
 
@@ -123,7 +124,7 @@ def test_parameters_of_16_bits_become_fp32_where_that_is_asked_for():
     model = nn.Linear(2, 2).bfloat16()
     for params, dtype in ((None, torch.bfloat16), ("fp32", torch.float32)):
         ctx = accel.single(precision=Precision(compute="bf16", params=params))
-        assert accel.apply_precision(ctx, model).weight.dtype == dtype
+        assert accel.precision.apply_precision(ctx, model).weight.dtype == dtype
 
 
 def test_ranks_train_a_converted_model_alike(ranks):
@@ -151,19 +152,19 @@ def test_submodules_keep_their_names_whatever_those_are():
 
     ctx = accel.single(precision=Precision(compute="bf16", outputs="fp32", fp32_modules=("outputs",)))
     with accel.autocast(ctx):
-        assert accel.apply_precision(ctx, Named())(torch.ones(1, 4)).dtype == torch.float32
+        assert accel.precision.apply_precision(ctx, Named())(torch.ones(1, 4)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("pattern", ["haed", "body.7"])
 def test_a_name_that_matches_nothing_is_refused_with_the_nearest(pattern):
     ctx = accel.single(precision=Precision(compute="bf16", fp32_modules=(pattern,)))
     with pytest.raises(ConfigError, match=r"no submodule has such a name: expected a name in Blocks.*Did you mean"):
-        accel.apply_precision(ctx, Blocks())
+        accel.precision.apply_precision(ctx, Blocks())
 
 
 def test_parameters_with_gradients_are_not_converted():
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(PrepareError, match=r"gradient.*apply_precision, weight"):
-        accel.apply_precision(accel.single(precision="pure-bf16"), model)
+        accel.precision.apply_precision(accel.single(precision="pure-bf16"), model)
     assert {each.dtype for each in model.parameters()} == {torch.float32}

@@ -11,12 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from accel import __version__
-from accel.checkpoint import Manifest, encode_manifest, manifest_of
+from accel import __version__, load_state, save_state
+from accel.checkpoint._manifest import Manifest, encode_manifest, manifest_of
 from accel.cli import main
 from accel.context import single
 from accel.errors import CheckpointError
-from accel.items import load_state, save_state
 from accel.storage import MOST_TENSORS, as_place, open_directory, plan_shards, read_header, read_reference, view_tensors
 
 CPU = single()

@@ -17,7 +17,7 @@ import accel
 from accel import collectives, process
 from accel.testing import Deadlock, Fault, FaultNotReached, InjectedFault, SimulationError, Simulator
 from accel.testing._faults import CallAction
-from accel.tree import tensors
+from accel.tree._walk import tensors
 
 SIZE, LARGE = 3, 20_000  # more than fits a first message, so that others follow
 ENDS = {"raise": InjectedFault, "vanish": SimulationError, "terminate": SimulationError}
@@ -128,11 +128,11 @@ def test_a_report_names_accel_s_function_and_the_user_s_line(ranks, name):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_request_within_a_broadcast_of_objects_is_agreed_on(ranks, call, number):
     def train(ctx: accel.DistContext) -> int:
-        with accel.stop_requests(ctx, signals=[number]) as requests:
+        with accel.preempt.stop_requests(ctx, signals=[number]) as requests:
             for step in range(10):
                 settings = accel.broadcast_object_list(ctx, [{"rate": 0.1 * step} if ctx.is_main_process else None])
                 assert settings == [{"rate": 0.1 * step}]
-                if accel.stop_agreed(ctx, requests):
+                if accel.preempt.stop_agreed(ctx, requests):
                     return step
         return -1
 

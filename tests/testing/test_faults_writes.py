@@ -13,7 +13,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import accel
-from accel import CheckpointError, DistContext
+from accel import DistContext
+from accel.errors import CheckpointError
 from accel.storage import write_file
 from accel.testing import FaultNotReached, Simulator, WriteFault
 

@@ -15,7 +15,7 @@ import accel
 from accel.errors import ConfigError
 from accel.testing import Deadlock, Fault, Simulator, WriteFault, strategies as sim
 from accel.testing.strategies import Pair, Point, Record, World
-from accel.tree import leaves, structure, tensors
+from accel.tree._walk import leaves, structure, tensors
 
 shrinking = settings(max_examples=2000, deadline=None, database=None, phases=(Phase.generate, Phase.shrink))
 
@@ -168,7 +168,7 @@ def test_without_hypothesis_the_error_names_the_extra():
         "import accel, accel.testing\n"
         "try:\n"
         "    from accel.testing import strategies\n"
-        "except accel.MissingExtraError as error:\n"
+        "except accel.errors.MissingExtraError as error:\n"
         "    assert 'pip install \"accel-torch[testing]\"' in str(error), error\n"
         "else:\n"
         "    raise AssertionError('no error')\n"

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 import accel
 from accel.testing import Deadlock, Fault, FaultNotReached, InjectedFault, strategies as sim
 from accel.testing._faults import CallAction
-from accel.tree import structure, tensors
+from accel.tree._walk import structure, tensors
 
 relaxed = settings(deadline=None, max_examples=100)
 

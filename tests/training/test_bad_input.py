@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import accel
-from accel import ConfigError, NonFiniteError, PrepareError, StepError
+from accel.errors import ConfigError, NonFiniteError, PrepareError, StepError
 
 
 class Run(NamedTuple):
@@ -45,7 +45,7 @@ def _begin(ctx: accel.DistContext) -> Run:
         return run._replace(accum=accel.backward(ctx, run.loss(), run.scaler, run.accum, weight=2.0))
 
 
-def _end(run: Run) -> accel.StepResult:
+def _end(run: Run) -> accel.training.StepResult:
     accum = run.accum.next()
     with accel.accumulate(run.ctx, accum, run.model):
         accum = accel.backward(run.ctx, run.loss(), run.scaler, accum, weight=3.0)
@@ -58,7 +58,7 @@ def _state(run: Run) -> dict[str, Any]:
     return {"grads": grads, "state": state, "rng": torch.get_rng_state()}
 
 
-def _step(run: Run, **changes: Any) -> accel.StepResult:
+def _step(run: Run, **changes: Any) -> accel.training.StepResult:
     given = {"optimizer": run.optimizer, "scaler": run.scaler, "accum": run.accum} | changes
     return accel.optimizer_step(run.ctx, **given)
 

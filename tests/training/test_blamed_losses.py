@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed import HashStore
 
 import accel
-from accel import NonFiniteError
 from accel.comm._lost import RollCall
+from accel.errors import NonFiniteError
 from accel.testing import Simulator
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -74,7 +74,7 @@ def test_a_window_that_was_given_up_is_not_blamed(ranks: Simulator):
         nn.init.zeros_(accel.unwrap_model(model).weight)
         optimizer, run = torch.optim.SGD(model.parameters(), lr=0.1), ByState(ctx)
         for factor in (math.nan, 1.0):
-            run.state = accel.discard(run.state, model)
+            run.state = accel.training.discard(run.state, model)
             run.begin()
             with run.accumulate(model):
                 run.backward(model(X).abs().sum().sqrt() * factor)
@@ -107,7 +107,7 @@ def test_a_pipelines_ranks_know_the_loss_of_its_last_stage(ranks: Simulator):
 
 def test_a_rank_that_refuses_alone_under_local_sgd_asks_nobody(ranks: Simulator):
     def rank(ctx: accel.DistContext) -> str:
-        model = accel.prepare_local_model(ctx, nn.Linear(4, 2))
+        model = accel.parallel.prepare_local_model(ctx, nn.Linear(4, 2))
         optimizer, run = torch.optim.SGD(model.parameters(), lr=0.1), ByState(ctx)
         run.begin()
         with run.accumulate(model):

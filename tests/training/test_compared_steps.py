@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import accel
-from accel import CollectiveMismatch
+from accel.errors import CollectiveMismatch
 from accel.testing import Simulator
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -105,14 +105,14 @@ def test_a_rank_with_a_step_more_is_told(ranks: Simulator):
 
 def _local_sgd(ctx: accel.DistContext) -> None:
     """An overflow of one rank is its own affair until the average."""
-    loop, local = Loop(ctx, accel.prepare_local_model), accel.LocalSgd(every=2)
+    loop, local = Loop(ctx, accel.parallel.prepare_local_model), accel.parallel.LocalSgd(every=2)
     for at in range(4):
         assert loop.step(bad=at == 1 and ctx.rank == 1) == (at != 1 or ctx.rank != 1)
-        local = accel.local_sgd_step(ctx, loop.model, local)
+        local = accel.parallel.local_sgd_step(ctx, loop.model, local)
 
 
 def _local_sgd_on_a_mesh(ctx: accel.DistContext) -> None:
-    loop = Loop(ctx, accel.prepare_local_model, mesh="dp=2,tp=2")
+    loop = Loop(ctx, accel.parallel.prepare_local_model, mesh="dp=2,tp=2")
     for at in range(2):
         _ = loop.step(bad=at == 1 and ctx.rank < 2, before=True)
 
@@ -179,7 +179,7 @@ def _an_error_that_all_ranks_know(ctx: accel.DistContext) -> None:
     loop = Loop(ctx)
     if ctx.rank == 0:
         ctx.comm.steps.add(updates=0, stepped=True, finite=True, scale=1.0)
-    with pytest.raises(accel.DataError, match="one rank's"):
+    with pytest.raises(accel.errors.DataError, match="one rank's"):
         _fail_on_rank_0(ctx)
     _ = loop.step()
 
@@ -187,7 +187,7 @@ def _an_error_that_all_ranks_know(ctx: accel.DistContext) -> None:
 def _fail_on_rank_0(ctx: accel.DistContext) -> None:
     with accel.main_process_first(ctx):
         if ctx.rank == 0:
-            raise accel.DataError("one rank's")
+            raise accel.errors.DataError("one rank's")
 
 
 def _towers(ctx: accel.DistContext) -> None:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import accel
-from accel import ConfigError
+from accel.errors import ConfigError
 from accel.testing import Simulator
 
 VOCABULARY, LENGTH, WIDTH = 11, 16, 8
@@ -28,7 +28,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).unflatten(2, (4, 2)).transpose(1, 2)
         k, v = self.kv(x).unflatten(2, (2, 2, 2)).transpose(1, 2).unbind(3)
-        mixed = accel.context_attention(self.ctx, q, k, v, method=self.method)
+        mixed = accel.parallel.context_attention(self.ctx, q, k, v, method=self.method)
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
 
 def make_model(ctx: accel.DistContext, run: Run) -> Model:
-    with accel.seeded(ctx, 3):
+    with accel.seeding.seeded(ctx, 3):
         return Model(ctx, run.method).double()
 
 
@@ -85,11 +85,11 @@ def train(ctx: accel.DistContext, run: Run) -> tuple[dict[str, Tensor], list[flo
     model, optimizer = accel.prepare(ctx, model, optimizer)
     state = accel.train_state(ctx, seed=1, accumulation=run.accumulation)
     norms: list[float] = []
-    mean = accel.running_metrics(loss="mean")
+    mean = accel.metrics.running_metrics(loss="mean")
     for batch in accel.batches(ctx, loader, state):
         state = state.next(batch)
         batch.data["labels"][int(batch.valid) :] = -100
-        part = accel.split_sequence(ctx, batch.data)
+        part = accel.parallel.split_sequence(ctx, batch.data)
         tokens = (part["labels"] != -100).sum()
         with accel.accumulate(ctx, state, model):
             logits = model(part["ids"], part["position_ids"])
@@ -175,7 +175,7 @@ def _step(ctx: accel.DistContext, model: nn.Module, inputs: Any) -> bool:
     try:
         return accel.optimizer_step(ctx, optimizer, accel.LossScale(), accum).stepped
     finally:
-        accel.clear_gradients(model)
+        accel.training.clear_gradients(model)
 
 
 def test_a_mesh_whose_ranks_compute_the_same_is_refused(ranks: Simulator) -> None:
@@ -184,7 +184,7 @@ def test_a_mesh_whose_ranks_compute_the_same_is_refused(ranks: Simulator) -> Non
     def rank(ctx: accel.DistContext) -> bool:
         ctx = accel.replace(ctx, mesh="dp=1,cp=2")
         plain = accel.prepare_model(ctx, nn.Linear(2, 2))
-        with pytest.raises(ConfigError, match=r"cp=2.*accel\.split_sequence"):
+        with pytest.raises(ConfigError, match=r"cp=2.*accel\.parallel\.split_sequence"):
             _step(ctx, plain, [torch.ones(2, 2)])
         model = accel.prepare_model(ctx, make_model(ctx, Run()))
         with pytest.raises(ConfigError, match="none that were cut"):  # each rank's half is all of the sequence
@@ -197,12 +197,12 @@ def test_a_mesh_whose_ranks_compute_the_same_is_refused(ranks: Simulator) -> Non
 def test_a_model_that_does_not_look_across_the_ranks_is_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> list[bool]:
         ctx = accel.replace(ctx, mesh="cp=2")
-        part = accel.split_sequence(ctx, {"x": torch.ones(1, LENGTH, 2)})
+        part = accel.parallel.split_sequence(ctx, {"x": torch.ones(1, LENGTH, 2)})
         plain = accel.prepare_model(ctx, nn.Linear(2, 2))
-        with pytest.raises(ConfigError, match=r"attention across cp=2.*accel\.context_attention"):
+        with pytest.raises(ConfigError, match=r"attention across cp=2.*accel\.parallel\.context_attention"):
             _step(ctx, plain, [part["x"]])
         q = part["x"][:, None]
-        _ = accel.context_attention(ctx, q, q, q)
+        _ = accel.parallel.context_attention(ctx, q, q, q)
         return [_step(ctx, plain, [part["x"]]), _step(accel.replace(ctx, mesh="dp=2"), plain, [part["x"]])]
 
     assert ranks.run(rank, 2, default_group=True) == [[True, True]] * 2
@@ -211,7 +211,7 @@ def test_a_model_that_does_not_look_across_the_ranks_is_refused(ranks: Simulator
 def test_places_of_the_own_positions_count_as_a_cut(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> bool:
         ctx = accel.replace(ctx, mesh="cp=2")
-        own = accel.sequence_positions(ctx, LENGTH)[None]
+        own = accel.parallel.sequence_positions(ctx, LENGTH)[None]
         return _step(ctx, accel.prepare_model(ctx, make_model(ctx, Run())), [own % VOCABULARY, own])
 
     assert all(ranks.run(rank, 2, default_group=True))

@@ -30,12 +30,12 @@ def attend(function, q, k, v, grad):
 
 whole = attend(lambda *each: nn.functional.scaled_dot_product_attention(*each, mask, enable_gqa=True), q, k, v, grad)
 with accel.session(device="cpu") as ctx:
-    expected = accel.split_sequence(ctx, whole, dim=2, shift=())
-    part = accel.split_sequence(ctx, {"q": q, "k": k, "v": v, "grad": grad}, dim=2)
+    expected = accel.parallel.split_sequence(ctx, whole, dim=2, shift=())
+    part = accel.parallel.split_sequence(ctx, {"q": q, "k": k, "v": v, "grad": grad}, dim=2)
     for method in ("gather", "ring", "heads"):
         for _ in range(20):  # messages of many rings in a row keep their order
             got = attend(
-                lambda *each: accel.context_attention(ctx, *each, method=method),
+                lambda *each: accel.parallel.context_attention(ctx, *each, method=method),
                 *(part[name] for name in ("q", "k", "v", "grad")),
             )
             worst = max((got[name] - expected[name]).abs().max().item() for name in got)
@@ -67,9 +67,9 @@ with accel.session(device="cpu", timeout_s=60) as ctx:
     x = torch.randn(1, 2, 8, 4, requires_grad=True)
     began = time.monotonic()
     try:
-        out = accel.context_attention(ctx, x, x, x, method="ring")
+        out = accel.parallel.context_attention(ctx, x, x, x, method="ring")
         accel.backward(ctx, out.sum(), accel.LossScale(), accel.Accumulation().next())
-    except accel.PeerError as error:
+    except accel.errors.PeerError as error:
         print(f"told after {time.monotonic() - began:.1f} s:", error, flush=True)
         os._exit(0)
 """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import accel
-from accel import ConfigError, PrepareError
+from accel.errors import ConfigError, PrepareError
 from accel.testing import Simulator
 
 transformers: Any = pytest.importorskip("transformers")
@@ -64,14 +64,14 @@ def train(
     model: nn.Module = MODELS[kind]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     index, count = ctx.data_parallel
-    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(context=method, sequence=sequence))
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(context=method, sequence=sequence))
     scaler, accum = accel.loss_scale(ctx), accel.Accumulation()
     for ids in IDS:
         rows = ids.chunk(count)[index]
         batch = {"ids": rows, "labels": rows}
         if packed:
             batch["position_ids"] = PACKED[: len(rows)]
-        part = accel.split_sequence(ctx, batch, multiple_of=ctx.axis("tp").size)
+        part = accel.parallel.split_sequence(ctx, batch, multiple_of=ctx.axis("tp").size)
         tokens = (part["labels"] != -100).sum()
         accum = accum.next()
         with accel.accumulate(ctx, accum, model):
@@ -109,7 +109,7 @@ def test_training_equals_one_process(ranks: Simulator, size: int, mesh: str, opt
 
 
 def logits_of(ctx: accel.DistContext, model: Any, **changes: Any) -> Any:
-    part = accel.split_sequence(ctx, {"ids": IDS[0], "labels": IDS[0]})
+    part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "labels": IDS[0]})
     inputs = {"input_ids": part["ids"], "position_ids": part["position_ids"], **changes}
     if "labels" in inputs:
         inputs["labels"] = part["labels"]
@@ -120,9 +120,9 @@ def test_positional_inputs_and_copies_cross_the_ranks_too(ranks: Simulator) -> N
     def rank(ctx: accel.DistContext) -> float:
         ctx = accel.replace(ctx, mesh="cp=2")
         with torch.no_grad():
-            expected = accel.split_sequence(ctx, {"x": make_llama()(IDS[0]).logits})["x"]
+            expected = accel.parallel.split_sequence(ctx, {"x": make_llama()(IDS[0]).logits})["x"]
         model = accel.unwrap_model(accel.prepare_model(ctx, make_llama()))
-        part = accel.split_sequence(ctx, {"ids": IDS[0]})
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0]})
         with torch.no_grad():
             first = model(part["ids"], None, part["position_ids"]).logits
             second = logits_of(ctx, copy.deepcopy(model)).logits
@@ -135,7 +135,7 @@ def test_packed_documents_beside_a_cache_are_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> bool:
         ctx = accel.replace(ctx, mesh="cp=2")
         model = accel.prepare_model(ctx, make_llama())
-        part = accel.split_sequence(ctx, {"ids": IDS[0], "position_ids": PACKED})
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "position_ids": PACKED})
         with pytest.raises(ConfigError, match="use_cache=False"):
             model(part["ids"], position_ids=part["position_ids"])
         one_row = part["position_ids"][:1]  # as transformers makes them itself
@@ -149,7 +149,7 @@ def test_the_models_own_loss_takes_labels_that_are_shifted(ranks: Simulator) -> 
     def rank(ctx: accel.DistContext) -> tuple[float, float]:
         ctx = accel.replace(ctx, mesh="cp=2")
         model = accel.unwrap_model(accel.prepare_model(ctx, make_llama()))
-        part = accel.split_sequence(ctx, {"ids": IDS[0], "labels": IDS[0]})
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "labels": IDS[0]})
         labels = part["labels"]
         out = model(part["ids"], position_ids=part["position_ids"], labels=labels, shift_labels=labels)
         return out.loss.item(), cross_entropy(out.logits.flatten(0, 1), labels.flatten()).item()
@@ -218,7 +218,7 @@ def test_generation_is_refused_with_the_way_out(ranks: Simulator) -> None:
         model = accel.unwrap_model(accel.prepare_model(ctx, make_llama()))
         with pytest.raises(ConfigError, match="Generate on a mesh without cp"):
             model.generate(IDS[0], attention_mask=torch.ones_like(IDS[0]), max_new_tokens=2)
-        part = accel.split_sequence(ctx, {"ids": IDS[0]})
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0]})
         with torch.no_grad():
             cache = model(part["ids"], position_ids=part["position_ids"], use_cache=True).past_key_values
             with pytest.raises(ConfigError, match="Generate on a mesh without cp"):
@@ -242,7 +242,7 @@ def test_a_layer_that_is_called_alone_is_told_of_the_context(ranks: Simulator) -
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
         model = accel.unwrap_model(accel.prepare_model(ctx, make_llama()))
-        part = accel.split_sequence(ctx, {"ids": IDS[0]})
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0]})
         with pytest.raises(ConfigError, match="no context came"):
             model.model(part["ids"], position_ids=part["position_ids"])
 
@@ -252,12 +252,12 @@ def test_a_layer_that_is_called_alone_is_told_of_the_context(ranks: Simulator) -
 def test_models_of_one_context_have_one_method(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
-        accel.prepare_model(ctx, make_llama(), plan=accel.Plan(context="ring"))
-        accel.prepare_model(ctx, make_gpt2(), plan=accel.Plan(context="ring"))
+        accel.prepare_model(ctx, make_llama(), plan=accel.parallel.Plan(context="ring"))
+        accel.prepare_model(ctx, make_gpt2(), plan=accel.parallel.Plan(context="ring"))
         with pytest.raises(ConfigError, match="two methods"):
             accel.prepare_model(ctx, make_llama())
         with pytest.raises(ConfigError, match="unknown method"):
-            accel.prepare_model(ctx, make_llama(), plan=accel.Plan(context="rings"))  # type: ignore[arg-type]
+            accel.prepare_model(ctx, make_llama(), plan=accel.parallel.Plan(context="rings"))  # type: ignore[arg-type]
 
     ranks.run(rank, 2, default_group=True)
 
@@ -266,8 +266,8 @@ def test_ranks_with_other_methods_are_told_of_each_other(ranks: Simulator) -> No
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
         method: Any = "ring" if ctx.rank else "gather"
-        with pytest.raises(accel.CollectiveMismatch, match="ring"):
-            accel.prepare_model(ctx, nn.Linear(2, 2), plan=accel.Plan(context=method))
+        with pytest.raises(accel.errors.CollectiveMismatch, match="ring"):
+            accel.prepare_model(ctx, nn.Linear(2, 2), plan=accel.parallel.Plan(context=method))
 
     ranks.run(rank, 2, default_group=True)
 
@@ -281,7 +281,7 @@ def test_a_mesh_of_the_users_keeps_the_models_own_attention(ranks: Simulator) ->
     assert ranks.run(rank, 2, default_group=True) == [(4, LENGTH, VOCABULARY)] * 2
 
 
-def train_stages(ctx: accel.DistContext, mesh: str, plan: accel.Plan) -> dict[str, Tensor]:
+def train_stages(ctx: accel.DistContext, mesh: str, plan: accel.parallel.Plan) -> dict[str, Tensor]:
     """Parameters after three steps of `forward_backward`, which runs stages where the mesh has some."""
     ctx = accel.replace(ctx, mesh=mesh)
     model = make_llama(tie_word_embeddings=False, num_hidden_layers=4)
@@ -291,7 +291,7 @@ def train_stages(ctx: accel.DistContext, mesh: str, plan: accel.Plan) -> dict[st
     scaler, accum = accel.loss_scale(ctx), accel.Accumulation()
     for ids in IDS:
         rows = ids.chunk(count)[index]
-        part = accel.split_sequence(ctx, {"ids": rows, "labels": rows})
+        part = accel.parallel.split_sequence(ctx, {"ids": rows, "labels": rows})
         _, accum = accel.forward_backward(
             ctx,
             model,
@@ -310,17 +310,17 @@ def train_stages(ctx: accel.DistContext, mesh: str, plan: accel.Plan) -> dict[st
 @pytest.mark.parametrize(
     ("size", "mesh", "plan"),
     [
-        (4, "pp=2,cp=2", accel.Plan(context="ring", micro_batches=2)),
+        (4, "pp=2,cp=2", accel.parallel.Plan(context="ring", micro_batches=2)),
         pytest.param(
             4,
             "pp=2,cp=2",
-            accel.Plan(context="heads", schedule="ZBVZeroBubble", stages_per_rank=2),
+            accel.parallel.Plan(context="heads", schedule="ZBVZeroBubble", stages_per_rank=2),
             marks=pytest.mark.slow,
         ),
-        pytest.param(8, "pp=2,dp=2,cp=2", accel.Plan(micro_batches=2), marks=pytest.mark.slow),
+        pytest.param(8, "pp=2,dp=2,cp=2", accel.parallel.Plan(micro_batches=2), marks=pytest.mark.slow),
     ],
 )
-def test_stages_share_sequences(ranks: Simulator, size: int, mesh: str, plan: accel.Plan) -> None:
-    expected = ranks.run(lambda ctx: train_stages(ctx, "dp=1", accel.Plan()), 1, default_group=True)[0]
+def test_stages_share_sequences(ranks: Simulator, size: int, mesh: str, plan: accel.parallel.Plan) -> None:
+    expected = ranks.run(lambda ctx: train_stages(ctx, "dp=1", accel.parallel.Plan()), 1, default_group=True)[0]
     for got in ranks.run(lambda ctx: train_stages(ctx, mesh, plan), size, default_group=True):
         assert max((got[name] - each).abs().max().item() for name, each in expected.items()) < 1e-10

@@ -18,13 +18,13 @@ class Stream(IterableDataset[int]):
         return iter(range(12))
 
 
-def _loader(ctx: accel.DistContext, *, stream: bool) -> accel.Loader | accel.StreamLoader:
+def _loader(ctx: accel.DistContext, *, stream: bool) -> accel.Loader | accel.data.StreamLoader:
     if stream:
         return accel.prepare_loader(ctx, DataLoader(Stream(), batch_size=2), stream="dispatch")
     return accel.prepare_loader(ctx, DataLoader(TensorDataset(torch.arange(12)), batch_size=2, shuffle=True))
 
 
-def _read(ctx: accel.DistContext, loader: accel.Loader | accel.StreamLoader, *cursor: accel.Cursor) -> int:
+def _read(ctx: accel.DistContext, loader: accel.Loader | accel.data.StreamLoader, *cursor: accel.Cursor) -> int:
     return sum(batch.valid.world for batch in accel.batches(ctx, loader, *cursor))
 
 
@@ -33,7 +33,7 @@ def test_a_cursor_that_is_never_replaced_ends_the_second_pass_on_every_rank(stre
     def train(ctx: accel.DistContext) -> None:
         loader, cursor = _loader(ctx, stream=stream), accel.Cursor(seed=0)
         assert _read(ctx, loader, cursor) == 12
-        with pytest.raises(accel.DataError, match=r"would repeat the epoch.*cursor = batch.next"):
+        with pytest.raises(accel.errors.DataError, match=r"would repeat the epoch.*cursor = batch.next"):
             _read(ctx, loader, cursor)
 
     simulate(train, 2)
@@ -62,7 +62,7 @@ def test_evaluation_between_two_passes_does_not_hide_a_dropped_cursor(stream: bo
         assert _read(ctx, loader, cursor) == _read(ctx, loader) == 12
         with torch.no_grad():
             assert _read(ctx, loader) == 12
-        with pytest.raises(accel.DataError, match=r"would repeat the epoch.*train_state of its own"):
+        with pytest.raises(accel.errors.DataError, match=r"would repeat the epoch.*train_state of its own"):
             _read(ctx, loader, cursor)
 
     simulate(train, 2)
@@ -70,7 +70,7 @@ def test_evaluation_between_two_passes_does_not_hide_a_dropped_cursor(stream: bo
 
 def _window(
     ctx: accel.DistContext, accum: accel.Accumulation, scaler: accel.LossScale, parameter: torch.nn.Parameter
-) -> accel.StepResult[accel.Accumulation]:
+) -> accel.training.StepResult[accel.Accumulation]:
     accum = accel.backward(ctx, parameter.sum(), scaler, accum.next())
     return accel.optimizer_step(ctx, torch.optim.SGD([parameter], lr=0.1), scaler, accum)
 
@@ -79,9 +79,9 @@ def test_a_dropped_loss_scale_is_an_error_in_the_next_window() -> None:
     ctx, parameter = accel.single(), torch.nn.Parameter(torch.ones(2))
     scaler = accel.LossScale(scale=8.0, dynamic=True)
     step = _window(ctx, accel.Accumulation(), scaler, parameter)
-    with pytest.raises(accel.StepError, match=r"accum, scaler = step.accum, step.scaler"):
+    with pytest.raises(accel.errors.StepError, match=r"accum, scaler = step.accum, step.scaler"):
         _window(ctx, step.accum, scaler, parameter)
-    with pytest.raises(accel.StepError, match="the window before"):
+    with pytest.raises(accel.errors.StepError, match="the window before"):
         accel.backward(ctx, parameter.sum(), scaler, step.accum.reset().next())
     assert _window(ctx, step.accum, step.scaler, parameter).stepped
 

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import accel
-from accel import ConfigError, Ema, PrepareError
-from accel.parallel import EMPTIED
+from accel.errors import ConfigError, PrepareError
+from accel.parallel._modules import EMPTIED
 from accel.testing import simulate
-from accel.training import ema_decay
+from accel.training import Ema
+from accel.training._evaluating import ema_decay
 
 relaxed = settings(deadline=None, max_examples=30)
 STEPPED, SKIPPED = SimpleNamespace(stepped=True), SimpleNamespace(stepped=False)

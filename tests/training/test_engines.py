@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 import accel
-from accel import ConfigError, NonFiniteError, PrepareError
+from accel.errors import ConfigError, NonFiniteError, PrepareError
 from accel.formats import StrategyName
 from accel.parallel._engines import ENGINES, engine_of
 from accel.topology import STRATEGY_DIMENSION
@@ -40,7 +40,7 @@ def _driven(ctx: accel.DistContext, engine: bool = True) -> accel.DistContext:
 
 
 def _objects(ctx: accel.DistContext) -> tuple:
-    with accel.seeded(ctx, 0):
+    with accel.seeding.seeded(ctx, 0):
         model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(ROWS, batch_size=4 // ctx.world_size, shuffle=True)  # of 11 rows: the last batch is ragged
@@ -162,7 +162,7 @@ def test_what_an_engine_cannot_do_is_refused(ranks):
         with pytest.raises(ConfigError, match="an engine divides its gradients within the step"):
             accel.unscale_gradients(ctx, items["optimizer"], state)
         with pytest.raises(ConfigError, match="an engine steps all of its parameters at once"):
-            accel.fused_step(ctx, items["model"](batch.data).square().mean(), items["optimizer"])
+            accel.training.fused_step(ctx, items["model"](batch.data).square().mean(), items["optimizer"])
         return True
 
     assert all(ranks.run(rank, 2))
@@ -190,7 +190,7 @@ def test_a_plan_beside_an_engine_is_refused() -> None:
     ctx = _driven(accel.single())
     for prepare in (accel.prepare, accel.prepare_model):
         with pytest.raises(ConfigError, match=r"a plan has no effect on an engine: .*got fake - at plan="):
-            prepare(ctx, nn.Linear(2, 2), plan=accel.Plan(offload=True))
+            prepare(ctx, nn.Linear(2, 2), plan=accel.parallel.Plan(offload=True))
 
 
 def test_sparse_gradients_are_refused() -> None:

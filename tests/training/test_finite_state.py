@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import accel
-from accel import NonFiniteError
+from accel.errors import NonFiniteError
 
 KINDS = ["parameter", "optimizer", "buffer", "stateful", "record"]
 

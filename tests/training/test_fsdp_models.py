@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import accel
-from accel import CollectiveMismatch, ConfigError, PrepareError, StepError
+from accel.errors import CollectiveMismatch, ConfigError, PrepareError, StepError
 from accel.testing import Simulator
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}

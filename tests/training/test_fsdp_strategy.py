@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import accel
-from accel import PrepareError
+from accel.errors import PrepareError
 from accel.testing import Simulator
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}
@@ -260,7 +260,7 @@ def test_a_checkpoint_is_loaded_under_the_other_strategy_on_other_ranks(ranks, t
     def items(ctx):
         model = _make("encoder")
         model, optimizer = accel.prepare(ctx, model, AdamW(model.parameters(), lr=0.01))
-        return {"model": model, "optimizer": optimizer, "average": accel.Ema(model)}
+        return {"model": model, "optimizer": optimizer, "average": accel.training.Ema(model)}
 
     def save(ctx):
         held = items(ctx)

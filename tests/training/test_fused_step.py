@@ -75,7 +75,7 @@ def test_parameters_and_state_are_those_of_a_step_after_backward(name: str, dept
         optimizers[0].zero_grad()
         loss_of(plain, step).backward()
         optimizers[0].step()
-        accel.fused_step(ctx, loss_of(fused, step), optimizers[1])
+        accel.training.fused_step(ctx, loss_of(fused, step), optimizers[1])
         for scheduler in schedulers:
             scheduler.step()
     for mine, expected in zip(fused.parameters(), plain.parameters(), strict=True):
@@ -92,7 +92,7 @@ def test_no_two_gradients_are_alive_together() -> None:
         alive.append(sum(each.grad is not None for each in model.parameters()))
 
     optimizer.register_step_pre_hook(count)
-    accel.fused_step(accel.single(), loss_of(model, 0), optimizer)
+    accel.training.fused_step(accel.single(), loss_of(model, 0), optimizer)
     assert alive == [1] * len(list(model.parameters()))
 
 
@@ -103,7 +103,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> N
         if found := accel.latest_checkpoint(tmp_path / out):
             accel.load_state(ctx, found, {"model": model, "optimizer": optimizer})
         for step in steps:
-            accel.fused_step(ctx, loss_of(model, step), optimizer)
+            accel.training.fused_step(ctx, loss_of(model, step), optimizer)
         accel.save_state(ctx, tmp_path / out, {"model": model, "optimizer": optimizer}, step=steps.stop)
         return [each.detach() for each in model.parameters()]
 
@@ -116,7 +116,9 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     model = Tied(1)
     before = [each.detach().clone() for each in model.parameters()]
     with pytest.raises(NonFiniteError, match=r"the loss is not finite.*got nan"):
-        accel.fused_step(accel.single(), loss_of(model, 0) * math.nan, torch.optim.SGD(model.parameters(), lr=1.0))
+        accel.training.fused_step(
+            accel.single(), loss_of(model, 0) * math.nan, torch.optim.SGD(model.parameters(), lr=1.0)
+        )
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
@@ -139,10 +141,10 @@ def test_a_gradient_that_is_not_finite_is_named_before_its_parameter_moves(nonfi
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = model[1](Poison.apply(model[0](torch.ones(1, 2)))).sum()  # type: ignore[index, operator]
     if nonfinite == "ignore":
-        accel.fused_step(ctx, loss, optimizer, nonfinite="ignore")
+        accel.training.fused_step(ctx, loss, optimizer, nonfinite="ignore")
         return
     with pytest.raises(NonFiniteError, match=r"after 2 parameters had been stepped - at 0\."):
-        accel.fused_step(ctx, loss, optimizer)
+        accel.training.fused_step(ctx, loss, optimizer)
     assert all(bool(torch.isfinite(each).all()) for each in model.parameters())
 
 
@@ -160,7 +162,7 @@ def test_sharded_models_are_stepped_by_the_mean_over_ranks(ranks: Simulator, nam
         model = _sharded(ctx)
         optimizer = OPTIMIZERS[name](model.parameters())
         for step in range(3):
-            accel.fused_step(ctx, loss_of(model, 2 * step + ctx.rank), optimizer, nonfinite=nonfinite)
+            accel.training.fused_step(ctx, loss_of(model, 2 * step + ctx.rank), optimizer, nonfinite=nonfinite)
             assert all(each.grad is None for each in model.parameters())
         return [each.full_tensor() for each in model.parameters()]  # type: ignore[attr-defined]
 
@@ -187,7 +189,7 @@ def test_what_is_not_finite_on_one_rank_is_told_by_all(ranks: Simulator, spoilt:
         if spoilt == "gradient" and mine:
             loss = Poison.apply(loss)
         with pytest.raises(NonFiniteError) as caught:
-            accel.fused_step(ctx, loss * math.inf if spoilt == "loss" and mine else loss, optimizer)
+            accel.training.fused_step(ctx, loss * math.inf if spoilt == "loss" and mine else loss, optimizer)
         assert all(each.to_local().isfinite().all() for each in optimizer.param_groups[0]["params"])
         return str(caught.value)
 
@@ -209,36 +211,40 @@ def _counting(parameters: Any) -> torch.optim.Optimizer:
 
 REFUSED: dict[str, tuple[Callable[[Tied], Any], type[Exception], str]] = {
     "more ranks": (
-        lambda model: accel.fused_step(model.ctx, loss_of(model, 0), torch.optim.SGD(model.parameters())),
+        lambda model: accel.training.fused_step(model.ctx, loss_of(model, 0), torch.optim.SGD(model.parameters())),
         ConfigError,
         "nothing would be saved.*Use accel.backward",
     ),
     "fp16": (
-        lambda model: accel.fused_step(
+        lambda model: accel.training.fused_step(
             accel.replace(accel.single(), precision="fp16"), loss_of(model, 0), torch.optim.SGD(model.parameters())
         ),
         ConfigError,
         "an overflow of fp16 must be seen",
     ),
     "LBFGS": (
-        lambda model: accel.fused_step(accel.single(), loss_of(model, 0), torch.optim.LBFGS(model.parameters())),
+        lambda model: accel.training.fused_step(
+            accel.single(), loss_of(model, 0), torch.optim.LBFGS(model.parameters())
+        ),
         ConfigError,
         "LBFGS evaluates the loss",
     ),
     "an optimizer that counts": (
-        lambda model: accel.fused_step(accel.single(), loss_of(model, 0), _counting(model.parameters())),
+        lambda model: accel.training.fused_step(accel.single(), loss_of(model, 0), _counting(model.parameters())),
         ConfigError,
         "got Counting, which changed k",
     ),
     "a policy": (
-        lambda model: accel.fused_step(
+        lambda model: accel.training.fused_step(
             accel.single(), loss_of(model, 0), torch.optim.SGD(model.parameters()), nonfinite="skip"
         ),
         ConfigError,
         "one of raise, ignore, got 'skip'",
     ),
     "another model's optimizer": (
-        lambda model: accel.fused_step(accel.single(), loss_of(model, 0), torch.optim.SGD(Tied(1).parameters())),
+        lambda model: accel.training.fused_step(
+            accel.single(), loss_of(model, 0), torch.optim.SGD(Tied(1).parameters())
+        ),
         StepError,
         "took part in the loss",
     ),
@@ -262,7 +268,7 @@ def test_leftover_gradients_are_refused() -> None:
     model = Tied(1)
     loss_of(model, 0).backward()
     with pytest.raises(StepError, match=r"gradients of an earlier backward.*zero_grad"):
-        accel.fused_step(accel.single(), loss_of(model, 1), torch.optim.SGD(model.parameters()))
+        accel.training.fused_step(accel.single(), loss_of(model, 1), torch.optim.SGD(model.parameters()))
 
 
 def test_a_nested_backward_is_told() -> None:
@@ -270,4 +276,4 @@ def test_a_nested_backward_is_told() -> None:
     inputs = torch.ones(1, 2, requires_grad=True)
     twice = checkpoint(layer, checkpoint(layer, inputs, use_reentrant=True), use_reentrant=True)
     with pytest.raises(StepError, match=r"gradients twice in one backward.*checkpoint_activations"):
-        accel.fused_step(accel.single(), twice.sum(), torch.optim.SGD(layer.parameters()))
+        accel.training.fused_step(accel.single(), twice.sum(), torch.optim.SGD(layer.parameters()))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD
 
 import accel
-from accel import StepError
+from accel.errors import StepError
 
 LAYOUTS = ["alone", "ddp", "fsdp"]
 LEFT = "gradients from before its window"
@@ -96,7 +96,7 @@ def test_a_window_left_before_its_step_is_refused_until_its_gradients_are_droppe
         model, optimizer = _prepared(ctx)
         _begin(ctx, model, steps, micros=micros, scale=BIG, **weight)
         _refused(ctx, optimizer, model)
-        accel.clear_gradients(model)
+        accel.training.clear_gradients(model)
         _step(optimizer, _begin(ctx, model, **weight))
         torch.testing.assert_close(_whole(model), _expected(ctx), rtol=0, atol=1e-12)
         return True
@@ -138,7 +138,7 @@ def test_zero_grad_before_the_first_backward_of_a_window_is_early_enough(ranks, 
 def test_a_step_that_was_not_finite_is_not_stepped_with_later(ranks, layout):
     def rank(ctx):
         model, optimizer = _prepared(ctx)
-        with pytest.raises(accel.NonFiniteError):
+        with pytest.raises(accel.errors.NonFiniteError):
             _step(optimizer, _begin(ctx, model, scale=float("nan") if ctx.rank == 0 else 1.0))
         _refused(ctx, optimizer, model)
         return True
@@ -168,7 +168,7 @@ def test_after_gradients_that_are_not_finite_the_last_checkpoint_is_a_way_on(ran
         model, optimizer = _prepared(ctx)
         items = {"model": model, "optimizer": optimizer}
         path = accel.save_state(ctx, tmp_path / layout, items, step=0)
-        with pytest.raises(accel.NonFiniteError):
+        with pytest.raises(accel.errors.NonFiniteError):
             _step(optimizer, _begin(ctx, model, scale=float("nan")))
         accel.load_state(ctx, path, items)
         return _step(optimizer, _begin(ctx, model)).stepped
@@ -202,7 +202,7 @@ def test_the_pass_of_a_generator_leaves_no_gradients_in_the_critic(ranks, layout
         with pytest.raises(StepError, match=LEFT):
             criticise()
         generate()  # the generator's own are its window's
-        accel.clear_gradients(critic)
+        accel.training.clear_gradients(critic)
         return criticise().stepped
 
     assert all(_on(ranks, layout, rank))
@@ -411,7 +411,7 @@ def test_the_error_names_parameters_and_the_line_to_write():
     with pytest.raises(StepError) as caught:
         _step(optimizer, _begin(ctx, model))
     assert caught.value.got == "gradients of 0.weight, 0.bias, 1.weight and 3 more"
-    assert "accel.clear_gradients(model)" in caught.value.fix
+    assert "accel.training.clear_gradients(model)" in caught.value.fix
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

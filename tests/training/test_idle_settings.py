@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import SGD
 
 import accel
-from accel import ConfigError, PrepareError
 from accel.config import ConfigFile, resolve
+from accel.errors import ConfigError, PrepareError
 
 FOUR = {"ACCEL_ACCUMULATION": "4"}
 HALF = {"ACCEL_PRECISION": "bf16"}
@@ -103,7 +103,7 @@ def test_a_precision_that_no_forward_computes_in_is_refused(compiles):
         ):
             _half(ctx, model, autocast=False)
         assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
-        accel.clear_gradients(model)
+        accel.training.clear_gradients(model)
         assert _half(ctx, model, autocast=True).stepped
         assert _half(ctx, model, autocast=False).stepped  # one forward has shown that the script knows of it
 
@@ -165,7 +165,7 @@ def test_autocast_is_seen_whatever_the_strategy(ranks, strategy, said):
         model = accel.prepare_model(ctx, _model())
         with pytest.raises((ConfigError, PrepareError), match=said):
             _half(ctx, model, autocast=False)
-        accel.clear_gradients(model)
+        accel.training.clear_gradients(model)
         return _half(ctx, model, autocast=True).stepped
 
     assert ranks.run(rank, 2, default_group=True) == [True, True]
@@ -180,7 +180,7 @@ def _on_mesh(ctx: accel.DistContext, mesh: str, *, launched: bool = True) -> acc
 def test_a_mesh_that_no_model_uses_is_refused(ranks):
     def rank(ctx):
         meshed = _on_mesh(ctx, "dp=1,tp=2")
-        model = accel.prepare_model(meshed, _model(), plan=accel.Plan(tensor={}))
+        model = accel.prepare_model(meshed, _model(), plan=accel.parallel.Plan(tensor={}))
         with pytest.raises(ConfigError, match="none along tp=2"):
             _step(meshed, None, model)
         return [

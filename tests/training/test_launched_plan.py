@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import accel
-from accel import Compile, ConfigError, Plan
+from accel import Compile
+from accel.errors import ConfigError
+from accel.parallel import Plan
 from accel.parallel._private import is_compiled
 
 

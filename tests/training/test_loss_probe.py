@@ -25,7 +25,7 @@ def _model(**plan: Any) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    return accel.prepare_model(accel.single(), model, plan=accel.Plan(**{"micro_batches": MICRO} | plan))
+    return accel.prepare_model(accel.single(), model, plan=accel.parallel.Plan(**{"micro_batches": MICRO} | plan))
 
 
 def _batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ def _run(
 ) -> Tensor:
     ctx, count = accel.single(), rows if weight is None else weight
     inputs, _ = _batch(rows)
-    with accel.seeded(ctx, seed):
+    with accel.seeding.seeded(ctx, seed):
         loss, _ = accel.forward_backward(
             ctx, _model(**plan), accel.LossScale(), None, inputs, targets=targets, loss_fn=loss_fn, weight=count
         )
@@ -72,7 +72,7 @@ MEANS = {
 @pytest.mark.parametrize("loss", MEANS.values(), ids=list(MEANS))
 def test_a_mean_is_refused_with_the_line_to_write(loss: Any, rows: int) -> None:
     error = caught(lambda: _run(loss, targets=_batch(rows)[1], rows=rows))
-    assert isinstance(error, accel.StepError)
+    assert isinstance(error, accel.errors.StepError)
     assert "loss_fn returns a mean" in str(error)
     assert 'reduction="sum"' in str(error)
 
@@ -135,7 +135,7 @@ def test_looking_changes_no_number_and_no_random_stream() -> None:
 
     def run(model: nn.Module) -> tuple[Tensor, list[Tensor], Tensor]:
         inputs, targets = _batch()
-        with accel.seeded(accel.single(), 3):
+        with accel.seeding.seeded(accel.single(), 3):
             found, _ = accel.forward_backward(
                 accel.single(),
                 model,
@@ -173,7 +173,7 @@ def test_a_function_is_looked_at_once_though_a_loop_makes_it_anew(fresh: bool) -
         step(model, make("sum") if fresh else kept)
     assert calls == [False] * 2 + [True] * 12
     for _ in range(2):
-        with pytest.raises(accel.StepError, match="mean"):  # the same code, by another reduction
+        with pytest.raises(accel.errors.StepError, match="mean"):  # the same code, by another reduction
             step(model, make("mean"))
     step(pickle.loads(pickle.dumps(copy.deepcopy(model))), kept)
 
@@ -182,7 +182,7 @@ def test_the_last_stage_of_a_pipeline_looks_too(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext, reduction: str) -> Any:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
         ctx = accel.replace(ctx, mesh="pp=2", timeout_s=5)
-        model = accel.prepare_model(ctx, model, plan=accel.Plan(micro_batches=2))
+        model = accel.prepare_model(ctx, model, plan=accel.parallel.Plan(micro_batches=2))
         inputs, targets = _batch()
         loss_fn = functools.partial(cross_entropy, reduction=reduction)
         return accel.forward_backward(

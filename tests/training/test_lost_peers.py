@@ -39,7 +39,7 @@ with accel.session(device="cpu", timeout_s=20) as ctx:
                     os._exit(0)
                 accum = accel.backward(ctx, loss, scaler, accum, weight=4 if at == 1 else torch.tensor(4))
             accel.optimizer_step(ctx, optimizer, scaler, accum)
-    except accel.PeerError as error:
+    except accel.errors.PeerError as error:
         print("told:", at, str(error).replace(chr(10), " "), flush=True)
         os._exit(0)  # the group is broken, and closing it is another matter
 """
@@ -72,7 +72,7 @@ def test_a_rank_that_left_is_told_of_in_forward_and_backward(tmp_path: Path, lay
         (RuntimeError("NCCL communicator was aborted on rank 1."), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 2x2)"), False),
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
-        (accel.PeerError("all_reduce did not complete: Connection reset by peer"), False),
+        (accel.errors.PeerError("all_reduce did not complete: Connection reset by peer"), False),
         (ValueError("not a shape"), False),
     ],
 )

@@ -20,7 +20,7 @@ import accel
 from accel.errors import AccelError, CheckpointError, ConfigError, NonFiniteError, PrepareError
 from accel.testing import simulate
 
-MASTERS = accel.Precision(params="bf16", master_weights="fp32")
+MASTERS = accel.precision.Precision(params="bf16", master_weights="fp32")
 MICRO = 2
 
 
@@ -124,7 +124,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, before: int, after: int) -> No
 
 
 def test_a_checkpoint_without_copies_is_gone_on_from_its_weights(tmp_path: Path) -> None:
-    pure = accel.single("cpu", precision=accel.Precision(params="bf16"))
+    pure = accel.single("cpu", precision=accel.precision.Precision(params="bf16"))
     stopped = train(pure, "adamw", range(3), out=tmp_path)
     run = train(accel.single("cpu", precision=MASTERS), "adamw", range(3, 4), out=tmp_path)
     for copy, name in zip(run.copies, ("weight", "bias"), strict=True):
@@ -134,13 +134,13 @@ def test_a_checkpoint_without_copies_is_gone_on_from_its_weights(tmp_path: Path)
 
 def test_a_run_without_copies_refuses_those_of_a_checkpoint(tmp_path: Path) -> None:
     train(accel.single("cpu", precision=MASTERS), "adamw", range(2), out=tmp_path)
-    for precision in (accel.Precision(params="bf16"), accel.Precision()):
+    for precision in (accel.precision.Precision(params="bf16"), accel.precision.Precision()):
         with pytest.raises(CheckpointError, match=r"master weights of model.weight: .*master_weights='fp32'"):
             train(accel.single("cpu", precision=precision), "adamw", range(2, 3), out=tmp_path)
 
 
 def prepared(
-    precision: accel.Precision = MASTERS, lr: float = 1e-4, **options: Any
+    precision: accel.precision.Precision = MASTERS, lr: float = 1e-4, **options: Any
 ) -> tuple[accel.DistContext, nn.Module, torch.optim.Optimizer]:
     ctx = accel.single("cpu", precision=precision)
     model = Linear()
@@ -156,7 +156,7 @@ def step(ctx: accel.DistContext, model: nn.Module, optimizer: torch.optim.Optimi
 
 def test_small_steps_add_up_where_bf16_alone_stands_still() -> None:
     start = Linear().weight.detach()
-    for precision, moved in ((accel.Precision(params="bf16"), 0.0), (MASTERS, 30 * 2e-4)):
+    for precision, moved in ((accel.precision.Precision(params="bf16"), 0.0), (MASTERS, 30 * 2e-4)):
         ctx, model, optimizer = prepared(precision, lr=2e-4)
         for _ in range(30):
             step(ctx, model, optimizer, x=torch.ones(3, 4))
@@ -272,8 +272,8 @@ def test_what_cannot_have_copies_is_refused_on_every_rank(case: str) -> None:
 
 def test_without_parameters_in_16_bits_the_setting_has_no_effect_and_is_refused() -> None:
     with pytest.raises(ConfigError, match="no effect"):
-        accel.Precision(params="fp32", master_weights="fp32")
-    ctx = accel.single("cpu", precision=accel.Precision(master_weights="fp32"))
+        accel.precision.Precision(params="fp32", master_weights="fp32")
+    ctx = accel.single("cpu", precision=accel.precision.Precision(master_weights="fp32"))
     with pytest.raises(ConfigError, match="parameters in 16 bits"):
         accel.prepare(ctx, Linear())
     with pytest.raises(PrepareError, match=r"one in torch.float64 - at .*0.weight"):
@@ -290,4 +290,4 @@ def test_a_model_without_values_gets_wide_gradients_too() -> None:
 def test_a_fused_step_refuses_them() -> None:
     ctx, model, optimizer = prepared()
     with pytest.raises(ConfigError, match="all gradients of a step"):
-        accel.fused_step(ctx, model(inputs(0, 0)).float(), optimizer)
+        accel.training.fused_step(ctx, model(inputs(0, 0)).float(), optimizer)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import accel
-from accel import CheckpointError, CollectiveMismatch, ConfigError
+from accel.errors import CheckpointError, CollectiveMismatch, ConfigError
 from accel.testing import simulate
 
 WORLD = 4

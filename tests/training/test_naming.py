@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accel
-from accel import NonFiniteError
+from accel.errors import NonFiniteError
 
 
 def _models() -> list[nn.Module]:

@@ -13,7 +13,7 @@ from torch import nn
 import accel
 from accel.testing import Simulator, simulate
 
-WAY_OUT = accel.Precision(compute="bf16", params="fp32")
+WAY_OUT = accel.precision.Precision(compute="bf16", params="fp32")
 
 
 def told(caplog: pytest.LogCaptureFixture, fn: Any, world_size: int = 2, **settings: Any) -> list[str]:
@@ -46,7 +46,7 @@ def test_a_model_loaded_in_16_bits_is_told_once(caplog: Any, world_size: int, pr
 
     [text] = told(caplog, run, world_size, strategy="fsdp", precision=precision)
     assert "steps 2 parameters in bfloat16, such as weight" in text
-    assert f'precision=accel.Precision(compute="{precision}", params="fp32")' in text
+    assert f'precision=accel.precision.Precision(compute="{precision}", params="fp32")' in text
     assert 'precision="pure-bf16"' in text
 
 

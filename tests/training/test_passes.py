@@ -11,7 +11,7 @@ from steps import ByParts, ByState, both_ways
 from torch import nn
 
 import accel
-from accel import ConfigError, PrepareError, StepError
+from accel.errors import ConfigError, PrepareError, StepError
 from accel.testing import simulate
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}

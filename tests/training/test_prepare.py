@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 import accel
-from accel import DataError, DeviceError, PrepareError
-from accel.data import Loader
+from accel import Loader
+from accel.errors import DataError, DeviceError, PrepareError
 
 
 def _objects() -> tuple[nn.Module, torch.optim.Optimizer, StepLR, DataLoader]:

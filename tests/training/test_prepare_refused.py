@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import accel
-from accel import PrepareError
+from accel.errors import PrepareError
 
 
 def test_none_is_given_back_in_its_place(ranks):

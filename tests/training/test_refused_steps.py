@@ -16,7 +16,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, OneCycleLR, SequentialLR
 
 import accel
-from accel import ConfigError, StepError
+from accel.errors import ConfigError, StepError
 
 HUGE = 10**400  # no float holds it
 ACCUMS = accel.Accumulation(steps=2)

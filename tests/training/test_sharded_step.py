@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import accel
-from accel import NonFiniteError, PrepareError
+from accel.errors import NonFiniteError, PrepareError
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}
 WORLD = 4

@@ -39,7 +39,7 @@ def _train(
     """Two epochs of clipped steps: the norms of gradients, and the mean loss as metrics count it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     run, norms = way(ctx, steps, seed=4), []
-    mean = accel.running_metrics(loss="mean")
+    mean = accel.metrics.running_metrics(loss="mean")
     while run.cursor.epoch < 2:
         for batch in run.batches(loader):
             weight = {"count": batch.valid, "number": int(batch.valid), "tensor": torch.tensor(int(batch.valid))}[how]
@@ -158,7 +158,7 @@ def test_a_loader_from_before_the_mesh_is_refused(ranks, mode):
         loader = accel.prepare_loader(ctx, raw, **({"stream": mode} if mode else {}))
         told, _ = _told(ctx, "whole")
         said = r"prepared for another rank: expected .* place \(0, 2\) .*got rank 0 of 4, place \(0, 4\)"
-        with pytest.raises(accel.DataError, match=said):
+        with pytest.raises(accel.errors.DataError, match=said):
             next(accel.batches(told, loader, accel.Cursor()))
         return True
 

@@ -207,7 +207,9 @@ def test_a_model_that_the_user_wrapped_trains() -> None:
 
 def test_a_step_in_the_backward() -> None:
     ctx, model, twin = accel.single(), make_model(), make_model()
-    accel.fused_step(ctx, model(words(0, 0, 0, 3)).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    accel.training.fused_step(
+        ctx, model(words(0, 0, 0, 3)).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     twin(words(0, 0, 0, 3)).square().mean().backward()
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     torch.testing.assert_close(flat(model), flat(twin), **TOLERANCE)
@@ -252,7 +254,7 @@ def joined(ctx: accel.DistContext) -> None:
 
 
 def with_masters(ctx: accel.DistContext) -> object:
-    precision = accel.Precision(compute="bf16", params="bf16", master_weights="fp32")
+    precision = accel.precision.Precision(compute="bf16", params="bf16", master_weights="fp32")
     return accel.prepare(accel.replace(ctx, precision=precision), make_model())
 
 
@@ -260,9 +262,15 @@ REFUSED: dict[str, tuple[Callable[[accel.DistContext], object], str]] = {
     "fsdp": (under("fsdp"), r"spread along shard.*prepare_model, table\.weight, bag\.weight.*sparse=False"),
     "fp16 hook": (lambda ctx: accel.prepare_model(ctx, make_model(), comm_hook="fp16"), "comm_hook that compresses"),
     "bf16 hook": (lambda ctx: accel.prepare_model(ctx, make_model(), comm_hook="bf16"), "comm_hook that compresses"),
-    "power sgd": (lambda ctx: accel.prepare_model(ctx, make_model(), comm_hook=accel.PowerSgd()), "comm_hook that"),
+    "power sgd": (
+        lambda ctx: accel.prepare_model(ctx, make_model(), comm_hook=accel.parallel.PowerSgd()),
+        "comm_hook that",
+    ),
     "masters": (with_masters, "master weights"),
-    "local sgd": (lambda ctx: accel.prepare_local_model(ctx, make_model()), "local SGD.*prepare_local_model, table"),
+    "local sgd": (
+        lambda ctx: accel.parallel.prepare_local_model(ctx, make_model()),
+        "local SGD.*prepare_local_model, table",
+    ),
     "join": (joined, r"run out of inputs.*join_uneven_inputs"),
     "tied": (lambda ctx: accel.prepare(ctx, Tied()), r"sparse gradients and dense ones.*head\.weight"),
     "a further parameter": (lambda ctx: accel.prepare(ctx, nn.Sequential(Doubled())), r"dense ones.*0\.factor"),
@@ -301,7 +309,7 @@ def test_what_has_no_sparse_gradients_is_prepared(make: Callable[[], nn.Module])
     def prepare_all(ctx: accel.DistContext) -> None:
         _ = accel.prepare_model(ctx, make(), comm_hook="bf16")
         _ = accel.prepare(accel.replace(ctx, strategy="fsdp"), make())
-        _ = accel.prepare_local_model(ctx, make())
+        _ = accel.parallel.prepare_local_model(ctx, make())
 
     _ = simulate(prepare_all, 2, default_group=True)
 

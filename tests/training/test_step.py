@@ -89,7 +89,7 @@ def train_by_hand(samples: int, window: int, max_norm: float | None) -> Outcome:
     scheduler = LinearLR(optimizer, total_iters=10)
     norms, rates, ids = [], [], []
     for epoch in range(2):
-        order = accel.order(3, epoch, samples).at(torch.arange(samples))
+        order = accel.data.order(3, epoch, samples).at(torch.arange(samples))
         for start in range(0, samples, window):
             chosen = order[start : start + window]
             inputs, targets, _ = data[chosen]

@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 import accel
-from accel import ConfigError, StepError
 from accel.data import SampleCount
+from accel.errors import ConfigError, StepError
 
 
 def _one_weight(ctx: accel.DistContext, value: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -220,7 +220,7 @@ def test_a_mean_over_no_units(ranks, zeros, expected, way):
             loss = (output * count).sum() / (count if zeros == "mean" else count.clamp(min=1))
         run.backward(loss, weight=count)
         if expected is None:
-            with pytest.raises(accel.NonFiniteError, match=r"at weight.* divide means by a count of at least 1"):
+            with pytest.raises(accel.errors.NonFiniteError, match=r"at weight.* divide means by a count of at least 1"):
                 run.step(optimizer)
         else:
             run.step(optimizer)

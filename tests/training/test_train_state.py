@@ -78,7 +78,7 @@ def windows_of(epochs: int, accumulation: int = 3) -> list[list[int]]:
     """The samples of each window, from the data order alone."""
     found: list[list[int]] = []
     for epoch in range(epochs):
-        samples = accel.order(0, epoch, len(DATA)).at(torch.arange(len(DATA)))
+        samples = accel.data.order(0, epoch, len(DATA)).at(torch.arange(len(DATA)))
         size = 6 * accumulation
         found += [samples[at : at + size] for at in range(0, len(samples), size)]
     return found
@@ -122,7 +122,7 @@ def test_a_dropped_assignment_is_an_error_on_every_rank(drop: str, world_size: i
                     state = kept("step", number, state, run.step(state))
             call = "save"
             accel.save_state(ctx, "unused", {"state": state}, step=0)
-        except (accel.StepError, accel.ConfigError) as error:
+        except (accel.errors.StepError, accel.errors.ConfigError) as error:
             seen.append((ctx.rank, f"{call} {error}"))
 
     simulate(train, world_size)
@@ -143,11 +143,11 @@ def test_a_dropped_step_at_the_end_of_an_epoch_is_an_error_in_the_next_pass_and_
         state = run.start.next(batch)
         state = accel.backward(ctx, run.loss(batch), state)
         run.step(state)
-    with pytest.raises(accel.StepError, match=r"state = accel.optimizer_step\(ctx, optimizer, state\)"):
+    with pytest.raises(accel.errors.StepError, match=r"state = accel.optimizer_step\(ctx, optimizer, state\)"):
         next(accel.batches(ctx, run.loader, state))
-    with pytest.raises(accel.StepError, match="optimizer_step"):
+    with pytest.raises(accel.errors.StepError, match="optimizer_step"):
         state.next_epoch()
-    with pytest.raises(accel.ConfigError, match="unfinished window"):
+    with pytest.raises(accel.errors.ConfigError, match="unfinished window"):
         accel.save_state(ctx, tmp_path, {"state": state}, step=1)
 
 
@@ -155,22 +155,24 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
     ctx = accel.single()
     run = Run(ctx)
     batch = next(accel.batches(ctx, run.loader, run.start))
-    with pytest.raises(accel.StepError, match=r"no batch was begun.*state = state.next\(batch\)"):
+    with pytest.raises(accel.errors.StepError, match=r"no batch was begun.*state = state.next\(batch\)"):
         accel.accumulate(ctx, run.start, run.model)
-    with pytest.raises(accel.StepError, match="no batch was begun"):
+    with pytest.raises(accel.errors.StepError, match="no batch was begun"):
         accel.backward(ctx, run.loss(batch), run.start)
-    with pytest.raises(accel.StepError, match=r"no batch was begun.*optimizer_step\(ctx, \[first, second\], state\)"):
+    with pytest.raises(
+        accel.errors.StepError, match=r"no batch was begun.*optimizer_step\(ctx, \[first, second\], state\)"
+    ):
         run.step(run.start)
     begun = run.start.next(batch)
     for call in (lambda: begun.next(batch), lambda: run.step(begun)):
-        with pytest.raises(accel.StepError, match=r"state = accel.backward\(ctx, loss, state\)"):
+        with pytest.raises(accel.errors.StepError, match=r"state = accel.backward\(ctx, loss, state\)"):
             call()
     summed = accel.backward(ctx, run.loss(batch), begun)
-    with pytest.raises(accel.StepError, match="the window has not ended"):
+    with pytest.raises(accel.errors.StepError, match="the window has not ended"):
         run.step(summed)
-    with pytest.raises(accel.StepError, match=r"does not begin at the state's position.*epoch 0, 6 samples"):
+    with pytest.raises(accel.errors.StepError, match=r"does not begin at the state's position.*epoch 0, 6 samples"):
         summed.next(batch)
-    with pytest.raises(accel.ConfigError, match="a state that holds one"):
+    with pytest.raises(accel.errors.ConfigError, match="a state that holds one"):
         accel.backward(ctx, run.loss(batch), begun, begun.accum)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
@@ -213,7 +215,7 @@ def test_a_second_backward_of_a_batch_says_what_it_is_over() -> None:
     run = Run(ctx)
     batch = next(accel.batches(ctx, run.loader, run.start))
     state = accel.backward(ctx, run.loss(batch), run.start.next(batch))
-    with pytest.raises(accel.StepError, match=r"counted already.*same_units=True.*weight="):
+    with pytest.raises(accel.errors.StepError, match=r"counted already.*same_units=True.*weight="):
         accel.backward(ctx, run.loss(batch), state)
 
 
@@ -241,11 +243,11 @@ def test_an_epoch_left_within_a_window_needs_a_discard_which_drops_its_gradients
         for batch in accel.batches(ctx, run.loader, state):
             state = run.micro(state, batch)
             break
-        with pytest.raises(accel.StepError, match=r"state = accel.discard\(state, model\)"):
+        with pytest.raises(accel.errors.StepError, match=r"state = accel.training.discard\(state, model\)"):
             next(accel.batches(ctx, run.loader, state))
-        with pytest.raises(accel.StepError, match="discard"):
+        with pytest.raises(accel.errors.StepError, match="discard"):
             state.next_epoch()
-        state = accel.discard(state, run.model).next_epoch()
+        state = accel.training.discard(state, run.model).next_epoch()
         _ = run.epochs(state, 2)
         full = accel.get_state_dict(ctx, run.model)
         return torch.cat([each.flatten() for each in full.values()]) if full else None
@@ -256,8 +258,8 @@ def test_an_epoch_left_within_a_window_needs_a_discard_which_drops_its_gradients
 
 
 def test_discard_names_the_models_that_it_needs() -> None:
-    with pytest.raises(accel.ConfigError, match=r"state = accel.discard\(state, model\)"):
-        accel.discard(accel.train_state(accel.single()))
+    with pytest.raises(accel.errors.ConfigError, match=r"state = accel.training.discard\(state, model\)"):
+        accel.training.discard(accel.train_state(accel.single()))
 
 
 def test_a_limit_of_batches_an_epoch() -> None:
@@ -274,7 +276,7 @@ def test_a_limit_of_batches_an_epoch() -> None:
             if number == 2:
                 break
         state = state.next_epoch()
-    expected = [accel.order(0, epoch, len(DATA)).at(torch.arange(12)) for epoch in range(2)]
+    expected = [accel.data.order(0, epoch, len(DATA)).at(torch.arange(12)) for epoch in range(2)]
     torch.testing.assert_close(run.parameters(), golden(expected), **EXACT)
 
 
@@ -288,7 +290,7 @@ def test_a_dropped_next_epoch_is_an_error_of_the_next_pass(ranks: int) -> None:
             if not state.sync and state.accum.micro == 0:
                 break
         kept = state.next_epoch()
-        with pytest.raises(accel.StepError, match=r"expected state = state.next_epoch\(\)"):
+        with pytest.raises(accel.errors.StepError, match=r"expected state = state.next_epoch\(\)"):
             next(accel.batches(ctx, run.loader, state))
         for again in (kept, state.next_epoch(), msgspec.structs.replace(state)):
             assert next(accel.batches(ctx, run.loader, again)).start == again.cursor
@@ -307,7 +309,7 @@ def test_a_state_moves_to_another_position_between_windows_alone() -> None:
     begun = run.start.next(next(accel.batches(run.ctx, run.loader, run.start)))
     moved = run.start.at(begun.cursor)
     assert (moved.cursor, moved.accum, moved.scaler) == (begun.cursor, run.start.accum, run.start.scaler)
-    with pytest.raises(accel.StepError, match=r"the backward of this batch.*at state\.at"):
+    with pytest.raises(accel.errors.StepError, match=r"the backward of this batch.*at state\.at"):
         begun.at(begun.cursor)
 
 
@@ -332,7 +334,7 @@ def test_a_second_loader_beside_the_first_has_a_cursor_of_its_own() -> None:
     other = accel.prepare_loader(ctx, DataLoader(TensorDataset(torch.arange(40)), batch_size=8))
     state, cursor = run.start, accel.Cursor(seed=7)
     for batch, beside in zip(accel.batches(ctx, run.loader, state), accel.batches(ctx, other, cursor), strict=False):
-        with pytest.raises(accel.StepError, match="cursor of its own"):
+        with pytest.raises(accel.errors.StepError, match="cursor of its own"):
             state.next(beside)
         state = run.micro(state, batch)
         cursor = beside.next
@@ -360,7 +362,7 @@ def test_positions_of_a_stream_that_differ_by_rank_are_saved_and_resumed(tmp_pat
             state = state.next(batch)
             with accel.accumulate(ctx, state, model):
                 state = accel.backward(ctx, model(batch.data.float().unsqueeze(1)).mean(), state)
-            state = accel.discard(state, model)
+            state = accel.training.discard(state, model)
             if len(seen) >= 2 * steps:
                 accel.save_state(ctx, tmp_path, {"model": model, "place": state}, step=len(seen))
                 break
@@ -459,16 +461,16 @@ def test_a_further_backward_or_a_division_that_was_dropped_is_an_error() -> None
     batch = next(accel.batches(ctx, run.loader, run.start))
     first = accel.backward(ctx, run.loss(batch), run.start.next(batch), weight=6)
     second = accel.backward(ctx, run.loss(batch), first, weight=6)
-    with pytest.raises(accel.StepError, match=r"later record.*dropped.*state = accel.backward"):
+    with pytest.raises(accel.errors.StepError, match=r"later record.*dropped.*state = accel.backward"):
         run.step(first)
     unscaled = accel.unscale_gradients(ctx, run.optimizer, second)
-    with pytest.raises(accel.StepError, match=r"later record.*dropped.*state = accel.unscale_gradients"):
+    with pytest.raises(accel.errors.StepError, match=r"later record.*dropped.*state = accel.unscale_gradients"):
         run.step(second)
     assert run.step(unscaled).updates == 1
 
     accum = accel.backward(ctx, run.loss(batch), run.start.scaler, accel.Accumulation(2).next(), weight=6)
     accel.backward(ctx, run.loss(batch), run.start.scaler, accum, weight=6)
-    with pytest.raises(accel.StepError, match=r"later record.*dropped.*accum = accel.backward"):
+    with pytest.raises(accel.errors.StepError, match=r"later record.*dropped.*accum = accel.backward"):
         accum.next()
 
 

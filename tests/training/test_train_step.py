@@ -82,7 +82,7 @@ def by_hand(accumulation: int, max_norm: float, gamma: float = 0.9) -> tuple[tor
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
     for epoch in range(EPOCHS):
-        samples = torch.as_tensor(accel.order(0, epoch, len(INPUTS)).at(torch.arange(len(INPUTS))))
+        samples = torch.as_tensor(accel.data.order(0, epoch, len(INPUTS)).at(torch.arange(len(INPUTS))))
         for window in samples.split(BATCH * accumulation):
             optimizer.zero_grad()
             for batch in window.split(BATCH):
@@ -123,7 +123,7 @@ def test_it_takes_the_steps_of_one_process_on_a_mesh(mesh: str, strategy: Any) -
     def rank(ctx: accel.DistContext) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
         model = make_model()
-        model = accel.prepare_model(ctx, model, plan=accel.Plan(micro_batches=2))
+        model = accel.prepare_model(ctx, model, plan=accel.parallel.Plan(micro_batches=2))
         optimizer = accel.prepare_optimizer(ctx, torch.optim.SGD(model.parameters(), lr=0.2))
         rows = DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=BATCH, shuffle=True)
         loader = accel.prepare_loader(ctx, rows, global_batch=BATCH)
@@ -180,21 +180,21 @@ def test_slips_are_typed_errors_and_change_nothing() -> None:
     ctx, state, batches, model, optimizer = one_batch()
     before = flat(model)
     batch = batches[0]
-    with pytest.raises(accel.ConfigError, match="inputs= without targets="):
+    with pytest.raises(accel.errors.ConfigError, match="inputs= without targets="):
         accel.train_step(ctx, state, batch, model, optimizer, loss_sum, inputs=batch.data[0])
-    with pytest.raises(accel.ConfigError, match="targets= without inputs="):
+    with pytest.raises(accel.errors.ConfigError, match="targets= without inputs="):
         accel.train_step(ctx, state, batch, model, optimizer, loss_sum, targets=batch.data[1])
-    with pytest.raises(accel.ConfigError, match="expected a TrainState"):
+    with pytest.raises(accel.errors.ConfigError, match="expected a TrainState"):
         accel.train_step(ctx, accel.loss_scale(ctx), batch, model, optimizer, loss_sum)  # type: ignore[arg-type]
     three = TensorDataset(INPUTS, TARGETS, TARGETS)
     _, other, triples, _, _ = one_batch(three)
-    with pytest.raises(accel.DataError, match=r"expected two items, got 3 items.*inputs=batch\.data"):
+    with pytest.raises(accel.errors.DataError, match=r"expected two items, got 3 items.*inputs=batch\.data"):
         accel.train_step(ctx, other, triples[0], model, optimizer, loss_sum)
     mappings = one_batch([{"x": x, "y": y} for x, y in zip(INPUTS, TARGETS, strict=True)])[2]
-    with pytest.raises(accel.DataError, match="dict with keys x, y"):
+    with pytest.raises(accel.errors.DataError, match="dict with keys x, y"):
         accel.train_step(ctx, other, mappings[0], model, optimizer, loss_sum)
     assert torch.equal(flat(model), before)
     kept, _ = accel.train_step(ctx, state, batch, model, optimizer, loss_sum)
     _ = accel.train_step(ctx, kept, batches[1], model, optimizer, loss_sum)  # the state is dropped
-    with pytest.raises(accel.StepError):
+    with pytest.raises(accel.errors.StepError):
         accel.train_step(ctx, kept, batches[2], model, optimizer, loss_sum)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
-from accel import PrepareError, StepError
+from accel.errors import PrepareError, StepError
 
 
 def _model() -> nn.Module:

@@ -42,7 +42,7 @@ def _prepared(ctx: accel.DistContext, model: nn.Module, **options: Any) -> tuple
 
 
 def _blocks(ctx: accel.DistContext) -> Blocks:
-    with accel.seeded(ctx, 0):
+    with accel.seeding.seeded(ctx, 0):
         return Blocks()
 
 
@@ -111,7 +111,7 @@ def test_what_one_rank_used_moves_on_all(ranks: Simulator) -> None:
 
 
 @pytest.mark.parametrize(
-    "clear", [lambda _, optimizer: optimizer.zero_grad(), lambda model, _: accel.clear_gradients(model)]
+    "clear", [lambda _, optimizer: optimizer.zero_grad(), lambda model, _: accel.training.clear_gradients(model)]
 )
 def test_a_pass_that_was_cleared_used_nothing(ranks: Simulator, clear: Any) -> None:
     def train(ctx: accel.DistContext) -> Any:
@@ -131,7 +131,9 @@ def test_the_fused_step_leaves_it_out_too(ranks: Simulator) -> None:
     def train(ctx: accel.DistContext) -> Any:
         model, optimizer = _prepared(ctx, _blocks(ctx))
         for at in range(3):
-            accel.fused_step(ctx, model(_rows(ctx, at), 1 if at else 3, other=not at).square().mean(), optimizer)
+            accel.training.fused_step(
+                ctx, model(_rows(ctx, at), 1 if at else 3, other=not at).square().mean(), optimizer
+            )
         return _values(ctx, model)
 
     _same_everywhere(ranks, train, [("fsdp", "")])
@@ -152,10 +154,10 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
 def test_a_tied_weight_that_no_stage_used_stays_still(ranks: Simulator, mesh: str) -> None:
     def train(ctx: accel.DistContext) -> Any:
-        with accel.seeded(ctx, 0):
+        with accel.seeding.seeded(ctx, 0):
             weight = nn.Parameter(torch.randn(4, 4))
             model = nn.Sequential(Shared(weight), nn.Linear(4, 4), Shared(weight))
-        plan = accel.Plan(stages=(("0",), ("1", "2")), micro_batches=2)
+        plan = accel.parallel.Plan(stages=(("0",), ("1", "2")), micro_batches=2)
         model, optimizer = _prepared(ctx, model, plan=plan)
         run = ByState(ctx)
         for at, users in enumerate([(0, 2), (2,), (), ()]):

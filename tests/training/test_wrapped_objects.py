@@ -96,7 +96,7 @@ def _split(loader: DataLoader[Any]) -> DataLoader[Any]:
     ],
 )
 def test_loaders_that_read_a_part_are_refused(wrap: Any, said: str) -> None:
-    with pytest.raises(accel.DataError, match=f"{said}.*before it is wrapped"):
+    with pytest.raises(accel.errors.DataError, match=f"{said}.*before it is wrapped"):
         _ = shares(wrap)
 
 
@@ -109,7 +109,7 @@ def _by_accelerate() -> nn.Module:
 
 @pytest.mark.parametrize("make", [lambda: _FabricModule(nn.Linear(1, 1)), _by_accelerate])
 def test_models_that_others_have_prepared_are_refused(make: Any) -> None:
-    with pytest.raises(accel.PrepareError, match="Pass the model before it is wrapped"):
+    with pytest.raises(accel.errors.PrepareError, match="Pass the model before it is wrapped"):
         _ = accel.prepare(accel.single("cpu"), make())
 
 
@@ -125,7 +125,7 @@ def test_what_accelerate_has_prepared_passes_once_it_is_unwrapped() -> None:
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     ctx, net = accel.single("cpu"), nn.Linear(1, 1)
     model, loader = accelerator.prepare(net, DataLoader(DATA, batch_size=2))
-    with pytest.raises(accel.PrepareError, match="keep_fp32_wrapper=False"):
+    with pytest.raises(accel.errors.PrepareError, match="keep_fp32_wrapper=False"):
         _ = accel.prepare(ctx, model)
     assert accel.prepare(ctx, accelerator.unwrap_model(model, keep_fp32_wrapper=False)) is net
     assert len(accel.prepare(ctx, loader)) == 5

@@ -30,7 +30,7 @@ def prepared(ctx: accel.DistContext, dataset: Dataset[Sample], net: nn.Sequentia
     assert_type(accel.prepare_optimizer(ctx, adam), AdamW)
     assert_type(accel.prepare_scheduler(ctx, cosine), CosineAnnealingLR)
     assert_type(accel.prepare_loader(ctx, data), accel.Loader)
-    assert_type(accel.prepare_loader(ctx, data, stream="shards"), accel.StreamLoader)
+    assert_type(accel.prepare_loader(ctx, data, stream="shards"), accel.data.StreamLoader)
     assert_type(accel.compile_model(net), nn.Sequential)
     assert_type(accel.checkpoint_activations(net, nn.Linear), nn.Sequential)
 
@@ -50,8 +50,8 @@ def looped(ctx: accel.DistContext, loader: accel.Loader, loss: torch.Tensor, opt
     with accel.accumulate(ctx, accum):
         assert_type(accel.backward(ctx, loss, scaler), None)
         assert_type(accel.backward(ctx, loss, scaler, accum, weight=2), accel.Accumulation)
-    assert_type(accel.optimizer_step(ctx, optimizer, scaler), accel.StepResult[None])
-    assert_type(accel.optimizer_step(ctx, optimizer, scaler, accum), accel.StepResult[accel.Accumulation])
+    assert_type(accel.optimizer_step(ctx, optimizer, scaler), accel.training.StepResult[None])
+    assert_type(accel.optimizer_step(ctx, optimizer, scaler, accum), accel.training.StepResult[accel.Accumulation])
     assert_type(accel.optimizer_step(ctx, optimizer, scaler, accum).scaler, accel.LossScale)
 
 
@@ -64,7 +64,7 @@ def carried(ctx: accel.DistContext, loader: accel.Loader, loss: torch.Tensor, op
             assert_type(accel.backward(ctx, loss, state), accel.TrainState)
         assert_type(accel.optimizer_step(ctx, optimizer, state), accel.TrainState)
     assert_type((state.epoch, state.updates, state.sync, state.stepped), tuple[int, int, bool, bool])
-    assert_type(accel.discard(state), accel.TrainState)
+    assert_type(accel.training.discard(state), accel.TrainState)
     assert_type(accel.total_steps(loader, accumulation=2, epochs=3), int)
     for batch in accel.batches(ctx, loader):  # evaluation
         assert_type(batch, accel.Batch)
@@ -81,8 +81,8 @@ def trained(ctx: accel.DistContext, loader: accel.Loader, net: nn.Module, optimi
 
 def stored(ctx: accel.DistContext, net: nn.Module) -> None:
     assert_type(accel.save_state(ctx, Path("run"), {"net": net}, step=1), Path)
-    assert_type(accel.save_state(ctx, "run", {"net": net}, step=1), Path | accel.RemotePath)
-    assert_type(accel.save_state(ctx, "run", {"net": net}, step=1, mode="async"), accel.Saving)
+    assert_type(accel.save_state(ctx, "run", {"net": net}, step=1), Path | accel.checkpoint.RemotePath)
+    assert_type(accel.save_state(ctx, "run", {"net": net}, step=1, mode="async"), accel.checkpoint.Saving)
     assert_type(accel.latest_checkpoint(Path("run")), Path | None)
     assert_type(accel.load_state(ctx, "run", {"net": net})["cursor"], Any)
 
@@ -108,10 +108,12 @@ def decorated(ctx: accel.DistContext) -> None:
 
 
 def configured(ctx: accel.DistContext, group: dist.ProcessGroup) -> None:
-    assert_type((ctx.device, ctx.backend, ctx.precision), tuple[torch.device, str, accel.Precision])
+    assert_type((ctx.device, ctx.backend, ctx.precision), tuple[torch.device, str, accel.precision.Precision])
     assert_type((ctx.accumulation, ctx.timeout_s), tuple[int, float])
     assert_type(accel.from_env({}, device="cpu", backend="gloo", mesh="dp=2", timeout_s=5), accel.DistContext)
-    assert_type(accel.replace(ctx, precision=accel.Precision(compute="bf16"), strategy="fsdp"), accel.DistContext)
+    assert_type(
+        accel.replace(ctx, precision=accel.precision.Precision(compute="bf16"), strategy="fsdp"), accel.DistContext
+    )
     assert_type(accel.single(torch.device("cpu"), accumulation=4), accel.DistContext)
     accel.single(precision="fp4")  # pyright: ignore[reportArgumentType]
     accel.from_group(group, backend="gloo")  # pyright: ignore[reportCallIssue]

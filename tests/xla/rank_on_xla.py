@@ -24,7 +24,7 @@ with accel.session(device="xla", timeout_s=60) as ctx:
     assert mine.item() == 1
     try:
         accel.gather(ctx, {"a": mine}) if ctx.rank else accel.reduce(ctx, {"a": mine})
-    except accel.CollectiveMismatch as error:
+    except accel.errors.CollectiveMismatch as error:
         assert "reduce" in str(error)  # noqa: PT017 - both ranks see it here
     adopted = accel.from_group(dist.group.WORLD, device="xla")
     assert accel.gather_object(adopted, adopted.rank) == [0, 1]

@@ -28,7 +28,7 @@ from accel.bigmodel.load._targets import (
     place_others,
     refusal,
 )
-from accel.checkpoint import Strided, cut
+from accel.checkpoint._recipes import Strided, cut
 from accel.comm import Call, Comm, agreed, agreed_values, broadcast_flat, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError

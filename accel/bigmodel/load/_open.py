@@ -15,20 +15,13 @@ import torch
 
 from accel.bigmodel._arguments import dtypes, name_of
 from accel.bigmodel.load._read import FileWeights
-from accel.checkpoint import (
-    Box,
-    Manifest,
-    Recipe,
-    Strided,
-    StridedPart,
-    all_tensors,
-    apply_recipes,
-    check_recipes,
-    find_checkpoint,
-    in_file,
-    manifest_of,
-)
-from accel.errors import CheckpointError, ConfigError, check_count
+from accel.checkpoint import Recipe
+from accel.checkpoint._manifest import Manifest, manifest_of
+from accel.checkpoint._plan import Box
+from accel.checkpoint._recipes import Strided, StridedPart, apply_recipes, check_recipes, in_file
+from accel.checkpoint._retention import all_tensors, find_checkpoint
+from accel.errors import CheckpointError, ConfigError
+from accel.errors._checks import check_count
 from accel.storage import (
     INDEX,
     WEIGHTS,
@@ -357,7 +350,7 @@ def _joined(files: WeightFiles, found: Mapping[str, Mapping[str, Strided]], wher
 
 def _renamed(found: Mapping[str, Strided], rename: Rename, where: str) -> dict[str, Strided]:
     if not callable(rename):
-        check_recipes(rename, "a function of a stored name, or a sequence of accel.Recipe")
+        check_recipes(rename, "a function of a stored name, or a sequence of accel.checkpoint.Recipe")
         return apply_recipes(found, rename, where)
     named: dict[str, Strided] = {}
     former: dict[str, str] = {}

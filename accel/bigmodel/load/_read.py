@@ -12,8 +12,10 @@ import torch
 
 from accel.bigmodel._arguments import copy_in_range, dtype_of
 from accel.bigmodel._source import StoredTensor
-from accel.checkpoint import Box, Strided, StridedPart, cut, file_order, is_contiguous, runs
-from accel.errors import ConfigError, did_you_mean
+from accel.checkpoint._plan import Box
+from accel.checkpoint._recipes import Strided, StridedPart, cut, file_order, is_contiguous, runs
+from accel.errors import ConfigError
+from accel.errors._checks import did_you_mean
 from accel.storage import CHUNK, PAGE, ByteRanges, LocalRanges, Passed, Wanted
 
 _LARGE = 1 << 20  # from here on memory has pages of its own

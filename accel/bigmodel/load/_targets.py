@@ -15,10 +15,12 @@ from torch import nn
 
 from accel.bigmodel._arguments import check_dtype, check_model, device_of, dtype_of
 from accel.bigmodel.plan import STORES, DeviceMap, check_map
-from accel.checkpoint import Box, held_box, whole
+from accel.checkpoint._live_tensors import held_box
+from accel.checkpoint._plan import Box, whole
 from accel.errors import CheckpointError, ConfigError, StreamError
-from accel.items import clean_name, reshard
-from accel.parallel import is_pipelined, is_unknown, unwrap_model
+from accel.items._module import clean_name, reshard
+from accel.parallel._empty import is_unknown
+from accel.parallel._modules import is_pipelined, unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import become, is_absent, is_dtensor, local_part, packed_weights, split_dims
 
@@ -163,7 +165,7 @@ def find_targets(
             expected="a model without them",
             got=f"{name!r}, a quantizer's",
             where="load_checkpoint_in_model",
-            fix="Build the model anew, and call accel.load_quantized(ctx, model, weights, config=...).",
+            fix="Build the model anew, then accel.engines.quantized.load_quantized(ctx, model, weights, config=...).",
         )
     named: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}

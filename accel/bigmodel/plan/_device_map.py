@@ -10,7 +10,8 @@ from typing import cast
 import msgspec
 
 from accel.bigmodel.plan._skeleton import Segment, Skeleton
-from accel.errors import ConfigError, PlacementError, check_count, did_you_mean
+from accel.errors import ConfigError, PlacementError
+from accel.errors._checks import check_count, did_you_mean
 from accel.storage import parse_size
 
 HOST = "cpu"
@@ -153,12 +154,14 @@ def check_map(device_map: object, *, where: str) -> None:
     """
     if isinstance(device_map, DeviceMap):
         return
-    make = "accel.infer_device_map(accel.describe(model), max_memory)"
+    make = "accel.infer_device_map(accel.bigmodel.describe(model), max_memory)"
     if isinstance(device_map, Mapping):
-        make = "accel.check_device_map(accel.describe(model), places)"
+        make = "accel.bigmodel.check_device_map(accel.bigmodel.describe(model), places)"
     is_short = isinstance(device_map, str | int | Mapping)
     got = repr(cast(object, device_map)) if is_short else type(device_map).__name__
-    raise ConfigError("not a device map", expected="an accel.DeviceMap", got=got, where=where, fix=f"Pass {make}.")
+    raise ConfigError(
+        "not a device map", expected="an accel.bigmodel.DeviceMap", got=got, where=where, fix=f"Pass {make}."
+    )
 
 
 def _check_names(found: DeviceMap) -> None:
@@ -271,7 +274,7 @@ def read_limits(max_memory: Limits, *, where: str) -> Places:
             expected=_EXAMPLE,
             got=repr(dict(max_memory)),
             where=where,
-            fix="accel.available_memory(device, reserve='2GB') asks a device for what is free.",
+            fix="accel.bigmodel.available_memory(device, reserve='2GB') asks a device for what is free.",
         )
     homes = {name: limits[name] for name in (HOST, *(key for key in limits if key in STORES)) if name in limits}
     return Places(devices=devices, homes=homes)
@@ -303,7 +306,7 @@ def _check_is_mapping(max_memory: object, where: str) -> None:
             expected=_EXAMPLE,
             got=repr(max_memory),
             where=where,
-            fix="accel.available_memory(device, reserve='2GB') asks a device for what is free.",
+            fix="accel.bigmodel.available_memory(device, reserve='2GB') asks a device for what is free.",
         )
 
 

@@ -23,7 +23,8 @@ from accel.bigmodel.plan._placement import (
     sizes_of,
 )
 from accel.bigmodel.plan._skeleton import Skeleton, format_name
-from accel.errors import PlacementError, check_choice, check_count, check_kind
+from accel.errors import PlacementError
+from accel.errors._checks import check_choice, check_count, check_kind
 from accel.terminal import show_size
 
 if TYPE_CHECKING:
@@ -281,9 +282,9 @@ def _check(skeleton: object, slots: object, placement: str, fill: str | None) ->
         skeleton,
         Skeleton,
         "not a skeleton",
-        expected="an accel.Skeleton",
+        expected="an accel.bigmodel.Skeleton",
         where="infer_device_map",
-        fix="Pass accel.describe(model).",
+        fix="Pass accel.bigmodel.describe(model).",
     )
     if slots is not None:
         check_count(slots, "not a number of slots", where="slots=")

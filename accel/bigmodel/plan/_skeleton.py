@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from accel.errors import ConfigError, check_choice, did_you_mean
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice, did_you_mean
 from accel.storage import FLOATS, MEMORY_BITS, tensor_bytes
 
 if TYPE_CHECKING:

@@ -36,7 +36,8 @@ from accel.bigmodel.run._supplies import (
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext, context_first
 from accel.devices import count_devices, find_accelerator, kind_of_device
-from accel.errors import ConfigError, check_kind
+from accel.errors import ConfigError
+from accel.errors._checks import check_kind
 from accel.storage import RemotePath
 from accel.tensors import is_dtensor, local_part
 
@@ -168,7 +169,7 @@ def dispatch_model(
                 source,
                 WeightSource,
                 "not a source of weights",
-                expected="a path, a mapping of tensors, or what accel.open_weights returns",
+                expected="a path, a mapping of tensors, or what accel.bigmodel.open_weights returns",
                 where="dispatch_model, source=",
             )
         devices = {name: device_of(name, where="dispatch_model") for name in device_map.devices}

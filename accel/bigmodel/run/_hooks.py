@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel import tree as trees
+import accel.tree._walk as trees
 from accel.bigmodel.plan import DeviceMap
 from accel.bigmodel.run._absent import AbsentTensor, refuse_copy, refuse_pickle
 from accel.bigmodel.run._slots import Block

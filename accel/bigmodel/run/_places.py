@@ -14,7 +14,7 @@ from accel.bigmodel._arguments import dtype_of
 from accel.bigmodel.plan import Skeleton, Weight
 from accel.bigmodel.run._absent import AbsentTensor, in_form_of
 from accel.errors import ConfigError, StreamError
-from accel.parallel import named_modules
+from accel.parallel._modules import named_modules
 from accel.tensors import MARK, Packed, is_dtensor, local_part, packed, packed_weights
 
 

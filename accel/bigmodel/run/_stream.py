@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from accel.bigmodel.run._slots import Block, Slot, SlotTransfer, put_in
-from accel.errors import AccelError, StreamError, describe, rebuild
+from accel.errors import AccelError, StreamError
+from accel.errors._base import describe, rebuild
 
 
 @dataclass(frozen=True, eq=False, slots=True)

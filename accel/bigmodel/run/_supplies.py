@@ -15,7 +15,8 @@ from accel.bigmodel._source import StoredTensor, WeightSource
 from accel.bigmodel.plan import STORES, DeviceMap, Segment, Weight
 from accel.bigmodel.run._absent import AbsentTensor
 from accel.bigmodel.run._places import WeightPlace, has_values, held
-from accel.errors import CheckpointError, ConfigError, did_you_mean
+from accel.errors import CheckpointError, ConfigError
+from accel.errors._checks import did_you_mean
 
 
 @runtime_checkable

@@ -22,7 +22,8 @@ from accel.data.stream._prefetch import AgreedStep, Prefetcher, ReadStep, batch_
 from accel.data.stream._reader import LocalBatch, Skipped
 from accel.errors import DataError, TreeError
 from accel.random import Key
-from accel.tree import Container, leaves
+from accel.tree import Container
+from accel.tree._walk import leaves
 
 _DIGEST_BYTES = 1 << 16  # of each tensor
 

@@ -20,7 +20,7 @@ from accel.context import DistContext
 from accel.data.stream._prefetch import AgreedStep, ReadStep
 from accel.data.stream._reader import LocalBatch
 from accel.errors import DataError, TreeError
-from accel.tree import is_its_values
+from accel.tree._walk import is_its_values
 
 _LEAVES = (str, bytes, bool, int, float, type(None))
 _KEYS = (str, bytes, bool, int, type(None))

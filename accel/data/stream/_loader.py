@@ -13,7 +13,8 @@ from accel.context import DistContext
 from accel.data._cursor import Coordinates, LastPass
 from accel.data._plan import Tail
 from accel.data.stream._reader import StepPlan
-from accel.errors import ConfigError, DataError, check_choice, check_count
+from accel.errors import ConfigError, DataError
+from accel.errors._checks import check_choice, check_count
 from accel.tree import Container
 
 StreamMode = Literal["shards", "own", "elements", "dispatch"]
@@ -35,7 +36,7 @@ class _Shardable(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StreamLoader:
-    """A loader over a stream: its source, its readers and its steps. Iterate it with `batches(ctx, loader, cursor)`.
+    """A loader over a stream: its source, its readers and its steps. Iterate it with `batches(ctx, loader, state)`.
 
     Attributes:
         source: the dataset; in mode `shards` this rank's part of it.

@@ -21,7 +21,8 @@ from accel.data._transfer import check_movable
 from accel.data.stream._reader import LocalBatch, Resumable, Skipped, StepPlan, StreamSteps, WorkerStep, at_epoch
 from accel.errors import AccelError, DataError, TreeError
 from accel.random import Key, isolated_rng
-from accel.tree import Container, tensors
+from accel.tree import Container
+from accel.tree._walk import tensors
 
 _MOST_BYTES = 1 << 23
 

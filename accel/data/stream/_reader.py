@@ -18,7 +18,8 @@ from accel.data._requests import seed_base, seed_streams, twin
 from accel.data._transfer import pin
 from accel.errors import DataError
 from accel.random import Key
-from accel.tree import Container, tensors
+from accel.tree import Container
+from accel.tree._walk import tensors
 
 _REPORT_S = 10.0
 

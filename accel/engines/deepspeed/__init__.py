@@ -13,44 +13,40 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.engines.deepspeed._engine import build_sharded as build_sharded, gathered as gathered, make as make
-    from accel.engines.deepspeed._facts import config_of as config_of, read_facts as read_facts
-    from accel.engines.deepspeed._record import (
-        DeepSpeed as DeepSpeed,
-        DeepSpeedSetting as DeepSpeedSetting,
-        Offload as Offload,
-        ResolvedDeepSpeed as ResolvedDeepSpeed,
-        RunFacts as RunFacts,
-        from_json as from_json,
-        from_section as from_section,
-        from_setting as from_setting,
-        read_deepspeed as read_deepspeed,
-    )
-    from accel.engines.deepspeed._resolve import resolve as resolve
+    from accel.engines.deepspeed._engine import build_sharded, gathered
+    from accel.engines.deepspeed._facts import config_of
+    from accel.engines.deepspeed._record import DeepSpeed, Offload, RunFacts, read_deepspeed
+    from accel.engines.deepspeed._resolve import resolve
+
+__all__ = [
+    "DeepSpeed",
+    "Offload",
+    "RunFacts",
+    "build_sharded",
+    "config_of",
+    "gathered",
+    "read_deepspeed",
+    "resolve",
+]
 
 __getattr__ = exports(
     __name__,
     {
         "_engine": (
-            "make",
             "build_sharded",
             "gathered",
         ),
-        "_facts": (
-            "config_of",
-            "read_facts",
-        ),
+        "_facts": ("config_of",),
         "_record": (
-            "from_json",
-            "from_section",
-            "from_setting",
-            "read_deepspeed",
             "DeepSpeed",
             "Offload",
             "RunFacts",
-            "ResolvedDeepSpeed",
-            "DeepSpeedSetting",
+            "read_deepspeed",
         ),
         "_resolve": ("resolve",),
     },
 )
+
+
+def __dir__() -> list[str]:
+    return __all__

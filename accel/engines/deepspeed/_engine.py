@@ -19,7 +19,8 @@ from accel.engines.deepspeed._record import ResolvedDeepSpeed
 from accel.engines.deepspeed._resolve import resolve
 from accel.engines.deepspeed._whole import loaded, whole_items
 from accel.errors import ConfigError, PrepareError
-from accel.parallel import EMPTIED, HELD, WRAPS, Engine, EngineOutcome, StepRequest
+from accel.parallel._engines import Engine, EngineOutcome, StepRequest
+from accel.parallel._modules import EMPTIED, HELD, WRAPS
 from accel.tensors import packed_weights
 
 M = TypeVar("M", bound=nn.Module)
@@ -65,7 +66,7 @@ def build_sharded(ctx: DistContext, make: Callable[[], M]) -> M:
             expected="stage 3",
             got=f"stage {config.stage}",
             where="build_sharded",
-            fix="Call make() itself, or pass deepspeed=accel.DeepSpeed(stage=3).",
+            fix="Call make() itself, or pass deepspeed=accel.engines.deepspeed.DeepSpeed(stage=3).",
         )
     settings = resolve(config, read_facts(ctx, ())).settings
     with connected().zero.Init(config_dict_or_path=settings):

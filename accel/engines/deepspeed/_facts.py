@@ -10,7 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel.context import DistContext
-from accel.data import EpochPlan, Loader, StreamLoader
+from accel.data import StreamLoader
+from accel.data._loader import Loader
+from accel.data._plan import EpochPlan
 from accel.engines.deepspeed._record import DeepSpeed, RunFacts, from_setting
 
 _WIDTHS = ("hidden_size", "hidden_sizes", "n_embd", "d_model", "dim")

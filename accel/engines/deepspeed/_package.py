@@ -227,8 +227,8 @@ class ZeroGradients:
                 expected="a model without gradients when a window begins",
                 got="gradients that DeepSpeed has reduced already",
                 where="optimizer_step",
-                fix="Call accel.clear_gradients(model) where a window is abandoned, with the model that prepare"
-                " returned.",
+                fix="Call accel.training.clear_gradients(model) where a window is abandoned, "
+                "with the model that prepare returned.",
             )
 
 

@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from accel.config import decode_values
-from accel.errors import ConfigError, did_you_mean
+from accel.errors import ConfigError
+from accel.errors._checks import did_you_mean
 from accel.formats import Precision
 from accel.terminal import show_text
 

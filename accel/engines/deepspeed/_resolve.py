@@ -249,7 +249,7 @@ def _settle_precision(draft: Draft, facts: RunFacts) -> None:
     if draft.said(("torch_autocast", "enabled")):
         draft.problem(
             f"{draft.shown(('torch_autocast', 'enabled'))}, which accel.autocast does. Leave it out, and pass "
-            'accel.Precision(compute="bf16", params="fp32") for autocast on fp32 parameters.'
+            'accel.precision.Precision(compute="bf16", params="fp32") for autocast on fp32 parameters.'
         )
     if precision.compute == "fp16":
         _settle_loss_scale(draft)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext
 from accel.engines.deepspeed._package import ZeroOptimizer, flat_parameters, link_state, package
-from accel.parallel import WRAPS
+from accel.parallel._modules import WRAPS
 from accel.tensors import packed_weights, part_names
 
 _MASTER = torch.float32

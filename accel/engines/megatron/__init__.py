@@ -14,12 +14,20 @@ from accel.lazy import exports
 
 if TYPE_CHECKING:
     from accel.engines.megatron._context import (
-        RankMesh as RankMesh,
-        from_megatron as from_megatron,
-        megatron_mesh as megatron_mesh,
-        mesh_of_groups as mesh_of_groups,
+        RankMesh,
+        from_megatron,
+        megatron_mesh,
+        mesh_of_groups,
     )
-    from accel.engines.megatron._items import megatron_items as megatron_items
+    from accel.engines.megatron._items import megatron_items
+
+__all__ = [
+    "RankMesh",
+    "from_megatron",
+    "megatron_items",
+    "megatron_mesh",
+    "mesh_of_groups",
+]
 
 __getattr__ = exports(
     __name__,
@@ -33,3 +41,7 @@ __getattr__ = exports(
         "_items": ("megatron_items",),
     },
 )
+
+
+def __dir__() -> list[str]:
+    return __all__

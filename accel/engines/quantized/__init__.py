@@ -6,6 +6,17 @@ moved to its home on its own. `_bitsandbytes.py` and `_torchao.py` divide a pack
 dispatch and checkpoints know; `_layers.py` has layers of bitsandbytes without state.
 """
 
-from accel.engines.quantized._config import Bitsandbytes as Bitsandbytes, Torchao as Torchao
-from accel.engines.quantized._describe import describe_quantized as describe_quantized, take_apart as take_apart
-from accel.engines.quantized._load import load_quantized as load_quantized
+from accel.engines.quantized._config import Bitsandbytes, Torchao
+from accel.engines.quantized._describe import describe_quantized
+from accel.engines.quantized._load import load_quantized
+
+__all__ = [
+    "Bitsandbytes",
+    "Torchao",
+    "describe_quantized",
+    "load_quantized",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

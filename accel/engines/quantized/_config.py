@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 import msgspec
 import torch
 
-from accel.errors import ConfigError, MissingExtraError, check_choice
+from accel.errors import ConfigError, MissingExtraError
+from accel.errors._checks import check_choice
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 TorchaoKind = Literal["int8", "int8_dynamic", "int4", "int4_grouped", "float8", "float8_dynamic"]

@@ -16,8 +16,9 @@ from accel.bigmodel import Skeleton, Weight, describe
 from accel.bigmodel.load import weight_dtype_name
 from accel.engines.quantized import _bitsandbytes, _torchao
 from accel.engines.quantized._config import Bitsandbytes, Quantization, Torchao, dtype_named, package, patterns
-from accel.errors import ConfigError, did_you_mean
-from accel.parallel import Select, named_modules
+from accel.errors import ConfigError
+from accel.errors._checks import did_you_mean
+from accel.parallel._modules import Select, named_modules
 from accel.tensors import FORMATS, Packed, is_absent, is_dtensor
 
 
@@ -118,7 +119,7 @@ def plan_layers(model: nn.Module, config: Quantization) -> QuantizationPlan:
     A model that is quantized, sharded or dispatched already is refused, as is a pattern without a match.
     """
     if not isinstance(config, Bitsandbytes | Torchao):  # pyright: ignore[reportUnnecessaryIsInstance] - a caller's
-        fix = "Pass accel.Bitsandbytes(bits=4) or accel.Torchao(kind='int8')."
+        fix = "Pass accel.engines.quantized.Bitsandbytes(bits=4) or accel.engines.quantized.Torchao(kind='int8')."
         raise ConfigError("not a way to quantize", got=repr(config), where="config=", fix=fix)
     check_installed(config)
     _check_model(model)

@@ -39,7 +39,7 @@ from accel.engines.quantized._describe import (
     replace_layer,
 )
 from accel.errors import ConfigError
-from accel.parallel import named_modules
+from accel.parallel._modules import named_modules
 from accel.storage import RemotePath
 from accel.tensors import Packed
 
@@ -204,7 +204,7 @@ def find_places(
                 "the device map is of the model before it is quantized",
                 got=f"no {layer.name}.{list(layer.template.parts)[-1]!s}",
                 where="load_quantized(device_map=)",
-                fix="Make it of accel.describe_quantized(model, config).",
+                fix="Make it of accel.engines.quantized.describe_quantized(model, config).",
             )
     devices = {name: torch.empty(0, device=name).device for name in device_map.devices}
     runs: dict[str, torch.device] = {}

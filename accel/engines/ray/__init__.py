@@ -4,4 +4,13 @@
 One file, `_launch.py`: an actor holds each rank's process, and the launcher's supervision asks the actors for news.
 """
 
-from accel.engines.ray._launch import Placement as Placement, launch as launch
+from accel.engines.ray._launch import Placement, launch
+
+__all__ = [
+    "Placement",
+    "launch",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

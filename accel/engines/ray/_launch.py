@@ -18,7 +18,8 @@ from typing import IO, Any, Literal, TypeVar, get_args
 import msgspec
 
 from accel.config import LaunchConfig
-from accel.errors import AccelError, ConfigError, LaunchError, MissingExtraError, check_choice
+from accel.errors import AccelError, ConfigError, LaunchError, MissingExtraError
+from accel.errors._checks import check_choice
 from accel.launching import (
     Children,
     Failure,

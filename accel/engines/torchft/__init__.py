@@ -5,11 +5,26 @@ Begin with `_step.py`: groups agree on a step, a group behind them adopts their 
 groups. `_group.py` joins the job, and sends state to groups that join.
 """
 
-from accel.engines.torchft._group import ReplicaGroup as ReplicaGroup, lighthouse as lighthouse, replica as replica
+from accel.engines.torchft._group import ReplicaGroup, lighthouse, replica
 from accel.engines.torchft._step import (
-    StepReport as StepReport,
-    Turn as Turn,
-    begin_step as begin_step,
-    next_batch as next_batch,
-    optimizer_step as optimizer_step,
+    StepReport,
+    Turn,
+    begin_step,
+    next_batch,
+    optimizer_step,
 )
+
+__all__ = [
+    "ReplicaGroup",
+    "StepReport",
+    "Turn",
+    "begin_step",
+    "lighthouse",
+    "next_batch",
+    "optimizer_step",
+    "replica",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,14 +14,19 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel.checkpoint import decode, encode
-from accel.data import Batch, Cursor, Loader, SampleCount, batches, skip_first_batches
+from accel.checkpoint._encoding import decode, encode
+from accel.data import SampleCount
+from accel.data._batches import Batch, batches
+from accel.data._cursor import Cursor
+from accel.data._loader import Loader
+from accel.data._progress import skip_first_batches
 from accel.engines.torchft._group import ReplicaGroup
 from accel.errors import AccelError, ConfigError, PeerError, StepError
 from accel.optim import Accumulation, parameters_of
-from accel.precision import LossScale
+from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
-from accel.training import TrainState, optimizer_step as step_of_group
+from accel.training._step import optimizer_step as step_of_group
+from accel.training._train_state import TrainState
 
 _STATE = "state"
 

@@ -17,7 +17,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel.checkpoint import Content, Item, ItemKind, check_tensor, encode, is_list, is_object, save
+from accel.checkpoint._encoding import encode
+from accel.checkpoint._live_tensors import check_tensor
+from accel.checkpoint._manifest import Item, ItemKind, is_list, is_object
+from accel.checkpoint._save import save
+from accel.checkpoint._snapshot import Content
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext, context_first, single
 from accel.errors import CheckpointError, ConfigError
@@ -28,7 +32,7 @@ from accel.items._rng import capture_row
 from accel.items._source import Change, ModuleState, Problems, apply_changes, facts, undo_changes
 from accel.items._stateful import Stateful
 from accel.optim import parameters_of
-from accel.precision import LossScale
+from accel.precision._amp import LossScale
 from accel.storage import RemotePath, as_place, open_directory, read_reference
 from accel.tensors import is_dtensor
 

@@ -16,20 +16,12 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from accel.checkpoint import (
-    RANKS,
-    Content,
-    Item,
-    ItemKind,
-    Saved,
-    check_tensor,
-    decode,
-    encode,
-    is_object,
-    open_checkpoint,
-    save,
-    tensors_in,
-)
+from accel.checkpoint._encoding import decode, encode
+from accel.checkpoint._live_tensors import check_tensor
+from accel.checkpoint._manifest import RANKS, Item, ItemKind, is_object, tensors_in
+from accel.checkpoint._read import Saved, open_checkpoint
+from accel.checkpoint._save import save
+from accel.checkpoint._snapshot import Content
 from accel.context import single
 from accel.errors import CheckpointError
 from accel.items._optimizer import OptimizerValue, ParameterGroup, ParamFacts

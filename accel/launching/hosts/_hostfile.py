@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from accel.config import FIELDS, LaunchConfig, to_text
-from accel.errors import ConfigError, LaunchError, did_you_mean
+from accel.errors import ConfigError, LaunchError
+from accel.errors._checks import did_you_mean
 from accel.launching._target import LaunchTarget
 from accel.launching.local._signals import STOPPING, Signals, listening
 from accel.launching.reports._report import tell

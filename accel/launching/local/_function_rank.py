@@ -15,7 +15,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from accel.errors import ConfigError, MissingExtraError, not_pickled, not_unpickled
+from accel.errors import ConfigError, MissingExtraError
+from accel.errors._checks import not_pickled, not_unpickled
 from accel.launching.reports._failure import frames_below
 
 _CALL, _VALUE, _ERROR = "call", "value-{}", "error-{}"

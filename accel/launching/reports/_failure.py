@@ -99,7 +99,7 @@ def exit_code(status: int) -> int:
 
 
 def stop_number(failure: Failure) -> int:
-    """Return the signal for which a rank raised `accel.Stop`; 0 for any other end."""
+    """Return the signal for which a rank raised `accel.preempt.Stop`; 0 for any other end."""
     stopped = failure.record is not None and failure.record.exception == "accel.preempt.Stop"
     return failure.status - 128 if stopped else 0
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from accel.errors import escaped
+from accel.errors._base import escaped
 from accel.launching.reports._failure import WORKER, Failure, FailureRecord, is_users, without_own
 from accel.run_folder import bounded, found_stranger
 from accel.terminal import show_clock

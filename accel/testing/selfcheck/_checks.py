@@ -16,14 +16,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.collectives import broadcast, gather, gather_object, pad_across_processes, reduce
 from accel.context import DistContext, replace
-from accel.data import Cursor, batches, gather_for_metrics, order, prepare_loader
+from accel.data import order
+from accel.data._batches import batches
+from accel.data._cursor import Cursor
+from accel.data._loader import prepare_loader
+from accel.data._progress import gather_for_metrics
 from accel.devices import name_of_device, wait_for_device
-from accel.items import load_state, save_state
+from accel.items._loading import load_state
+from accel.items._saving import save_state
 from accel.optim import Accumulation
-from accel.precision import autocast, loss_scale
+from accel.precision._amp import autocast, loss_scale
 from accel.process import any_rank, wait_for_everyone
 from accel.testing.selfcheck._outcome import Outcome, likely_cause
-from accel.training import accumulate, backward, optimizer_step, prepare
+from accel.training._backward import accumulate, backward
+from accel.training._prepare import prepare
+from accel.training._step import optimizer_step
 
 Judged = tuple[str, list[str]]  # observations, and problems of this rank
 

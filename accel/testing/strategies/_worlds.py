@@ -13,9 +13,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 from accel.testing._faults import CallAction, Fault, WriteAction, WriteFault
-from accel.tree import map_leaves
+from accel.tree._walk import map_leaves
 
 _LARGEST_SEED = 2**32 - 1
 _LARGEST_BYTE = 2**16 - 1

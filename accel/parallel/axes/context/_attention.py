@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from accel.comm import exchanged, gathered, gathered_summed, peer_error, start_shift
 from accel.context import DistContext, context_first, group_of
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 from accel.parallel._private import untraced
 from accel.parallel.axes.context._kernels import (
     Attended,
@@ -314,7 +315,7 @@ def context_attention(
 
     Example:
         >>> q = k = v = torch.randn(1, 4, 6, 8)
-        >>> accel.context_attention(ctx, q, k, v).shape
+        >>> accel.parallel.context_attention(ctx, q, k, v).shape
         torch.Size([1, 4, 6, 8])
     """
     q, k, v = _as_autocast(q, k, v)
@@ -375,7 +376,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, size: int)
             expected="an even number, as split_sequence gives",
             got=str(q.shape[2]),
             where="context_attention",
-            fix="Cut the sequence by accel.split_sequence.",
+            fix="Cut the sequence by accel.parallel.split_sequence.",
         )
     if documents is not None and (documents.shape != (q.shape[0], q.shape[2]) or documents.is_floating_point()):
         raise ConfigError(
@@ -383,7 +384,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, size: int)
             expected=f"integers of shape {[q.shape[0], q.shape[2]]}",
             got=f"{documents.dtype} of shape {list(documents.shape)}",
             where="context_attention, documents=",
-            fix="Cut them with the rest of the batch, by accel.split_sequence.",
+            fix="Cut them with the rest of the batch, by accel.parallel.split_sequence.",
         )
 
 

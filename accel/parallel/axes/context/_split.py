@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, DataError, check_count, did_you_mean
+from accel.errors import ConfigError, DataError
+from accel.errors._checks import check_count, did_you_mean
 from accel.topology import ContextMethod, dimension_of
 
 Halves = tuple[int, int]
@@ -123,8 +124,9 @@ def check_context_used(ctx: DistContext) -> None:
             expected=f"a loop that cuts its sequences along {shared}",
             got="none that were cut",
             where="optimizer_step, ctx.mesh",
-            fix="Pass each batch through accel.split_sequence; where your data come cut already, take the positions "
-            "from accel.sequence_positions. For context parallelism of your own: accel.replace(ctx, mesh=ctx.mesh).",
+            fix="Pass each batch through accel.parallel.split_sequence; where your data come cut already, "
+            "take the positions from accel.parallel.sequence_positions. For context parallelism of your own: "
+            "accel.replace(ctx, mesh=ctx.mesh).",
         )
     if ctx.axis("pp").size > 1:  # a stage may have no attention
         return
@@ -133,8 +135,8 @@ def check_context_used(ctx: DistContext) -> None:
         expected=f"attention across {shared}",
         got="none",
         where="optimizer_step, ctx.mesh",
-        fix="Call accel.context_attention in the model, or prepare a model of transformers. For context parallelism of "
-        "your own: accel.replace(ctx, mesh=ctx.mesh).",
+        fix="Call accel.parallel.context_attention in the model, or prepare a model of transformers. "
+        "For context parallelism of your own: accel.replace(ctx, mesh=ctx.mesh).",
     )
 
 
@@ -179,7 +181,8 @@ def split_sequence(
         ConfigError: names that the batch does not have, or a tensor without a value of padding.
 
     Example:
-        >>> part = accel.split_sequence(ctx, {"ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])})
+        >>> ids = torch.tensor([[5, 6, 7]])
+        >>> part = accel.parallel.split_sequence(ctx, {"ids": ids, "labels": ids})
         >>> part["labels"], part["position_ids"]
         (tensor([[   6,    7, -100]]), tensor([[0, 1, 2]]))
     """

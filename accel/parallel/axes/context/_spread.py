@@ -130,7 +130,7 @@ def _check_inputs(known: Mapping[str, Any]) -> None:
             expected="position_ids of the own positions",
             got="none",
             where="forward of a model on a mesh with cp",
-            fix="Pass position_ids=part['position_ids'], of accel.split_sequence.",
+            fix="Pass position_ids=part['position_ids'], of accel.parallel.split_sequence.",
         )
     if known.get("attention_mask") is not None:
         raise _mask_refused()
@@ -140,7 +140,7 @@ def _check_inputs(known: Mapping[str, Any]) -> None:
             expected="shift_labels beside labels, or the loss outside of the model",
             got="labels alone",
             where="forward of a model on a mesh with cp",
-            fix="Pass labels=part['labels'], shift_labels=part['labels'], of accel.split_sequence.",
+            fix="Pass labels=part['labels'], shift_labels=part['labels'], of accel.parallel.split_sequence.",
         )
 
 

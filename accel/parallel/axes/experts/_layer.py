@@ -108,7 +108,7 @@ def dispatch_tokens(
 
     Example:
         >>> tokens = torch.tensor([[1.0], [2.0], [3.0]])
-        >>> sent = accel.dispatch_tokens(tokens, torch.tensor([[1], [0], [1]]), experts=2)
+        >>> sent = accel.parallel.dispatch_tokens(tokens, torch.tensor([[1], [0], [1]]), experts=2)
         >>> sent.rows.flatten().tolist(), sent.counts
         ([2.0, 1.0, 3.0], (1, 2))
     """
@@ -150,8 +150,8 @@ def combine_tokens(outputs: Tensor, dispatched: DispatchedTokens, weights: Tenso
         ConfigError: another number of rows or weights than was dispatched.
 
     Example:
-        >>> sent = accel.dispatch_tokens(torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]]), experts=2)
-        >>> accel.combine_tokens(sent.rows * 10, sent, torch.tensor([[0.5], [1.0]])).flatten().tolist()
+        >>> sent = accel.parallel.dispatch_tokens(torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]]), experts=2)
+        >>> accel.parallel.combine_tokens(sent.rows * 10, sent, torch.tensor([[0.5], [1.0]])).flatten().tolist()
         [5.0, 20.0]
     """
     choices = dispatched.choices

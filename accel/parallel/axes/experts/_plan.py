@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from accel.comm import grid_mesh
 from accel.context import DistContext
-from accel.errors import PrepareError, did_you_mean
+from accel.errors import PrepareError
+from accel.errors._checks import did_you_mean
 from accel.parallel._modules import matching, named_modules
 from accel.tensors import is_dtensor
 from accel.topology import ExpertStyle, data_dimension, rank_rows
@@ -41,7 +42,7 @@ def expert_plan(model: nn.Module) -> dict[str, str]:
         model: not yet spread.
 
     Example:
-        >>> accel.expert_plan(torch.nn.Linear(2, 2))
+        >>> accel.parallel.expert_plan(torch.nn.Linear(2, 2))
         {}
     """
     found: dict[str, str] = {}
@@ -159,7 +160,7 @@ def _suggestion(model: nn.Module) -> str:
     if not patterns:
         return "Leave ep out of the mesh: the model has no module with stacked experts."
     listed = ", ".join(f'"{pattern}": "dispatch"' for pattern in patterns)
-    return f"Name them: plan=accel.Plan(experts={{{listed}}})."
+    return f"Name them: plan=accel.parallel.Plan(experts={{{listed}}})."
 
 
 def _looks_stacked(module: nn.Module) -> bool:

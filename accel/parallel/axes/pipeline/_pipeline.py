@@ -22,7 +22,7 @@ from accel.parallel.axes.pipeline._stage_module import MicroBatch, StageModule, 
 from accel.parallel.axes.pipeline._stage_plan import Layout
 from accel.tensors import local_part
 from accel.topology import rank_rows
-from accel.tree import tensors
+from accel.tree._walk import tensors
 
 if TYPE_CHECKING:
     from accel.parallel.axes.pipeline._schedule import StageSchedule
@@ -235,7 +235,8 @@ class Pipelined(Mixin):
             "a pipelined model cannot be called, as this rank has some of its stages only",
             expected="loss, state = accel.forward_backward(ctx, model, state, inputs, loss_fn=...)",
             got="model(inputs)",
-            fix="To evaluate, call accel.forward(ctx, model, inputs); to add tokens, accel.generate(ctx, model, ids).",
+            fix="To evaluate, call accel.training.forward(ctx, model, inputs); "
+            "to add tokens, accel.training.generate(ctx, model, ids).",
         )
 
     def train(self, mode: bool = True) -> Any:

@@ -16,7 +16,8 @@ from accel.comm import peer_error
 from accel.errors import AccelError, DataError, StageError
 from accel.parallel._private import is_view
 from accel.parallel.axes.pipeline._skipped import EMBEDDINGS, reads_of, stage_failure
-from accel.tree import Containers, leaves, map_tensors, tensors
+from accel.tree import map_tensors
+from accel.tree._walk import Containers, leaves, tensors
 
 
 class Rows(NamedTuple):

@@ -9,7 +9,8 @@ from typing import NamedTuple, cast
 
 from torch import nn
 
-from accel.errors import ConfigError, PrepareError, check_count, did_you_mean
+from accel.errors import ConfigError, PrepareError
+from accel.errors._checks import check_count, did_you_mean
 from accel.parallel._modules import named_modules, repeated
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -131,7 +132,7 @@ def stage_plan(model: nn.Module, stages: int, *, costs: Mapping[str, float] | No
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> accel.stage_plan(model, 2)
+        >>> accel.parallel.stage_plan(model, 2)
         (('0', '1'), ('2',))
     """
     check_count(stages, "not a number of stages", where="stages=")

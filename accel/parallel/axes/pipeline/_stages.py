@@ -93,7 +93,7 @@ def _plan(ctx: DistContext, model: nn.Module, options: StageOptions) -> tuple[La
             expected=f"{layout.stages}: stages_per_rank={options.stages_per_rank} on each of {ranks} ranks along pp",
             got=str(len(stages)),
             where=_WHERE,
-            fix=f"Leave stages out, or take accel.stage_plan(model, {layout.stages}).",
+            fix=f"Leave stages out, or take accel.parallel.stage_plan(model, {layout.stages}).",
         )
     check_stages(model, stages, _WHERE)
     return layout, stages

@@ -15,7 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm import adopt, all_gather_flat
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 from accel.parallel._spread import SpreadOptions
 from accel.tensors import integers
 

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from accel.collectives import reduce
 from accel.comm import Call, adopt, call_site, exchange
 from accel.context import DistContext, context_first, group_of
-from accel.errors import ConfigError, DeviceError, PrepareError, check_count
+from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.errors._checks import check_count
 from accel.parallel._empty import move_model
 from accel.parallel._labels import APART, is_local, label_parameters, mark_local, note_micro_batches
 from accel.parallel._modules import is_pipelined, unwrap_model

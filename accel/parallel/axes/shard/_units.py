@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from accel.errors import PrepareError, did_you_mean
+from accel.errors import PrepareError
+from accel.errors._checks import did_you_mean
 from accel.parallel._labels import heir_of
 from accel.parallel._modules import matching, named_modules, repeated
 from accel.parallel._private import has_hooks

@@ -216,7 +216,7 @@ def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
             expected="the forward of the unit of fully_shard around it, which gathers its parameters",
             got=name_of(parameter) or f"a parameter of shape {list(parameter.shape)}",
             where="forward",
-            fix="Call the unit itself, not another method of it; or choose other units: plan=accel.Plan(units=...).",
+            fix="Call the unit itself, not another method; or choose other units: plan=accel.parallel.Plan(units=...).",
         )
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return local_part(parameter)
@@ -426,7 +426,7 @@ def vocab_cross_entropy(
 
     Example:
         >>> logits = torch.zeros(2, 4)
-        >>> float(accel.vocab_cross_entropy(accel.single(), logits, torch.tensor([1, -100])).exp())
+        >>> float(accel.parallel.vocab_cross_entropy(accel.single(), logits, torch.tensor([1, -100])).exp())
         4.0
     """
     if logits.shape[:-1] != targets.shape:

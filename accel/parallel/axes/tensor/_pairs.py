@@ -121,9 +121,10 @@ def guard_pairs(model: nn.Module, pairs: Sequence[LinearPair], keys: Mapping[str
 def _way_out(patterns: Iterable[str]) -> str:
     styles = ", ".join(f'"{pattern}": "replicated"' for pattern in dict.fromkeys(patterns))
     return (
-        f"Keep these pairs whole on each rank: plan=accel.Plan(tensor={{**accel.tensor_plan(model), {styles}}})."
+        "Keep these pairs whole on each rank: "
+        f"plan=accel.parallel.Plan(tensor={{**accel.parallel.tensor_plan(model), {styles}}})."
         " A pair whose Sequential is always called as a whole may be left out of it. Where only element-wise functions"
-        " are between the layers, confirm it: plan=accel.Plan(tensor=accel.tensor_plan(model))."
+        " are between the layers, confirm it: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model))."
     )
 
 

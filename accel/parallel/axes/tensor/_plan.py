@@ -10,7 +10,8 @@ from typing import Any, Literal, cast, get_args
 
 from torch import nn
 
-from accel.errors import PrepareError, check_choice
+from accel.errors import PrepareError
+from accel.errors._checks import check_choice
 from accel.parallel._modules import matching, named_modules
 from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
 from accel.parallel.axes.tensor._styles import COLWISE, is_linear
@@ -32,7 +33,8 @@ def with_head(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadSty
             " get_output_embeddings",
             got=", ".join(paths) or "none",
             where="tensor_plan(head=)",
-            fix=f'Leave head out, and add its style to the plan: accel.Plan(tensor={{**styles, "head": {head!r}}}).',
+            fix="Leave head out, and add its style to the plan: "
+            f'accel.parallel.Plan(tensor={{**styles, "head": {head!r}}}).',
         )
     path = paths[0]
     weight = modules[path].get_parameter("weight")
@@ -86,7 +88,7 @@ def with_sequence(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[s
             " norm after them",
             got="; ".join(problems),
             where="tensor_plan, sequence=True",
-            fix="Leave sequence out, or write the styles: accel.Plan(tensor={...}).",
+            fix="Leave sequence out, or write the styles: accel.parallel.Plan(tensor={...}).",
         )
     return found
 
@@ -240,7 +242,7 @@ def tensor_plan(model: nn.Module, *, sequence: bool = False, head: HeadStyle | N
 
     Example:
         >>> net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-        >>> accel.tensor_plan(net)
+        >>> accel.parallel.tensor_plan(net)
         {'0': 'colwise', '2': 'rowwise'}
     """
     styles = with_copies(model, known_styles(model) | _declared_styles(model))
@@ -306,7 +308,7 @@ def _from_declared(model: nn.Module, path: str, declared: Mapping[str, str]) -> 
             expected=", ".join(_DECLARED),
             got="; ".join(unknown),
             where="tensor_plan, model.tp_plan",
-            fix="Pass a plan of your own that leaves these modules out: accel.Plan(tensor={...}).",
+            fix="Pass a plan of your own that leaves these modules out: accel.parallel.Plan(tensor={...}).",
         )
     return found
 

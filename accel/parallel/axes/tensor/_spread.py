@@ -12,7 +12,8 @@ from torch import nn
 
 from accel.comm import Comm, broadcast_flat, mesh_of_dims
 from accel.context import DistContext
-from accel.errors import ConfigError, PrepareError, did_you_mean
+from accel.errors import ConfigError, PrepareError
+from accel.errors._checks import did_you_mean
 from accel.parallel._compile import add_within
 from accel.parallel._empty import values_or_room
 from accel.parallel._labels import heir_of, label_parameters, replace_parameter
@@ -199,7 +200,7 @@ def _refused(problems: list[str], size: int) -> PrepareError:
         expected=f"styles of its modules that {size} ranks along tp can share",
         got=shown,
         where=_WHERE,
-        fix="Print accel.tensor_plan(model), change it, and pass it as accel.Plan(tensor=...).",
+        fix="Print accel.parallel.tensor_plan(model), change it, and pass it as accel.parallel.Plan(tensor=...).",
     )
 
 
@@ -217,7 +218,7 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
                 expected='tensor="model"',
                 got="a mapping",
                 where="plan.sequence",
-                fix="Take the styles of accel.tensor_plan(model, sequence=True), and leave sequence out.",
+                fix="Take the styles of accel.parallel.tensor_plan(model, sequence=True), and leave sequence out.",
             )
 
 
@@ -315,8 +316,8 @@ def _styles(model: nn.Module, options: TensorOptions) -> Mapping[str, TensorStyl
             expected="a model of transformers with a tp_plan, GPT-2, or torch's own attention and Sequential layers",
             got=f"a {type(model).__name__}",
             where=_WHERE,
-            fix='Say how: plan=accel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}); or tensor={}'
-            " to keep it whole on each of them.",
+            fix='Say how: plan=accel.parallel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}); '
+            "or tensor={} to keep it whole on each of them.",
         )
     return styles
 

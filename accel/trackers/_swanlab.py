@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.observe._tracker import Config, Ending, Figure, Images, Run, Tracker
-from accel.observe.trackers._packages import array, load, needs, picture
+from accel.trackers._packages import array, load, needs, picture
+from accel.trackers._tracker import Config, Ending, Figure, Images, Run, Tracker
 
 _ID_LENGTH = 21
 

@@ -15,9 +15,9 @@ from accel.comm import Call, call_site, exchange_values
 from accel.context import DistContext, context_first
 from accel.devices import wide_dtype
 from accel.errors import ConfigError
-from accel.observe._tracker import Tracker, make_artifact, make_figure, make_images, make_table, split_images
-from accel.observe._tracking import Trackers, raise_lost
-from accel.observe._writer import Write
+from accel.trackers._tracker import Tracker, make_artifact, make_figure, make_images, make_table, split_images
+from accel.trackers._tracking import Trackers, raise_lost
+from accel.trackers._writer import Write
 
 TIME = "time/"  # names of readings of clocks begin with it
 _RESERVED = ("step", "time")
@@ -108,7 +108,7 @@ def _number(name: str, value: object) -> float:
         found = item()
         if isinstance(found, int | float):
             return _unboxed(found)
-    fixes = {"str": "Texts go into a table: accel.log_table(...).", "NoneType": "Leave the name out."}
+    fixes = {"str": "Texts go into a table: accel.trackers.log_table(...).", "NoneType": "Leave the name out."}
     raise ConfigError(
         "not a number",
         expected="a number or a tensor of one element",

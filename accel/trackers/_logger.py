@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from accel.context import DistContext, check_context, context_first
-from accel.errors import ConfigError, MissingExtraError, did_you_mean
+from accel.errors import ConfigError, MissingExtraError
+from accel.errors._checks import did_you_mean
 from accel.process import wait_for_everyone
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def rich_handler(ctx: DistContext, **options: Any) -> logging.Handler:
         MissingExtraError: rich is not installed.
 
     Example:
-        >>> handler = accel.rich_handler(accel.single(), show_path=False)
+        >>> handler = accel.trackers.rich_handler(accel.single(), show_path=False)
         >>> logging.getLogger("train").addHandler(handler)
     """
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.observe._tracker import Config, Ending, Figure, Images, Run, Table, Tracker, Values, png_of
-from accel.observe.trackers._packages import load, markdown, needs, picture
+from accel.trackers._packages import load, markdown, needs, picture
+from accel.trackers._tracker import Config, Ending, Figure, Images, Run, Table, Tracker, Values, png_of
 
 
 def aim(**options: Any) -> Tracker:

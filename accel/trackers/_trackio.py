@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.observe._tracker import Artifact, Config, Figure, Images, Run, Table, Tracker
-from accel.observe.trackers._packages import array, load, needs, own_name, picture
+from accel.trackers._packages import array, load, needs, own_name, picture
+from accel.trackers._tracker import Artifact, Config, Figure, Images, Run, Table, Tracker
 
 
 def trackio(**options: Any) -> Tracker:

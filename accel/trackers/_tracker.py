@@ -14,7 +14,8 @@ from typing import Any, Literal, cast, get_args
 import msgspec
 import torch
 
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 
 Cell = str | int | float | bool | None
 

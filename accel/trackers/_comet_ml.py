@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.observe._tracker import Artifact, Config, Ending, Figure, Images, Run, Table, Tracker
-from accel.observe.trackers._packages import array, load, needs, picture
+from accel.trackers._packages import array, load, needs, picture
+from accel.trackers._tracker import Artifact, Config, Ending, Figure, Images, Run, Table, Tracker
 
 
 def comet_ml(**options: Any) -> Tracker:

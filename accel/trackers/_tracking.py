@@ -17,9 +17,9 @@ import msgspec
 from accel.comm import Call, agreed_values, call_site, exchange_values
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, TrackerError
-from accel.observe._tracked_run import SavedRun, TrackedRun, run_file
-from accel.observe._tracker import Ending, Ranks, Run, Tracker
 from accel.run_folder import hide_in_config
+from accel.trackers._tracked_run import SavedRun, TrackedRun, run_file
+from accel.trackers._tracker import Ending, Ranks, Run, Tracker
 
 
 def plain_config(config: object) -> tuple[dict[str, Any], tuple[str, ...]]:

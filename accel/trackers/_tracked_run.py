@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 
 from accel.context import DistContext
-from accel.errors import CheckpointError, ConfigError, check_count, did_you_mean
-from accel.observe._tracker import Config, Ending, Run, Tracker
-from accel.observe._writer import LostRecords, Write, Writer
+from accel.errors import CheckpointError, ConfigError
+from accel.errors._checks import check_count, did_you_mean
 from accel.run_folder import (
     RUN,
     RUN_EVENT,
@@ -27,6 +26,8 @@ from accel.run_folder import (
     read_json,
     write_json,
 )
+from accel.trackers._tracker import Config, Ending, Run, Tracker
+from accel.trackers._writer import LostRecords, Write, Writer
 
 
 class _OpenRunFile(msgspec.Struct, frozen=True):
@@ -195,7 +196,7 @@ class TrackedRun:
         untold = [name for name in names if f"{name} {what}" not in self._told]
         self._told.update(f"{name} {what}" for name in untold)
         if untold and self._mine:
-            logging.getLogger("accel.observe").warning("%s takes no %s", ", ".join(untold), what)
+            logging.getLogger("accel.trackers").warning("%s takes no %s", ", ".join(untold), what)
 
     def live(self, name: str, patience_s: float) -> Any:
         """Return a tracker's live run, None on ranks that do not write it; `ConfigError` if it is unknown or did not
@@ -225,7 +226,7 @@ class TrackedRun:
         self._note_gaps(lost)
         lost += _end_writers(own, ending, max(_SILENT_S, began + patience_s - time.monotonic()))
         for each in lost:
-            logging.getLogger("accel.observe").warning("%s", each)
+            logging.getLogger("accel.trackers").warning("%s", each)
         return "; ".join(map(str, lost))
 
     def save(self) -> SavedRun:
@@ -238,7 +239,7 @@ class TrackedRun:
         for each in lost:
             if each.tracker not in self._gaps:
                 text = "log files are missing steps, and checkpoints go on without them: %s"
-                logging.getLogger("accel.observe").warning(text, each)
+                logging.getLogger("accel.trackers").warning(text, each)
         self._note_gaps(lost)
         return SavedRun(self.run.project, self.run.id, self.run.name, self._step, self._lines)
 
@@ -305,7 +306,7 @@ def _end_writers(writers: Sequence[Writer], ending: Ending, patience_s: float) -
     if late and patience_s > _SILENT_S:
         reason = f"{ending.error}; " if ending.error else ""
         text = "%swaiting up to %g s for %s to finish"
-        logging.getLogger("accel.observe").warning(text, reason, patience_s - _SILENT_S, ", ".join(late))
+        logging.getLogger("accel.trackers").warning(text, reason, patience_s - _SILENT_S, ", ".join(late))
     for writer in writers:
         _ = writer.has_ended(began + patience_s)
     return [lost for writer in writers if (lost := writer.losses())]

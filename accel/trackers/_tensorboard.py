@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from accel.observe._tracker import Config, Figure, Images, Ranks, Run, Tracker, Values
-from accel.observe.trackers._packages import array, load, markdown, needs, own_name, picture, rank_name
+from accel.trackers._packages import array, load, markdown, needs, own_name, picture, rank_name
+from accel.trackers._tracker import Config, Figure, Images, Ranks, Run, Tracker, Values
 
 
 def tensorboard(log_dir: str | os.PathLike[str] | None = None, *, ranks: Ranks = "main", **options: Any) -> Tracker:

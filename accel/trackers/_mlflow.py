@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from accel.errors import ConfigError
-from accel.observe._tracker import Artifact, Config, Ending, Figure, Images, Ranks, Run, Table, Tracker, Values, png_of
-from accel.observe.trackers._packages import load, needs, picture
+from accel.trackers._packages import load, needs, picture
+from accel.trackers._tracker import Artifact, Config, Ending, Figure, Images, Ranks, Run, Table, Tracker, Values, png_of
 
 _TAG = "accel.run"
 _FIND_S = 60.0

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from accel.errors import CheckpointError, ConfigError
-from accel.observe._tracker import Ending, Run, Tracker
+from accel.trackers._tracker import Ending, Run, Tracker
 
 Write = Callable[[Any], object]
 
@@ -235,7 +235,7 @@ class Writer:
             self._busy = ""
             if self._held:
                 self._held = ""
-                logging.getLogger("accel.observe").info("tracker %s writes again", self.tracker.name)
+                logging.getLogger("accel.trackers").info("tracker %s writes again", self.tracker.name)
             return True
 
     def _may_pass(self, error: BaseException) -> bool:
@@ -258,4 +258,4 @@ class Writer:
             return True
 
     def _warn(self, text: str) -> None:
-        logging.getLogger("accel.observe").warning("tracker %s %s", self.tracker.name, text)
+        logging.getLogger("accel.trackers").warning("tracker %s %s", self.tracker.name, text)

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from accel.observe._log import split_times
-from accel.observe._tracker import Config, Figure, Images, Run, Table, Tracker, Values, png_of
-from accel.observe.trackers._line_file import LineFile, first_step, open_lines
 from accel.run_folder import METRICS, encode_line
+from accel.trackers._line_file import LineFile, first_step, open_lines
+from accel.trackers._log import split_times
+from accel.trackers._tracker import Config, Figure, Images, Run, Table, Tracker, Values, png_of
 
 _MEDIA = "media"
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from accel.observe._tracker import Run
+from accel.trackers._tracker import Run
 
 _BLOCK = 1 << 16
 
@@ -67,7 +67,7 @@ class LineFile:
         end, found = kept_size(self._fd, run.step, run.lines, step_of, begin)
         if run.step is not None and found < run.lines:
             text = "%s lacks the lines of step %d that the checkpoint counts; earlier ones may be in another folder"
-            logging.getLogger("accel.observe").warning(text, self.path, run.step)
+            logging.getLogger("accel.trackers").warning(text, self.path, run.step)
         self.cut(end)
 
     def replace(self, content: bytes) -> None:
@@ -148,7 +148,7 @@ def set_aside(path: Path) -> None:
         number += 1
     path.rename(beside)
     text = "%s was the file of an earlier run, whose checkpoint was not loaded; it is now %s"
-    logging.getLogger("accel.observe").info(text, path, beside.name)
+    logging.getLogger("accel.trackers").info(text, path, beside.name)
 
 
 def _line_start(fd: int, end: int, begin: int) -> int:

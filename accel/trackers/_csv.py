@@ -9,9 +9,9 @@ import os
 import time
 from pathlib import Path
 
-from accel.observe._log import TIME, split_times
-from accel.observe._tracker import Config, Ending, Run, Tracker, Values
-from accel.observe.trackers._line_file import LineFile, first_step, open_lines
+from accel.trackers._line_file import LineFile, first_step, open_lines
+from accel.trackers._log import TIME, split_times
+from accel.trackers._tracker import Config, Ending, Run, Tracker, Values
 
 _AT = f"{TIME}at"
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from accel.errors import MissingExtraError
-from accel.observe._tracker import Run, Table
+from accel.trackers._tracker import Run, Table
 
 
 def needs(tracker: str, *modules: str, extra: str = "") -> Callable[[Run], None]:

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accel.observe._tracker import Config, Ending, Figure, Images, Run, Tracker, Values, png_of
-from accel.observe.trackers._packages import load, needs, picture
+from accel.trackers._packages import load, needs, picture
+from accel.trackers._tracker import Config, Ending, Figure, Images, Run, Tracker, Values, png_of
 
 
 def dvclive(**options: Any) -> Tracker:

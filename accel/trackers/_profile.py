@@ -99,7 +99,7 @@ def profile(
 
     Each chosen rank writes the trace `out/profile/rank-00000.json.gz` when the schedule's steps are over, and those of
     later cycles into `out/profile/cycle-2` and so on. `accel profile OUT` reads them; so do https://ui.perfetto.dev and
-    chrome://tracing. A trace that cannot be written is reported by the logger `accel.observe`.
+    chrome://tracing. A trace that cannot be written is reported by the logger `accel.trackers`.
 
     Args:
         ctx: the context.
@@ -223,4 +223,4 @@ def _delete_old(folder: Path, rank: int) -> None:
 
 
 def _logger() -> logging.Logger:
-    return logging.getLogger("accel.observe")
+    return logging.getLogger("accel.trackers")

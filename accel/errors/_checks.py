@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of choices and names, which report the closest valid one; errors of objects that cannot be sent."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from types import UnionType
+
+from accel.errors import AccelError, ConfigError, EnvError
+
+
+def not_pickled(obj: object, error: Exception, where: str, parts: str) -> ConfigError:
+    """Make the error for an object whose `__reduce__` raised `error`; `parts` names values to send in its place."""
+    return ConfigError(
+        "an object that cannot be pickled",
+        got=f"{type(obj).__name__}: {error}",
+        where=where,
+        fix=f"Send what it is made of: {parts}.",
+    )
+
+
+def not_unpickled(error: Exception, where: str) -> ConfigError:
+    """Make the error for an object that cannot be unpickled here, from the error of its own `__setstate__`."""
+    prepared = "process group" in str(error)  # DDP's, where no rank runs
+    return ConfigError(
+        "an object that cannot be unpickled here",
+        got=f"{type(error).__name__}: {error}",
+        where=where,
+        fix="Send accel.unwrap_model(model) in place of a prepared model."
+        if prepared
+        else "Let every rank be able to import its class.",
+    )
+
+
+def did_you_mean(name: str, valid: Iterable[str], otherwise: str = "") -> str:
+    """Return "Did you mean `x`?" with the closest valid name; else another advice, or the list of valid names."""
+    names = sorted(valid)
+    return _nearest(name, names) or otherwise or f"Choose one of {', '.join(names)}."
+
+
+def check_choice(
+    got: object,
+    choices: Sequence[str],
+    problem: str,
+    *,
+    where: str,
+    error: type[AccelError] = ConfigError,
+    fix: str = "",
+) -> None:
+    """Raise `error` unless a value is one of the choices; the message lists them, with a fix or the closest name."""
+    if got not in choices:
+        raise error(
+            problem,
+            expected=f"one of {', '.join(choices)}",
+            got=repr(got),
+            where=where,
+            fix=fix or _nearest(str(got), choices),
+        )
+
+
+def check_count(value: object, problem: str, *, least: int = 1, expected: str = "", where: str) -> None:
+    """Raise `ConfigError` unless a value is an integer from `least`; True is none."""
+    if type(value) is not int or value < least:
+        raise ConfigError(problem, expected=expected or f"an integer from {least}", got=repr(value), where=where)
+
+
+def check_kind(
+    value: object,
+    kind: type | UnionType,
+    problem: str,
+    *,
+    expected: str = "",
+    where: str = "",
+    fix: str = "",
+    error: type[AccelError] = ConfigError,
+) -> None:
+    """Raise `error` unless a value is of a kind; the message names the class that came."""
+    if not isinstance(value, kind):
+        raise error(problem, expected=expected, got=type(value).__name__, where=where, fix=fix)
+
+
+def check_spelling(environ: Mapping[str, str], known: Sequence[str]) -> None:
+    """Raise `EnvError` for a variable with nearly a known name; other names belong to other software."""
+    for name in environ:
+        if name.startswith("ACCEL_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+            if near:
+                raise EnvError(
+                    "unknown setting",
+                    got=f"{name}={environ[name]!r}",
+                    where="the environment",
+                    fix=f"Did you mean `{near[0]}`?",
+                )
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    folded = {known.casefold(): known for known in names}
+    close = [folded[near] for near in difflib.get_close_matches(name.casefold(), folded, n=1)]
+    return f"Did you mean `{close[0]}`?" if close else ""

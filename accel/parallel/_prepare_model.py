@@ -27,13 +27,15 @@ from accel.parallel._refused import (
     check_devices,
     check_frozen,
     check_hooked,
+    check_masters,
     check_shapes,
     check_sparse,
     check_unallocated,
+    refuse_foreign,
 )
 from accel.parallel._same_batches import SHARING, compare_batches
 from accel.parallel._sharded import check_adopted, check_replicated, is_sharded
-from accel.parallel._spread import Spread, SpreadOptions, check_masters, refuse_foreign, stage_comm
+from accel.parallel._spread import Spread, SpreadOptions, stage_comm
 from accel.parallel.axes.context import CONTEXT
 from accel.parallel.axes.experts import EXPERT
 from accel.parallel.axes.pipeline import PIPELINE

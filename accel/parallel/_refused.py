@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that `prepare` refuses before anything moves: weights elsewhere, other wrappers, quantized weights."""
+"""Models that `prepare` refuses before anything moves: weights elsewhere, other wrappers, quantized or half weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, cast
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from accel.context import DistContext
-from accel.errors import AccelError, DeviceError, PrepareError
+from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
 from accel.parallel._modules import named_modules, sparse_tables
-from accel.tensors import is_absent, packed_weights
+from accel.parallel._spread import Spread
+from accel.tensors import has_wide_gradient, is_absent, packed_weights
 from accel.topology import data_dimension, dimension_of
 
 _SHOWN = 3
@@ -234,3 +237,29 @@ def check_all(checks: Iterable[Callable[[], object]], problem: str, where: str) 
         raise refusals[0]
     if refusals:
         raise PrepareError(problem, got="".join(f"\n- {error}" for error in refusals), where=where)
+
+
+def check_masters(ctx: DistContext, waiting: Iterable[Spread]) -> None:
+    """Raise `ConfigError` for master weights where parameters are about to be sharded, cut or divided."""
+    others = [each.dimension for each in waiting if each.dimension != "replicate"]
+    if ctx.precision.master_weights is not None and others:
+        raise ConfigError(
+            "master weights are for replicated parameters",
+            expected="the strategy ddp, and a mesh of replicas",
+            got=f"parameters spread along {', '.join(others)}",
+            where="Precision.master_weights",
+            fix='Keep parameters in float32, which are sharded then: precision="bf16" gathers and computes in bf16.',
+        )
+
+
+def refuse_foreign(replica: DistributedDataParallel) -> None:
+    """Raise `PrepareError` for a DDP of the user's around parameters with float32 gradients."""
+    module = cast(nn.Module, cast(Any, replica).module)
+    if any(has_wide_gradient(each) for each in module.parameters()):
+        raise PrepareError(
+            "this DDP was made before the parameters got master weights, and exchanges 16 bits",
+            expected="the model without DDP",
+            got="DistributedDataParallel",
+            where="prepare_model",
+            fix="Pass the module itself: prepare_model wraps it.",
+        )

@@ -22,7 +22,7 @@ from accel.parallel._modules import sparse_tables, unwrap_model, wrapped_name
 from accel.parallel._private import exchange_in, rebuild_buckets
 from accel.parallel._refused import check_sparse
 from accel.parallel._sharded import is_sharded
-from accel.parallel._spread import Spread, begin_with_rank_0_, check_buckets, compare_models, replicated_tensors
+from accel.parallel._spread import Spread, begin_with_rank_0_, compare_models, replicated_tensors
 from accel.parallel.axes.replicate._comm_hooks import ReplicateOptions, gather_sparse, register_hook
 from accel.tensors import has_wide_gradient, packed_weights
 
@@ -118,8 +118,15 @@ def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
 
 
 def _check(ctx: DistContext, _model: nn.Module, options: ReplicateOptions) -> None:
-    if ctx.precision.master_weights is not None:
-        check_buckets(find_unused_parameters=options.find_unused_parameters, static_graph=options.static_graph)
+    # DDP arranges its buckets in float32 before the first step, and then needs to know that every parameter takes part
+    if ctx.precision.master_weights is not None and (options.find_unused_parameters or options.static_graph):
+        raise ConfigError(
+            "DDP does not exchange float32 gradients of 16-bit parameters so",
+            expected="master weights, or find_unused_parameters and static_graph",
+            got="both",
+            where="prepare_model",
+            fix='Keep parameters in float32 instead: precision="bf16" computes in bf16.',
+        )
 
 
 def _spread(ctx: DistContext, model: nn.Module, options: ReplicateOptions, *, is_empty: bool) -> nn.Module:

@@ -37,21 +37,9 @@ def weigh(
     *,
     same_units: bool,
 ) -> tuple[Accumulation, float | torch.Tensor]:
-    """Add the weight of a backward pass to its window. No communication.
+    """Add a pass's weight to its window; return the window and the factor of the loss. No communication.
 
-    Args:
-        ctx: the context.
-        scaler: loss scale of the window.
-        accum: window within a micro-batch.
-        weight: number of units behind the loss, a mean; None where every micro-batch counts the same.
-        same_units: whether an earlier backward of the micro-batch has counted the same units.
-
-    Returns:
-        The window with the weight, and the factor of the loss.
-
-    Raises:
-        StepError: a first backward with `same_units`, or a window with weights in some backward passes only.
-        ConfigError: the weight is no finite number from 0.
+    `weight` counts the units of a mean, None for equal ones; with `same_units` an earlier pass has counted them.
     """
     unit = accum.unit or _unit(ctx, weight, accum.steps)
     again = accum.latest == accum.micro
@@ -65,13 +53,16 @@ def weigh(
     _check_alike(accum, weight)
     weighted = weight is not None
     if weight is None:
+        # Micro-batches count the same on every rank, so the weight of all is known without a message.
         world = 0.0 if again else float(ctx.world_size)
         return accum.add(scale=scaler.scale, unit=unit, weighted=weighted, world=world), scaler.scale / unit
     if isinstance(weight, SampleCount):
+        # The plan of the data counts the samples of all ranks; ranks that share samples each count their copy.
         own = None
         world = 0.0 if same_units else float(weight.world * weight.copies)
         factor = weight / unit * scaler.scale
     else:
+        # Only this rank knows the number: it stays its own until the window's end, where one message sums it.
         known = own_weight(ctx, weight)
         factor = known / unit * scaler.scale
         world, own = 0.0, None
@@ -83,22 +74,17 @@ def weigh(
 
 
 def start_sharing(ctx: DistContext, added: Accumulation) -> Callable[[], Accumulation]:
-    """Begin to sum a window's weights over ranks where it ends; return a function that waits for it. A collective.
-
-    The message travels while backward computes. None is sent for weights that every rank knows.
-
-    Args:
-        ctx: the context.
-        added: window with the weight of this backward pass.
-    """
+    """Begin to sum a window's weights over ranks where it ends; return a function that waits for it. A collective."""
     own = added.own_weight
     if not added.sync or ctx.world_size == 1 or own is None:
         return lambda: added
+    # A copy, because the sum is made in place, while the window still holds this rank's own weight.
     total = own.clone() if isinstance(own, torch.Tensor) else on_device(ctx, own)
     wait = start_all_reduce(ctx.comm, total, "sum")
 
     def end() -> Accumulation:
         wait()
+        # Read on the CPU alone: elsewhere the host would wait for the whole backward that it has queued.
         return added.share(total.item() if total.is_cpu else total)
 
     return end
@@ -108,9 +94,6 @@ def own_weight(ctx: DistContext, weight: float | torch.Tensor) -> float | torch.
     """Return a weight that only this rank knows: a number where reading it does not wait for a device.
 
     A wrong weight on a device becomes NaN, which the step reads together with the total weight.
-
-    Raises:
-        ConfigError: the weight is no finite number from 0.
     """
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1 or weight.is_complex():
@@ -201,18 +184,7 @@ _PLAIN = Graph()
 
 
 def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Tensor, graph: Graph = _PLAIN) -> None:
-    """Run backward of a loss times a factor.
-
-    Args:
-        ctx: the context.
-        loss: shape [].
-        factor: a number, or a tensor of shape [].
-        graph: as the user asked for it.
-
-    Raises:
-        PeerError: another rank was lost.
-        StepError: DDP saw gradients twice.
-    """
+    """Run backward of a loss times a factor; raise `PeerError` where another rank was lost."""
     if ctx.device.type == "xla" and not isinstance(factor, torch.Tensor):
         factor = on_device(ctx, factor)
     if isinstance(factor, torch.Tensor):
@@ -221,6 +193,7 @@ def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Ten
         loss = loss * factor  # torch takes three times as long to check a gradient that it is given
     engine = engine_of(ctx)
     try:
+        # Backward runs outside of the loop's autocast block, which has taken its tf32 along.
         with matmul_precision(ctx):
             if engine is None:
                 torch.autograd.backward(loss, None, graph.retain or graph.create, graph.create, inputs=graph.inputs)
@@ -302,10 +275,14 @@ def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.M
             got="an accum between two windows",
             where=f"rank {ctx.rank}, accumulate",
         )
+    # Gradients are exchanged once a window: before its last backward each rank adds up its own. Sharded models need
+    # memory for whole gradients meanwhile, which `sync_each_batch` spares.
     block = exchanging(ctx, *models) if accum.sync or accum.sync_each_batch else no_sync(ctx, *models)
     if accum.micro == 1 and not accum.backwards:
+        # Noted here and refused by the step: a gradient that is there already would be summed into this window's.
         note_gradients(models)
     elif accum.micro == 2 and accum.backwards and not accum.sync_each_batch and engine_of(ctx) is None:
+        # The usual slip is zero_grad() in every micro-batch, which leaves the step the gradients of the last alone.
         check_kept(models)
     return block
 
@@ -442,7 +419,9 @@ def backward(
         accum.follow("state = accel.backward(ctx, loss, state, ...), or accum = accel.backward(...)")
     added, factor = weigh(ctx, scaler, accum, weight, same_units=same_units)
     if retain_graph and accum.sync and ctx.world_size > 1:
+        # A further backward of this graph comes after the exchange, so ranks then hold gradients that differ.
         added = msgspec.structs.replace(added, retained=True)
+    # First the message of weights, then backward: it arrives while gradients are computed.
     shared = start_sharing(ctx, added)
     run_backward(ctx, loss, factor, graph)
     return note_loss(ctx, accum, shared(), loss)
@@ -460,13 +439,7 @@ def _check_retained(ctx: DistContext, retain_graph: bool) -> None:
 
 
 def check_loss(loss: torch.Tensor, where: str, fix: str) -> None:
-    """Raise `StepError` unless a loss is a scalar with a gradient.
-
-    Args:
-        loss: as the user gave it.
-        where: call, for errors.
-        fix: way from a loss of several elements to a scalar.
-    """
+    """Raise `StepError` unless a loss is a scalar with a gradient; `fix` says how to get one from several elements."""
     if not isinstance(loss, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass what models return
         hint = "Pass it without .item()." if isinstance(loss, float) else "Pass the tensor itself, such as output.loss."
         raise StepError("a loss must be a tensor", got=type(loss).__name__, where=where, fix=hint)

@@ -80,6 +80,7 @@ def clip_grad_norm_(
     [grads] = window_gradients(ctx, window, listed)
     norm = whole_norm(ctx, grads, listed, norm_type) * factor
     if isinstance(norm, torch.Tensor):
+        # Without reading the norm, so that the host does not wait; a norm that is not finite scales by 1.
         scale_(grads, torch.where(norm.isfinite(), shortening(norm, max_norm), 1.0))
     elif math.isfinite(norm):
         scale_(grads, shortening(norm, max_norm))
@@ -121,6 +122,7 @@ def clip_grad_value_(
     check_real(grads, "clip_grad_value_")
     if not isinstance(factor, torch.Tensor) and factor == 0.0:
         return  # the window is empty, and all gradients are zero
+    # Gradients are not divided yet, so the limit is scaled in their place: one pass over them fewer.
     norm, bound = total_norm(local_parts(grads)), clip_value / factor
     if isinstance(norm, torch.Tensor):
         limit = bound if isinstance(bound, torch.Tensor) else norm.new_full((), bound)
@@ -187,6 +189,7 @@ def unscale_gradients(
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     [grads] = window_gradients(ctx, window, parameters_of(optimizers))
     scale_(grads, division(ctx, scaler, window, total_weight(window)))
+    # Noted in the window: a step that divided once more would go unseen.
     return keep_losses(window, msgspec.structs.replace(window, divided=len(grads), retained=False))
 
 

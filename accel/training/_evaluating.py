@@ -63,6 +63,7 @@ def evaluating(*objects: nn.Module | Optimizer) -> Generator[None]:
             _ = optimizer.eval()
         yield
     finally:
+        # Not `model.train()`: modules that the user keeps in evaluation, such as frozen norms, stay so.
         for module in trained:
             module.training = True
         for optimizer in switched:
@@ -140,9 +141,11 @@ class Ema(nn.Module):
         """
         if step is not None and not step.stepped:
             return
+        # `updates` is on the CPU, so this does not wait for the device.
         weight = 1 - ema_decay(int(self.updates), self.decay, warmup=self.warmup)
         pairs = self._pairs(model)
         with torch.no_grad():
+            # One kernel for all tensors of a kind; where dtypes differ, each needs a conversion of its own.
             same = [pair for pair in pairs if pair[0].dtype == pair[1].dtype and _averaged(pair[0])]
             for averages, live in _by_kind(same):
                 _torch._foreach_lerp_(averages, live, weight)
@@ -166,11 +169,15 @@ class Ema(nn.Module):
         pairs = self._pairs(model)
         averages = [average.detach() for average, _ in pairs]
         live = [tensor.detach() for _, tensor in pairs]
+        # The copy is this block's until its end; the averages are copied in, not swapped, as optimizers hold the
+        # tensors.
         own = [each.clone() for each in live]
         try:
             _copy(averages, live)
             yield
         finally:
+            # A forward in the block may have left shards gathered: a later one would compute with the gathered
+            # averages.
             reshard(model)
             _copy(own, live)
 
@@ -206,13 +213,7 @@ class Ema(nn.Module):
 
 
 def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:
-    """Return the share of the average that an update keeps.
-
-    Args:
-        updates: number of earlier updates.
-        decay: largest share.
-        warmup: whether the share grows to it, by (1 + updates) / (10 + updates).
-    """
+    """Return the share of the average that an update keeps; with `warmup` it grows to `decay` by earlier updates."""
     return min(decay, (1 + updates) / (10 + updates)) if warmup else decay
 
 

@@ -192,6 +192,7 @@ def _run(
     added, block = _begin(ctx, model, scaler, accum, weight)
     probe = LossProbe(ctx, unwrap_model(model), loss_fn, known, count)
     sums = LossSums(ctx, loss_fn, _factor(known, scaler, known if added is None else added.unit), probe)
+    # Sent now, waited for at the end: the weights of ranks travel beside the micro-batches.
     shared = None if added is None else start_sharing(ctx, added)
     with block, matmul_precision(ctx):
         if pipeline is None:
@@ -227,16 +228,9 @@ def _factor(known: float | torch.Tensor, scaler: LossScale, unit: float | torch.
 
 
 def _run_here(ctx: DistContext, model: nn.Module, micro: Sequence[MicroBatch], sums: LossSums, *, holds: bool) -> None:
-    """Run micro-batches one after another; gradients are exchanged in the last one.
-
-    Args:
-        ctx: the context.
-        model: without a pipeline.
-        micro: micro-batches.
-        sums: receives the losses.
-        holds: whether to hold gradients back before the last micro-batch; else the whole call holds them.
-    """
+    """Run micro-batches of a model without a pipeline in turn; with `holds`, only the last exchanges gradients."""
     for at, each in enumerate(micro):
+        # One exchange a batch; with the whole call held back, the block around it decides.
         held = holds and at + 1 < len(micro)
         with no_sync(ctx, model) if held else contextlib.nullcontext():
             with autocast(ctx):
@@ -255,6 +249,7 @@ def _run_stages(
     """Run micro-batches through the stages; where the window ends, sum the gradients of tied parameters."""
     ends = accum is None or accum.sync
     again = accum is not None and accum.latest == accum.micro
+    # Tied gradients that an earlier pass of this batch has summed over stages must not be summed again.
     before = take_summed(model, pipeline.ties) if ends and again else {}
     work = Work(micro, sums.scaled, lambda: autocast(ctx), ctx.containers)
     _ = pipeline.run(ctx, model, work, trains=True)
@@ -266,6 +261,7 @@ def _mean(
     ctx: DistContext, pipeline: Pipeline | None, sums: Sequence[torch.Tensor], known: float | torch.Tensor
 ) -> torch.Tensor:
     """The mean loss of a batch, on every rank along the pipeline."""
+    # Ranks without the last stage have no losses: they take part in the broadcast with a tensor of the same form.
     total = on_device(ctx, 0.0)
     if sums:
         total = torch.stack([each.to(total.device, total.dtype) for each in sums]).sum()
@@ -351,6 +347,7 @@ def _shared(ctx: DistContext, pipeline: Pipeline, found: list[torch.Tensor]) -> 
     """Give all ranks along the pipeline the outputs of the last stage."""
     whole = torch.cat(found).contiguous() if found else None
     mine = _OutputForm() if whole is None else _OutputForm(dtype_name(whole.dtype), tuple(whole.shape))
+    # Only the last stage knows dtype and shape; the others need them to receive.
     facts = exchange_values(pipeline.comm, Call("forward"), mine, _OutputForm)[pipeline.last_rank]
     if whole is None:
         whole = torch.empty(facts.shape, dtype=getattr(torch, facts.dtype), device=ctx.device)

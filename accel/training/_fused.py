@@ -57,6 +57,7 @@ def fused_step(
     call = Call("fused_step", ordered=False)
     if looks:
         with agreed(ctx.comm, call):
+            # Before backward, since parameters move within it and nothing can be taken back.
             _check_loss(loss)
     done: set[int] = set()
     spoilt: list[NonFiniteError] = []
@@ -78,6 +79,8 @@ def fused_step(
             spoilt.append(bad)  # raised after the backward, in which the other ranks wait for this one
             parameter.grad = None
 
+    # Each parameter is stepped as soon as its gradient is complete, and the gradient is freed: that is the memory
+    # saved.
     handles = [
         parameter.register_post_accumulate_grad_hook(step_one)
         for group in optimizer.param_groups
@@ -91,6 +94,7 @@ def fused_step(
             handle.remove()
     if not done:
         raise StepError("no parameter of the optimizer took part in the loss", where="fused_step")
+    # The second message: all ranks raise, though one alone has seen the gradient.
     if looks:
         with agreed(ctx.comm, call):
             if spoilt:

@@ -42,12 +42,9 @@ class Decoder(Protocol):
     """A way to get the logits of the next tokens."""
 
     def logits(self, ids: Tensor) -> Tensor | None:
-        """Return the logits of the tokens behind sequences, [rows, classes]; None on ranks without the last stage.
+        """Return the logits behind sequences, [rows, classes]; None without the last stage. A collective along pp.
 
-        A collective along the pipeline.
-
-        Args:
-            ids: the sequences up to now, one token longer at each call, shape [rows, length].
+        `ids` has the sequences up to now, [rows, length], one token longer at each call.
         """
         ...
 
@@ -86,6 +83,7 @@ class WholeSequences:
     def logits(self, ids: Tensor) -> Tensor | None:
         """Return the logits behind the sequences; see `Decoder`."""
         at = ids.shape[1] - 1
+        # Shapes that never change: a pipeline keeps its buffers, and a compiled model its code.
         filled = nn.functional.pad(ids, (0, self._length - ids.shape[1]))
         micro = _split(self._ctx, self._model, self._inputs_of(filled))
         return _run(self._ctx, self._model, micro, lambda output: self._select(output)[:, at])
@@ -123,6 +121,7 @@ class CachedTokens:
         new = ids[:, self._seen :]
         grown = ids.shape[1] - self._mask.shape[1]
         mask = nn.functional.pad(self._mask, (0, grown), value=1)
+        # Padding in front takes no position, or prompts of one batch would shift against each other.
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, self._seen :]
         self._seen = ids.shape[1]
         inputs: dict[str, Any] = {"input_ids": new, "attention_mask": mask, "position_ids": positions}
@@ -134,11 +133,13 @@ class CachedTokens:
         if is_prompt:
             self._caches = [ByStage(self._new_cache) for _ in micro]
         held = [_with(each, cache) for each, cache in zip(micro, self._caches, strict=True)]
+        # A pipeline finds its shapes by a forward; on a cache of its own, as it would leave its keys in the real one.
         probe = [_with(each, ByStage(self._new_cache)) for each in micro[:1]]
         found = _run(self._ctx, self._model, held, lambda output: self._select(output)[:, -1], probe, (new,))
         if is_prompt:
             for cache in self._caches:
                 for each in cache.made.values():
+                    # Only now do the layers of this stage hold keys, from which the length is read.
                     _stand_in(each)
         return found
 
@@ -234,15 +235,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def next_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
-    """Return a token for each row of logits.
-
-    Args:
-        logits: shape [rows, classes]; fp16 and bf16 are computed in fp32.
-        sampling: rule of the choice.
-        generator: source of random numbers, on the device of the logits; None takes the most probable tokens.
-
-    Returns:
-        int64 of shape [rows].
+    """Return a token for each row of logits, the most probable one without a generator; in fp32 for 16 bits.
 
     Reference: Holtzman et al. 2020, "The curious case of neural text degeneration", arXiv:1904.09751.
     """
@@ -335,10 +328,12 @@ def generate(
         decoder = CachedTokens(ctx, model, mask, select)
     else:
         decoder = WholeSequences(ctx, model, ids.shape[1] + max_new_tokens - 1, inputs_of or _as_they_are, select)
+    # Folded in by the step, not drawn in turn, so that the numbers of a step depend on no earlier one.
     draws = None if key is None else rank_key(ctx, key).fold_in("generate")
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for step in range(max_new_tokens):
         logits = decoder.logits(ids)
+        # A buffer on every rank: those without the last stage receive the tokens in it.
         tokens = ids.new_zeros(len(ids))
         if logits is not None:
             whole = _whole_rows(ctx, logits) if vocab_parallel else logits
@@ -349,6 +344,7 @@ def generate(
             tokens = tokens.masked_fill(ended, eos)
             ended = ended | (tokens == eos)
         ids = torch.cat([ids, tokens[:, None]], 1)
+        # All ranks stop together: a rank that stopped alone would leave the others in the next forward's collectives.
         if eos is not None and _all_ended(ctx, ended):
             break
     return ids

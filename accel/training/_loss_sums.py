@@ -52,13 +52,9 @@ class LossProbe:
         self._done = self._key in known or len(known) >= _MOST_KNOWN
 
     def halves(self, given: tuple[Any, ...], rows: int) -> tuple[float, ...]:
-        """Return the losses of the halves of a micro-batch; none if it was looked at before, or raises on halves.
+        """Return the losses of a micro-batch's halves; none if the function is known, or raises on halves.
 
-        To be called before the loss itself, which may change what it is given.
-
-        Args:
-            given: output and targets.
-            rows: their number of rows.
+        To be called before the loss itself, which may change its arguments.
         """
         if self._done or rows < 2:
             return ()
@@ -70,16 +66,7 @@ class LossProbe:
         return found
 
     def check(self, loss: torch.Tensor, halves: tuple[float, ...], given: tuple[Any, ...], rows: int) -> None:
-        """Raise if a loss is a mean over rows. Waits for the device, once for a function.
-
-        Args:
-            loss: of the micro-batch.
-            halves: from `halves`.
-            given, rows: as there.
-
-        Raises:
-            StepError: the loss is a mean.
-        """
+        """Raise `StepError` if a loss is a mean over rows, by its `halves`. Waits for the device, once a function."""
         if not halves:
             return
         whole = float(loss.detach())

@@ -126,7 +126,7 @@ def check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None:
 Net: TypeAlias = nn.Module  # not a type variable: on several ranks DDP's wrapper comes back
 Data: TypeAlias = DataLoader[Any]
 Kept: TypeAlias = Optimizer | LRScheduler | Loader | StreamLoader | None
-# `A | Data` is A for an object that is kept. A DataLoader leaves A unsolved, so that its default, Loader, is the result.
+# `A | Data` is A for an object that is kept. A DataLoader leaves A unsolved: its default, Loader, is the result.
 A = TypeVar("A", bound=Kept, default=Loader)
 B = TypeVar("B", bound=Kept, default=Loader)
 C = TypeVar("C", bound=Kept, default=Loader)
@@ -138,7 +138,6 @@ S = TypeVar("S", bound=LRScheduler)
 
 # Models first, then the others in any order; tests/typing/check.py compares the list with this rule.
 # fmt: off
-# ruff: noqa: E501
 @overload
 def prepare(ctx: DistContext, a: Net, /, *, plan: Plan | None = None) -> Net: ...
 @overload
@@ -156,29 +155,29 @@ def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, /, *, plan: Plan | No
 @overload
 def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, /, *, plan: Plan | None = None) -> tuple[Net, B, C]: ...
 @overload
-def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, /, *, plan: Plan | None = None) -> tuple[A, B, C]: ...
+def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, /, *, plan: Plan | None = None) -> tuple[A, B, C]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, Net]: ...
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, Net]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: D | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, D]: ...
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: D | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, D]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, d: D | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, C, D]: ...
+def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, d: D | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, C, D]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, d: D | Data, /, *, plan: Plan | None = None) -> tuple[Net, B, C, D]: ...
+def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, d: D | Data, /, *, plan: Plan | None = None) -> tuple[Net, B, C, D]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, d: D | Data, /, *, plan: Plan | None = None) -> tuple[A, B, C, D]: ...
+def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, d: D | Data, /, *, plan: Plan | None = None) -> tuple[A, B, C, D]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, e: Net, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, Net, Net]: ...
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, e: Net, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, Net, Net]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, e: E | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, Net, E]: ...
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, e: E | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, Net, E]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: D | Data, e: E | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, D, E]: ...
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: D | Data, e: E | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, D, E]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, d: D | Data, e: E | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, C, D, E]: ...
+def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, d: D | Data, e: E | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, C, D, E]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, d: D | Data, e: E | Data, /, *, plan: Plan | None = None) -> tuple[Net, B, C, D, E]: ...
+def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, d: D | Data, e: E | Data, /, *, plan: Plan | None = None) -> tuple[Net, B, C, D, E]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, d: D | Data, e: E | Data, /, *, plan: Plan | None = None) -> tuple[A, B, C, D, E]: ...
+def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, d: D | Data, e: E | Data, /, *, plan: Plan | None = None) -> tuple[A, B, C, D, E]: ...  # noqa: E501
 @overload
 def prepare(ctx: DistContext, /, *objects: Net | Data | Kept, plan: Plan | None = None) -> Any: ...
 # fmt: on
@@ -188,8 +187,8 @@ def prepare(ctx: DistContext, /, *objects: Net | Data | Kept, plan: Plan | None 
 def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any:
     """Prepare models, optimizers, schedulers and loaders, and return them in the order given. A collective.
 
-    Under the strategy `fsdp` the optimizers take the shards of the models' parameters. Shards in 16 bits that a precision
-    such as "bf16" does not ask for are logged once, by the logger `accel.training`, with the ways out.
+    Under the strategy `fsdp` the optimizers take the shards of the models' parameters. Shards in 16 bits that a
+    precision such as "bf16" does not ask for are logged once, by the logger `accel.training`, with the ways out.
 
     Args:
         ctx: the context.
@@ -219,6 +218,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
     plan = ctx.plan if plan is None else plan
     engine = engine_of(ctx)
     with agreed(ctx.comm, Call("prepare", ordered=False)):  # else a rank that refuses leaves the others waiting
+        # All checks of all objects before the first change, so that an error leaves every one of them as it was.
         objects = tuple(map(unwrapped_loader, objects))
         _check_kinds(objects)
         _check_optimizers(objects)
@@ -231,10 +231,12 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
                 if isinstance(each, nn.Module):
                     check_sparse(each, {f"the engine {ctx.settings.strategy}": True}, "prepare")
                     compile_as_set(ctx, each)
+    # Loaders first: one may be refused, and preparing it changes nothing.
     loaded = [prepare_loader(ctx, cast(Any, each)) if isinstance(each, DataLoader) else each for each in objects]
     if engine is not None:
         prepared = engine.prepare(ctx, loaded)
     else:
+        # Models before optimizers, which then take the parameters that the models have now.
         models = [prepare_model(ctx, each, plan=plan) if isinstance(each, nn.Module) else each for each in loaded]
         prepared = [_prepare_stepped(ctx, each) for each in models]
         tell_narrow(ctx, [each for each in prepared if isinstance(each, Optimizer)])
@@ -245,8 +247,8 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
 def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
     """Return the optimizer, after a check that its parameters are on the context's device. No communication.
 
-    State that was loaded before the model moved follows its parameters to their device. Parameters that were sharded after it was built are replaced by their shards; those of other ranks' pipeline stages
-    are taken out.
+    State that was loaded before the model moved follows its parameters to their device. Parameters that were sharded
+    after it was built are replaced by their shards; those of other ranks' pipeline stages are taken out.
 
     Args:
         ctx: the context.
@@ -260,6 +262,7 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
     check_state(optimizer, (each for each in parameters_of([optimizer]) if heir_of(each) is not None))
     for group in optimizer.param_groups:
         drop_others(optimizer, group)
+        # In place: whoever else holds the group's list gets the parameters of now, too.
         group["params"][:] = [current_parameter(each) for each in group["params"]]
     for group_at, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):

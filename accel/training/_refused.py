@@ -110,17 +110,9 @@ _MOST_OVERFLOWS = 64  # in a row; halving that often takes any scale below what 
 def check_overflow(
     ctx: DistContext, scaler: LossScale, accum: Accumulation | None, optimizers: list[Optimizer], *, apart: bool
 ) -> None:
-    """Raise for gradients with inf or NaN, unless a dynamic loss scale explains them. A collective if some are sharded.
+    """Raise `NonFiniteError` for inf or NaN that no dynamic loss scale explains. A collective if some are sharded.
 
-    Args:
-        ctx: the context.
-        scaler: loss scale of the window; a dynamic scale may overflow a number of times in a row.
-        accum: window that has ended; None for a script without accumulation.
-        optimizers: optimizers that take the step together.
-        apart: whether ranks decide about the step by themselves.
-
-    Raises:
-        NonFiniteError: the first such parameter is named, and the ranks whose loss was not finite.
+    It names the first such parameter, and the ranks whose loss was not finite.
     """
     if scaler.dynamic and scaler.overflows < _MOST_OVERFLOWS:
         return
@@ -137,6 +129,7 @@ def check_overflow(
 def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
     """Name the first parameter whose gradient holds inf or NaN on any rank. A collective if some are sharded."""
     parameters = parameters_of(optimizers)
+    # A second look at all gradients, which are still there: a refused step has changed nothing.
     at = first_nonfinite(parameters)
     if ctx.world_size > 1 and any(is_dtensor(each.grad) for each in parameters):
         at = int(all_reduce_flat(ctx.comm, torch.tensor([at], device=ctx.comm.control), "min").item())

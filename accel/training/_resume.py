@@ -61,6 +61,7 @@ def resume(
 
     def items_for(manifest: Manifest) -> Mapping[str, object]:
         names = _names(manifest)
+        # Before anything is loaded: data in another order would go on from a position that means nothing in it.
         _check_seed(manifest, names, start)
         parts = {"": start, "cursor": start.cursor, "accum": start.accum, "scaler": start.scaler}
         return {**items, **{name: parts[part] for part, name in names.items()}}
@@ -141,6 +142,7 @@ def _joined(loaded: Mapping[str, object]) -> TrainState:
 
 
 def _with_settings(state: TrainState, start: TrainState) -> TrainState:
+    # Counts are the run's, settings the script's: who changes the accumulation and resumes means it.
     accum = msgspec.structs.replace(state.accum, steps=start.accum.steps, sync_each_batch=start.accum.sync_each_batch)
     scaler = start.scaler
     if scaler.dynamic and state.scaler.dynamic:

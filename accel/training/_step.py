@@ -51,18 +51,8 @@ def step_here(
     """Divide, clip, step and clear the gradients. A collective if some are sharded.
 
     Gradients and parameters do not change if the window is empty, or if a checked gradient is not finite.
-
-    Args:
-        ctx: the context.
-        optimizers: all optimizers of this step.
-        window: the window that has ended.
-        weight: its weight over all ranks.
-        request: factor, limits and policy.
-
-    Raises:
-        StepError: there are no gradients, or not those of a step.
-        ConfigError: value clipping of complex gradients, or a weight that is no number.
     """
+    # All refusals come before the first write: a rank that raises leaves parameters and gradients as they were.
     parts = _parts(ctx, optimizers, window, joint=request.joint)
     if request.max_value is not None:
         check_real(itertools.chain(*parts), "max_value=")
@@ -70,9 +60,12 @@ def step_here(
     every = parameters_of(optimizers)
     norms = [whole_norm(ctx, part, every, request.norm_type) for part in parts] if request.check_finite or clips else []
     if request.check_finite:
+        # The step's wait for the device. Ranks decide alike: gradients or the norms of shards, and the weight, are
+        # equal on all.
         finite, empty = _read(norms, weight)
         if empty or not finite:
             return EngineOutcome(stepped=False, finite=finite, grad_norm=None)
+    # The norm of the divided gradients, without a pass over them: division and clipping share one multiply.
     norms = [norm * request.factor for norm in norms]
     _apply(parts, request, norms)
     grad_norm = _joined(norms, parts, joint=request.joint)
@@ -81,6 +74,7 @@ def step_here(
             each.step()
         else:
             step_masters(each)
+    # Cleared at once: the memory is free before the next forward, and the next window begins with none.
     clear_here(optimizers)
     return EngineOutcome(stepped=True, finite=True, grad_norm=grad_norm)
 
@@ -94,6 +88,7 @@ def step_by(
 ) -> EngineOutcome:
     """Let an engine step, unless the window is known to be empty."""
     if request.check_finite:
+        # An engine has its own norm, so the weight alone is read.
         _, empty = _read([], weight)
         if empty:
             return EngineOutcome(stepped=False, finite=True, grad_norm=None)
@@ -114,6 +109,7 @@ def _parts(
     ctx: DistContext, optimizers: list[Optimizer], window: Accumulation, *, joint: bool
 ) -> list[list[torch.Tensor]]:
     """Group gradients by norm: all, or those of each optimizer; a parameter of two counts for the first."""
+    # A parameter of two optimizers would be scaled twice, once with each group.
     groups = [parameters_of(optimizers)] if joint else _disjoint([parameters_of([each]) for each in optimizers])
     parts = window_gradients(ctx, window, *groups)
     if window.divided and window.divided != sum(map(len, parts)):
@@ -140,6 +136,7 @@ def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tu
     values = [*norms, weight]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if tensors:
+        # Stacked on one device first: several tensors are read in one wait.
         first = tensors[0]
         wide = wide_dtype(first.device)
         read = iter(torch.stack([value.to(first.device, wide) for value in tensors]).cpu())
@@ -343,11 +340,13 @@ def optimizer_step(
     if not outcome.finite and (nonfinite == "raise" or scaler.dynamic):
         check_overflow(ctx, scaler, accum, optimizers, apart=_decide_apart(ctx, optimizers))
     if not outcome.stepped:
+        # A skipped step advances no scheduler, so that the learning rate counts the same steps as the optimizer.
         _clear(engine, ctx, optimizers)
         return _result(ctx, optimizers, outcome, accum, scaler)
     for each in schedulers:
         each.step()
     if ctx.device.type == "xla":
+        # XLA only records up to here: the step's graph is cut and run now, once a step.
         xla.end_step()
     return _result(ctx, optimizers, outcome, accum, scaler)
 

@@ -27,13 +27,7 @@ _MOST_BITS = 1024  # of what a float holds
 
 
 def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | None) -> Accumulation:
-    """Return the window; for a script without accumulation, one of a single backward and equal weights of ranks.
-
-    Raises:
-        StepError: the window has not ended, lacks some of its backward passes, or has another scale.
-        ConfigError: a record in the place of another.
-        ContextClosedError: the context is closed.
-    """
+    """Return a window that may be stepped with; for a script without accumulation, one of a single backward."""
     ctx.comm.check_open()
     check_records(scaler, accum, "scaler, accum")
     if accum is None:
@@ -70,14 +64,11 @@ def window_gradients(
     """Return the gradients of groups of parameters as ranks have exchanged them; of sparse ones the rows alone.
 
     A collective if a graph was kept, or where unused parameters have been announced. Sparse gradients are coalesced.
-
-    Raises:
-        StepError: no group has gradients, or ranks have not exchanged them; or a graph was kept on several ranks beside
-            a sparse gradient.
-        PrepareError: no model exchanges the gradient of a parameter.
     """
     listed = [list(group) for group in groups]
     if ctx.world_size > 1:
+        # Before gradients are listed: where no rank used a parameter, the exchange has left zeros, which would be
+        # stepped.
         drop_unused(ctx, chain.from_iterable(listed))
     found = [_gradients(ctx, window, group) for group in listed]
     if not any(found) and (any(listed) or ctx.axis("pp").size == 1):  # a pipeline's rank may train nothing
@@ -98,12 +89,7 @@ def total_weight(window: Accumulation) -> float | torch.Tensor:
 def division(
     ctx: DistContext, scaler: LossScale, window: Accumulation, weight: float | torch.Tensor
 ) -> float | torch.Tensor:
-    """Return the factor from a window's gradients to those of the mean loss over all units.
-
-    Args:
-        ctx, scaler, window: context, loss scale and window of the step.
-        weight: weight from `total_weight`.
-    """
+    """Return the factor from a window's gradients to those of the mean loss over all units."""
     if window.divided:
         return 1.0
     if isinstance(weight, torch.Tensor):  # without weight all gradients are zero, and stay it
@@ -215,15 +201,9 @@ _MOST_NAMED = 3
 
 
 def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
-    """Raise if `accumulate` found gradients at the start of the window, on parameters of this step.
-
-    Zeros are no gradients. A rank's shard may hold only zeros, so ranks agree on sharded gradients, by a collective.
-    Whole gradients are equal on all ranks, unless some ranks ran a backward of their own: these raise alone, because
-    the others have nothing to agree on.
-
-    Raises:
-        StepError: on every rank that holds such a gradient or a shard of it; the first parameters are named.
-    """
+    """Raise `StepError` if `accumulate` found gradients at the start of the window, on parameters of this step."""
+    # Zeros are no gradients. A rank's shard may hold zeros alone, so ranks agree about sharded ones. Whole gradients
+    # are equal on all ranks, unless one ran a backward of its own, which then raises alone.
     found = [
         (each, nonzero)
         for each in parameters_of(optimizers)
@@ -255,23 +235,18 @@ def _leftovers(parameters: Sequence[torch.Tensor]) -> StepError:
 def whole_norm(
     ctx: DistContext, grads: Sequence[torch.Tensor], parameters: Iterable[torch.Tensor], norm_type: float
 ) -> float | torch.Tensor:
-    """Return the total norm of gradients over all stages. A collective along the pipeline, and of DTensors' meshes.
+    """Return the total norm of gradients over all stages, equal on all ranks; see `accel.optim.total_norm`.
 
-    Args:
-        ctx: the context.
-        grads: of this rank.
-        parameters: among them those that the gradients are of.
-        norm_type: p of the p-norm, above 0; inf for the largest absolute value.
-
-    Returns:
-        As `accel.optim.total_norm`; equal on all ranks.
+    A collective along the pipeline, and of DTensors' meshes. `parameters` include those of the gradients.
     """
     if ctx.axis("pp").size == 1:
         return total_norm(grads, norm_type)
     group = group_of(ctx, "pp")
     assert group is not None
+    # A tied parameter is on two stages, and its gradient is summed on both: it counts once.
     copies = {id(each.grad) for each in parameters if is_tied_copy(each)}
     own = total_norm([grad for grad in grads if id(grad) not in copies], norm_type)
+    # In float64: the square of a large norm overflows float32.
     power = torch.as_tensor(own, dtype=torch.float64, device=ctx.device).reshape(1)
     comm = adopt(group, ctx.device)
     if norm_type == math.inf:
@@ -288,14 +263,7 @@ _FINITE, _BAD, _UNKNOWN = "finite", "bad", "unknown"
 def note_loss(
     ctx: DistContext, before: Accumulation | None, after: Accumulation | None, loss: torch.Tensor
 ) -> Accumulation | None:
-    """Note a loss beside the window that it belongs to; without a window, on the context's handle. Reads nothing.
-
-    Args:
-        ctx: the context.
-        before: the window as the backward got it.
-        after: the window as it returns it; mutated beside its fields.
-        loss: shape [].
-    """
+    """Note a loss beside the window `after` its backward; without a window, on the context's handle. Reads nothing."""
     loss = loss.detach()
     seen = ctx.comm.seen_loss if before is None else vars(before).get(_SEEN)
     # 0 times inf or NaN is NaN, which stays, and torch adds such a product in one kernel.
@@ -310,13 +278,7 @@ def note_loss(
 def blame(ctx: DistContext, accum: Accumulation | None, *, apart: bool) -> str:
     """Return a clause that names the ranks whose loss was not finite. Waits for the device.
 
-    Every rank that refuses the step calls this. A rank that refuses it alone waits a second for the others, which do
-    not come, and tells of its own loss.
-
-    Args:
-        ctx: the context.
-        accum: the window; None for a script without.
-        apart: whether ranks decide about the step by themselves.
+    Every rank that refuses the step calls this; one that refuses alone waits a second for the others.
     """
     seen = ctx.comm.seen_loss if accum is None else vars(accum).get(_SEEN)
     own = _UNKNOWN if seen is None else _FINITE if bool(torch.isfinite(seen)) else _BAD

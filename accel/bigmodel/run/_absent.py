@@ -85,14 +85,7 @@ class NoMemory:
 
 
 def refuse_copy(name: str) -> NoReturn:
-    """Refuse to copy a model.
-
-    Args:
-        name: a weight or a block of it whose values are elsewhere.
-
-    Raises:
-        StreamError: always.
-    """
+    """Raise `StreamError` for the copy of a model; `name` is a weight or block of it whose values are elsewhere."""
     raise StreamError(
         "a weight that is not in memory cannot be copied with its model",
         where=name,
@@ -101,15 +94,7 @@ def refuse_copy(name: str) -> NoReturn:
 
 
 def refuse_pickle(name: str, what: str = "a weight that is not in memory") -> NoReturn:
-    """Refuse to pickle a model.
-
-    Args:
-        name: a weight, a block or a device of it.
-        what: the part of the model that is met first.
-
-    Raises:
-        StreamError: always.
-    """
+    """Raise `StreamError` for the pickle of a model; `what` is the part of it that is met first."""
     raise StreamError(
         f"{what} cannot be pickled",
         where=name,
@@ -218,6 +203,7 @@ class AbsentTensor(NoMemory, torch.Tensor):
             _refuse_statistics(func, args, kwargs)
         elif kind == "collective" and fills(func, args):
             _refuse_write(func, args[0])
+        # A view needs no values: it is noted, and repeated on them when something reads it.
         elif kind == "view" and isinstance(args[0], AbsentTensor):
             return _view(func, args[0], args[1:], kwargs)
         elif func is torch.ops.aten.embedding.default:
@@ -257,16 +243,7 @@ def may_hold_statistics(tensor: torch.Tensor) -> bool:
 
 
 def refuse_load(module: nn.Module, state_dict: Mapping[str, object], prefix: str, *_: object) -> None:
-    """Refuse a state dict that has values for absent weights; a hook of torch's, called before `load_state_dict`.
-
-    Args:
-        module: the dispatched module.
-        state_dict: the values to load, by name.
-        prefix: the module's path in the state dict, with a dot at its end.
-
-    Raises:
-        StreamError: the state dict has values for absent weights; nothing of this module is loaded.
-    """
+    """Refuse a state dict with values for absent weights; a hook of torch's, called before `load_state_dict`."""
     absent = [
         name
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
@@ -350,11 +327,8 @@ def _refuse_write(func: object, target: object) -> None:
 
 
 def _refuse_apply(absent: object) -> None:
-    """Refuse `module.to()` and its like, which would fetch a whole model and keep it; a single weight may be copied.
-
-    Raises:
-        StreamError: `torch.nn.Module._apply` is at work.
-    """
+    """Refuse `module.to()` and its like, which would fetch a whole model and keep it; one weight may be copied."""
+    # An operator does not know its caller, so `Module._apply` is looked for in the frames above.
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     moves = cast(Any, nn.Module)._apply.__code__
     for _ in range(_APPLY_DEPTH):
@@ -382,6 +356,7 @@ def _is_cast_by_autocast(func: Any, args: Sequence[Any], kwargs: Mapping[str, An
 @functools.lru_cache(maxsize=1024)
 def _kind(func: Any) -> _Kind:
     """Return the way in which an operator treats the memory of its arguments."""
+    # Asked for every operator of every call, hence cached; schemas do not change.
     schema = func._schema
     if schema.is_mutable:
         return "write"

@@ -56,27 +56,16 @@ def map_or_auto(
     ranks: int = 1,
     shows: bool = True,
 ) -> DeviceMap:
-    """Return a device map as it is, or infer one for "auto" and print it.
+    """Return a device map as it is, or infer one for "auto" and, with `shows`, print it.
 
-    Args:
-        model: the model.
-        device_map: the argument of the caller.
-        where: the caller, for errors.
-        has_files: whether weights may stay in files.
-        device: the computing device; None for all accelerators of the machine, or the host without one.
-        ranks: processes of the host that share its memory.
-        shows: whether to print the map.
-
-    Raises:
-        ConfigError: neither a map nor "auto".
-        DeviceError: the free memory of a device is not known.
-        PlacementError: the model does not fit.
+    `ranks` processes share the host's memory; `device` None is for all accelerators, or for the host without one.
     """
     if device_map != "auto":
         check_map(device_map, where=where)
         return device_map
     own = _held(model)
     limits = {name: own.get(name, 0) + _free(name) for name in _devices(device) if name != HOST}
+    # What the model holds already is free for it to use again.
     limits[HOST] = own.get(HOST, 0) + _free(HOST) // ranks
     found = infer_device_map(describe(model), {**limits, "disk": None} if has_files else limits)
     if shows:
@@ -190,6 +179,7 @@ def _dispatch(
     opened: ExitStack,
     prefetch: bool,
 ) -> Dispatched[M]:
+    # All that may fail, reads and memory for slots, comes before the model changes.
     check_tasks(tasks, source)
     supplies = make_supplies(tasks, source)
     read = read_residents(tasks, source)
@@ -228,6 +218,7 @@ def _dispatch(
     opened.callback(cast(Any, model).register_load_state_dict_pre_hook(refuse_load).remove)
     opened.callback(guard_casts(model))
     move_inputs(model, device_map, opened)
+    # The handle owns the ways back from here on; until now an error takes them all.
     return Dispatched(model, device_map, blocks, fetches, opened.pop_all())
 
 
@@ -314,6 +305,7 @@ def load_checkpoint_and_dispatch(
     with agreed(ctx.comm, Call("load_checkpoint_and_dispatch", site=site)):
         waits = any(is_dtensor(each) and each.is_meta for each in model.parameters())
         if not waits and not any(home in STORES for home in device_map.home.values()):
+            # All values are in memory, so the files are not opened a second time.
             return dispatch_model(model, device_map, prefetch=prefetch)
         source = open_weights(path, rename=rename, readers=readers)
         try:
@@ -321,6 +313,7 @@ def load_checkpoint_and_dispatch(
         except BaseException:
             source.close()
             raise
+        # Closed last: weights that go back into the model may still be read from it.
         run.call_last(source.close)
         return run
 

@@ -224,6 +224,7 @@ class Dispatched(Generic[M]):
         Args:
             close: called once, without arguments.
         """
+        # An ExitStack runs the newest first: the others are put on top of this one, as one.
         inner = self._opened.pop_all()
         self._opened.callback(close)
         self._opened.push(inner)

@@ -43,6 +43,7 @@ class _BlockHooks:
 
     def _leave(self, output: Any) -> Any:
         try:
+            # Copied while the call holds the slot, which may be filled anew as soon as it is given back.
             return own_output(output, self._block)
         finally:
             self._stream.leave(self._block)
@@ -57,6 +58,7 @@ class _BlockHooks:
 def hook_block(stream: Stream, block: Block) -> list[RemovableHandle]:
     """Register the hooks of a block; return what removes them."""
     hooks = _BlockHooks(stream, block)
+    # First of the pre-hooks, so that those of others find weights; and after an error too, or the slot stays in use.
     return [
         block.module.register_forward_pre_hook(hooks.before, prepend=True),
         block.module.register_forward_hook(hooks.after, always_call=True),
@@ -88,11 +90,7 @@ class _Apply:
 
 
 def guard_casts(model: nn.Module) -> Callable[[], None]:
-    """Let `half()`, `to()` and their like change all of a module with absent weights, or nothing. Mutates the model.
-
-    Returns:
-        What undoes it.
-    """
+    """Let `half()`, `to()` and their like change all of a module with absent weights, or nothing. Returns the undo."""
     guarded = {
         module: next((key for key, each in _tensors(module) if is_absent(each)), None) for module in model.modules()
     }
@@ -135,11 +133,7 @@ def hook_mapped(module: nn.Module, supplies: Sequence[Supply]) -> RemovableHandl
 
 
 def own_output(output: Any, block: Block) -> Any:
-    """Return a block's output with copies of the tensors in it that lie on its slot, which will hold other blocks.
-
-    Returns:
-        The output with copies; None if there is nothing to copy.
-    """
+    """Return a block's output with copies of its tensors on the slot, which will hold others; None without any."""
     slot = block.slot
     if slot is None:
         return None
@@ -197,6 +191,7 @@ class Arrivals:
             return tensor
         if tensor.is_inference() or (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor.to(self.device, non_blocking=True)  # versions are unknown, or autograd records the way
+        # By identity and version: a mask that was written to since then travels again.
         version, copy = self._arrived.get(tensor, (None, None))
         if version != tensor._version:
             copy = tensor.to(self.device, non_blocking=True)
@@ -209,15 +204,8 @@ class Arrivals:
 
 
 def move_inputs(model: nn.Module, device_map: DeviceMap, opened: ExitStack) -> None:
-    """Let inputs of segments go to the devices that compute them, and the model's outputs to that of its inputs.
-
-    Hooks are torch's own. A map with one device needs none.
-
-    Args:
-        model: the model.
-        device_map: the map.
-        opened: removes the hooks.
-    """
+    """Let inputs of segments go to the devices that compute them, and the model's outputs to that of its inputs."""
+    # With one device nothing crosses, and hooks would cost each call.
     if len(device_map.devices) < 2:
         return
     crossings = {device: _Crossing(Arrivals(torch.device(device))) for device in device_map.devices}

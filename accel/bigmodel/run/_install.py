@@ -132,7 +132,9 @@ def _gather(supply: Supply, index: torch.Tensor, device: torch.device, fetches: 
     if table is None or table.device.type != "cpu":
         return None
     with torch.no_grad():
+        # The host waits for the index here: rows are looked up in its memory, and they alone travel.
         rows = nn.functional.embedding(index.to("cpu"), table).to(supply.dtype)
+    # After the rows were read: a file that was rewritten in between is found.
     supply.check()
     fetches.gathered(rows, index.numel())
     return rows.to(device)
@@ -148,13 +150,7 @@ Close = Callable[[], None]
 
 
 def settle(task: Task, read: torch.Tensor | None, opened: ExitStack) -> None:
-    """Put a resident weight on its device, in its dtype.
-
-    Args:
-        task: the weight.
-        read: the values, where the model has none.
-        opened: receives the way back: to the device and dtype that it came from. A weight that was read stays.
-    """
+    """Put a resident weight on its device, in its dtype; `opened` gets the way back, unless it was read."""
     if read is not None:
         put(task.places, read)
         return
@@ -164,6 +160,7 @@ def settle(task: Task, read: torch.Tensor | None, opened: ExitStack) -> None:
         return
     device, former = before.device, before.dtype
     if isinstance(before, nn.Parameter) and not is_dtensor(before):
+        # The parameter stays the same object, which an optimizer or the user may hold.
         _move(before, before.data.to(task.device, dtype))
 
         def back() -> None:
@@ -218,11 +215,7 @@ class Streaming(NamedTuple):
 
 
 def put_blocks(model: nn.Module, streaming: Streaming, opened: ExitStack) -> dict[str, Block]:
-    """Put placeholders for streamed blocks into the model, and register the hooks of the blocks.
-
-    Returns:
-        The blocks by segment.
-    """
+    """Put placeholders for streamed blocks into the model, and hook the blocks; return them by segment."""
     blocks = {name: Block(at, name, model.get_submodule(name)) for at, name in enumerate(streaming.segments)}
     device, casts = streaming.device, streaming.casts
     transfer = CastTransfer(device) if casts else transfer_to(device)
@@ -241,6 +234,7 @@ def put_blocks(model: nn.Module, streaming: Streaming, opened: ExitStack) -> dic
     for block in blocks.values():
         for handle in hook_block(stream, block):
             opened.callback(handle.remove)
+    # Registered last, so closed first: no thread fills slots while weights go back into the model.
     opened.callback(stream.close)
     stream.start(prefetch=streaming.prefetch)
     return blocks

@@ -36,6 +36,7 @@ class PackedWeight:
         """Put another tensor in the place of a part, into the model."""
         self.packed = self.packed.replaced(part, tensor)
         made = self.made({})
+        # All parts are back, so the parameter that was found is, too: others may hold it.
         if self.before is not None and all(self.packed.parts[name] is old for name, old in self.before[1].items()):
             made = self.before[0]
         for registry, key in self.places:
@@ -101,11 +102,7 @@ class WeightPlace(NamedTuple):
 
 
 def find_places(model: nn.Module, skeleton: Skeleton) -> Mapping[str, tuple[WeightPlace, ...]]:
-    """Return the places of each weight by its name; several where it is tied, one for a module under several paths.
-
-    Raises:
-        ConfigError: the model has other weights than the skeleton.
-    """
+    """Return the places of each weight by its name, several where it is tied; raise for the map of another model."""
     found: dict[str, tuple[WeightPlace, ...]] = {}
     problems: list[str] = []
     parts = packed_places(model)
@@ -116,6 +113,7 @@ def find_places(model: nn.Module, skeleton: Skeleton) -> Mapping[str, tuple[Weig
             problems.append(f"no {weight.name!r}")
         elif (shape := tuple(held(here[0].tensor).shape)) != weight.shape:
             problems.append(f"{weight.name!r} of shape {shape}, not {weight.shape}")
+        # A module under several paths has one dict, which counts once.
         found[weight.name] = tuple({(id(each.registry), each.key, each.part): each for each in here}.values())
     known = {name for weight in skeleton.weights() for name in (weight.name, *weight.tied)}
     here = {name for name, _ in _named(model)}
@@ -142,11 +140,7 @@ def packed_places(model: nn.Module) -> dict[str, WeightPlace]:
 
 
 def check_undispatched(model: nn.Module) -> None:
-    """Refuse a model whose weights an open handle streams.
-
-    Raises:
-        StreamError: such a model.
-    """
+    """Raise `StreamError` for a model whose weights an open handle streams."""
     for name, tensor in _named(model):
         part = held(tensor)
         if isinstance(part, AbsentTensor) and not part.origin.is_closed:
@@ -186,6 +180,7 @@ def set_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
     if tensor.is_inference() != values.is_inference():  # torch would leave a tensor that no operator takes
         with torch.inference_mode(tensor.is_inference()):
             alike = torch.empty(0, dtype=values.dtype, device=values.device)
+            # A view of the same memory, made in the tensor's own mode.
             values = alike.set_(values.untyped_storage(), values.storage_offset(), values.shape, values.stride())
     tensor.data = values
 

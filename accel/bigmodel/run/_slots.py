@@ -156,14 +156,11 @@ class Slot:
 
 
 def put_in(block: Block, slot: Slot) -> None:
-    """Put the slot's tensors into the model.
-
-    Raises:
-        StreamError: a place holds another tensor than the placeholder.
-    """
+    """Put the slot's tensors into the model; raise `StreamError` where a placeholder was replaced."""
     places = slot.view(block).places
     for registry, key, absent, tensor, _ in places:
         if registry.get(key) is not absent:
+            # All places or none: those that were filled get their placeholders back.
             for other, name, before, here, _ in places:
                 if other.get(name) is here:
                     other[name] = before
@@ -177,17 +174,11 @@ def put_in(block: Block, slot: Slot) -> None:
 
 
 def make_slots(count: int, nbytes: int, device: torch.device, *, staged: bool = True) -> list[Slot]:
-    """Allocate slots.
-
-    Args:
-        count: number of slots.
-        nbytes: size of each.
-        device: the computing device.
-        staged: whether bytes come from the host.
-    """
+    """Allocate slots of a size; `staged` ones get pinned host memory for bytes that come from the host."""
     slots: list[Slot] = []
     for _ in range(count):
         if device.type == "cpu":
+            # One memory for both: bytes are read straight to where they are used.
             memory = staging = _aligned(nbytes)
         else:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -253,6 +244,7 @@ def _view(memory: torch.Tensor, block: Block) -> SlotView:
         if may_hold_statistics(first.absent):
             continue  # torch writes those unseen; a placeholder refuses that
         there = in_form_of(first.absent, tensor).requires_grad_(False)
+        # `put_out` compares memories to find an assignment to .data; a DTensor has none of its own.
         own = None if is_dtensor(there) else tensor
         places += [(each.registry, each.key, each.absent, there, own) for each in weight.holders]
     for key, holder in wholes.items():
@@ -331,6 +323,7 @@ class DeviceTransfer:
             [(weight.supply, part(slot.staging, weight)) for weight in wide]
             + [(weight.supply, target) for weight, target in zip(narrow, staged, strict=True)]
         )
+        # The copy alone waits for the slot's earlier users: the read to pinned memory has run beside them.
         _follow_users(slot, self._stream)
         with self._stream:
             if not narrow:
@@ -361,6 +354,7 @@ class CastTransfer:
 
     def fill(self, slot: Slot, block: Block) -> None:
         """Cast the block's weights."""
+        # The computing stream itself, in whose order the cast comes after the last use and before the next.
         stream = None if self._is_host else torch.accelerator.current_stream(self._device)
         if stream is not None:
             _follow_users(slot, stream)

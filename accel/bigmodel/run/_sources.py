@@ -46,11 +46,7 @@ class ScratchSource:
             self._other.read([each for each in targets if each[0] not in self.written])
 
     def mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor whose pages are read when they are touched.
-
-        Raises:
-            ConfigError: one that cannot be mapped.
-        """
+        """Return a tensor whose pages are read when they are touched; see `Mappable`."""
         source = self._files if name in self.written else self._other
         if not isinstance(source, Mappable):
             raise ConfigError("a source that maps no files", where=name, fix="Use the home 'disk' or 'cpu'.")
@@ -62,11 +58,7 @@ class ScratchSource:
             self._other.watch(name for name in names if name not in self.written)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise if files of the other source have changed.
-
-        Raises:
-            CheckpointError: one of them has.
-        """
+        """Raise `CheckpointError` if files of the other source have changed."""
         if isinstance(self._other, Watched):
             self._other.check(name for name in names if name not in self.written)
 
@@ -78,20 +70,12 @@ class ScratchSource:
 def with_scratch(
     tasks: Sequence[Task], source: WeightSource | None, folder: str | os.PathLike[str], opened: ExitStack
 ) -> WeightSource | None:
-    """Write the values of the model whose home is "disk" to files; return a source that has them before others.
+    """Write the model's values with the home "disk" to files; return a source that has them before others.
 
     The files have no names once they are open, so that their space is free after the run, however it ends.
-
-    Args:
-        tasks: the weights.
-        source: the other weights.
-        folder: an existing folder, on a local disk.
-        opened: closes the files.
-
-    Raises:
-        CheckpointError: the disk is full, fails or forbids it; nothing stays in the folder.
     """
     groups: dict[str, dict[str, torch.Tensor]] = {}
+    # A file a segment, in the order in which blocks stream.
     for task in tasks:
         if task.home == "disk" and task.way != "resident" and has_values(task.places[0].tensor):
             groups.setdefault(task.segment.name, {})[task.weight.name] = stored_as(task)
@@ -130,12 +114,7 @@ class PartSource:
     """
 
     def __init__(self, source: WeightSource, boxes: Mapping[str, Box]) -> None:
-        """Wrap a source, which stays its owner's to close.
-
-        Args:
-            source: whole tensors.
-            boxes: part by name; other tensors are whole.
-        """
+        """Wrap a source, which stays its owner's to close, with the parts of some of its tensors."""
         self._source = source
         self._boxes = boxes
         self.entries = {name: _entry(entry, boxes.get(name)) for name, entry in source.entries.items()}
@@ -146,6 +125,7 @@ class PartSource:
         for name, target in targets:
             if name in self._boxes:
                 entry, box = self._source.entries[name], self._boxes[name]
+                # Whole, as the source reads nothing less; one at a time, so that the host holds one.
                 whole = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
                 self._source.read([(name, whole)])
                 inside = tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
@@ -156,11 +136,7 @@ class PartSource:
 
 
 def with_parts(tasks: Sequence[Task], source: WeightSource | None) -> WeightSource | None:
-    """Return a source of the parts that this rank holds, for a model whose weights are DTensors.
-
-    Raises:
-        ConfigError: parts with values that a map puts elsewhere.
-    """
+    """Return a source of the parts that this rank holds, for a model whose weights are DTensors."""
     _check_stay(tasks)
     if source is None:
         return None

@@ -36,12 +36,7 @@ class BlockCall:
 
 
 def drop_abandoned(calls: list[BlockCall], release: Callable[[BlockCall], None]) -> None:
-    """Release the calls of a thread that no longer run: torch runs no hook after a KeyboardInterrupt.
-
-    Args:
-        calls: calls that the thread is thought to be in; abandoned ones are removed.
-        release: gives a call's slot back.
-    """
+    """Release a thread's calls that no longer run: torch runs no hook after a KeyboardInterrupt. Mutates `calls`."""
     running = running_modules()
     while calls and id(calls[-1].block.module) not in running:
         release(calls.pop())
@@ -52,6 +47,7 @@ def running_modules() -> set[int]:
     found: set[int] = set()
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
+        # torch runs a module that has hooks in a function `inner` of `_call_impl`.
         owner = frame.f_locals.get("self") if frame.f_code.co_name in ("_call_impl", "inner") else None
         if isinstance(owner, nn.Module):
             found.add(id(owner))
@@ -75,6 +71,7 @@ class Feeder:
 
     def __init__(self, owner: Fills, name: str) -> None:
         self._wakes = SimpleQueue[bool]()
+        # The thread holds its owner weakly: a model that is dropped without close() is freed.
         self._thread = threading.Thread(
             target=_feed, args=(weakref.ref(owner), self._wakes), name=f"accel-feeder-{name}", daemon=True
         )
@@ -103,16 +100,13 @@ def _feed(owner: weakref.ref[Fills], wakes: SimpleQueue[bool]) -> None:
 
 def _stop(wakes: SimpleQueue[bool], thread: threading.Thread) -> None:
     wakes.put(False)
+    # The feeder itself may drop the last reference to the owner, and cannot wait for itself.
     if thread is not threading.current_thread():
         thread.join()
 
 
 def closed_model(where: str) -> StreamError:
-    """Return the error of a use after `close`.
-
-    Args:
-        where: name of the block or weight.
-    """
+    """Return the error of a use after `close`; `where` is a block or weight."""
     return StreamError(
         "the dispatched model is closed",
         where=where,
@@ -121,11 +115,7 @@ def closed_model(where: str) -> StreamError:
 
 
 def forked_model(where: str) -> StreamError:
-    """Return the error of a use in a process that was forked from the model's, and that lacks its threads.
-
-    Args:
-        where: name of the block.
-    """
+    """Return the error of a use in a forked process, which lacks the model's threads."""
     return StreamError(
         "the thread that fetches blocks is not in this process",
         where=where,
@@ -179,15 +169,9 @@ class ObservedOrder:
 def choose_fill(
     held: Sequence[int | None], free: Sequence[bool], demanded: Sequence[int], ahead: Sequence[int]
 ) -> tuple[int, int] | None:
-    """Return the block to fetch next and the slot for it; None if nothing is worth fetching.
+    """Return the block to fetch next and its slot, or None; `held` and `free` are by slot, the others nearest first.
 
     A demanded block comes first. Others come in the order expected, and replace only a block that is wanted later.
-
-    Args:
-        held: by slot, the block that it holds or is being filled with; None for an empty one.
-        free: by slot, whether it may be filled now.
-        demanded: blocks that a thread waits for, the first come first.
-        ahead: blocks expected next, the nearest first; others are wanted later than all of these.
     """
     spare = [slot for slot, is_free in enumerate(free) if is_free]
     if not spare:
@@ -198,10 +182,12 @@ def choose_fill(
         block = held[slot]
         return block is None, len(ahead) if block is None else distance.get(block, len(ahead))
 
+    # An empty slot, else that of the block whose next use is furthest away, as Belady's rule has it.
     victim = max(spare, key=wanted)
     for block in demanded:
         if block not in held:
             return block, victim
+    # No further ahead than there are slots: such a block would replace one that is needed before it.
     for at, block in enumerate(ahead[: len(held)]):
         if block not in held and at < wanted(victim)[1]:
             return block, victim
@@ -241,6 +227,7 @@ class Stream:
     def start(self, *, prefetch: bool) -> None:
         """Begin to fetch blocks ahead of their use, if `prefetch`."""
         if prefetch:
+            # More than the slots, as the distance of the blocks that they hold decides which one gives way.
             self._ahead = 2 * len(self.slots)
             self._scarce = len(self.slots) < len(self.blocks)  # else no call makes room for another block
             self._wake(True)
@@ -254,27 +241,23 @@ class Stream:
             return self._calls.stack
 
     def enter(self, block: Block) -> None:
-        """Take a slot that holds the block, and put its tensors into the model if nothing may outlive the call.
-
-        Under autograd placeholders stay in: its saved tensors of them hold no memory. A call inside of another
-        block's call never waits for a slot, as that other one may hold the last.
-
-        Raises:
-            AccelError: the error of the fill; the next call tries again.
-            StreamError: the stream is closed, or somebody has replaced a weight of the block.
-        """
+        """Take a slot that holds the block, and put its tensors into the model if nothing may outlive the call."""
+        # Autograd keeps what operators read. Of placeholders that is no memory, and backward fetches them again; the
+        # slot would hold another block by then.
         plain = not torch.is_grad_enabled()
         calls = self.calls()
         if calls:
             drop_abandoned(calls, self._release)
         with self._lock:
             try:
+                # A call inside of another block's call never waits for a slot: that one may hold the last.
                 slot = self._take(block, plain=plain, nested=bool(calls))
             except BaseException:
                 if self._demanded:  # another thread may wait for the slot that this call gives up
                     self._wake(True)
                 raise
         calls.append(BlockCall(block, slot, plain))
+        # Computation waits for the copy on the device; this thread does not, and other threads need the lock.
         if slot is not None and slot.filled is not None:
             self._transfer.arrived(slot)
 
@@ -292,22 +275,20 @@ class Stream:
         else:
             slot = self._wait(block)
         if slot is not None:
+            # Threads may share a block: while one of them needs placeholders, none gets the slot's tensors.
             if plain and not block.absents and not block.placed:
                 put_in(block, slot)
             slot.users += 1
         if slot is None or not plain:
             block.absents += 1
             block.put_out()
+        # Blocks were fetched for another order.
         if surprise:
             self._wake(True)
         return slot
 
     def leave(self, block: Block) -> None:
-        """End the thread's innermost call of a block; of none if `enter` raised.
-
-        Raises:
-            StreamError: the call has changed the block's weights.
-        """
+        """End the thread's innermost call of a block, none if `enter` raised; raise if it has changed the weights."""
         calls = self.calls()
         if calls and calls[-1].block is block:
             self._release(calls.pop())
@@ -315,6 +296,7 @@ class Stream:
     def _release(self, call: BlockCall) -> None:
         block, slot = call.block, call.slot
         if slot is not None:
+            # Noted before the slot can be given away: its next fill waits, on the device, for what was computed so far.
             self._transfer.left(slot)
         changed = False
         with self._lock:
@@ -326,31 +308,26 @@ class Stream:
             raise changed_block(block.name)
 
     def _give_back(self, slot: Slot, block: Block) -> bool:
-        """End one use of a slot; the lock is held. Return whether a call has changed what the slot holds.
-
-        The last user empties a changed slot. The others used the changed values, so they raise too.
-        """
+        """End one use of a slot; the lock is held. Return whether a call has changed what the slot holds."""
         slot.users -= 1
         if not slot.users:
             block.put_out()
+        # torch counts writes to memory, through any view of it.
         changed = block.is_replaced or slot.memory._version != slot.version
+        # The last user empties a changed slot. The others used the changed values, so they raise too.
         if slot.users:
             return changed
         if changed:
             block.is_replaced = False
             slot.views.pop(block.index, None)  # its tensors may have other memory now
             slot.empty()
+        # With a slot for each block nothing is left to fetch, and to wake a thread takes longer than all else here.
         if self._scarce or self._demanded:
             self._wake(True)
         return changed
 
     def _wait(self, block: Block) -> Slot:
-        """Wait until a slot holds the block; the lock is held before and after.
-
-        Raises:
-            AccelError: the error of the fill.
-            StreamError: the stream was closed meanwhile, or belongs to another process.
-        """
+        """Wait until a slot holds the block; the lock is held before and after. Raises the error of a failed fill."""
         began = time.perf_counter()
         block.waits += 1
         block.waiting += 1
@@ -359,12 +336,14 @@ class Stream:
                 if slot is None and block.index not in self._demanded:
                     self._demanded.append(block.index)
                     self._wake(True)
+                # Without a feeder the thread that waits fills the slot itself.
                 claimed = self._claim() if self._feeder is None else None
                 if claimed is None and self._feeder is not None and not self._feeder.is_alive:
                     raise closed_model(block.name) if self._closed else forked_model(block.name)
                 if claimed is None:
                     self._filled.wait()
                 else:
+                    # A fill takes long; calls of other blocks begin and end meanwhile.
                     self._lock.release()
                     try:
                         self._fill(*claimed)
@@ -376,6 +355,7 @@ class Stream:
             block.waiting -= 1
             block.waited_s += time.perf_counter() - began
         if slot.failed is not None:
+            # Emptied, so that the next call tries again.
             error = slot.failed
             slot.empty()
             if not isinstance(error, Exception):
@@ -404,11 +384,13 @@ class Stream:
     def _fill(self, block: Block, slot: Slot) -> None:
         failed: BaseException | None = None
         try:
+            # Whatever mode the thread is in: memory that inference mode has written never takes part in autograd.
             with torch.inference_mode(False), torch.no_grad():
                 self._transfer.fill(slot, block)
                 slot.view(block)
         except BaseException as error:  # raised in the call that needs the block
             failed = error
+        # A graph that has kept the slot's tensors raises in backward, and does not compute with another block's.
         torch.autograd.graph.increment_version(slot.memory)
         with self._lock:
             slot.version = slot.memory._version
@@ -429,15 +411,9 @@ class Stream:
         return None if chosen is None else (self.blocks[chosen[0]], self.slots[chosen[1]])
 
     def here(self, block: Block, weight: int) -> torch.Tensor | None:
-        """Return a weight of a block: on its slot if the thread is in a call of the block, else a copy of that.
-
-        Returns:
-            The tensor; None if no slot holds the block.
-
-        Raises:
-            StreamError: the stream is closed.
-        """
+        """Return a weight of a block: on its slot within a call of it, else a copy; None if no slot has it."""
         slot = next((call.slot for call in reversed(self.calls()) if call.block is block and call.slot), None)
+        # No copy: the call keeps the slot until it ends.
         if slot is not None:
             return slot.view(block).tensors[weight].detach()
         with self._lock:
@@ -469,23 +445,18 @@ class Stream:
         return self._closed
 
     def check_open(self, where: str) -> None:
-        """Raise if the stream is closed.
-
-        Raises:
-            StreamError: the stream is closed.
-        """
+        """Raise `StreamError` if the stream is closed."""
         if self._closed:
             raise closed_model(where)
 
     def close(self) -> None:
-        """End the feeder, and wake threads that wait for a block, which raise. Idempotent.
-
-        Calls that still run, or that an interrupt has ended without their hooks, lose the slots' tensors.
-        """
+        """End the feeder, and wake threads that wait for a block, which raise. Idempotent."""
         with self._lock:
             self._closed = True
+            # Calls that still run, or that an interrupt has ended without their hooks, lose the slots' tensors.
             for block in self.blocks:
                 block.put_out()
             self._filled.notify_all()
+        # Outside of the lock, which the feeder takes to end its fill.
         if self._feeder is not None:
             self._feeder.close()

@@ -24,11 +24,7 @@ class Mappable(Protocol):
     """A source that gives tensors as mapped files."""
 
     def mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor of the host whose pages are read when they are touched.
-
-        Raises:
-            ConfigError: one that cannot be mapped.
-        """
+        """Return a tensor of the host whose pages are read when touched; raise `ConfigError` where there is none."""
         ...
 
 
@@ -37,19 +33,11 @@ class Watched(Protocol):
     """A source that knows whether the files of its weights have been rewritten."""
 
     def watch(self, names: Iterable[str]) -> None:
-        """Note some bytes of weights that stay in files.
-
-        Raises:
-            CheckpointError: a file cannot be read, or has changed since it was opened.
-        """
+        """Note some bytes of weights that stay in files; raise `CheckpointError` if a file has changed already."""
         ...
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise if files of weights have changed since they were opened.
-
-        Raises:
-            CheckpointError: one of them has.
-        """
+        """Raise `CheckpointError` if files of weights have changed since they were opened."""
         ...
 
 
@@ -64,11 +52,7 @@ class TensorSource:
     """A mapping of tensors as a `WeightSource`; each tensor is looked up when it is read."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Look at shapes and dtypes.
-
-        Raises:
-            ConfigError: a value that is no tensor, or that has no memory.
-        """
+        """Look at shapes and dtypes; raise `ConfigError` for a value without memory."""
         for name, tensor in tensors.items():
             _check_has_values(name, tensor)
         self._tensors = tensors
@@ -140,11 +124,7 @@ class Supply:
             return None
 
     def check(self) -> None:
-        """Raise if the values are in a mapped file that has been rewritten.
-
-        Raises:
-            CheckpointError: they do.
-        """
+        """Raise `CheckpointError` if the values are in a mapped file that has been rewritten."""
         if self.files is not None:
             self.files.check((self.name,))
 
@@ -158,11 +138,7 @@ class Supply:
 
 
 def check_mapped(supplies: Sequence[Supply]) -> None:
-    """Raise if values that were just used are in mapped files that have been rewritten.
-
-    Raises:
-        CheckpointError: they do.
-    """
+    """Raise `CheckpointError` if values that were just used are in mapped files that have been rewritten."""
     names: dict[int, tuple[Watched, list[str]]] = {}
     for supply in supplies:
         if supply.files is not None:
@@ -172,15 +148,7 @@ def check_mapped(supplies: Sequence[Supply]) -> None:
 
 
 def fill(targets: Sequence[tuple[Supply, torch.Tensor]]) -> None:
-    """Fill tensors of the host; each source reads its own ones together.
-
-    Args:
-        targets: supplies, each with a contiguous CPU tensor of the weight's shape, of any dtype.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-        ConfigError: values that a target's dtype does not hold.
-    """
+    """Fill contiguous CPU tensors, of any dtype; each source reads its own ones together."""
     reads: dict[int, tuple[WeightSource, list[tuple[str, torch.Tensor]]]] = {}
     casts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -190,6 +158,7 @@ def fill(targets: Sequence[tuple[Supply, torch.Tensor]]) -> None:
             continue
         assert supply.source is not None
         stored = supply.stored_dtype()
+        # Sources read their own dtype alone; a cast needs memory of its own.
         read = target if stored == target.dtype else torch.empty(supply.shape, dtype=stored)
         if read is not target:
             casts.append((supply.name, target, read))
@@ -258,13 +227,7 @@ def stored_name(weight: Weight, source: WeightSource | None) -> str | None:
 
 
 def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
-    """Refuse weights that neither the model nor the source has.
-
-    Raises:
-        CheckpointError: the source has no such weight, or another shape or kind of dtype; all of them are listed.
-        ConfigError: weights without values and no source, mapped ones of a source that maps nothing, files of
-            another dtype than the map's storage dtype, or quantized weights away from their device.
-    """
+    """Refuse weights that neither the model nor the source has, or that the source has in another form."""
     for task in tasks:
         _check_is_plain(task)
     wanted = [task for task in tasks if needs_source(task)]
@@ -281,6 +244,7 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
     problems: list[str] = []
     for task in wanted:
         assert source is not None
+        # A tied weight may be stored under any of its names.
         name = stored_name(task.weight, source)
         entry = source.entries[name] if name is not None else None
         if name is None or entry is None:
@@ -344,12 +308,7 @@ def needs_source(task: Task) -> bool:
 
 
 def make_supplies(tasks: list[Task], source: WeightSource | None) -> dict[str, Supply]:
-    """Return the supply of each weight that is away, by its name; reads those that the map keeps in host memory.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-        ConfigError: values that a storage dtype does not hold.
-    """
+    """Return the supply of each weight that is away, by name; reads those that the map keeps in host memory."""
     supplies: dict[str, Supply] = {}
     reads: list[tuple[Supply, torch.Tensor]] = []
     _watch(tasks, source)
@@ -383,6 +342,7 @@ def make_supplies(tasks: list[Task], source: WeightSource | None) -> dict[str, S
             supplies[name] = Supply(stored, shape, dtype, target, None)
         else:
             supplies[name] = from_file
+    # Together at the end: neighbours in a file are read by one request.
     fill(reads)
     return supplies
 
@@ -391,6 +351,7 @@ def _watch(tasks: Sequence[Task], source: WeightSource | None) -> None:
     """Let a source note bytes of the weights that stay in its files, before any of them is used."""
     if not isinstance(source, Watched):
         return
+    # Resident weights are read once, now; only those that are read again can meet another file.
     staying = [task for task in tasks if task.way != "resident" and needs_source(task)]
     names = [stored_name(task.weight, source) for task in staying if task.home in STORES or task.way == "rows"]
     source.watch(name for name in names if name is not None)
@@ -406,11 +367,7 @@ def _stored_as(tensor: torch.Tensor, dtype: torch.dtype, task: Task) -> torch.Te
 
 
 def stored_as(task: Task) -> torch.Tensor:
-    """Return the model's values of a weight in the dtype of its home.
-
-    Raises:
-        ConfigError: values that a storage dtype does not hold.
-    """
+    """Return the model's values of a weight in the dtype of its home."""
     here = task.places[0].tensor.detach()
     return _stored_as(here, dtype_of(task.weight.storage_dtype or task.weight.dtype), task)
 
@@ -421,11 +378,7 @@ def is_memory(source: WeightSource) -> bool:
 
 
 def read_residents(tasks: list[Task], source: WeightSource | None) -> dict[str, torch.Tensor]:
-    """Return the values of weights that stay on their device and that the model has no values of, by name.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """Return the values, by name, of weights that stay on their device and that the model lacks."""
     found: dict[str, torch.Tensor] = {}
     reads: list[tuple[Supply, torch.Tensor]] = []
     for task in tasks:

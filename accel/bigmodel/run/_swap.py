@@ -116,6 +116,7 @@ class Swap:
                     where="Swap",
                     fix="End the use of one first, or let dispatch_model stream both.",
                 )
+            # Calls of another thread end first; those of this one may nest.
             self._turn.wait_for(lambda: not self._uses or self._user == me)
             if self._present is not model:
                 self._bring_back()
@@ -136,6 +137,7 @@ class Swap:
 
     def _drop_abandoned(self, inside: nn.Module | None = None) -> None:
         """End calls that no longer run: torch runs no hook after a KeyboardInterrupt."""
+        # A use that was interrupted would keep its model on the device, and every other thread waiting.
         running = running_modules()
         while self._uses:
             model, scoped = self._uses[-1]
@@ -149,6 +151,7 @@ class Swap:
             with torch.inference_mode(False), torch.no_grad():  # memory of inference mode could never train
                 for tensor in {id(each): each for each in (*model.parameters(), *model.buffers())}.values():
                     if tensor.device != self._device or self._device.type == "cpu":  # a copy on the host is a rehearsal
+                        # The host memory is kept: a model that has not changed goes back without a copy.
                         host = tensor.data
                         set_memory(tensor, host.to(self._device, copy=True))
                         self._away.append((tensor, host, _version(tensor)))

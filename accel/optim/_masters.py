@@ -33,7 +33,8 @@ def step_masters(optimizer: Optimizer) -> None:
     A copy begins with the parameter's values, and adopts elements that something else has changed since the latest
     step, such as a load of the weights; torch does not count changes through `.data`.
     """
-    pairs = [_pair(each, optimizer.state) for each in parameters_of([optimizer]) if _is_stepped(each)]
+    stepped = [each for each in parameters_of([optimizer]) if each.grad is not None and has_wide_gradient(each)]
+    pairs = [_pair(each, optimizer.state) for each in stepped]
     masters = {id(pair.parameter): pair.master for pair in pairs}
     own = [(group, group["params"]) for group in optimizer.param_groups]
     try:
@@ -52,10 +53,6 @@ def step_masters(optimizer: Optimizer) -> None:
             master.grad = None
             optimizer.state[parameter] = {**optimizer.state.pop(master, state), MASTER: master}
     _round(pairs)
-
-
-def _is_stepped(parameter: torch.Tensor) -> bool:
-    return parameter.grad is not None and has_wide_gradient(parameter)
 
 
 def _pair(parameter: torch.Tensor, states: Any) -> _Pair:

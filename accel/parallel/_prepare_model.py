@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, cast
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
@@ -331,12 +330,8 @@ def _adopt(ctx: DistContext, model: nn.Module) -> None:
             label_parameters(model)
     elif not isinstance(replica, Replica):
         refuse_foreign(replica)
-        _label_foreign(replica)
-
-
-def _label_foreign(replica: DistributedDataParallel) -> None:
-    uses_all = not replica.find_unused_parameters and not replica.static_graph
-    label_parameters(cast(nn.Module, cast(Any, replica).module), needed=uses_all)
+        uses_all = not replica.find_unused_parameters and not replica.static_graph
+        label_parameters(cast(nn.Module, cast(Any, replica).module), needed=uses_all)
 
 
 def _check_free_of_options(options: ReplicateOptions) -> None:

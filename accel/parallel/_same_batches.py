@@ -212,12 +212,10 @@ def _digest(data: bytes, size: int) -> bytes:
 def _first_other(rows: Sequence[bytes]) -> int | None:
     """Return the first row that is not like row 0."""
     structures = [_HEAD.unpack_from(row)[1] for row in rows]
-    differ = (at for at, row in enumerate(rows) if structures[at] != structures[0] or _differs(rows[0], row))
-    return next(differ, None)
-
-
-def _differs(left: bytes, right: bytes) -> bool:
-    return _leaf_that_differs(left, right) < _MOST_LEAVES
+    for at, row in enumerate(rows):
+        if structures[at] != structures[0] or _leaf_that_differs(rows[0], row) < _MOST_LEAVES:
+            return at
+    return None
 
 
 def _leaf_that_differs(left: bytes, right: bytes) -> int:

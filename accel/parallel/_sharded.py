@@ -168,14 +168,11 @@ def _left_out(ctx: DistContext, model: nn.Module) -> tuple[str, int | None] | No
                 return name, None
         elif parameter.requires_grad and mesh.size() != ctx.world_size:
             if mesh not in known:
-                known[mesh] = _holds(mesh, _replica_ranks(ctx))
+                ranks = _replica_ranks(ctx)
+                known[mesh] = ranks is not None and ranks <= _ranks(cast(Any, mesh).mesh)
             if not known[mesh]:
                 return name, mesh.size()
     return None
-
-
-def _holds(mesh: DeviceMesh, ranks: frozenset[int] | None) -> bool:
-    return ranks is not None and ranks <= _ranks(cast(Any, mesh).mesh)
 
 
 def _replica_ranks(ctx: DistContext, *, named_alone: bool = False) -> frozenset[int] | None:

@@ -158,7 +158,8 @@ def load_checkpoint_in_model(
         def plan() -> list[str]:
             source = stack.enter_context(open_weights(path, rename=rename, readers=readers))
             targets = find_targets(model, device_map, dtype, ctx.device)
-            matched = match([_facts(each) for each in targets], _stored(source), allow_missing)
+            facts = [TensorFacts(each.names, name_of(each.live.dtype), tuple(each.live.shape)) for each in targets]
+            matched = match(facts, _stored(source), allow_missing)
             shared = shareable(source, targets, matched) if ctx.world_size > 1 else []
             planned.append((source, targets, matched, shared))
             if not stages and (error := refusal(matched, matched.unused, _stored(source), allow_unexpected, where)):
@@ -259,10 +260,6 @@ def _memory(target: LoadTarget, stored: Strided) -> torch.Tensor:
         aligned = page_offset(stored, source.itemsize) if source == target.dtype else None
         return new_memory(target.shape, target.dtype, aligned)
     return torch.empty(target.shape, dtype=target.dtype, device=target.device)
-
-
-def _facts(target: LoadTarget) -> TensorFacts:
-    return TensorFacts(target.names, name_of(target.live.dtype), tuple(target.live.shape))
 
 
 def _stored(source: FileWeights) -> dict[str, TensorFacts]:

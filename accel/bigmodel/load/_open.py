@@ -81,7 +81,8 @@ def find_files(path: str | os.PathLike[str] | RemotePath) -> WeightFiles:
     for kind, suffixes in _kinds():
         if name.endswith(suffixes):
             return WeightFiles(kind, place.parent, (name,))
-    found = set(place.names()) if place.exists() and not _is_file(place) else set[str]()
+    is_file = not isinstance(place.path, RemotePath) and place.path.is_file()
+    found = set(place.names()) if place.exists() and not is_file else set[str]()
     for index, single in ((INDEX, WEIGHTS), (f"{_PICKLED_WEIGHTS}.index.json", _PICKLED_WEIGHTS)):
         if index in found:
             return _indexed(place, index)
@@ -115,10 +116,6 @@ def _kinds() -> tuple[tuple[Kind, tuple[str, ...]], ...]:
 
 def _kind_of(name: str) -> Kind:
     return "safetensors" if name.endswith(_SUFFIX) else "pickled"
-
-
-def _is_file(place: Place) -> bool:
-    return not isinstance(place.path, RemotePath) and place.path.is_file()
 
 
 def _indexed(folder: Place, name: str) -> WeightFiles:

@@ -324,7 +324,8 @@ def match(model: Sequence[TensorFacts], stored: Mapping[str, TensorFacts], allow
     unused = [name for name in stored if name not in used]
     facts_of = {facts.names[0]: facts for facts in model}
     near = [_missing(facts_of[name], unused) for name in missing[:_MOST_LINES]]
-    return Match(found, unused, _shortened(near, len(missing), "missing") + _cut(problems), missing)
+    differ = _shortened(problems[:_MOST_LINES], len(problems), "that differ")
+    return Match(found, unused, _shortened(near, len(missing), "missing") + differ, missing)
 
 
 def refusal(
@@ -371,10 +372,6 @@ def _missing(facts: TensorFacts, unused: Sequence[str]) -> str:
 
 def _shortened(lines: list[str], count: int, kind: str) -> list[str]:
     return lines + ([f"and {count - len(lines)} more {kind}"] if count > len(lines) else [])
-
-
-def _cut(lines: list[str]) -> list[str]:
-    return _shortened(lines[:_MOST_LINES], len(lines), "that differ")
 
 
 def _allowed(name: str, patterns: Sequence[str]) -> bool:

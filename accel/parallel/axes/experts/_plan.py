@@ -52,7 +52,7 @@ def expert_plan(model: nn.Module) -> dict[str, str]:
             continue
         for pattern, style in cast("Mapping[str, object]", listed).items():
             if style == _OF_TRANSFORMERS:
-                paths = matching(_paths(model), _joined(holder, pattern))
+                paths = matching(_paths(model), f"{holder}.{pattern}" if holder else pattern)
                 found.update(dict.fromkeys(paths, "dispatch"))
     return found
 
@@ -175,10 +175,6 @@ def _paths(model: nn.Module) -> list[str]:
 def _pattern(path: str) -> str:
     """Return a path with `*` for its numbers."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
-
-
-def _joined(holder: str, pattern: str) -> str:
-    return f"{holder}.{pattern}" if holder else pattern
 
 
 EP = "ep"

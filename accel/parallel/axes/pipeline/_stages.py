@@ -126,17 +126,13 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
 def _begin_alike(ctx: DistContext, model: nn.Module, elsewhere: Sequence[str]) -> None:
     """Give every rank rank 0's values, one tensor after another. Ranks keep none that only other ranks' stages have."""
     held = [module for path, module in named_modules(model) if not _below(path, elsewhere)]
-    kept = {id(each) for module in held for each in _own_tensors(module)}
+    kept = {id(each) for module in held for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
     for each in [*model.parameters(), *model.buffers()]:
         if each.is_meta and id(each) not in kept:
             begin_with_rank_0_(ctx, [torch.empty_like(each.detach(), device=ctx.device)])
             continue
         make_room([each], ctx.device)
         begin_with_rank_0_(ctx, [each])
-
-
-def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _below(path: str, above: Sequence[str]) -> bool:

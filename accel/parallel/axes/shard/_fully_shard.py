@@ -259,7 +259,8 @@ def _shard(
         gather_outside_of_inference(unit)
         waiting -= {id(each) for each in own}
         for each in own:
-            _release(each)
+            if not is_dtensor(each):  # an optimizer may hold the whole one still, so its memory is freed
+                each.data = each.data.new_empty(0)
     if not is_empty:
         make_room(alone, ctx.device)
         _move(alone, ctx.device)
@@ -278,12 +279,6 @@ def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     for each in tensors:
         if each.device != device:
             each.data = each.data.to(device)
-
-
-def _release(parameter: nn.Parameter) -> None:
-    """Free the memory of a parameter that was sharded, though an optimizer may hold it still."""
-    if not is_dtensor(parameter):
-        parameter.data = parameter.data.new_empty(0)
 
 
 SHARD = Spread(dimension="shard", options=ShardOptions, is_done=_is_done, check=_check, spread=_spread, replaces=True)

@@ -173,11 +173,8 @@ def is_linear(module: nn.Module) -> bool:
     """Return whether a module has a linear layer's parameters: `weight` of two dimensions, and `bias` or none."""
     own = dict(module.named_parameters(recurse=False))
     weight = own.get("weight")
-    return weight is not None and weight.ndim == 2 and own.keys() <= {"weight", "bias"} and not _is_embedding(module)
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    is_product = weight is not None and weight.ndim == 2 and own.keys() <= {"weight", "bias"}
+    return is_product and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
 def _dims(module: nn.Module, style: TensorStyle) -> dict[str, int]:

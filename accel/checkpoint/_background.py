@@ -39,11 +39,7 @@ class ShareReport(msgspec.Struct, frozen=True):
 
 
 def leave_note(stage: Stage, rank: int, note: ShareReport) -> None:
-    """Write a note into the stage, atomically.
-
-    Raises:
-        CheckpointError: the disk or store failed.
-    """
+    """Write a note into the stage, atomically."""
     stage.place.put(_name(stage, rank), msgspec.json.encode(note))
 
 
@@ -55,17 +51,8 @@ def show_life(stage: Stage, rank: int) -> contextlib.AbstractContextManager[obje
 def collect_notes(
     stage: Stage, ranks: Iterable[int], *, timeout_s: float, given_up: threading.Event
 ) -> dict[int, ShareReport]:
-    """Wait for the notes of all ranks, and remove them from the stage.
-
-    Args:
-        stage: folder of the notes.
-        ranks: writers of the notes.
-        timeout_s: longest time in which no rank writes anything, in seconds.
-        given_up: set when the notes are no longer wanted.
-
-    Raises:
-        CheckpointError: named ranks have written nothing for too long; or the disk or store failed.
-    """
+    """Wait for the notes of ranks, and remove them from the stage. Raises `CheckpointError` if no rank writes anything
+    for `timeout_s` seconds, or once `given_up` is set."""
     waiting = set(ranks)
     notes = dict[int, ShareReport]()
     seen, since = None, time.monotonic()
@@ -231,16 +218,8 @@ def save_async(
     metrics: Mapping[str, float],
     check: Callable[[Content], object] | None,
 ) -> Saving:
-    """Copy this rank's share, and return while threads write and commit it. A collective.
-
-    Args:
-        ctx, out, content, step, keep, metrics: as in `save`.
-        check: function that raises if the content must not be saved; called by the thread. None for no check.
-
-    Raises:
-        CheckpointError: another writer is saving, or the disk failed; the same on every rank, nothing has changed.
-        CollectiveMismatch: ranks hold different tensors.
-    """
+    """Copy this rank's share, and return while threads write and commit it. A collective; see `save`. `check` gets what
+    this rank writes, in the thread, and raises if it must not be saved."""
     target = out / step_name(step)
     site = call_site()
     call = Call("save_state", f"step {step}\nkeep {keep}\nmode async", site)
@@ -273,16 +252,8 @@ def _leave_failure(stage: Stage, rank: int, snapshot: Snapshot, error: Exception
 
 
 def copy_to_host(tensors: Mapping[str, torch.Tensor], spare: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors, so that training may change its own, and wait for the copies.
-
-    Args:
-        tensors: tensors by name.
-        spare: former copies; their memory is reused, as mapping new memory takes longer than the copy. Mutated: it then
-            holds the new copies, except pinned memory, which torch keeps itself.
-
-    Raises:
-        RuntimeError: the memory does not suffice, or a device failed.
-    """
+    """Copy tensors, so that training may change its own, and wait for the copies. Memory of `spare`, former copies by
+    name, is reused. Mutates it: it then holds the new ones, pinned memory apart."""
     copies = dict[str, torch.Tensor]()
     devices = set[torch.device]()
     for name in spare.keys() - tensors.keys():

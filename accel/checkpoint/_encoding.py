@@ -52,10 +52,8 @@ def is_special(value: Any) -> bool:
 
 
 def take_apart(value: Any) -> tuple[str, list[str], torch.Tensor | None]:
-    """Return the tag of a special value, its texts, and the tensor of an array.
-
-    An array of a torch dtype becomes a tensor of it; any other one of bytes, with one more dimension at the end.
-    """
+    """Return the tag of a special value, its texts, and the tensor of an array. Bytes of a dtype that torch lacks get
+    one more dimension at the end."""
     if isinstance(value, PurePath):
         return "$path", [type(value).__name__ if type(value).__name__ in _PURE else "Path", str(value)], None
     numpy: Any = sys.modules["numpy"]
@@ -78,12 +76,7 @@ def make_path(kind: str, text: str) -> PurePath:
 
 
 def make_scalar(dtype: str, data: str) -> Any:
-    """Make a scalar of numpy.
-
-    Raises:
-        ValueError, TypeError: not a scalar of numpy.
-        MissingExtraError: numpy is not installed.
-    """
+    """Make a scalar of numpy; raises ValueError or TypeError for other texts."""
     return _numpy().ndarray((), _dtype(dtype), bytes.fromhex(data))[()]
 
 
@@ -139,19 +132,8 @@ Kept = dict[str, object]  # by path: records and members of enums, each with a c
 
 
 def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kept | None = None) -> Any:
-    """Encode a value as JSON.
-
-    Args:
-        value: None, bool, int, float, complex, str, bytes, tensor, record, member of an enum, path, scalar or array of
-            numpy, torch.Generator of the CPU, or a list, tuple, deque, set, frozenset, dict, OrderedDict or Counter
-            of such; of exactly these types.
-        path: path of the value; names of its tensors begin with it.
-        tensors: receives the tensors by name.
-        kept: receives records and members of enums by path.
-
-    Raises:
-        CheckpointError: a value of another type, with its path.
-    """
+    """Encode a value as JSON: of exactly the types below, as others would come back as another type. Its tensors go to
+    `tensors` by names that begin with its path, records and members of enums to `kept` by path."""
     if value is None or type(value) is bool:
         return value
     if type(value) is int:
@@ -195,11 +177,7 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kep
 def encode_record(
     value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kept | None = None
 ) -> dict[str, Any]:
-    """Encode a record as fields by name, without the name of its class.
-
-    Raises:
-        CheckpointError: as `encode`.
-    """
+    """Encode a record as fields by name, without the name of its class."""
     if kept is not None:
         kept[path] = value
     if isinstance(value, JoinsRanks):
@@ -303,19 +281,11 @@ class Making:
     exact: bool
 
     def record(self, name: str, fields: dict[str, Any], path: str) -> object:
-        """Make a record.
-
-        Raises:
-            MisfitError: there is no class of that name, or it takes no such fields.
-        """
+        """Make a record; raises `MisfitError` if there is no class of that name, or it takes no such fields."""
         return self.own(path, make_record(self._class(name, path), fields, path))
 
     def member(self, name: str, member: str | None, value: Any, path: str) -> object:
-        """Return a member of an enum, by its name or, of a combination of flags, its value.
-
-        Raises:
-            MisfitError: there is no class of that name, or it has no such member.
-        """
+        """Return a member of an enum, by its name or, of a combination of flags, its value; raises as `record`."""
         kind = cast("type[enum.Enum]", self._class(name, path))
         try:
             return kind(value) if member is None else kind[member]
@@ -339,18 +309,8 @@ class Making:
 def decode(
     value: Any, where: str, tensors: Mapping[str, torch.Tensor], path: str = "", making: Making | None = None
 ) -> Any:
-    """Decode a value of `encode`.
-
-    Args:
-        value: decoded JSON, from anywhere.
-        where: for errors.
-        tensors: tensors by name.
-        path: path as in `encode`.
-        making: makes records; without it they come back as dicts of their fields.
-
-    Raises:
-        CheckpointError: not an encoded value; a `MisfitError` if a class does not fit.
-    """
+    """Decode a value of `encode` from JSON of any origin; raises `MisfitError` if a class does not fit. `where` is for
+    errors, `path` as in `encode`. Without `making`, records come back as dicts of their fields."""
     if is_list(value):
         return [decode(child, where, tensors, f"{path}[{i}]", making) for i, child in enumerate(value)]
     if not is_object(value):

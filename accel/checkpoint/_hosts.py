@@ -175,11 +175,7 @@ def _commit(
     put: Callable[[], Place | None] | None,
     finish: Callable[[Place | None], None],
 ) -> None:
-    """Commit on every host, or on none.
-
-    A host that dies between the commits leaves some hosts with the new checkpoint and others without: then the newest
-    that all hosts have is loaded. So nothing of former checkpoints goes before all hosts have committed, and know it.
-    """
+    """Commit on every host, or on none."""
     aside, is_committed = None, False
     try:
         with agreed(ctx.comm, call):
@@ -212,11 +208,7 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def note_of(place: Place, node: int) -> HostNote:
-    """Describe this host's folder of a run.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Describe this host's folder of a run; a damaged checkpoint is left out with a warning."""
     found: list[tuple[str, str]] = []
     for step, _, path, _ in candidates(place) if place.exists() else ():
         try:
@@ -228,11 +220,7 @@ def note_of(place: Place, node: int) -> HostNote:
 
 
 def check_notes(notes: Sequence[HostNote]) -> None:
-    """Refuse hosts that do not have one leading rank each, and ranks that hold other tensors than rank 0.
-
-    Raises:
-        CheckpointError: so it is; the same on every rank.
-    """
+    """Refuse hosts without exactly one leading rank, and ranks that hold other tensors than rank 0."""
     leads = sorted(each.node for each in notes if each.leads)
     if leads != sorted({each.node for each in notes}):
         raise CheckpointError(
@@ -268,14 +256,8 @@ def plan_host_writes(
     readers: Mapping[NamedBox, Sequence[int]],
     nodes: Sequence[int],
 ) -> HostWrites:
-    """Divide the writing among the ranks of each host: pure.
-
-    Args:
-        sizes: bytes of each box.
-        holders: ranks (one or more) that hold the box to save; all ranks for boxes without an entry.
-        readers: ranks that read a box again at the same layout; all ranks for boxes without an entry.
-        nodes: host of each rank.
-    """
+    """Divide the writing among the ranks of each host. Boxes without an entry have all ranks as holders or readers.
+    `readers` are ranks that read a box again at the same layout; `nodes` has the host of each rank."""
     found: list[tuple[NamedBox, ...]] = [() for _ in nodes]
     sent: dict[NamedBox, int] = {}
     for node in sorted(set(nodes)):
@@ -298,13 +280,7 @@ def plan_host_writes(
 
 
 def places_seen_from(node: int, writes: HostWrites, nodes: Sequence[int]) -> dict[NamedBox, int]:
-    """Return the rank whose file holds each box, for a host's manifest: one of its own, else the lowest.
-
-    Args:
-        node: the host.
-        writes: result of `plan_host_writes`.
-        nodes: host of each rank.
-    """
+    """Return the rank whose file holds each box, for a host's manifest: one of its own, else the lowest."""
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank] != node, rank))
     found: dict[NamedBox, int] = {}
     for rank in order:
@@ -314,18 +290,8 @@ def places_seen_from(node: int, writes: HostWrites, nodes: Sequence[int]) -> dic
 
 
 def settle(out: Place, commits: Sequence[tuple[str, str]], common: Set[str]) -> None:
-    """Give a checkpoint its name back where this host had already replaced it, but not all hosts had.
-
-    Needs the lock.
-
-    Args:
-        out: this host's folder of the run.
-        commits: its checkpoints by name, with the numbers of their saves.
-        common: numbers of the saves that all hosts have.
-
-    Raises:
-        CheckpointError: the disk failed.
-    """
+    """Give a checkpoint its name back where this host had replaced it, but not all hosts had. Needs the lock. `commits`
+    are this host's checkpoints by name, with the numbers of their saves; `common` those of all hosts."""
     saves = dict(commits)
     for left in out.leftovers():
         if left.kind == "old" and saves.get(left.path.name) in common and saves.get(left.target) not in common:

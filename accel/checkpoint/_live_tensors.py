@@ -16,15 +16,8 @@ from accel.tensors import integers, is_absent, is_dtensor, is_partial, local_par
 
 
 def held_box(tensor: torch.Tensor, path: str) -> Box | None:
-    """Return the box of a tensor on this rank, None for none. No communication.
-
-    Args:
-        tensor: plain tensor, or a DTensor split by `Shard`, by `fully_shard` after tensor parallelism, or replicated.
-        path: its name, for errors.
-
-    Raises:
-        CheckpointError: a DTensor that awaits a sum over ranks, or with an unknown layout.
-    """
+    """Return the box of a tensor on this rank, None for none. No communication. Raises `CheckpointError` for a DTensor
+    that awaits a sum over ranks, or with an unknown layout."""
     if not is_dtensor(tensor):
         return whole(tensor.shape)
     mesh = tensor.device_mesh
@@ -56,12 +49,7 @@ def held_box(tensor: torch.Tensor, path: str) -> Box | None:
 
 
 def check_tensor(tensor: torch.Tensor, path: str) -> None:
-    """Raise unless a tensor is dense, has values, and can be stored.
-
-    Raises:
-        CheckpointError: a tensor that is sparse, quantized or without values, awaits a sum over ranks, or has a dtype
-            without a name on disk.
-    """
+    """Raise `CheckpointError` unless a tensor is dense, has values, and can be stored."""
     problem, fix = "", "Store a dense tensor."
     if is_dtensor(tensor):
         _ = held_box(tensor, path)
@@ -87,14 +75,8 @@ def memory_id(tensor: torch.Tensor) -> int:
 
 
 def tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Find names for the same memory with the same shape and stride, or for the same sharded tensor.
-
-    Args:
-        tensors: tensors by name. DTensors are compared as objects, since some ranks hold no memory of them.
-
-    Returns:
-        Redundant names, each with the first name, in sorted order, of the same tensor.
-    """
+    """Return the redundant names for one memory, each with the first name, in sorted order, of the same tensor.
+    DTensors are compared as objects, since some ranks hold no memory of them."""
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     for name in sorted(tensors):
@@ -113,14 +95,7 @@ def tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Sum the bits of tensors, for ranks to compare.
-
-    Args:
-        tensors: tensors by name, on any device. Reads each once, and waits for devices once.
-
-    Returns:
-        An integer of 64 bits; equal for equal tensors.
-    """
+    """Sum the bits of tensors to an integer of 64 bits, for ranks to compare. Waits for each device once."""
     sums = checksums(tensors)
     return sum(sums[name] * (2 * at + 1) for at, name in enumerate(sorted(sums))) % 2**64 - 2**63
 

@@ -136,11 +136,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON. Its first field is the digest of the rest.
-
-    Raises:
-        CheckpointError: the manifest is larger than readers accept.
-    """
+    """Return the manifest as JSON, whose first field is the digest of the rest; at most as large as readers accept."""
     body = msgspec.json.encode(manifest)[1:]
     if len(body) + _SEAL_BYTES > LARGEST_MANIFEST:
         raise CheckpointError(
@@ -153,18 +149,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes | memoryview, where: str) -> tuple[Manifest, str]:
-    """Read a manifest and check it against its digest and itself.
-
-    Args:
-        data: the file's bytes.
-        where: its path, for errors.
-
-    Returns:
-        The manifest and its digest, in hex.
-
-    Raises:
-        CheckpointError: it is damaged, contradicts itself, or is of a newer format.
-    """
+    """Return a manifest and its digest in hex, checked against the digest and against itself; `where` is its path."""
     seal = _SEAL.match(data)
     if seal is None or hashlib.sha256(data[_SEAL_BYTES:]).hexdigest() != seal[1].decode():
         raise _refusal("damaged: the digest does not fit the contents", where)
@@ -209,11 +194,7 @@ def candidates(folder: Place) -> list[tuple[int, bool, Place, tuple[int, int]]]:
 
 
 def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
-    """Return an open folder's manifest and its digest.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or of a newer format.
-    """
+    """Return an open folder's manifest and its digest."""
     if MANIFEST not in folder.names():
         raise CheckpointError(
             "no checkpoint, or a half-written one",
@@ -323,11 +304,7 @@ def latest_checkpoint(out: str | os.PathLike[str] | RemotePath, *, verify: bool 
 
 
 def newest_in(folder: Place, *, verify: bool = False) -> Place | None:
-    """Return the newest committed checkpoint in a folder; see `latest_checkpoint`.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
+    """Return the newest committed checkpoint in a folder; see `latest_checkpoint`."""
     look = folder.listed()
     if not look.exists():
         return None
@@ -405,15 +382,7 @@ def is_exactly_ours(path: Place, step: int | None = None) -> bool:
 
 
 def manifest_of(path: Place, step: int | None = None) -> Manifest:
-    """Return a checkpoint's manifest, checked against the sizes of its files; not through a symbolic link.
-
-    Args:
-        path: the checkpoint's folder or place.
-        step: expected step; None for any.
-
-    Raises:
-        CheckpointError: it is no committed checkpoint, or of another step.
-    """
+    """Return a checkpoint's manifest, checked against its step and the sizes of its files; not through a link."""
     with path.open(follow=False) as folder:
         manifest, _ = read_manifest(folder)
         if step is not None:
@@ -423,11 +392,7 @@ def manifest_of(path: Place, step: int | None = None) -> Manifest:
 
 
 def check_bytes(path: Place, manifest: Manifest) -> None:
-    """Compare every byte of a checkpoint's files with its manifest.
-
-    Raises:
-        CheckpointError: a file is missing or damaged; it is named.
-    """
+    """Compare every byte of a checkpoint's files with its manifest."""
     with path.open() as folder:
         files = sorted(files_here(folder, manifest).items())
         folder.check_all((name, span) for name, entry in files for span in entry.spans())
@@ -444,12 +409,7 @@ def is_object(value: object) -> TypeIs[dict[str, Any]]:
 
 
 def stored_field(record: object, name: str) -> object:
-    """Return a field of an encoded record; None if there is none.
-
-    Args:
-        record: decoded JSON, from anywhere: a record that is an item, or one inside another value.
-        name: the field's.
-    """
+    """Return a field of an encoded record, an item or inside another value, from any JSON; None if there is none."""
     if not is_object(record):
         return None
     nested = record.get("$record")
@@ -457,11 +417,7 @@ def stored_field(record: object, name: str) -> object:
 
 
 def tensors_in(value: object) -> set[str]:
-    """Return the names of the tensors that an encoded value refers to.
-
-    Args:
-        value: decoded JSON, from anywhere.
-    """
+    """Return the names of the tensors that an encoded value refers to, from any JSON."""
     if is_list(value):
         return set[str]().union(*map(tensors_in, value))
     if not is_object(value):
@@ -476,11 +432,7 @@ def has_records(value: object) -> bool:
 
 
 def record_names(value: object) -> set[str]:
-    """Return the names of the classes, of records and enums, in an encoded value.
-
-    Args:
-        value: decoded JSON, from anywhere.
-    """
+    """Return the names of the classes, of records and enums, in an encoded value, from any JSON."""
     if is_list(value):
         return set[str]().union(*map(record_names, value))
     if not is_object(value):

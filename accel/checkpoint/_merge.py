@@ -95,11 +95,7 @@ def _stage(target: Path) -> Generator[Path]:
 
 @contextlib.contextmanager
 def open_verified(path: Place, names: Iterable[str], advance: Advance | None = None) -> Generator[Saved]:
-    """Hold a checkpoint open after checking every byte of the files that hold some of its tensors.
-
-    Raises:
-        CheckpointError: not a checkpoint, or a file is missing or damaged.
-    """
+    """Hold a checkpoint open after checking every byte of the files that hold some of its tensors."""
     with open_checkpoint(path) as saved:
         files = {piece.file for name in names for piece in saved.entries[name].pieces}
         saved.verify(saved.spans(sorted(files)), advance)
@@ -107,11 +103,7 @@ def open_verified(path: Place, names: Iterable[str], advance: Advance | None = N
 
 
 def differing_values(one: Place, other: Place, *, advance: Advance | None = None) -> list[str]:
-    """List tensors of the same shape and dtype in two checkpoints with different values, a line each.
-
-    Raises:
-        CheckpointError: one of them is no checkpoint, or damaged.
-    """
+    """List tensors of the same shape and dtype in two checkpoints with different values, a line each."""
     lines: list[str] = []
     manifests = manifest_of(one), manifest_of(other)
     names = sorted(manifests[0].tensors.keys() & manifests[1].tensors.keys() - {RANKS})

@@ -94,25 +94,8 @@ def hold_newest(
     *,
     per_host: bool = False,
 ) -> Generator[Held | None]:
-    """Hold a checkpoint open for the block: the one at a path, or the newest that can be read in a run's folder.
-
-    A collective. Rank 0 chooses. Retention on the same host keeps the checkpoint during the block; elsewhere, as in
-    object stores, it may disappear.
-
-    Args:
-        ctx: the context.
-        path: a checkpoint's folder, or a run's.
-        call: the expected call of all ranks; the path's name is added.
-        skipped: checkpoints not to choose; grows on rank 0.
-        error: this rank's failure so far; None without one.
-        per_host: whether each host has such a folder of its own; each rank then chooses with the others.
-
-    Returns:
-        None if a run's folder holds no checkpoint, or does not exist.
-
-    Raises:
-        CheckpointError: the path is no checkpoint, or every checkpoint of the run's folder is damaged; on every rank.
-    """
+    """Hold a checkpoint open for the block: the one at a path, or the newest that can be read in a run's folder. A
+    collective. Yields None for a folder without checkpoints; `error` is this rank's failure so far; `skipped` grows."""
     call = Call(call.name, f"{path.name}{' per host' * per_host}\n{call.detail}", call.site)
     with contextlib.ExitStack() as stack:
         if per_host:
@@ -249,13 +232,7 @@ def _all_damaged(path: Place, reasons: Sequence[str]) -> CheckpointError:
 
 
 def agree_on_readers(comm: Comm, call: Call, mine: Sequence[int]) -> list[list[int]]:
-    """Return the `main_readers` of each file. A collective.
-
-    Args:
-        comm: an open handle.
-        call: the expected call of all ranks.
-        mine: bytes that this rank reads of each file.
-    """
+    """Return the `main_readers` of each file, of the bytes that this rank reads of each. A collective."""
     most = reduce_ints(comm, call, mine, "max")
     reads = [bool(largest) and 2 * own >= largest for own, largest in zip(mine, most, strict=True)]
     places = torch.arange(_BITS, dtype=torch.uint8)

@@ -81,16 +81,7 @@ def shape_problem(shape: Sequence[int]) -> str:
 
 
 def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Return the reason why boxes do not tile a tensor; "" if they do.
-
-    Each box adds 1 to its elements. Differences of that sum along every dimension are zero except at the corners of
-    boxes, and the corners determine the sum. So the boxes tile the tensor exactly if their corners, with the signs of
-    differences, add up to those of the whole: one pass over any boxes.
-
-    Args:
-        shape: shape of the whole tensor, accepted by `shape_problem`.
-        boxes: any boxes.
-    """
+    """Return the reason why boxes do not tile a tensor of a shape that `shape_problem` accepts; "" if they do."""
     if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box in boxes):
         return "has a piece of another number of dimensions"
     if not math.prod(shape):
@@ -114,17 +105,8 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
 def local_box(
     shape: Sequence[int], mesh: Sequence[int], place: Sequence[int], splits: Sequence[Split | None]
 ) -> Box | None:
-    """Return the box of a position in a mesh; parts are as long as those of `torch.chunk`.
-
-    Args:
-        shape: shape of the whole tensor.
-        mesh: the extents of the mesh.
-        place: this rank's index in each of its dimensions.
-        splits: the split along each of them; None for copies.
-
-    Returns:
-        The box, of extent 0 for a rank without elements; None if the splits contradict each other.
-    """
+    """Return the box of a position in a mesh, empty for a rank without elements; None if splits contradict each other.
+    `mesh` and `place` have an extent and an index a dimension; `splits` None for copies."""
     offset = [0] * len(shape)
     extents = list(shape)
     for dim in range(len(shape)):
@@ -142,17 +124,8 @@ def local_box(
 def plan_writes(
     sizes: Mapping[K, int], holders: Mapping[K, Sequence[int]], world_size: int
 ) -> tuple[tuple[K, ...], ...]:
-    """Divide the writing among ranks so that they write about equally many bytes.
-
-    Args:
-        sizes: bytes of each part.
-        holders: ranks that can write a part, at least one; parts without an entry can be written by all.
-        world_size: number of ranks.
-
-    Returns:
-        The parts of each rank, in order: each part once, at one of its holders. If all ranks can write all parts, ranks
-        differ by the largest part at most.
-    """
+    """Divide parts among ranks so that they write about equally many bytes: each part once, at one of its holders. All
+    ranks hold parts without an entry in `holders`. If they hold all, ranks differ by the largest part at most."""
     found: list[list[K]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
     order = sorted(sizes, key=lambda part: (part not in holders, len(holders.get(part, ())) > 1, -sizes[part], part))
@@ -171,12 +144,7 @@ def plan_writes(
 
 
 def main_readers(wanted: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[list[int]]:
-    """Return the ranks that read at least half as much of a file as any other, by file; none of an unread file.
-
-    Args:
-        wanted: bytes that each of the ranks reads of each file.
-        ranks: the ranks.
-    """
+    """Return the ranks that read at least half as much of a file as any other, by file; none of an unread file."""
     most = [max(of_file) for of_file in zip(*wanted, strict=True)]
     return [
         [rank for rank, mine in zip(ranks, wanted, strict=True) if 2 * mine[at] >= largest] if largest else []
@@ -185,16 +153,8 @@ def main_readers(wanted: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[
 
 
 def plan_checks(counts: Mapping[str, int], readers: Mapping[str, Sequence[int]], rank: int) -> dict[str, range]:
-    """Divide the checking of files among the ranks that read them.
-
-    Args:
-        counts: number of parts with a digest in each file.
-        readers: ranks that read each file, at least one.
-        rank: rank of the returned share.
-
-    Returns:
-        Consecutive parts of each file; shares of the readers of a file differ by at most one part.
-    """
+    """Return a rank's share of checking files: consecutive parts of each, by the ranks that read it. Shares of the
+    readers of a file differ by at most one part."""
     found: dict[str, range] = {}
     for at, (name, count) in enumerate(sorted(counts.items())):
         shares = len(readers[name])

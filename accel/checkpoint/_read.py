@@ -75,11 +75,7 @@ class Saved:
     _files: dict[str, Mapping[str, _StoredTensor]] = field(default_factory=dict[str, Mapping[str, _StoredTensor]])
 
     def stub(self, name: str) -> torch.Tensor:
-        """Return a tensor of the stored dtype and shape, without values.
-
-        Raises:
-            CheckpointError: torch has no such dtype.
-        """
+        """Return a tensor of the stored dtype and shape, without values."""
         entry = self.entries[name]
         dtype = getattr(torch, entry.dtype, None)
         if not isinstance(dtype, torch.dtype) or stored_dtype(dtype) is None:
@@ -87,30 +83,18 @@ class Saved:
         return torch.empty(entry.shape, dtype=dtype, device="meta")
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return a tensor or a box of it, in new memory on the CPU.
-
-        Raises:
-            CheckpointError: a file does not match the manifest.
-        """
+        """Return a tensor or a box of it, in new memory on the CPU."""
         stub = self.stub(name)
         part = torch.empty(stub.shape if box is None else box.shape, dtype=stub.dtype)
         self.read_into(part, name, box)
         return part
 
     def read_into(self, target: torch.Tensor, name: str, box: Box | None = None) -> None:
-        """Copy a tensor or a box of it into a tensor of that shape. Mutates it.
-
-        Raises:
-            CheckpointError: a file does not match the manifest.
-        """
+        """Copy a tensor or a box of it into a tensor of that shape. Mutates it."""
         self.read_all([(target, name, box)])
 
     def read_all(self, wanted: Iterable[tuple[torch.Tensor, str, Box | None]]) -> None:
-        """Copy many tensors or parts of them, several at once; see `read_into`.
-
-        Raises:
-            CheckpointError: a file does not match the manifest.
-        """
+        """Copy many tensors or parts of them, several at once; see `read_into`."""
         reading: list[Future[None]] = []
         try:
             with torch.no_grad():
@@ -140,11 +124,7 @@ class Saved:
                 yield self._readers.submit(self._folder.read_into, piece.file, start + at, run)
 
     def open_files(self, wanted: Iterable[tuple[str, Box | None]]) -> None:
-        """Open the files of the wanted boxes, and compare their headers with the manifest.
-
-        Raises:
-            CheckpointError: a file is missing, or does not match the manifest.
-        """
+        """Open the files of the wanted boxes, and compare their headers with the manifest."""
         for name, box in wanted:
             for piece, _ in self._pieces(name, whole(self.entries[name].shape) if box is None else box):
                 _ = self._stored(self.manifest.aliases.get(name, name), piece)
@@ -163,15 +143,8 @@ class Saved:
         return [(name, span) for name in files for span in self.manifest.files[name].spans()]
 
     def verify(self, spans: Iterable[tuple[str, Span]], advance: Callable[[int], object] | None = None) -> None:
-        """Compare every byte of some parts of files with their digests.
-
-        Args:
-            spans: from `spans`.
-            advance: called with numbers of bytes that have been read, for a progress bar.
-
-        Raises:
-            CheckpointError: a part is damaged; its file is named.
-        """
+        """Compare every byte of some parts of files, from `spans`, with their digests; the error names the file.
+        `advance` gets numbers of bytes that have been read, for a progress bar."""
         self._folder.check_all(spans, advance)
 
     def is_current(self) -> bool:
@@ -236,19 +209,8 @@ def _aligned(source: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def open_checkpoint(path: Place, *, follow: bool = True, step: int | None = None) -> Generator[Saved]:
-    """Hold a checkpoint open for the block; tensors are read on request.
-
-    Retention on the same host keeps the checkpoint during the block.
-
-    Args:
-        path: the checkpoint's folder or place.
-        follow: whether the last part of the path may be a symbolic link.
-        step: expected step; None for any.
-
-    Raises:
-        CheckpointError: the folder is no checkpoint, has been deleted, or a file is missing or of another size; the
-            file is named.
-    """
+    """Hold a checkpoint open for the block; tensors are read on request. Retention on this host keeps it meanwhile.
+    With `follow` the path may end in a symbolic link; `step` is the expected step, None for any."""
     with _opened(path, follow) as folder, folder.kept() as kept, ThreadPoolExecutor(_READERS) as readers:
         if not kept:
             raise deleted(path)

@@ -143,18 +143,8 @@ def is_contiguous(part: StridedPart, itemsize: int) -> bool:
 def runs(
     shape: Sequence[int], strides: Sequence[int], itemsize: int, most: int, gap: int = _GAP
 ) -> Iterator[ElementRun]:
-    """Plan the reads of a strided part.
-
-    Args:
-        shape: its sizes.
-        strides: bytes from an element to the next, one a dimension, in descending order.
-        itemsize: bytes of an element.
-        most: largest read in bytes.
-        gap: largest number of unwanted bytes between two rows of a read.
-
-    Returns:
-        Reads whose boxes hold each element once; `start` counts from the part's first element.
-    """
+    """Plan the reads of a strided part: boxes that hold each element once, of at most `most` bytes a read. `strides`
+    descend; `gap` is the most unwanted bytes between two rows of a read."""
     if not shape:
         yield ElementRun(0, itemsize, Box((), ()), ())
         return
@@ -283,15 +273,7 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 def check_recipes(rename: object, expected: str) -> None:
-    """Refuse other things than a sequence of recipes, such as a dict of names or one recipe alone.
-
-    Args:
-        rename: the argument as given.
-        expected: text on the values that the caller takes.
-
-    Raises:
-        ConfigError: something else.
-    """
+    """Refuse other things than a sequence of recipes, such as a dict of names or one recipe alone."""
     listed = cast("Sequence[object]", rename) if isinstance(rename, Sequence) else [rename]
     if listed is rename and all(isinstance(each, Recipe) for each in listed):
         return
@@ -310,16 +292,7 @@ def inverse(recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
 
 
 def apply_recipes(tensors: Mapping[str, Strided], recipes: Sequence[Recipe], where: str) -> dict[str, Strided]:
-    """Return the tensors after all steps, by name; those that no step takes stay as they are.
-
-    Args:
-        tensors: tensors by name.
-        recipes: steps in order.
-        where: place of the tensors, for errors.
-
-    Raises:
-        CheckpointError: a step lacks a source, its shapes or dtypes do not fit, or two tensors get one name.
-    """
+    """Return the tensors after all steps, by name; those that no step takes stay as they are."""
     found = dict(tensors)
     for recipe in recipes:
         taken, made = _step(found, recipe, where)
@@ -393,11 +366,7 @@ def _make(recipe: Recipe, tensors: Sequence[Strided], fields: dict[str, str], wh
 
 
 def _check_parts(recipe: Recipe, parts: tuple[int, ...], where: str) -> None:
-    """Refuse parts that the way back would divide otherwise.
-
-    Raises:
-        CheckpointError: parts of other sizes than the recipe's, or of unequal ones where it has none.
-    """
+    """Refuse parts that the way back would divide otherwise: of other sizes than the recipe's, or unequal ones."""
     if parts != (recipe.sizes or parts[:1] * len(parts)):
         raise _refusal(recipe, f"sources of sizes {list(parts)} along {recipe.dim} need sizes={parts}", where)
 

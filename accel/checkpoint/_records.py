@@ -46,11 +46,8 @@ class JoinsRanks(DiffersByRank, Protocol):
         ...
 
     def with_rank_parts(self, parts: Sequence[object]) -> Self:
-        """Return the record with the parts of all ranks together, for rank 0; raise as `with_rank_part`.
-
-        Args:
-            parts: in rank order; None for a rank without one.
-        """
+        """Return the record with the parts of all ranks in order, None where one has none; raise as
+        `with_rank_part`."""
         ...
 
 
@@ -81,12 +78,7 @@ def stored_names(kind: type[Any]) -> tuple[str, ...]:
 
 
 def fields_of(record: object, path: str) -> dict[str, object]:
-    """Return the stored fields of a record by name.
-
-    Raises:
-        CheckpointError: the fields do not describe the record: it has other attributes, a field without a value, or
-            values that its class refuses.
-    """
+    """Return the stored fields of a record by name; raises `CheckpointError` if they do not describe the record."""
     names = stored_names(type(record))
     known = {*names, *_cached_properties(type(record))}
     beside = [name for name in getattr(record, "__dict__", {}) if name not in known and not _is_ours(type(record))]
@@ -114,17 +106,8 @@ def fields_of(record: object, path: str) -> dict[str, object]:
 
 
 def make_record(kind: type[Any], fields: Mapping[str, Any], path: str, *, exact: bool = True) -> Any:
-    """Make a record of its stored fields.
-
-    Args:
-        kind: its class.
-        fields: by name.
-        path: its name, for errors.
-        exact: whether fields hold values of their own types; else nested records may be dicts, as before format 4.
-
-    Raises:
-        MisfitError: the class has other fields, or refuses the values.
-    """
+    """Make a record of its stored fields; raises `MisfitError` if the class has others, or refuses the values. `exact`:
+    fields hold values of their own types; else nested records may be dicts, as before format 4."""
     names = stored_names(kind)
     gone = {name for name, value in fields.items() if value is None}
     missing = [name for name in names if name not in fields]
@@ -201,11 +184,7 @@ _PLAIN = frozenset({bool, int, float, str, bytes, list, dict, type(None)})
 
 
 def _converted(kind: type[msgspec.Struct], fields: Mapping[str, Any]) -> msgspec.Struct:
-    """Return a Struct of fields that its class has checked.
-
-    Raises:
-        msgspec.ValidationError: the class refuses the values.
-    """
+    """Return a Struct of fields that its class has checked, or raise `msgspec.ValidationError`."""
     config = kind.__struct_config__
     tag = {config.tag_field: config.tag} if config.tag_field is not None else {}
     wire = dict(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))

@@ -58,11 +58,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
 
 
 def check_keep(keep: int | Keep | None) -> Keep | None:
-    """Return the argument `keep=` as a record; None to keep all.
-
-    Raises:
-        ConfigError: a number is out of range, or `best` and `by` do not go together.
-    """
+    """Return the argument `keep=` as a record, None to keep all; raises `ConfigError` for a rule that cannot be."""
     if keep is None:
         return None
     asked = keep if isinstance(keep, Keep) else Keep(newest=keep)
@@ -82,11 +78,8 @@ def check_keep(keep: int | Keep | None) -> Keep | None:
 
 
 def check_metrics(metrics: Mapping[str, float] | None, keep: Keep | None) -> dict[str, float]:
-    """Return metrics as they are stored.
-
-    Raises:
-        ConfigError: a metric is no finite number, or that of `keep` is missing.
-    """
+    """Return metrics as they are stored; raises `ConfigError` unless they are finite, with that of `keep` among
+    them."""
     where = "save_state, metrics="
     for name, value in (metrics or {}).items():
         if not _is_comparable(value):
@@ -103,13 +96,7 @@ def check_metrics(metrics: Mapping[str, float] | None, keep: Keep | None) -> dic
 
 
 def plan_keep(saved: Mapping[int, Mapping[str, float]], current: int, keep: Keep) -> frozenset[int]:
-    """Return the steps that stay.
-
-    Args:
-        saved: metrics of all checkpoints, by step.
-        current: the step just saved, which always stays.
-        keep: the rule for the others.
-    """
+    """Return the steps that stay, of checkpoints' metrics by step; `current`, just saved, always does."""
     others = sorted(saved.keys() - {current}, reverse=True)
     stay = {current, *others[: keep.newest - 1]}
     if keep.every is not None:
@@ -153,13 +140,8 @@ def sweep_step(folder: Place) -> None:
 
 
 def retain(newest: Place, keep: Keep, older: Set[str] | None = None) -> None:
-    """Delete the committed checkpoints that the rule does not keep.
-
-    Args:
-        newest: the checkpoint just saved.
-        keep: the rule.
-        older: names of the older checkpoints that the rule is for, where others go; None for all.
-    """
+    """Delete the committed checkpoints that the rule does not keep, after the commit of `newest`. `older` are names of
+    the older checkpoints that the rule is for, where others go; None for all."""
     current = step_of(newest.name)
     assert current is not None, newest
     try:
@@ -179,13 +161,7 @@ def retain(newest: Place, keep: Keep, older: Set[str] | None = None) -> None:
 
 
 def _retain_in_store(listed: Mapping[str, Place], current: int, keep: Keep) -> None:
-    """Delete as `retain` does, and read no more manifests than the rule needs: each takes a request.
-
-    Args:
-        listed: the folders of the run, listed.
-        current: the step just saved.
-        keep: the rule.
-    """
+    """Delete as `retain` does, and read no more manifests than the rule needs: each takes a request."""
     paths = {step: path for name, path in listed.items() if (step := step_of(name)) is not None}
     paths = {step: path for step, path in paths.items() if MANIFEST in path.names()}
     if keep.best:
@@ -241,15 +217,8 @@ def wasteful_steps(out: Place) -> list[Place]:
 
 
 def sweep_objects(folder: Place, mark: str = "") -> None:
-    """Delete the marked objects of a folder that its manifest does not list. Needs the lock.
-
-    Args:
-        folder: folder of a step.
-        mark: mark of the save; "" for any.
-
-    Raises:
-        CheckpointError: the manifest is damaged, and nothing was deleted; or the store failed.
-    """
+    """Delete the marked objects of a step's folder that its manifest does not list. Needs the lock. Of one save, by its
+    `mark`, or of any. With a damaged manifest nothing is deleted, and it raises."""
     names = folder.names()
     marked = {name for name in names if _MARKED.fullmatch(name) and mark in name}
     if marked and MANIFEST in names:
@@ -286,11 +255,7 @@ class FoundCheckpoint(msgspec.Struct, frozen=True):
 
 
 def survey(out: Place) -> list[FoundCheckpoint]:
-    """List the checkpoints of a run by step, with broken ones and remains of writers.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
+    """List the checkpoints of a run by step, with broken ones and remains of writers."""
     named = [(step, out / name) for name in out.names() if (step := step_of(name)) is not None]
     found: list[FoundCheckpoint] = []
     for step, path in sorted(named):
@@ -306,11 +271,7 @@ def survey(out: Place) -> list[FoundCheckpoint]:
 
 
 def find_checkpoint(path: Place) -> Place:
-    """Return the checkpoint at a path: a checkpoint's folder itself, or the newest of a run's.
-
-    Raises:
-        CheckpointError: the path is neither.
-    """
+    """Return the checkpoint at a path: a checkpoint's folder itself, or the newest of a run's."""
     with path.open() as folder:
         if MANIFEST in folder.names():
             return path
@@ -325,15 +286,8 @@ def find_checkpoint(path: Place) -> Place:
 
 
 def verify(path: Place, advance: Callable[[int], object]) -> list[str]:
-    """Read every byte of a checkpoint and compare it with the manifest's digests.
-
-    Args:
-        path: the checkpoint.
-        advance: called with the number of bytes read since the last call.
-
-    Returns:
-        Problems, by file; none for a whole checkpoint.
-    """
+    """Compare every byte of a checkpoint with the manifest's digests; return problems by file. `advance` gets the
+    number of bytes read since the last call."""
     problems: list[str] = []
     try:
         with path.open() as folder:
@@ -349,10 +303,7 @@ def verify(path: Place, advance: Callable[[int], object]) -> list[str]:
 
 
 def compare(one: Manifest, other: Manifest) -> list[str]:
-    """List differences of two checkpoints, a line each, without reading tensors.
-
-    Lists files with different contents, but not the tensors in them: a digest covers several tensors.
-    """
+    """List differences of two checkpoints, a line each, without reading tensors."""
     lines = [f"{name}: {a} | {b}" for name, a, b in _facts(one, other) if a != b]
     lines += _names("item", one.items, other.items)
     for name in sorted(one.items.keys() & other.items.keys()):
@@ -379,19 +330,7 @@ def describe(entry: TensorEntry) -> str:
 
 
 def prune(out: Place, keep: Keep, *, dry_run: bool = False) -> list[Place]:
-    """Delete the committed checkpoints that a rule does not keep; never files of others.
-
-    Args:
-        out: the folder of a run's checkpoints.
-        keep: rule for the checkpoints to keep, the newest among them.
-        dry_run: whether to list only.
-
-    Returns:
-        The folders that were deleted, or would be, oldest first.
-
-    Raises:
-        CheckpointError: another process is saving into the folder, or the folder cannot be read.
-    """
+    """Delete the committed checkpoints that a rule does not keep, never files of others; return those, oldest first."""
     lock = None if dry_run else out.lock()
     try:
         paths = dict(committed(out))
@@ -411,11 +350,7 @@ def prune(out: Place, keep: Keep, *, dry_run: bool = False) -> list[Place]:
 
 
 def check_file(folder: OpenDirectory, name: str, entry: FileEntry, advance: Callable[[int], object] | None) -> None:
-    """Compare all of a file's bytes with its digests.
-
-    Raises:
-        CheckpointError: it is missing, of another size, or damaged.
-    """
+    """Compare all of a file's bytes with its digests."""
     folder.check_size(name, entry.size)
     folder.check_all([(name, span) for span in entry.spans()], advance)
 

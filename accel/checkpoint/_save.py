@@ -89,32 +89,20 @@ class Stage:
 
 
 def write_share(place: Place, snapshot: Snapshot) -> WrittenFile:
-    """Write this rank's share. No communication.
-
-    Raises:
-        CheckpointError: the disk failed.
-        RuntimeError: a copy from a device failed.
-    """
+    """Write this rank's share. No communication."""
     if not snapshot.tensors:
         return WrittenFile(snapshot.file, None)
     return WrittenFile(snapshot.file, place.write(snapshot.file, encode_tensors(snapshot.tensors)))
 
 
 def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[WrittenFile]) -> None:
-    """Write the manifest of all ranks' files, commit, and log the commit. Rank 0's work; no communication.
-
-    Raises:
-        CheckpointError: the disk failed; a former checkpoint of that name is restored.
-    """
+    """Write the manifest of all ranks' files, commit, and log the commit. Rank 0's work; no communication."""
     finish_commit(target, snapshot, shares, put_in_place(stage, target, snapshot, shares))
 
 
 def put_in_place(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[WrittenFile]) -> Place | None:
-    """Write the manifest, and give the stage its name; return the former holder of the name, moved aside.
-
-    Raises:
-        CheckpointError: the disk failed; a former checkpoint of that name is restored.
-    """
+    """Write the manifest, and give the stage its name; return the former holder of the name, moved aside. Where the
+    disk fails, the former holder has its name back."""
     files = _files(snapshot, shares)
     manifest = encode_manifest(msgspec.structs.replace(snapshot.manifest, files=files))
     if stage.lock is not None:
@@ -186,24 +174,8 @@ def save(
     metrics: Mapping[str, float],
     per_host: bool = False,
 ) -> Path | RemotePath:
-    """Write a checkpoint and commit it. A collective.
-
-    Args:
-        ctx: the context.
-        out: the folder or URL of all checkpoints of a run; made if it is missing.
-        content: this rank's share of the state.
-        step: step of the checkpoint, 0 or above.
-        keep: rule for the committed checkpoints to keep; None for all.
-        metrics: metrics to store; rank 0's are used.
-        per_host: whether each host has such a folder of its own.
-
-    Returns:
-        The checkpoint's folder, on every rank, after the commit.
-
-    Raises:
-        CheckpointError: another writer is saving, or the disk failed; the same on every rank, nothing else has changed.
-        CollectiveMismatch: ranks hold different tensors.
-    """
+    """Write a checkpoint and commit it; return its folder, on every rank. A collective, with the same error on all.
+    `content` is this rank's share; `per_host`: each host has such a folder of its own."""
     target = out / step_name(step)
     site = call_site()
     folders = HOST_FOLDERS if per_host else ONE_FOLDER
@@ -235,21 +207,7 @@ def begin(
     metrics: Mapping[str, float],
     call: Call,
 ) -> tuple[Stage, Snapshot]:
-    """Agree on the file of each rank, in a stage that a rank that leads opens under the lock.
-
-    A collective.
-
-    Args:
-        ctx, content, step, metrics: as in `save`.
-        target: the checkpoint's folder.
-        folders: one of all ranks, or one of each host.
-        call: the expected call of all ranks.
-
-    Raises:
-        CheckpointError: another writer is saving, the disk failed, or the parts of a sharded tensor are not the whole;
-            the same on every rank.
-        CollectiveMismatch: ranks hold different tensors.
-    """
+    """Agree on the file of each rank, in a stage that a rank that leads opens under the lock. A collective."""
     stage = None
     try:
         with shared_failure(ctx.comm, call):

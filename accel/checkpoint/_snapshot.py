@@ -124,11 +124,7 @@ class Offer:
 
 
 def make_offer(content: Content, world_size: int) -> Offer:
-    """Describe this rank's tensors. No communication.
-
-    Raises:
-        CheckpointError: the layout of a DTensor cannot be stored.
-    """
+    """Describe this rank's tensors. No communication."""
     everything = {**content.shared, **content.main}
     aliases = tied(everything)
     tensors = {name: tensor for name, tensor in everything.items() if name not in aliases}
@@ -248,11 +244,7 @@ class Agreement(NamedTuple):
 
 
 def join_items(content: Content, ranks: Sequence[Statement]) -> Mapping[str, Item]:
-    """Return the items of a checkpoint: rank 0's, with divided items joined.
-
-    Raises:
-        CheckpointError: the parts do not fit together; the same on every rank.
-    """
+    """Return the items of a checkpoint: rank 0's, with divided items joined."""
     if content.join is None or not any(each.divided for each in ranks):
         return content.items
     return content.join(content.items, [each.divided for each in ranks])
@@ -267,19 +259,8 @@ def divide_writes(boxes: Boxes, files: Sequence[str]) -> WritePlan:
 def take_snapshot(
     offer: Offer, ranks: Sequence[Statement], rows: Sequence[bytes], rank: int, agreed: Agreement, *, step: int
 ) -> Snapshot:
-    """Compare what the ranks hold, and divide the writing among them. No communication.
-
-    Args:
-        offer: offer of this rank.
-        ranks: the statements of all ranks.
-        rows: their rows, on rank 0; empty elsewhere.
-        rank: this rank.
-        agreed: the items and metrics to store, and how the writing is divided.
-        step: step of the checkpoint.
-
-    Raises:
-        CheckpointError: the shards of a tensor do not tile it; the same on every rank.
-    """
+    """Compare what the ranks hold, and divide the writing among them. No communication, the same error on all. `rows`
+    are those of all ranks, on rank 0; empty elsewhere."""
     content = offer.content
     items, metrics = agreed.stored
     tensors = {**offer.tensors, **_stubs(ranks), **content.own, **content.loose}
@@ -319,11 +300,7 @@ def take_snapshot(
 
 
 def _stubs(ranks: Sequence[Statement]) -> dict[str, torch.Tensor]:
-    """Return tensors without values for those that only some ranks have.
-
-    Raises:
-        CheckpointError: two ranks have different tensors of one name.
-    """
+    """Return tensors without values for those that only some ranks have; raises if two ranks hold different ones."""
     found: dict[str, OwnTensor] = {}
     parts: dict[tuple[str, Box], int] = {}
     for rank, own in ((rank, own) for rank, said in enumerate(ranks) for own in said.own):
@@ -419,10 +396,8 @@ def _entries(
 
 
 def _stack(rows: Sequence[bytes], sizes: Sequence[int]) -> torch.Tensor:
-    """Stack every rank's bytes in one tensor [world, longest + 4]: length in four bytes, bytes, zeros.
-
-    Without rows, the tensor has no contents.
-    """
+    """Stack every rank's bytes in one tensor [world, longest + 4]: length in four bytes, bytes, zeros. Without rows,
+    the tensor has no contents."""
     width = max(sizes)
     if not rows:
         return torch.empty(len(sizes), width + 4, dtype=torch.uint8, device="meta")

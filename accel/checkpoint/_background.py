@@ -40,6 +40,7 @@ class ShareReport(msgspec.Struct, frozen=True):
 
 def leave_note(stage: Stage, rank: int, note: ShareReport) -> None:
     """Write a note into the stage, atomically."""
+    # whole or not at all: rank 0 looks for the file while it is written
     stage.place.put(_name(stage, rank), msgspec.json.encode(note))
 
 
@@ -61,6 +62,7 @@ def collect_notes(
             if (note := _read(stage, rank)) is not None:
                 notes[rank] = note
                 waiting.remove(rank)
+        # progress of any rank restarts the clock: one large share may take longer than the time-out
         if (written := stage.place.usage()) != seen:
             seen, since = written, time.monotonic()
         if waiting and (given_up.wait(stage.place.pause_s) or time.monotonic() - since > timeout_s):
@@ -71,6 +73,7 @@ def collect_notes(
                 where=str(stage.place),
                 fix="See whether those ranks have ended, and whether all nodes share this folder.",
             )
+    # before the commit, as retention keeps folders with files that no manifest lists
     stage.place.remove(_name(stage, rank) for rank in notes)
     return notes
 
@@ -114,10 +117,12 @@ class Saving:
         self._committed: Future[None] = Future()
         self._given_up = threading.Event()
         self._outcome: Exception | Path | RemotePath | None = None
+        # context variables of the caller, such as `AFTER_WRITE`, hold in the thread too
         work = contextvars.copy_context()
         # not a daemon: a program that ends without a word waits for its last checkpoint
         self._thread = threading.Thread(target=work.run, args=(self._work, snapshot), name=f"accel-save-{target.name}")
         self._thread.start()
+        # the next save and the end of the session wait for it
         ctx.comm.unfinished = self
 
     def __repr__(self) -> str:
@@ -161,10 +166,12 @@ class Saving:
             with agreed(self._ctx.comm, Call("Saving.result", self.path.name, site)):
                 self._written.result()
         except BaseException:
+            # or rank 0's thread would wait until the time-out for the share of the rank that failed
             self._given_up.set()
             self._thread.join()
             raise
         self._thread.join()
+        # rank 0 alone has committed: its error becomes that of all
         with agreed(self._ctx.comm, Call("Saving.result: committing", site=site)):
             self._committed.result()
         return self.path
@@ -177,6 +184,7 @@ class Saving:
             with show_life(stage, rank):
                 share = write_share(stage.place, snapshot)
             if rank:
+                # after the flush: rank 0 may commit from here on
                 leave_note(stage, rank, ShareReport(share=share))
         except Exception as error:
             if rank:
@@ -226,6 +234,7 @@ def save_async(
     stage, snapshot = begin(ctx, target, content, ONE_FOLDER, step=step, metrics=metrics, call=call)
     try:
         with agreed(ctx.comm, Call("save_state: copying", site=site)):
+            # the thread owns the copies; `spare` keeps their memory for the next save
             snapshot = replace(snapshot, tensors=copy_to_host(snapshot.tensors, ctx.comm.spare))
         look = partial(check, _written(content, snapshot.tensors)) if check is not None else None
         return Saving(ctx, stage, target, snapshot, keep, look)
@@ -268,6 +277,7 @@ def copy_to_host(tensors: Mapping[str, torch.Tensor], spare: dict[str, torch.Ten
         if not pinned:
             spare[name] = copy
         devices.add(live.device)
+    # the host waits here: the caller's next step overwrites the live tensors
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

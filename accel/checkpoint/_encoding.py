@@ -46,6 +46,7 @@ def is_special(value: Any) -> bool:
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return False
+    # a subclass would come back as a plain array
     if type(value) is numpy.ndarray:
         return value.dtype.kind in _KINDS
     return isinstance(value, numpy.generic) and value.dtype.kind in _KINDS and type(_scalar(value)) is type(value)
@@ -59,6 +60,7 @@ def take_apart(value: Any) -> tuple[str, list[str], torch.Tensor | None]:
     numpy: Any = sys.modules["numpy"]
     if isinstance(value, numpy.generic):
         return "$scalar", [value.dtype.str, value.tobytes().hex()], None
+    # torch shares the memory of a writable, contiguous array; others are copied
     whole = value if value.flags.writeable and value.flags.c_contiguous else value.copy(order="C")
     try:
         tensor = cast("Any", torch).from_numpy(whole) if whole.dtype.isnative else None
@@ -134,11 +136,14 @@ Kept = dict[str, object]  # by path: records and members of enums, each with a c
 def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kept | None = None) -> Any:
     """Encode a value as JSON: of exactly the types below, as others would come back as another type. Its tensors go to
     `tensors` by names that begin with its path, records and members of enums to `kept` by path."""
+    # exact types: an instance of a subclass would come back as a plain one
     if value is None or type(value) is bool:
         return value
     if type(value) is int:
+        # readers of JSON take 64 bits at most
         return value if -_WORD <= value < _WORD else {"$int": hex(value)}
     if type(value) is float:
+        # JSON has neither infinity nor NaN; the bits of a NaN count too
         return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
     if type(value) is str:
         return value if _is_unicode(value) else {"$text": _base64(value.encode("utf-8", "surrogatepass"))}
@@ -189,12 +194,14 @@ def _take(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> 
     check_tensor(tensor, path)
     if path in tensors:
         raise CheckpointError("two tensors have the same path", where=path, fix="Rename one of the keys.")
+    # live memory, not a copy: it is written before the caller goes on
     tensors[path] = tensor.detach()
     return path
 
 
 def _encode_mapping(value: dict[object, object], path: str, tensors: dict[str, torch.Tensor], kept: Kept | None) -> Any:
     kinds = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+    # a key with "$" in front would read as a tag
     if type(value) is dict and all(type(key) is str and _is_unicode(key) and key[:1] != "$" for key in value):
         return {str(key): encode(child, path + key_step(key), tensors, kept) for key, child in value.items()}
     pairs: list[Any] = []
@@ -295,6 +302,7 @@ class Making:
 
     def _class(self, name: str, path: str) -> type:
         live = self.kept.get(path)
+        # the class of the live record first: several classes of one name may be in a run
         found = (type(live),) if live is not None and class_name(type(live)) == name else self.classes.get(name, ())
         if len(found) != 1:
             shown = name.removeprefix("accel.")
@@ -316,6 +324,7 @@ def decode(
     if not is_object(value):
         return value
     tag = next(iter(value), "")
+    # `encode` writes a tag as the only key of its object
     if len(value) != 1 or not tag.startswith("$"):
         made = {key: decode(child, where, tensors, path + key_step(key), making) for key, child in value.items()}
         if making is None or making.exact or not is_record(live := making.kept.get(path)):
@@ -323,6 +332,7 @@ def decode(
         made = {key: child for key, child in made.items() if key not in record_tag(live)}
         return make_record(type(live), made, path, exact=False)
     try:
+        # a manifest is input: whatever stands in it must end as one kind of error
         return _decode_tagged(tag, value[tag], where, tensors, path, making)
     except (TypeError, ValueError, LookupError, AttributeError, binascii.Error, struct.error) as error:
         raise CheckpointError(f"not a stored value: {tag}", where=where) from error

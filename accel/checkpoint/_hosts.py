@@ -108,6 +108,7 @@ class Folders:
 def _note(ctx: DistContext, out: Place, content: Content) -> bytes:
     """Describe this host's folder, and begin the number of the save on rank 0."""
     main = hashlib.sha256("\n".join(tensor_facts(content.main)).encode()).hexdigest()
+    # a step may be saved twice, as after a restart; this number tells one save from the other
     save = secrets.token_hex(32) if ctx.is_main_process else ""
     note = note_of(out, ctx.node_rank)
     return msgspec.msgpack.encode(msgspec.structs.replace(note, leads=ctx.is_local_main_process, save=save, main=main))
@@ -120,12 +121,14 @@ def _agree(
     notes = [msgspec.msgpack.decode(each, type=HostNote) for each in said]
     check_notes(notes)
     leader = [note.node if note.leads else None for note in notes].index(ctx.node_rank)
+    # each host writes a manifest of its own, and all must hold the same values
     stored = broadcast_value(ctx.comm, call, stored, tuple[dict[str, Item], dict[str, float]])
     older = None
     common = on_all_hosts(notes)
     with agreed(ctx.comm, call):
         if stage is not None:
             commits = notes[ctx.rank].commits
+            # before `sweep`, which deletes what is moved aside
             settle(out, commits, common)
             sweep(out, stage)
             names = {step_name(step) for step, _ in committed(out)}
@@ -138,6 +141,7 @@ def _divide(notes: Sequence[HostNote], rank: int, boxes: Boxes, files: Sequence[
     nodes = [each.node for each in notes]
     writes = plan_host_writes(boxes.sizes, boxes.holders, boxes.readers(), nodes)
     places = places_seen_from(nodes[rank], writes, nodes)
+    # files of the checkpoint that a load on this host neither has nor misses
     others = [other for other in sorted(set(places.values())) if nodes[other] != nodes[rank]]
     return WritePlan(
         ranks=writes.ranks,
@@ -152,6 +156,7 @@ def _receive(ctx: DistContext, snapshot: Snapshot) -> Snapshot:
     """Send what only one host has to those that need it. A collective where there is any."""
     if not snapshot.sent:
         return snapshot
+    # alike on every rank and by sender, so that one gather carries all boxes
     order = sorted(snapshot.sent, key=lambda part: (snapshot.sent[part], part))
     dtypes = {part: getattr(torch, snapshot.manifest.tensors[part[0]].dtype) for part in order}
     nbytes = {part: part[1].size * dtypes[part].itemsize for part in order}
@@ -164,6 +169,7 @@ def _receive(ctx: DistContext, snapshot: Snapshot) -> Snapshot:
     tensors = dict(snapshot.tensors)
     for part, data in zip(order, torch.split(received, list(nbytes.values())), strict=True):
         if part in snapshot.missing:
+            # a copy: a view would be unaligned, and keep the whole message in memory
             tensors[part[0]] = data.clone().view(dtypes[part]).view(part[1].shape)
     return replace(snapshot, tensors=tensors)
 
@@ -186,6 +192,8 @@ def _commit(
         if is_committed:
             target.take_back(aside)
         raise
+    # A host that dies between the commits leaves some hosts with the new checkpoint and others without: then the
+    # newest that all hosts have is loaded. So nothing of former ones goes before all have committed, and know it.
     barrier(ctx.comm, Call("save_state: committed", site=call.site))
     if put is not None:
         finish(aside)
@@ -212,6 +220,7 @@ def note_of(place: Place, node: int) -> HostNote:
     found: list[tuple[str, str]] = []
     for step, _, path, _ in candidates(place) if place.exists() else ():
         try:
+            # manifest and sizes are checked: a host must not offer what it cannot load
             with open_checkpoint(path, follow=False, step=step) as saved:
                 found.append((path.name, saved.digest))
         except CheckpointError as error:
@@ -221,6 +230,7 @@ def note_of(place: Place, node: int) -> HostNote:
 
 def check_notes(notes: Sequence[HostNote]) -> None:
     """Refuse hosts without exactly one leading rank, and ranks that hold other tensors than rank 0."""
+    # before anything is written: a host without a leader would never commit its part
     leads = sorted(each.node for each in notes if each.leads)
     if leads != sorted({each.node for each in notes}):
         raise CheckpointError(
@@ -260,6 +270,7 @@ def plan_host_writes(
     `readers` are ranks that read a box again at the same layout; `nodes` has the host of each rank."""
     found: list[tuple[NamedBox, ...]] = [() for _ in nodes]
     sent: dict[NamedBox, int] = {}
+    # each host writes all that its ranks read again, so that a load needs no other host
     for node in sorted(set(nodes)):
         local = [rank for rank, its_node in enumerate(nodes) if its_node == node]
         needed: dict[NamedBox, int] = {}
@@ -271,7 +282,9 @@ def plan_host_writes(
             needed[box] = size
             holding = [at for at, rank in enumerate(local) if box not in holders or rank in holders[box]]
             if not holding:
+                # nobody on this host has it: the lowest rank that does sends it
                 sent[box] = min(holders[box])
+            # without an entry any rank of the host may write it, which divides the bytes best
             if len(holding or reading) < len(local):
                 writers[box] = holding or reading
         for rank, boxes in zip(local, plan_writes(needed, writers, len(local)), strict=True):
@@ -281,6 +294,7 @@ def plan_host_writes(
 
 def places_seen_from(node: int, writes: HostWrites, nodes: Sequence[int]) -> dict[NamedBox, int]:
     """Return the rank whose file holds each box, for a host's manifest: one of its own, else the lowest."""
+    # own files first: a load on this host finds what it reads beside the manifest
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank] != node, rank))
     found: dict[NamedBox, int] = {}
     for rank in order:

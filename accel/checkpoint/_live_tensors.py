@@ -30,12 +30,14 @@ def held_box(tensor: torch.Tensor, path: str) -> Box | None:
             fix="Redistribute it to Shard or Replicate first.",
         )
     place = mesh.get_coordinate()
+    # a rank outside of the mesh holds nothing of it
     if place is None:
         return None
     if not tensor.numel():
         return whole(tensor.shape)
     splits = [_split(placement) for placement in placements]
     box = local_box(tensor.shape, mesh.shape, place, splits)
+    # torch takes any local part into a DTensor; one of another size would be stored at false offsets
     local = local_part(tensor)
     if box is None or ((box.size or local.numel()) and box.shape != tuple(local.shape)):
         raise CheckpointError(
@@ -54,6 +56,7 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
     if is_dtensor(tensor):
         _ = held_box(tensor, path)
         tensor = local_part(tensor)
+    # a class that rewrites operations has no bytes of its own that a file could hold
     if not is_absent(tensor) and _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
         problem, fix = (
             f"a {type(tensor).__name__}",
@@ -97,6 +100,7 @@ def tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
     """Sum the bits of tensors to an integer of 64 bits, for ranks to compare. Waits for each device once."""
     sums = checksums(tensors)
+    # odd weights by position: values that two tensors have swapped do not cancel
     return sum(sums[name] * (2 * at + 1) for at, name in enumerate(sorted(sums))) % 2**64 - 2**63
 
 
@@ -108,6 +112,7 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         kinds.setdefault(each.device, []).append(at)
     found = [0] * len(sums)
     for places in kinds.values():
+        # one wait for each device, however many tensors it has
         values = integers(torch.stack([sums[at] for at in places]))
         for at, value in zip(places, values, strict=True):
             found[at] = value

@@ -137,6 +137,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest as JSON, whose first field is the digest of the rest; at most as large as readers accept."""
+    # its digest goes in front, so that a cut or changed file is found before it is parsed
     body = msgspec.json.encode(manifest)[1:]
     if len(body) + _SEAL_BYTES > LARGEST_MANIFEST:
         raise CheckpointError(
@@ -155,6 +156,7 @@ def decode_manifest(data: bytes | memoryview, where: str) -> tuple[Manifest, str
         raise _refusal("damaged: the digest does not fit the contents", where)
     body = b"{" + bytes(data[_SEAL_BYTES:])
     try:
+        # the version first: a newer format may have fields that `Manifest` refuses
         version = msgspec.json.decode(body, type=_Version)
         if version.format > FORMAT_OF_HOSTS:
             raise CheckpointError(
@@ -215,6 +217,7 @@ def check_step(folder: OpenDirectory, manifest: Manifest, step: int) -> None:
 def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
     """Raise `CheckpointError` for a file of an open folder that is missing or of another size."""
     for name, entry in files.items():
+        # sizes alone show a cut or lost file without reading any byte
         folder.check_size(name, entry.size)
 
 
@@ -222,6 +225,7 @@ def files_here(folder: OpenDirectory, manifest: Manifest) -> dict[str, FileEntry
     """Return the files that an open folder must hold: not those of other hosts, unless they have been copied here."""
     if not manifest.elsewhere:
         return manifest.files
+    # a file that was copied here from another host is checked as the own ones
     absent = manifest.elsewhere.keys() - {*folder.names()}
     return {name: entry for name, entry in manifest.files.items() if name not in absent}
 
@@ -235,6 +239,7 @@ def _contradiction(manifest: Manifest) -> str:
     if absent := manifest.elsewhere.keys() - manifest.files.keys():
         return f"{min(absent)!r} of another host is not listed"
     for name, entry in manifest.files.items():
+        # a name that comes from a file must not lead out of the folder
         if not is_file_name(name) or name == MANIFEST:
             return f"{name!r} is not a name of a file in this folder"
         if not entry.is_complete or isinstance(entry.sha256, str) != (manifest.format < _FORMAT_OF_SPANS):
@@ -253,11 +258,13 @@ def _contradiction(manifest: Manifest) -> str:
 
 def _tensor_problem(entry: TensorEntry, manifest: Manifest) -> str:
     """Return the first contradiction among a tensor's pieces, "" if there is none."""
+    # before any product of sizes: numbers from a file may be of any size
     if problem := shape_problem(entry.shape):
         return problem
     files = [piece.file for piece in entry.pieces]
     if missing := [file for file in files if file not in manifest.files]:
         return f"is in {missing[0]!r}, which is not listed"
+    # a piece has its tensor's name in a file, so a file has room for one
     if len(set(files)) < len(files):
         return "has two pieces in one file"
     if manifest.format == 1 and len(files) != 1:
@@ -376,6 +383,7 @@ def is_exactly_ours(path: Place, step: int | None = None) -> bool:
             if step is not None:
                 check_step(folder, manifest, step)
                 check_sizes(folder, files_here(folder, manifest))
+            # retention deletes whole folders: one with files of others must stay
             return folder.names() == sorted([MANIFEST, *files_here(folder, manifest)])
     except CheckpointError:
         return False

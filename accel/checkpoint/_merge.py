@@ -67,12 +67,15 @@ def merge(
     target = local_target(folder, "merge, folder")
     limit = parse_size(max_shard_size, "merge, max_shard_size=")
     names = _names(manifest_of(source), item, source)
+    # bytes first: a damaged weight must not end in a file that looks whole
     with open_verified(source, names.values(), advance) as saved:
         sizes = {name: saved.stub(full).nbytes for name, full in names.items()}
         shards = plan_shards(sizes, limit)
         files = file_names(len(shards))
+        # the files appear in the folder together, once all are flushed
         with _stage(target) as stage:
             for file, shard in zip(files, shards, strict=True):
+                # the tensors of one file at a time bound the memory
                 write_tensors(stage, file, {name: saved.read(names[name]) for name in shard}, {"format": "pt"})
             publish_weights(stage, files, encode_index(shards, sizes) if len(shards) > 1 else None)
     return target
@@ -83,6 +86,7 @@ def _stage(target: Path) -> Generator[Path]:
     """Hold the lock of a folder, and a stage in it that is removed after the block."""
     make_folder(target)
     with contextlib.ExitStack() as held:
+        # a second writer into the folder gets an error that names this one
         held.callback(take_lock(target).release)
         stage = stage_files(target / "model")
         try:

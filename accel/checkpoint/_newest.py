@@ -107,6 +107,7 @@ def hold_newest(
                 raise error
             if ctx.is_main_process:
                 opened, pick = _pick(stack, path, skipped)
+        # one choice for all ranks: a writer may change the folder between two looks
         pick = broadcast_value(ctx.comm, call, pick, _Pick)
         if pick.damaged:
             raise _all_damaged(path, pick.damaged)
@@ -114,6 +115,7 @@ def hold_newest(
             yield None
             return
         chosen = path / pick.name if pick.name else path
+        # each rank holds the folder open itself, which keeps retention on its host away
         opened = opened or _open_same(stack, chosen, pick.digest)
         # one plain path may name the part of each host
         is_part = isinstance(opened, Saved) and opened.manifest.host is not msgspec.UNSET
@@ -132,6 +134,7 @@ def _hold_on_hosts(
         bad = skipped.reasons.keys() | skipped.gone
         wanted = [(name, save) for name, save in note.commits if is_newest or name == path.name]
         note = msgspec.structs.replace(note, commits=[each for each in wanted if each not in bad])
+    # by numbers of saves: one step's name may be that of different saves on two hosts
     notes = exchange_values(ctx.comm, call, note, HostNote)
     common = on_all_hosts(notes)
     for name, save in notes[ctx.rank].commits:
@@ -211,6 +214,7 @@ def _open_same(stack: contextlib.ExitStack, path: Place, digest: str) -> Saved |
         saved = stack.enter_context(open_checkpoint(path))
     except CheckpointError as error:
         return error
+    # on another node the path may lead to another folder, or to a later save of the step
     if saved.digest == digest:
         return saved
     return CheckpointError(
@@ -238,6 +242,7 @@ def agree_on_readers(comm: Comm, call: Call, mine: Sequence[int]) -> list[list[i
     places = torch.arange(_BITS, dtype=torch.uint8)
     padded = torch.zeros(-(-len(reads) // _BITS) * _BITS, dtype=torch.uint8)
     padded[: len(reads)] = torch.tensor(reads, dtype=torch.uint8)
+    # a bit for each file, as every rank gets the bits of all
     packed = (padded.view(-1, _BITS) << places).sum(1, dtype=torch.uint8)
     rows = torch.stack(exchange(comm, call, packed))
     bits = (rows.unsqueeze(-1) >> places & 1).flatten(1)

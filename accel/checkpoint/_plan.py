@@ -114,6 +114,7 @@ def local_box(
         if axes is None:
             return None
         for axis in axes:
+            # rounded up, as in `torch.chunk`: the last ranks may have less, or nothing
             part = -(-extents[dim] // mesh[axis])
             start = min(part * place[axis], extents[dim])
             offset[dim] += start
@@ -128,6 +129,7 @@ def plan_writes(
     ranks hold parts without an entry in `holders`. If they hold all, ranks differ by the largest part at most."""
     found: list[list[K]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
+    # parts with one holder first: they have no other place; what all can write evens out the loads at the end
     order = sorted(sizes, key=lambda part: (part not in holders, len(holders.get(part, ())) > 1, -sizes[part], part))
     listed = [part for part in order if part in holders]
     for part in listed:

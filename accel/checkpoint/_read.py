@@ -97,6 +97,7 @@ class Saved:
         """Copy many tensors or parts of them, several at once; see `read_into`."""
         reading: list[Future[None]] = []
         try:
+            # targets may be live parameters
             with torch.no_grad():
                 for target, name, box in wanted:
                     reading += self._start(target, name, whole(self.entries[name].shape) if box is None else box)
@@ -116,9 +117,11 @@ class Saved:
             if not _is_one_run(part, source):
                 part.copy_(_aligned(source))
                 continue
+            # threads write past torch: autograd must learn that saved values have changed
             torch.autograd.graph.increment_version(part)
             memory = memory_of(part)
             start = stored.start + source.data_ptr() - stored.view.data_ptr()
+            # pieces let several threads read one large tensor
             for at in range(0, len(memory), _PIECE_BYTES):
                 run = memory[at : at + _PIECE_BYTES]
                 yield self._readers.submit(self._folder.read_into, piece.file, start + at, run)
@@ -135,6 +138,7 @@ class Saved:
         for name, box in wanted:
             itemsize = self.stub(name).element_size()
             for piece, shared in self._pieces(name, whole(self.entries[name].shape) if box is None else box):
+                # 1 for an empty box: its file is to be checked too
                 found[piece.file] += max(1, shared.size * itemsize)
         return list(found.values())
 
@@ -178,10 +182,12 @@ class Saved:
         if header.tensors.keys() != listed.keys() and (exact or not header.tensors.keys() >= listed.keys()):
             differing = ", ".join(sorted(header.tensors.keys() ^ listed.keys()))
             raise self._folder.refusal(file, "other tensors than the manifest lists", got=differing)
+        # views of the mapped file, whose pages are read when a tensor is copied
         found = view_tensors(data, header)
         stored = dict[str, _StoredTensor]()
         for name, piece in listed.items():
             tensor, dtype, shape = found[name], self.manifest.tensors[name].dtype, piece.shape
+            # the format has no complex128: files hold pairs of float64
             pair = dtype == "complex128" and tensor.dtype == torch.float64 and tensor.shape[-1:] == (2,)
             view = torch.view_as_complex(tensor) if pair else tensor
             if (dtype_name(view.dtype), tuple(view.shape)) != (dtype, shape):
@@ -212,6 +218,7 @@ def open_checkpoint(path: Place, *, follow: bool = True, step: int | None = None
     """Hold a checkpoint open for the block; tensors are read on request. Retention on this host keeps it meanwhile.
     With `follow` the path may end in a symbolic link; `step` is the expected step, None for any."""
     with _opened(path, follow) as folder, folder.kept() as kept, ThreadPoolExecutor(_READERS) as readers:
+        # the lock came too late: retention has renamed the folder already
         if not kept:
             raise deleted(path)
         manifest, digest = read_manifest(folder)

@@ -152,12 +152,14 @@ def runs(
         return
     inner = itemsize + sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True))
     stride = strides[0]
+    # a row alone exceeds a read: its inner rows are planned in turn
     if inner > most:
         for at in range(shape[0]):
             for run in runs(shape[1:], strides[1:], itemsize, most, gap):
                 box = Box((at, *run.box.offset), (1, *run.box.shape))
                 yield ElementRun(at * stride + run.start, run.nbytes, box, (stride, *run.strides))
         return
+    # bytes of a small gap cost less than one more request
     step = 1 if stride - inner > gap else 1 + (most - inner) // max(stride, 1)
     for at in range(0, shape[0], step):
         rows = min(step, shape[0] - at)
@@ -297,6 +299,7 @@ def apply_recipes(tensors: Mapping[str, Strided], recipes: Sequence[Recipe], whe
     for recipe in recipes:
         taken, made = _step(found, recipe, where)
         kept = {name: tensor for name, tensor in found.items() if name not in taken}
+        # one of the two would be lost without a word
         if twice := sorted(kept.keys() & made.keys()):
             raise _refusal(recipe, f"the name {twice[0]!r} is taken", where)
         found = kept | made
@@ -323,6 +326,7 @@ def _step(found: Mapping[str, Strided], recipe: Recipe, where: str) -> tuple[set
         ordered = sorted(names)
         count = len(recipe.sources) if counted is None else len(names)
         expected = [(at, 0) for at in range(count)] if counted is None else [(0, at) for at in range(count)]
+        # a hole in the numbers is a cut checkpoint, not a shorter list
         if ordered != expected:
             listed = ", ".join(sorted(names.values())[:5])
             raise _refusal(recipe, f"sources are missing beside {listed}", where)
@@ -350,6 +354,7 @@ def _make(recipe: Recipe, tensors: Sequence[Strided], fields: dict[str, str], wh
         raise _refusal(recipe, f"sources differ: {', '.join(str(list(each.shape)) for each in tensors[:5])}", where)
     match recipe.operation:
         case "concat":
+            # a later save must take the tensor apart as it was
             _check_parts(recipe, tuple(each.shape[dim] for each in tensors), where)
             results = [concat(tensors, dim)]
         case "stack":
@@ -387,6 +392,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
     text, at, seen = "", 0, set[str]()
     for match in _FIELD.finditer(pattern):
         text += re.escape(pattern[at : match.start()])
+        # a field that comes again must match the same text
         text += f"(?P={match[1]})" if match[1] in seen else f"(?P<{match[1]}>{'.*?' if match[2] else '[^.]+'})"
         seen.add(match[1])
         at = match.end()

@@ -93,6 +93,7 @@ def fields_of(record: object, path: str) -> dict[str, object]:
         )
     fields = {name: getattr(record, name) for name in names}
     try:
+        # a trial of the load: a value that the class refuses must not come out at the resume
         _ = make_record(type(record), fields, path)
     except MisfitError as error:
         raise CheckpointError(
@@ -168,6 +169,7 @@ def _make_struct(kind: type[msgspec.Struct], fields: Mapping[str, Any], path: st
     try:
         made = _converted(kind, fields)
     except msgspec.ValidationError as error:
+        # annotations may name plain types where the live record held numpy's, or an enum's member
         plain = {name: _plain(value) for name, value in fields.items()}
         try:
             made = _converted(kind, plain)

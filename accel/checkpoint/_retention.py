@@ -110,13 +110,16 @@ def plan_keep(saved: Mapping[int, Mapping[str, float]], current: int, keep: Keep
 def sweep(out: Place, spare: str = "") -> None:
     """Remove half-written stages but `spare`, and folders moved aside. Needs the lock, as their writers are gone."""
     try:
+        # parts of an unfinished upload are in no listing, but cost storage
         out.abort_uploads()
     except CheckpointError as error:
         warn("unfinished uploads of dead writers stay in %s: %s", out, error)
+    # a store has no rename: what a dead writer left is among the objects of the step
     for folder in wasteful_steps(out):
         sweep_step(folder)
     for left in out.leftovers():
         step = step_of(left.target)
+        # folders of others, and the stage of the save that sweeps
         if step is None or left.path.name == spare:
             continue
         target = out / left.target
@@ -124,10 +127,13 @@ def sweep(out: Place, spare: str = "") -> None:
             if left.kind == "tmp":
                 remove_flat(left.path)
             elif is_committed(target, step):
+                # its place is taken by a whole one, so nothing needs it
                 discard(as_place(left.path))
             elif is_committed(as_place(left.path), step) and not target.exists():
+                # its writer died between two renames: the former checkpoint gets its name back
                 left.path.rename(left.path.with_name(left.target))
         except (AccelError, OSError) as error:
+            # leftovers cost room, but no save fails by them
             warn("%s was left by a writer that is gone and could not be removed: %s", left.path, error)
 
 
@@ -148,10 +154,12 @@ def retain(newest: Place, keep: Keep, older: Set[str] | None = None) -> None:
         if listed := newest.parent.inside():
             _retain_in_store(listed, current, keep)
             return
+        # damaged ones are neither counted nor deleted: their files may yet be of use
         paths = dict(committed(newest.parent))
         rated = {step: at for step, at in paths.items() if older is None or at.name in older or step == current}
         saved: dict[int, Mapping[str, float]] = {step: manifest_of(path, step).metrics for step, path in rated.items()}
     except CheckpointError as error:
+        # the save has committed; an error now would call it failed
         warn("older checkpoints stay in %s: %s", newest.parent, error)
         return
     stay = plan_keep(saved, current, keep)
@@ -164,6 +172,7 @@ def _retain_in_store(listed: Mapping[str, Place], current: int, keep: Keep) -> N
     """Delete as `retain` does, and read no more manifests than the rule needs: each takes a request."""
     paths = {step: path for name, path in listed.items() if (step := step_of(name)) is not None}
     paths = {step: path for step, path in paths.items() if MANIFEST in path.names()}
+    # metrics are in the manifests, so the best take a request for each
     if keep.best:
         whole = {step: path for step, path in paths.items() if is_committed(path, step)}
         stay = plan_keep({step: manifest_of(path, step).metrics for step, path in whole.items()}, current, keep)
@@ -199,6 +208,7 @@ def discard(path: Place) -> None:
 
 def _delete(path: Place) -> None:
     try:
+        # its name goes first, or its manifest in a store: nobody takes the rest for a checkpoint
         if not path.delete(MANIFEST):
             logging.getLogger("accel.checkpoint").info("%s is being read, and stays until the next save", path)
     except CheckpointError as error:
@@ -221,6 +231,7 @@ def sweep_objects(folder: Place, mark: str = "") -> None:
     `mark`, or of any. With a damaged manifest nothing is deleted, and it raises."""
     names = folder.names()
     marked = {name for name in names if _MARKED.fullmatch(name) and mark in name}
+    # without a manifest no object is of a checkpoint, and all go
     if marked and MANIFEST in names:
         with folder.open() as opened:
             marked -= read_manifest(opened)[0].files.keys()
@@ -342,6 +353,7 @@ def prune(out: Place, keep: Keep, *, dry_run: bool = False) -> list[Place]:
         if not dry_run:
             for path in gone:
                 discard(path)
+        # a reader that holds one open keeps it
         left = set[str]() if dry_run else set(out.names())
         return [path for path in gone if path.name not in left]
     finally:

@@ -79,6 +79,7 @@ class Stage:
                 self.place.remove_stage()
         finally:
             self.lock.release()
+        # a first save that fails leaves no empty folder
         if self.is_first:
             self.place.parent.unmake()
 
@@ -92,6 +93,7 @@ def write_share(place: Place, snapshot: Snapshot) -> WrittenFile:
     """Write this rank's share. No communication."""
     if not snapshot.tensors:
         return WrittenFile(snapshot.file, None)
+    # from live memory, without a copy: the caller may not step before this returns
     return WrittenFile(snapshot.file, place.write(snapshot.file, encode_tensors(snapshot.tensors)))
 
 
@@ -106,6 +108,7 @@ def put_in_place(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequen
     files = _files(snapshot, shares)
     manifest = encode_manifest(msgspec.structs.replace(snapshot.manifest, files=files))
     if stage.lock is not None:
+        # another writer may have taken the lock as abandoned: then nothing is renamed
         stage.lock.check()
     own = {name: entry for name, entry in files.items() if name not in snapshot.manifest.elsewhere}
     return stage.place.commit(target.name, MANIFEST, manifest, own)
@@ -131,6 +134,7 @@ def _files(snapshot: Snapshot, shares: Sequence[WrittenFile]) -> dict[str, FileE
 def open_stage(target: Place, folders: Folders) -> Stage:
     """Take the lock, clear up after dead writers, and make the stage."""
     is_first = target.parent.make()
+    # the lock first: only then are the writers of all leftovers gone
     lock = target.parent.lock()
     try:
         folders.clear(target.parent)
@@ -184,11 +188,14 @@ def save(
     try:
         call = Call("save_state: writing", site=site)
         dst = folders.shares_to
+        # every file is flushed before any rank learns that all are
         shares = agreed_values(ctx.comm, call, lambda: write_share(stage.place, snapshot), WrittenFile, dst=dst)
         put = partial(put_in_place, stage, target, snapshot, shares) if stage.lock is not None else None
         finish = partial(finish_commit, target, snapshot, shares)
+        # a crash before this leaves a stage, one after it a whole checkpoint
         folders.commit(ctx, Call("save_state: committing", site=site), target, put, finish)
         if stage.lock is not None and keep is not None:
+            # after the commit: a crash leaves one checkpoint too many, never one too few
             retain(target, keep, stage.older)
     except BaseException:
         stage.abandon()
@@ -212,6 +219,7 @@ def begin(
     try:
         with shared_failure(ctx.comm, call):
             offer = make_offer(content, ctx.world_size)
+            # inside the agreement, so that a held lock is an error on every rank
             if folders.leads(ctx):
                 stage = open_stage(target, folders)
             mine = msgspec.structs.replace(offer.statement, note=folders.note(ctx, target.parent, content))
@@ -223,6 +231,7 @@ def begin(
             barrier(ctx.comm, Call(call.name, offer.facts, call.site))
         name = stage.place.name if stage is not None else None
         agreement = folders.agree(ctx, call, target.parent, name, [each.note for each in ranks], (items, metrics))
+        # their sizes are known to all ranks only now
         rows = _rows(ctx, content.row, [each.row_bytes for each in ranks])
         snapshot = folders.receive(ctx, take_snapshot(offer, ranks, rows, ctx.rank, agreement, step=step))
     except BaseException:

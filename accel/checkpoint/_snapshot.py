@@ -141,7 +141,9 @@ def make_offer(content: Content, world_size: int) -> Offer:
         statement=Statement(
             row_bytes=len(content.row),
             divided=content.divided,
+            # a digest: the lines travel only if some rank's differ
             facts=hashlib.sha256(facts.encode()).digest(),
+            # one pass over memory, by which copies that drifted apart are found
             checksum=checksum(shared) if world_size > 1 else 0,
             held=list(_held(sharded).values()),
             own=_own(content),
@@ -265,6 +267,7 @@ def take_snapshot(
     items, metrics = agreed.stored
     tensors = {**offer.tensors, **_stubs(ranks), **content.own, **content.loose}
     tensors[RANKS] = _stack(rows, [each.row_bytes for each in ranks])
+    # from here on statements alone decide, so every rank makes the same plan
     held = _held_by_name(offer.sharded, ranks)
     differing = [name for name, parts in held.items() if not _copies_agree(parts)]
     if len({each.checksum for each in ranks}) > 1:
@@ -279,6 +282,7 @@ def take_snapshot(
     plan = agreed.divide(Boxes(sizes, holders, partial(_readers, tensors, held, loose)), files)
     return Snapshot(
         file=files[rank],
+        # live memory: only a save in the background copies it
         tensors={name: _part(tensors[name], box) for name, box in plan.ranks[rank]},
         manifest=Manifest(
             format=FORMAT if plan.host is msgspec.UNSET else FORMAT_OF_HOSTS,
@@ -306,6 +310,7 @@ def _stubs(ranks: Sequence[Statement]) -> dict[str, torch.Tensor]:
     for rank, own in ((rank, own) for rank, said in enumerate(ranks) for own in said.own):
         known, same = found.setdefault(own.name, own), True
         if own.held is not None and own.exact:
+            # several ranks may hold a box, but only one writes it: all must be equal
             same = parts.setdefault((own.name, own.held.box), own.held.checksum) == own.held.checksum
         if not same or (known.dtype, known.shape) != (own.dtype, own.shape):
             expected, got = (f"{each.dtype} {list(each.shape)}" for each in (known, own))
@@ -316,6 +321,7 @@ def _stubs(ranks: Sequence[Statement]) -> dict[str, torch.Tensor]:
                 where=own.name,
                 fix="Give what only some ranks hold the names that it has in the whole, each to one tensor.",
             )
+    # no memory: what other ranks hold counts here by its facts
     return {name: torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="meta") for name, o in found.items()}
 
 
@@ -325,6 +331,7 @@ def _held_by_name(sharded: Sequence[str], ranks: Sequence[Statement]) -> dict[st
     first = set[tuple[str, Box | None]]()
     for rank in ranks:
         places = {each.name: (each.name, each.held.box if each.held is not None else None) for each in rank.own}
+        # where copies may differ, the lowest rank's counts alone
         own.append({each.name: each.held for each in rank.own if each.exact or places[each.name] not in first})
         first |= set(places.values())
     found = {name: [rank.held[at] for rank in ranks] for at, name in enumerate(sharded)}
@@ -346,6 +353,7 @@ def _holders(
     for name in tensors.keys() - held.keys():
         part = name, whole(tensors[name].shape)
         sizes[part] = tensors[name].nbytes
+        # other ranks' copies may differ, and rank 0's is the one to save
         if name not in shared:
             holders[part] = [0]
     for name, parts in held.items():
@@ -355,8 +363,10 @@ def _holders(
                 continue
             part = name, mine.box
             sizes[part] = mine.box.size * tensors[name].element_size()
+            # a rank whose copy has drifted from the lowest rank's may not write it
             if first.setdefault(mine.box, mine.checksum) == mine.checksum:
                 holders.setdefault(part, []).append(rank)
+        # a hole would come out at the load, when the values are gone
         if problem := tiling_problem(tensors[name].shape, list(first)):
             raise CheckpointError(
                 f"a sharded tensor {problem}",
@@ -387,6 +397,7 @@ def _entries(
     tensors: Mapping[str, torch.Tensor], places: Mapping[NamedBox, int], files: Sequence[str]
 ) -> dict[str, TensorEntry]:
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in sorted(tensors)}
+    # in order of ranks: equal saves have equal manifests
     for (name, box), rank in sorted(places.items(), key=lambda each: each[1]):
         pieces[name].append(StoredPiece(files[rank], box.offset, box.shape))
     return {

@@ -185,7 +185,7 @@ class TrackedRun:
         for writer in self._writers:
             write = make(writer.tracker)
             if write is not None:
-                writer.put(write, size)
+                writer.put(write, 0 if writer.tracker.name == RUN else size)  # which only begins with a record
 
     def writes(self, verb: str) -> bool:
         """Return whether this rank writes to a tracker with that function."""
@@ -223,10 +223,12 @@ class TrackedRun:
         for writer in own:  # also of a run that failed before its first record
             writer.put(lambda live: None, 0)
         lost = _end_writers([writer for writer in self._writers if writer not in own], ending, patience_s)
+        told = {*self._gaps.values()}
         self._note_gaps(lost)
         lost += _end_writers(own, ending, max(_SILENT_S, began + patience_s - time.monotonic()))
         for each in lost:
-            logging.getLogger("accel.trackers").warning("%s", each)
+            if str(each) not in told:
+                logging.getLogger("accel.trackers").warning("%s", each)
         return "; ".join(map(str, lost))
 
     def save(self) -> SavedRun:

@@ -128,6 +128,9 @@ def _check_loader(loader: Any) -> None:
     )
     begun = getattr(loader, "next_iter_state", None) is not None  # of a StatefulDataLoader
     _refuse(begun, "a cursor marks the start of a pass", "a loaded state_dict", "Leave it out.")
+    skipped = getattr(loader, "skip_batches", 0)  # Accelerate's own `__iter__` skips them; it is not used here
+    fix = "Use accel.skip_first_batches, or pass the loader before it is wrapped."
+    _refuse(bool(skipped), "a cursor marks the start of a pass", f"skip_batches={skipped}", fix)
 
 
 def _batcher(loader: Any) -> Any:

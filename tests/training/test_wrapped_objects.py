@@ -79,6 +79,12 @@ def test_wrapped_loaders_are_read_as_the_ones_inside(wrap: Any) -> None:
     assert sorted(found[0] + found[1]) == list(range(10))
 
 
+def _begun(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Accelerate's loader of a stream, after its `skip_first_batches`."""
+    loader.__dict__["skip_batches"] = 2
+    return loader
+
+
 def _split(loader: DataLoader[Any]) -> DataLoader[Any]:
     assert isinstance(loader.batch_sampler, BatchSampler)
     return DataLoader(DATA, batch_sampler=BatchSamplerShard(loader.batch_sampler, split_batches=True))
@@ -88,6 +94,10 @@ def _split(loader: DataLoader[Any]) -> DataLoader[Any]:
     ("wrap", "said"),
     [
         (_split, "the batch sampler is divided among processes already"),
+        (
+            _begun,
+            "a cursor marks the start of a pass.*skip_batches=2.*Use accel.skip_first_batches, or pass the loader",
+        ),
         (lambda _: DataLoader(IterableDatasetShard()), "the stream is divided among processes already"),
         (
             lambda _: _FabricDataLoader(DataLoader(DATA, sampler=DistributedSampler(DATA, num_replicas=2, rank=0))),

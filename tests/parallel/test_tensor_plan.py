@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,6 +42,21 @@ def test_packs_are_divided_and_heads_are_shared() -> None:
 _LAYER = nn.Linear(4, 4)
 _ATTENTION = {"self_attn": "multihead_attention", "self_attn.out_proj": "rowwise"}
 _FEEDING = {**_ATTENTION, "linear1": "colwise", "linear2": "rowwise"}
+
+
+class _Normed(nn.Identity):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input / input.norm(dim=-1, keepdim=True)
+
+
+class _Renamed(nn.GELU):
+    pass
+
+
+def _patched() -> nn.Sequential:
+    sequence = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    sequence[1].forward = partial(torch.softmax, dim=-1)
+    return sequence
 
 
 class _OwnFeeding(nn.TransformerEncoderLayer):
@@ -85,6 +101,21 @@ KNOWN = {
         {"0": "colwise", "1": "rowwise", "2": "colwise", "3": "rowwise"},
     ),
     "a softmax needs all features": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 4)), {}),
+    "an element-wise layer with a forward of its own": (
+        lambda: nn.Sequential(nn.Linear(4, 8), _Normed(), nn.Linear(8, 4)),
+        {},
+    ),
+    "an element-wise layer with a forward set on it": (_patched, {}),
+    "an element-wise layer of another name": (
+        lambda: nn.Sequential(nn.Linear(4, 8), _Renamed(), nn.Linear(8, 4)),
+        {"0": "colwise", "2": "rowwise"},
+    ),
+    "pairs that are computed again": (
+        lambda: accel.checkpoint_activations(
+            nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(2)), nn.Sequential
+        ),
+        {"0.0": "colwise", "0.2": "rowwise", "1.0": "colwise", "1.2": "rowwise"},
+    ),
     "a forward of one's own": (lambda: made(), {}),
     "encoder": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False),

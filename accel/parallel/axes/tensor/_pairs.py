@@ -249,14 +249,20 @@ def _pairs(sequence: nn.Sequential, places: Counter[int]) -> Iterator[tuple[str,
                 begun = []
             else:
                 begun = [name]
-        elif not isinstance(module, _ELEMENTWISE):
+        elif not _has_forward_of(module, *_ELEMENTWISE):
             begun = []
         elif begun:
             begun.append(name)
 
 
-def _has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
-    return cast(object, type(module).forward) is cast(Any, kind).forward
+def _has_forward_of(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module runs the forward of one of these classes, and not a subclass's or the instance's own."""
+    if "forward" in vars(module):
+        return False
+    for own in type(module).__mro__:
+        if "forward" in vars(own) and not issubclass(own, Mixin):
+            return own in kinds
+    return False
 
 
 def _are_transposed(module: nn.Module, *names: str) -> bool:

@@ -115,6 +115,40 @@ def test_with_data_parallel_the_graph_is_cut_at_buckets(graphs: Graphs, tmp_path
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+class Paired(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+STYLES: dict[str, Any] = {"*.mlp.0": "colwise", "*.mlp.3": "rowwise"}
+SPREAD: dict[str, tuple[dict[str, Any], accel.parallel.Plan]] = {
+    "shards in bf16": ({"strategy": "fsdp", "precision": "bf16"}, accel.parallel.Plan()),
+    "parts by a plan": ({"mesh": "tp=2"}, accel.parallel.Plan(tensor=STYLES)),
+    "parts that are found": ({"mesh": "tp=2"}, accel.parallel.Plan()),
+}
+
+
+@pytest.mark.parametrize("how", SPREAD)
+def test_blocks_of_one_class_stay_of_one_class(how: str) -> None:
+    """torch compiles once for a class, and "repeated" finds the blocks after `prepare` too."""
+    options, plan = SPREAD[how]
+
+    def rank(ctx: accel.DistContext) -> list[set[type]]:
+        blocks = nn.Sequential(*[Paired() for _ in range(3)])
+        model = accel.prepare_model(accel.replace(ctx, **options), blocks, plan=plan)
+        accel.checkpoint_activations(model)
+        return [{type(each) for each in alike} for alike in zip(*(block.modules() for block in blocks), strict=True)]
+
+    with Simulator() as simulator:
+        for classes in simulator.run(rank, 2, default_group=True):
+            assert [len(each) for each in classes] == [1] * 7
+
+
 def test_a_real_backend_trains() -> None:
     torch.manual_seed(0)
     ctx, losses = accel.single(), []

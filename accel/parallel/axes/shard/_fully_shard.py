@@ -236,28 +236,29 @@ def _shard(
     plain = see_plain(root, names, below)
     # memory is pinned where it is copied to a device
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if options.offload else OffloadPolicy()
-    for name in names:
+    owned = _owned(root, names, waiting)
+    formats = {
+        name: wire_format(own, wide, ctx.precision, options.gather_dtype, options.reduce_dtype)
+        for name, own in owned.items()
+    }
+    compute_in({root.get_submodule(name): each.gather for name, each in formats.items()}, ctx.device.type)
+    for name, own in owned.items():
         unit = root.get_submodule(name)
-        own = [each for each in unit.parameters() if id(each) in waiting]
         along = same_experts if name in experts else mesh
         if not is_empty:
             make_room([*own, *unit.buffers()], ctx.device)
             _move([*own, *unit.buffers()], ctx.device)
             begin_alike(ctx, stage, along, own)
-        travels = wire_format(own, wide, ctx.precision, options.gather_dtype, options.reduce_dtype)
-        if travels.gather is not None:
-            compute_in(travels.gather, unit, ctx.device.type)
         stays = is_pipelined(model) and (name not in experts or _splits_backward(model))
         reshard = False if stays else reshard_setting(options.reshard_after_forward, along.size(along.ndim - 1))
         how: dict[str, Any] = {
-            "mp_policy": MixedPrecisionPolicy(travels.gather, travels.reduce, cast_forward_inputs=False),
+            "mp_policy": MixedPrecisionPolicy(formats[name].gather, formats[name].reduce, cast_forward_inputs=False),
             "offload_policy": offload,
             "reshard_after_forward": reshard,
             "ignored_params": ignored or None,
         }
         _shard_unit(ctx, unit, along, name, how, holds_experts=name in experts)
         gather_outside_of_inference(unit)
-        waiting -= {id(each) for each in own}
         for each in own:
             if not is_dtensor(each):  # an optimizer may hold the whole one still, so its memory is freed
                 each.data = each.data.new_empty(0)
@@ -267,6 +268,15 @@ def _shard(
         begin_alike(ctx, stage, mesh, alone)
     keep_whole(root, mesh, plain, below, watch=options.find_unused_parameters)
     return [root.get_submodule(name) for name in names]
+
+
+def _owned(root: nn.Module, names: Iterable[str], waiting: set[int]) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each unit: of those waiting, those that no unit before it has."""
+    found: dict[str, list[nn.Parameter]] = {}
+    for name in names:
+        found[name] = [each for each in root.get_submodule(name).parameters() if id(each) in waiting]
+        waiting = waiting - {id(each) for each in found[name]}
+    return found
 
 
 def _splits_backward(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
@@ -332,11 +332,17 @@ class NormInFp32(Mixin, nn.Module):
             self._parameters.update(stored)
 
 
-def compute_in(dtype: torch.dtype, unit: nn.Module, device_type: str) -> None:
-    """Let a unit, not sharded yet, compute with parameters in the format of autocast. Mutates its modules."""
-    norms = [each for each in unit.modules() if isinstance(each, _NORMS) and not isinstance(each, KeepsFormat)]
-    add_mixin(norms, NormInFp32)
-    add_mixin([unit], InAutocast, _accel_device_type=device_type, _accel_dtype=dtype)
+def compute_in(formats: Mapping[nn.Module, torch.dtype | None], device_type: str) -> None:
+    """Let units, not sharded yet, compute with parameters in the format of autocast; None leaves one as it is.
+
+    Mutates their modules. Those of one class stay of one class, as `compile_model` and "repeated" expect of blocks.
+    """
+    narrow = {unit: dtype for unit, dtype in formats.items() if dtype is not None}
+    inside = [each for unit in narrow for each in unit.modules()]
+    add_mixin((each for each in inside if isinstance(each, _NORMS) and not isinstance(each, KeepsFormat)), NormInFp32)
+    for dtype in dict.fromkeys(narrow.values()):
+        units = [unit for unit, own in narrow.items() if own is dtype]
+        add_mixin(units, InAutocast, _accel_device_type=device_type, _accel_dtype=dtype)
 
 
 def _is_turned_off() -> bool:

@@ -183,10 +183,11 @@ def drop_apart(model: nn.Module, rules: Mapping[str, Rule], rank: int, device: t
     """Let ranks along tp draw apart where they hold different features or tokens. Mutates the model."""
     streams = Streams(rank, device)
     marks = dropout_marks(model, rules)
-    for path, mark in marks.items():
-        module = model.get_submodule(path)
-        cast(Any, module).accel_streams = streams
-        add_mixin([module], _MIXINS[mark])
+    marked = {path: model.get_submodule(path) for path in marks}
+    for each in marked.values():
+        cast(Any, each).accel_streams = streams
+    for mark, mixin in _MIXINS.items():
+        add_mixin([each for path, each in marked.items() if marks[path] == mark], mixin)
     for path, rule in rules.items():
         if rule.style == "multihead_attention":
             cast(Any, model.get_submodule(path)).accel_streams = streams

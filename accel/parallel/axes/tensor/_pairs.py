@@ -107,15 +107,20 @@ def guard_pairs(model: nn.Module, pairs: Sequence[LinearPair], keys: Mapping[str
     """Let the layers of pairs refuse to run outside of their Sequential, or beside a hook; `keys` are the plan's
     patterns. Mutates the model."""
     way_out = _way_out(keys[path] for pair in pairs for path in pair.ends)
+    wholes: list[nn.Module] = []
+    parts: list[nn.Module] = []
     for sequence in dict.fromkeys(pair.sequence for pair in pairs):
         own = [pair for pair in pairs if pair.sequence == sequence]
         whole: Any = model.get_submodule(sequence)
         whole.accel_pairs = guard = _Guard(sequence, [pair.layers for pair in own], way_out)
-        add_mixin([whole], _Whole)
+        wholes.append(whole)
         for path in (path for pair in own for path in pair.ends):
             part: Any = model.get_submodule(path)
             part.accel_pairs, part.accel_path = guard, path
-            add_mixin([part], _PairPart)
+            parts.append(part)
+    # All at once, so that modules of one class stay of one class, for which torch.compile compiles once.
+    add_mixin(wholes, _Whole)
+    add_mixin(parts, _PairPart)
 
 
 def _way_out(patterns: Iterable[str]) -> str:

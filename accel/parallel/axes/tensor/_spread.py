@@ -14,6 +14,7 @@ from accel.comm import Comm, broadcast_flat, mesh_of_dims
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import did_you_mean
+from accel.mixins import Mixin
 from accel.parallel._compile import add_within
 from accel.parallel._empty import values_or_room
 from accel.parallel._labels import heir_of, label_parameters, replace_parameter
@@ -264,7 +265,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
                 made[id(whole)] = _divided(mesh, whole, values, rule.dims.get(name))
                 replace_parameter(f"{path}.{name}" if path else name, whole, made[id(whole)])
             module.register_parameter(name, made[id(whole)])
-        _install(module, rule, mesh)
+    _install(inner, rules, mesh)
     drop_apart(inner, rules, mesh.get_local_rank(), ctx.device)
     guard_pairs(inner, pairs, patterns_of(pairs, styles))
     for module in inner.modules():
@@ -299,11 +300,17 @@ def _divided(mesh: DeviceMesh, whole: nn.Parameter, values: torch.Tensor, dim: i
     return nn.Parameter(stored, whole.requires_grad)
 
 
-def _install(module: nn.Module, rule: Rule, mesh: DeviceMesh) -> None:
-    for name, value in rule.attributes.items():
-        setattr(module, name, value)
-    cast(Any, module).accel_layer = Layer(rule, mesh)
-    add_within([module], mixin_for(rule) or Attention)
+def _install(model: nn.Module, rules: Mapping[str, Rule], mesh: DeviceMesh) -> None:
+    """Let modules compute by their rules; those of one class stay of one class, for torch.compile to compile once."""
+    modules: dict[type[Mixin], list[nn.Module]] = {}
+    for path, rule in rules.items():
+        module = model.get_submodule(path)
+        for name, value in rule.attributes.items():
+            setattr(module, name, value)
+        cast(Any, module).accel_layer = Layer(rule, mesh)
+        modules.setdefault(mixin_for(rule) or Attention, []).append(module)
+    for mixin, own in modules.items():
+        add_within(own, mixin)
 
 
 def _styles(model: nn.Module, options: TensorOptions) -> Mapping[str, TensorStyle]:

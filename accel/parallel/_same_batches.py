@@ -171,7 +171,9 @@ def _of_leaf(path: str, leaf: object) -> _Known:
     if not isinstance(leaf, torch.Tensor):
         exact = isinstance(leaf, bool | int | str | bytes)
         return _Known(f"{path} {type(leaf).__name__}", repr(leaf).encode() if exact else b"")
-    text = f"{path} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+    # a ragged dimension of a nested tensor has a number of its process
+    sizes = ", ".join(str(size) if type(size) is int else "*" for size in cast("Sequence[object]", leaf.shape))
+    text = f"{path} {str(leaf.dtype).removeprefix('torch.')} [{sizes}]"
     plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided and not leaf.is_meta
     if not plain or leaf.is_quantized:
         return _Known(text)
@@ -182,7 +184,7 @@ def _of_leaf(path: str, leaf: object) -> _Known:
 
 def _figures(tensor: torch.Tensor) -> tuple[float, ...]:
     """Return the figures of a floating-point tensor, in one wait for its device."""
-    flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
+    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
     if flat.itemsize == 1:  # torch has no sum of them
         flat = flat.float()
     wide = wide_dtype(flat.device)

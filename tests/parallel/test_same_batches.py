@@ -153,6 +153,8 @@ def _own_objects(ctx: accel.DistContext) -> None:
         {"a": float(ctx.rank)},
         torch.tensor([torch.nan, torch.inf]),
         torch.randn(3, 2).to_sparse(),
+        torch.nested.nested_tensor([X, X[:1]], layout=torch.jagged),
+        torch.complex(X, X).conj(),
     ):
         model = copy.deepcopy(model)
         _ = model(X, scale)

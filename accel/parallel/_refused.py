@@ -86,6 +86,7 @@ def check_unallocated(ctx: DistContext) -> None:
 _WRAPPERS = frozenset(
     {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "ShardedDataParallel", "DeepSpeedEngine"}
 )
+_COMPOSED = "torch.distributed._composable.replicate"  # DDP as a class put before the module's
 _FABRIC = "_FabricModule"
 _REPLACED = ("_original_forward", "forward")  # attributes of a model whose forward Accelerate has replaced
 
@@ -104,8 +105,8 @@ def check_bare(model: nn.Module) -> None:
                 fix="Pass the model before it is wrapped"
                 + ("." if fabric else ", or accelerator.unwrap_model(model, keep_fp32_wrapper=False)."),
             )
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        if kinds & _WRAPPERS:
+        kinds = type(module).__mro__
+        if any(kind.__name__ in _WRAPPERS or kind.__module__ == _COMPOSED for kind in kinds):
             raise PrepareError(
                 "the model holds a module that is wrapped already, so gradients would be exchanged twice",
                 expected="a model without a wrapper inside",

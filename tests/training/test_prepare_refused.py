@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -53,10 +54,11 @@ def _wrapped(ctx: accel.DistContext) -> dict[str, nn.Module]:
         "the model": Elsewhere.DistributedDataParallel(nn.Linear(1, 1)),
         "1.body": nn.Sequential(nn.Linear(1, 1), nn.ModuleDict({"body": ddp()})),
         "0": nn.Sequential(accel.prepare_model(ctx, nn.Linear(1, 1))),
+        "2": nn.Sequential(nn.Linear(1, 1), nn.Tanh(), replicate(nn.Linear(1, 1), process_group=ctx.comm.group)),
     }
 
 
-@pytest.mark.parametrize("place", ["_forward_module", "the model", "1.body", "0"])
+@pytest.mark.parametrize("place", ["_forward_module", "the model", "1.body", "0", "2"])
 def test_a_model_that_holds_a_wrapped_module_is_refused_on_every_rank(ranks, place):
     def rank(ctx: accel.DistContext) -> bool:
         model: Any = _wrapped(ctx)[place]
@@ -64,7 +66,7 @@ def test_a_model_that_holds_a_wrapped_module_is_refused_on_every_rank(ranks, pla
             with pytest.raises(PrepareError, match="exchanged twice") as caught:
                 prepare(ctx, model)
             assert caught.value.where.endswith(f"prepare_model, {place}")
-            assert "DistributedDataParallel" in caught.value.got or "Replica" in caught.value.got
+            assert any(each in caught.value.got for each in ("DistributedDataParallel", "Replica", "DDPLinear"))
         return True
 
     assert ranks.run(rank, 2) == [True, True]

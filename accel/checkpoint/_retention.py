@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Set
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import msgspec
 
@@ -82,7 +82,7 @@ def check_metrics(metrics: Mapping[str, float] | None, keep: Keep | None) -> dic
     them."""
     where = "save_state, metrics="
     for name, value in (metrics or {}).items():
-        if not _is_comparable(value):
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise ConfigError(
                 f"the metric {name!r} cannot be compared",
                 expected="a finite number",
@@ -241,10 +241,6 @@ def sweep_objects(folder: Place, mark: str = "") -> None:
 def warn(text: str, *values: object) -> None:
     """Log a warning of `accel.checkpoint`."""
     logging.getLogger("accel.checkpoint").warning(text, *values)
-
-
-def _is_comparable(value: object) -> bool:
-    return type(value) in (int, float) and abs(cast(float, value)) <= sys.float_info.max
 
 
 class FoundCheckpoint(msgspec.Struct, frozen=True):

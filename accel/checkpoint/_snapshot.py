@@ -278,7 +278,7 @@ def take_snapshot(
         logging.getLogger("accel.checkpoint").warning(text, differing[0], more, step)
     sizes, holders = _holders(tensors, held, offer.shared - set(differing))
     loose = {each.name for said in ranks for each in said.own if not each.exact}
-    files = [_file_name(each, len(ranks), ranks[0].mark) for each in range(len(ranks))]
+    files = [f"tensors-{each:05d}-of-{len(ranks):05d}{ranks[0].mark}.safetensors" for each in range(len(ranks))]
     plan = agreed.divide(Boxes(sizes, holders, partial(_readers, tensors, held, loose)), files)
     return Snapshot(
         file=files[rank],
@@ -414,7 +414,3 @@ def _stack(rows: Sequence[bytes], sizes: Sequence[int]) -> torch.Tensor:
         return torch.empty(len(sizes), width + 4, dtype=torch.uint8, device="meta")
     padded = b"".join(len(row).to_bytes(4, "little") + row.ljust(width, b"\0") for row in rows)
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(len(rows), width + 4)
-
-
-def _file_name(rank: int, world_size: int, mark: str) -> str:
-    return f"tensors-{rank:05d}-of-{world_size:05d}{mark}.safetensors"

@@ -15,7 +15,6 @@ from torch import nn
 from accel.checkpoint._encoding import Kept, encode
 from accel.checkpoint._live_tensors import check_tensor
 from accel.checkpoint._manifest import Item, TensorEntry, has_records
-from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
 from accel.items._bases import BASE, compare_base, join_bases
 from accel.items._source import (
@@ -331,10 +330,6 @@ def _type_of(live: nn.Module) -> str:
     return type(unwrap_model(live)).__qualname__
 
 
-def _is_staged(_: DistContext, live: nn.Module) -> bool:
-    return is_divided(live)
-
-
 def _join(name: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join extra state, and the digests of frozen parameters."""
     joined = join_fields(name, ranks)
@@ -350,7 +345,7 @@ MODULE = ItemHandler(
     fits=lambda _live, _stored: True,  # a module is its tensors
     join=_join,
     is_part=True,
-    is_staged=_is_staged,
+    is_staged=lambda _, live: is_divided(live),
     drop_gradients=clear_gradients,
     loads_partly=True,
 )

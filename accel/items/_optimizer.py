@@ -14,7 +14,6 @@ import torch
 from accel.checkpoint._encoding import Kept, Making, decode, encode
 from accel.checkpoint._live_tensors import memory_id
 from accel.checkpoint._manifest import Item, has_records, is_object, tensors_in
-from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.items import _packed_state
 from accel.items._packed_state import is_zero, local_optimizer
@@ -352,11 +351,6 @@ def _fits(live: str, stored: str) -> bool:
     return live == stored or stored in ("AcceleratedOptimizer", "_FabricOptimizer") or stored.startswith("Fabric")
 
 
-def _is_staged(ctx: DistContext, _: torch.optim.Optimizer) -> bool:
-    """Return whether the mesh has a pipeline, which divides all its optimizers."""
-    return ctx.axis("pp").size > 1
-
-
 def _join(name: str, ranks: Sequence[Any]) -> Any:
     """Join the state of a divided optimizer. Where several ranks hold a value, the lowest rank wins."""
     values = [msgspec.convert(value, OptimizerValue) for value in ranks]
@@ -389,7 +383,7 @@ OPTIMIZER = ItemHandler(
     fits=_fits,
     join=_join,
     is_part=True,
-    is_staged=_is_staged,
+    is_staged=lambda ctx, _: ctx.axis("pp").size > 1,  # a pipeline divides all optimizers of its mesh
     is_divided=is_zero,
     drop_gradients=lambda live: clear_parameters(parameters_of([live])),
 )

@@ -17,8 +17,10 @@ from hypothesis import given, strategies as st
 
 import accel
 from accel.checkpoint._hosts import places_seen_from, plan_host_writes
+from accel.checkpoint._manifest import manifest_of
 from accel.checkpoint._plan import Box
 from accel.errors import CheckpointError, CollectiveMismatch, ConfigError
+from accel.storage import as_place
 from accel.testing import WriteFault
 
 FSDP: Layout = ("fsdp", (4,))
@@ -102,7 +104,7 @@ def test_each_host_loads_from_its_own_folder(ranks: Any, tmp_path: Path, layout:
         assert equal(loaded, saved[0])
     whole = layout != FSDP
     for host in (0, 1):
-        shown = accel.checkpoint.manifest_of(accel.storage.as_place(tmp_path / f"host-{host}/run/step-00000001"))
+        shown = manifest_of(as_place(tmp_path / f"host-{host}/run/step-00000001"))
         assert (not shown.elsewhere) == whole, "a host holds what its ranks hold, and no more"
     if whole:  # then any number of ranks loads it
         model, optimizer = build(PLAIN, seed=7)

@@ -16,6 +16,7 @@ from torch import nn
 import accel
 from accel.checkpoint._manifest import Item
 from accel.items import _kinds
+from accel.items._kinds import kind_of
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad
 from accel.testing import simulate
 
@@ -131,4 +132,4 @@ def test_a_class_is_no_object_with_its_methods() -> None:
         Point,
         accel.items.Folder,
     ):
-        assert accel.items.kind_of(kind) == "value", kind
+        assert kind_of(kind) == "value", kind

@@ -46,15 +46,7 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
 def without_base(
     name: str, parameters: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str | Sums]]:
-    """Return the trainable parameters of a module, and a digest of each frozen one; of sharded ones sums.
-
-    Args:
-        name: the item's, for errors.
-        parameters: by name.
-
-    Raises:
-        ConfigError: no parameter trains.
-    """
+    """Return the trainable parameters of a module, and a digest of each frozen one; sums of sharded ones."""
     trained = {key: each for key, each in parameters.items() if each.requires_grad}
     if not trained:
         fix = "Let some parameter have requires_grad=True before the save."
@@ -66,15 +58,8 @@ def without_base(
 def compare_base(
     name: str, parameters: Mapping[str, torch.Tensor], stored: object, problems: Problems
 ) -> tuple[frozenset[str], dict[str, tuple[str, Sums]]]:
-    """Compare frozen parameters with the digests of a checkpoint.
-
-    Returns:
-        The names of frozen parameters; for sharded ones, by full name, the stored digest and this rank's sums, for
-        `differing_bases`.
-
-    Raises:
-        CheckpointError: not a stored digest.
-    """
+    """Compare frozen parameters with stored digests; return their names and, of sharded ones by full name, the stored
+    digest with this rank's sums, for `differing_bases`."""
     shown = repr(stored)[:80]
     digests: dict[str, Any] = stored if is_object(stored) else {"": None}
     if not all(isinstance(each, str) for each in digests.values()):
@@ -107,15 +92,7 @@ def differing_bases(stored: Mapping[str, str], ranks: Sequence[Mapping[str, Sums
 
 
 def join_bases(name: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the digests of frozen parameters from the digests and sums of all ranks.
-
-    Args:
-        name: the item's, for errors.
-        ranks: a digest or encoded sums of each parameter, by rank.
-
-    Raises:
-        CheckpointError: the ranks' pieces do not tile a parameter.
-    """
+    """Return the digests of frozen parameters from the digests and encoded sums of all ranks."""
     found: dict[str, str] = {}
     for key, first in ranks[0].items():
         sums = [each[key] for each in ranks if key in each]

@@ -59,14 +59,8 @@ _TYPE = Folder.__qualname__  # which no other value has
 
 
 def _capture(name: str, live: Folder, to: Captured) -> Item:
-    """Return a folder's entry in a checkpoint. Runs its `save`; communicates where that does.
-
-    The bytes of its files are mapped, from files that have no name any more.
-
-    Raises:
-        ConfigError: it has no `save`.
-        CheckpointError: a file cannot be stored, or the disk failed.
-    """
+    """Return a folder's entry in a checkpoint. Runs its `save`, and communicates where that does. The bytes of its
+    files are mapped, from files that have no name any more."""
     if live.save is None:
         raise ConfigError("a Folder without save", where=f"item {name}", fix="Pass accel.items.Folder(save=...).")
     value = dict[str, object]()
@@ -149,11 +143,8 @@ def _scratch(live: Folder) -> Generator[Path]:
 
 
 def _files_in(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
-    """Yield the files in a folder and those inside, with their paths from it.
-
-    Raises:
-        CheckpointError: a link, another thing that is no file, or a name that no manifest holds.
-    """
+    """Yield the files in a folder and those inside, with their paths from it; raises for a link, or another thing that
+    no manifest holds."""
     for found in folder.rglob("*"):
         path = found.relative_to(folder).as_posix()
         kind = found.lstat().st_mode

@@ -102,11 +102,7 @@ def check_mapping(items: object, where: str) -> None:
 
 
 def check_items(items: Mapping[str, object], where: str) -> None:
-    """Raise unless there are items, named by identifiers.
-
-    Raises:
-        ConfigError: no items, something else than items by name, or a name that is no identifier.
-    """
+    """Raise `ConfigError` unless there are items, named by identifiers."""
     check_mapping(items, where)
     if not items:
         raise ConfigError("nothing to checkpoint", expected="at least one item", got="none", where=where)
@@ -118,11 +114,7 @@ def check_items(items: Mapping[str, object], where: str) -> None:
 
 
 def without_parts(items: Mapping[str, object]) -> dict[str, object]:
-    """Return items without their `Part`s and `TrainableOnly`s, by what these hold.
-
-    Raises:
-        ConfigError: a `Part` of something without a state, or a `TrainableOnly` of no module.
-    """
+    """Return items with each `Part` and `TrainableOnly` replaced by its own item."""
     found: dict[str, object] = {}
     for name, item in items.items():
         held = item.item if isinstance(item, Part) else item.model if isinstance(item, TrainableOnly) else item

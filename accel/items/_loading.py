@@ -157,10 +157,8 @@ def load_newest(
     site: str,
     verb: str = "load_state",
 ) -> Loaded | None:
-    """Load as `load_state`, into items that may depend on the manifest; None where there is no checkpoint.
-
-    Every rank calls `items_for` with the agreed manifest, and again if another checkpoint takes its place.
-    """
+    """Load as `load_state`, into items that may depend on the manifest; None where there is no checkpoint. Every rank
+    calls `items_for` with the agreed manifest, and again if another checkpoint takes its place."""
     folder, error = as_place(""), None
     try:
         folder = as_place(path)
@@ -214,10 +212,8 @@ class _Loading:
         self._matching: Matching | None = None
 
     def compare(self, items_for: Callable[[Manifest], Mapping[str, object]]) -> str:
-        """Compare items with the manifest, and open the files that this rank reads. Changes nothing.
-
-        Returns the damage, the same on every rank, if another checkpoint may take this one's place; "" for none.
-        """
+        """Compare items with the manifest, and open the files that this rank reads. Changes nothing. Returns the damage,
+        the same on every rank, if another checkpoint may take this one's place; "" for none."""
 
         def match() -> _Wish:
             saved = self._held.opened

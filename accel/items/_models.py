@@ -56,17 +56,8 @@ class StoredTensors:
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], whole: Callable[[str], torch.Tensor], rename: Sequence[Recipe]
     ) -> None:
-        """Plan by names and shapes alone.
-
-        Args:
-            tensors: the model's tensors by name.
-            whole: returns one of them whole; a collective, which every rank calls alike.
-            rename: recipes from stored tensors to the model's.
-
-        Raises:
-            CheckpointError: a recipe does not fit the model.
-            ConfigError: `rename` is no sequence of recipes.
-        """
+        """Plan by names and shapes alone; `whole` returns one of the model's tensors whole, a collective that every
+        rank calls alike."""
         check_recipes(rename, "a sequence of accel.checkpoint.Recipe, which lead in both directions")
         model: dict[str, Strided] = {}
         for name, tensor in tensors.items():
@@ -215,11 +206,7 @@ def save(ctx: DistContext, tensors: Mapping[str, torch.Tensor] | None, path: str
 
 
 def _plan(ctx: DistContext, own: Mapping[str, torch.Tensor], stages: StagedTensors | None, limit: int) -> _Weights:
-    """List what is written of a model, and in which files.
-
-    Raises:
-        CheckpointError: a tensor cannot be stored.
-    """
+    """List what is written of a model, and in which files."""
     live = own if stages is None else stages.facts
     if not live:
         raise CheckpointError("a model without tensors", where="save_model")
@@ -276,11 +263,7 @@ def _write(ctx: DistContext, stage: Path, weights: _Weights, *, writers: int) ->
 
 @contextlib.contextmanager
 def _stage(ctx: DistContext, target: Path, name: str, site: str) -> Generator[Path]:
-    """Hold a folder beside the target in which all ranks write, and the lock of the folder both are in. A collective.
-
-    Raises:
-        CheckpointError: another process is saving there, or the disk failed; on every rank.
-    """
+    """Hold a folder beside the target in which all ranks write, and the lock of their common folder. A collective."""
     parent = target.parent
     with contextlib.ExitStack() as held:
 

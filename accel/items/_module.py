@@ -41,15 +41,7 @@ T = TypeVar("T")
 
 
 def transformed_names(entries: Mapping[str, TensorEntry], transform: LoadTransform) -> dict[str, str]:
-    """Return the names to load the tensors of modules by, each with its name in the file.
-
-    Args:
-        entries: the checkpoint's tensors of modules, aliases included.
-        transform: the user's transform.
-
-    Raises:
-        ConfigError: the result is no dict of the function's arguments by name.
-    """
+    """Return the names to load the tensors of modules by, aliases included, each with its name in the file."""
     given = {name: Stored(name, each.dtype, each.shape) for name, each in entries.items()}
     found = _checked(transform(given), Stored, "load_state")
     for name, stored in found.items():
@@ -61,17 +53,7 @@ def transformed_names(entries: Mapping[str, TensorEntry], transform: LoadTransfo
 def transformed_tensors(
     tensors: Mapping[str, torch.Tensor], modules: Iterable[str], transform: SaveTransform
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors to save of modules, by name.
-
-    Args:
-        tensors: tensors of modules, by name.
-        modules: names of items.
-        transform: the user's transform.
-
-    Raises:
-        CheckpointError: a tensor cannot be stored.
-        ConfigError: the result is no dict of tensors by names that begin with a module's.
-    """
+    """Return the tensors to save of modules, by name; each name must begin with a module's."""
     found = _checked(transform(tensors), torch.Tensor, "save_state")
     for name, tensor in found.items():
         if not name.startswith(tuple(f"{item}." for item in modules)):
@@ -102,13 +84,7 @@ def _refusal(caller: str, got: str) -> ConfigError:
 
 
 def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> Change | None:
-    """Return the change of a live tensor to a value; None if elements with shared memory would differ.
-
-    Args:
-        where: name of the tensor.
-        live: the tensor.
-        value: value of the same shape.
-    """
+    """Return the change of a live tensor to a value; None if elements with shared memory would differ."""
     reach = sum(stride * (size - 1) for stride, size in zip(live.stride(), live.shape, strict=True))
     memory = live.detach().as_strided((reach + 1,), (1,))
     before = memory.clone()
@@ -131,15 +107,8 @@ def module_states(items: Mapping[str, object]) -> dict[str, ModuleState]:
 
 
 def module_state(module: nn.Module, item: str) -> ModuleState:
-    """List a module's parameters, persistent buffers and extra state; wrappers leave no trace in the names.
-
-    Args:
-        module: plain module, sharded, or wrapped by DDP or torch.compile, as a whole or in parts.
-        item: name of the item, for errors.
-
-    Raises:
-        CheckpointError: a tensor cannot be stored, or is neither parameter nor buffer.
-    """
+    """List a module's parameters, persistent buffers and extra state; wrappers, of all or of parts, leave no trace in
+    the names."""
     reshard(module)
     live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     parts = part_names(module)
@@ -194,19 +163,8 @@ def clean_name(module: nn.Module, raw: str) -> str:
 def capture_tensors(
     modules: Mapping[str, ModuleState], transform: SaveTransform | None
 ) -> tuple[dict[str, _OfItem], dict[str, _OfItem], dict[int, str]]:
-    """Return the tensors to save of modules: parameters, other tensors, and the parameters' names by `id`.
-
-    Args:
-        modules: states of modules, by item.
-        transform: the user's transform; None for none.
-
-    Returns:
-        Parameters by name, each with its item; other tensors likewise; names.
-
-    Raises:
-        CheckpointError: a tensor cannot be stored.
-        ConfigError: a wrong result of the transform.
-    """
+    """Return the tensors to save of modules by name, each with its item: parameters, and others; and the parameters'
+    names by `id`."""
     named: dict[str, torch.Tensor] = {}
     parameters: set[str] = set()
     once: dict[int, torch.Tensor] = {}  # tied tensors stay one object
@@ -227,11 +185,7 @@ def capture_tensors(
 
 
 def _capture(name: str, live: nn.Module, to: Captured) -> Item:
-    """Return a module's entry in a checkpoint, without its tensors.
-
-    Raises:
-        CheckpointError: an extra state cannot be stored.
-    """
+    """Return a module's entry in a checkpoint, without its tensors."""
     held = to.modules[name].extras
     extras = {key: encode(extra, f"{name}.{key}", to.loose, to.kept) for key, extra in held.items()}
     return Item(kind="module", type=_type_of(live), value=extras)

@@ -101,11 +101,7 @@ def named_parameters(optimizer: torch.optim.Optimizer, names: Names) -> dict[str
 
 
 def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state in torch's form, of all groups and of the parameters that this rank holds.
-
-    Raises:
-        CheckpointError: see `local_optimizer`.
-    """
+    """Return an optimizer's state in torch's form, of all groups and of the parameters that this rank holds."""
     return _packed_state.state_dict(optimizer) if is_zero(optimizer) else optimizer.state_dict()
 
 
@@ -116,18 +112,8 @@ def encode_optimizer(
     tensors: dict[str, torch.Tensor],
     kept: Kept | None = None,
 ) -> OptimizerValue:
-    """Encode an optimizer's state by names of parameters.
-
-    Args:
-        optimizer: the optimizer.
-        item: name of the item, with which the tensors' names begin.
-        names: parameter names by `id` of the parameter; a parameter without one is named by its position.
-        tensors: receives the tensors by name.
-        kept: receives the records by path.
-
-    Raises:
-        CheckpointError: something in the state cannot be stored.
-    """
+    """Encode an optimizer's state by names of parameters, or positions where `names` has none. Tensors and records go
+    to `tensors` and `kept`."""
     listed = named_parameters(optimizer, names)
     packed = _state_of(optimizer, item)
     order = list(listed)
@@ -162,19 +148,7 @@ def decode_optimizer(
     tensors: Mapping[str, torch.Tensor],
     making: Making | None = None,
 ) -> dict[str, Any]:
-    """Return a state dict in torch's form, for a live optimizer that fits.
-
-    Args:
-        optimizer: the live optimizer.
-        stored: entry of a manifest.
-        item: name of the item.
-        names: the live parameters' names by `id`.
-        tensors: tensors of the checkpoint; the optimizer may keep them.
-        making: makes records.
-
-    Raises:
-        CheckpointError: the manifest's entry is no state of an optimizer.
-    """
+    """Return a state dict in torch's form, for a live optimizer that fits and may keep the tensors."""
     listed, where = named_parameters(optimizer, names), f"item {item}"
     state: dict[int, Any] = {}
     for index, name in enumerate(listed):
@@ -216,11 +190,7 @@ _HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_po
 
 
 def _capture(name: str, live: torch.optim.Optimizer, to: Captured) -> Item:
-    """Return an optimizer's entry in a checkpoint.
-
-    Raises:
-        CheckpointError: something in its state cannot be stored.
-    """
+    """Return an optimizer's entry in a checkpoint."""
     value = encode_optimizer(bare_optimizer(live), name, to.names, to.equal, to.kept)
     return Item(kind="optimizer", type=_type_of(live), value=msgspec.to_builtins(value))
 
@@ -392,14 +362,8 @@ OPTIMIZER = ItemHandler(
 def optimizer_change(
     where: str, live: torch.optim.Optimizer, wrapper: torch.optim.Optimizer, state: dict[str, Any]
 ) -> Change:
-    """Return the change that puts another state into an optimizer.
-
-    Args:
-        where: the item, for errors.
-        live: the optimizer without wrappers.
-        wrapper: the optimizer that was passed.
-        state: the new state, in torch's form.
-    """
+    """Return the change that puts a state in torch's form into an optimizer; `live` is the one inside of the passed
+    `wrapper`."""
     both = {id(each): each for each in (live, local_optimizer(live))}.values()
     before = [(each, {"state": each.state, "param_groups": each.param_groups}) for each in both]
 
@@ -442,11 +406,8 @@ def _follow(wrapper: object) -> None:
 def _loadable_in_place(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return live state tensors to copy into, by the names of stored tensors.
-
-    The optimizer loads them as its new state, and their contents are read at the end. So none are returned for an
-    optimizer with its own code to load, which might read them.
-    """
+    """Return live state tensors to copy into, by the names of stored tensors. They are loaded as the new state before
+    their contents are read, so there are none for an optimizer with its own code to load."""
     if not _keeps_what_it_is_given(optimizer):
         return {}
     slots = [slot for held in optimizer.state.values() for slot in held.values() if isinstance(slot, torch.Tensor)]

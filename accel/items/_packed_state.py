@@ -30,30 +30,13 @@ _FLAT = ("codes", "scale")  # parts with an element for each element or block of
 
 
 def take_apart(entries: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return a parameter's state with each packed tensor as a dict of its parts. No communication.
-
-    Args:
-        entries: state by name.
-        path: path of the state, for errors.
-
-    Raises:
-        CheckpointError: a packed tensor is sharded in another way than by equal numbers of rows.
-    """
+    """Return a parameter's state with each packed tensor as a dict of its parts. No communication."""
     return {key: _parts(value, f"{path}.{key}") if _is_packed(value) else value for key, value in entries.items()}
 
 
 def put_together(entries: Mapping[str, Any], parameter: torch.Tensor, path: str) -> dict[str, Any]:
-    """Return a parameter's state with packed tensors made of their parts. No communication.
-
-    Args:
-        entries: state by name, of `take_apart`.
-        parameter: the live parameter, which determines this rank's part of a sharded state.
-        path: path of the state, for errors.
-
-    Raises:
-        CheckpointError: the blocks are divided between ranks.
-        MissingExtraError: torchao is missing.
-    """
+    """Return a parameter's state with packed tensors made of their parts, this rank's share as the live parameter has
+    it. No communication."""
     return {
         key: _made(cast("dict[str, Any]", value), parameter, f"{path}.{key}") if is_parts(value) else value
         for key, value in entries.items()
@@ -91,11 +74,8 @@ def _spread(part: torch.Tensor, whole: Any, path: str) -> torch.Tensor:
 
 
 def _row_ranks(whole: Any, path: str) -> int:
-    """Return the number of ranks that share the rows of a DTensor.
-
-    Raises:
-        CheckpointError: it is sharded in another way, or unevenly.
-    """
+    """Return the number of ranks that share the rows of a DTensor; raises where they do so unevenly, or in another
+    way."""
     shares = [whole.device_mesh.size(at) for at, each in enumerate(whole.placements) if each.is_shard()]
     by_rows = all(each.is_replicate() or each.is_shard(0) for each in whole.placements)
     ranks = shares[0] if shares else 1
@@ -175,12 +155,8 @@ def is_zero(optimizer: object) -> TypeGuard[ZeroRedundancyOptimizer]:
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer with the state: inside a `ZeroRedundancyOptimizer` this rank's, else the optimizer itself.
-
-    Raises:
-        CheckpointError: a `ZeroRedundancyOptimizer` with `overlap_with_ddp`, which divides parameters at the first
-            step.
-    """
+    """Return the optimizer with the state: inside a `ZeroRedundancyOptimizer` this rank's, else the optimizer
+    itself."""
     if not is_zero(optimizer):
         return optimizer
     if optimizer._overlap_with_ddp:
@@ -192,11 +168,7 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state in torch's form, of all groups and of this rank's parameters.
-
-    Raises:
-        CheckpointError: see `local_optimizer`.
-    """
+    """Return the state in torch's form, of all groups and of this rank's parameters."""
     local = local_optimizer(optimizer)
     packed = local.state_dict()
     place = _places(optimizer)

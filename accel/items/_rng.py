@@ -54,15 +54,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def capture_row(ctx: DistContext, records: Mapping[str, object]) -> bytes:
-    """Return this rank's row: its streams, and its parts of records.
-
-    Args:
-        ctx: the context.
-        records: all records in the items, by path.
-
-    Raises:
-        CheckpointError: something cannot be stored, named by its path.
-    """
+    """Return this rank's row: its streams, and its parts of the records in the items, by path."""
     parts: dict[str, _RankPart] = {}
     for path, record in records.items():
         part = record.rank_part() if isinstance(record, DiffersByRank) and not isinstance(record, type) else None
@@ -74,16 +66,8 @@ def capture_row(ctx: DistContext, records: Mapping[str, object]) -> bytes:
 
 
 def wanted_rows(ctx: DistContext, saved: Saved, *, joins: bool) -> tuple[str, Box] | None:
-    """Return the position of the rows that this rank reads; None for none.
-
-    Args:
-        ctx: the context.
-        saved: the checkpoint. With as many ranks, each reads its own row.
-        joins: whether another number of ranks takes parts of records together; rank 0 then reads all rows.
-
-    Raises:
-        CheckpointError: the checkpoint has no rows.
-    """
+    """Return the position of the rows that this rank reads: its own or, where another number of ranks `joins` its
+    parts, all on rank 0; None for none."""
     entry, world = saved.entries.get(RANKS), saved.manifest.world_size
     if entry is None or entry.dtype != "uint8" or len(entry.shape) != 2 or entry.shape[0] != world:
         raise CheckpointError("no row of random streams for each rank", where=f"{saved.path}, tensor {RANKS}")
@@ -99,31 +83,13 @@ def joins_ranks(item: Item, classes: Classes) -> bool:
 
 
 def read_rows(saved: Saved, part: tuple[str, Box] | None) -> list[Row]:
-    """Return rows of ranks, in their order.
-
-    Args:
-        saved: the checkpoint.
-        part: position from `wanted_rows`.
-
-    Raises:
-        CheckpointError: not rows.
-    """
+    """Return rows of ranks, in their order, at a position from `wanted_rows`."""
     return [] if part is None else [_decoded(saved, row) for row in saved.read(*part)]
 
 
 def with_parts(value: object, path: str, live: object, rows: Sequence[Row], *, same_ranks: bool) -> object:
-    """Return a loaded record with its ranks' parts; others unchanged.
-
-    Args:
-        value: the record, of what is common to all ranks.
-        path: its path.
-        live: the live value at its place; None without one.
-        rows: from `read_rows`.
-        same_ranks: whether the run had as many ranks, so that the row is this rank's own.
-
-    Raises:
-        CheckpointError: a part does not fit, or the live record's declaration contradicts the stored one.
-    """
+    """Return a loaded record with its ranks' parts; other values as they are. `same_ranks`: the run had as many ranks,
+    so that the row is this rank's own."""
     joins = isinstance(value, JoinsRanks)
     with _stored_part(f"item {path}"):
         if joins and type(live) is type(value):
@@ -146,11 +112,7 @@ def _stored_part(where: str) -> Generator[None]:
 
 
 def rehearse_rng(ctx: DistContext, saved: Saved, row: Row | None) -> RngState | None:
-    """Return this rank's stored streams, None if they are those of another set-up.
-
-    Raises:
-        CheckpointError: not states of streams.
-    """
+    """Return this rank's stored streams, None if they are those of another set-up; raises if they cannot be set."""
     if row is None:
         return None
     state, where = row.rng, f"{saved.path}, tensor {RANKS}"

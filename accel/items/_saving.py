@@ -47,15 +47,8 @@ def own_values(content: Content, divided: Iterable[str]) -> bytes:
 
 
 def join_values(mine: Mapping[str, Item], said: Sequence[bytes]) -> Mapping[str, Item]:
-    """Return a checkpoint's items, with the values of divided ones joined over ranks.
-
-    Args:
-        mine: items of this rank.
-        said: results of `own_values`, by rank.
-
-    Raises:
-        CheckpointError: the parts do not fit together; the same on every rank.
-    """
+    """Return a checkpoint's items, with the values of divided ones joined over ranks; `said` has `own_values` by
+    rank."""
     ranks = [msgspec.msgpack.decode(each, type=dict[str, Any]) if each else {} for each in said]
     items = dict(mine)
     for name in sorted(set[str]().union(*ranks)):
@@ -220,12 +213,7 @@ def save_state(
 
 
 def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransform | None = None) -> Content:
-    """Return this rank's content of a checkpoint. Nothing is copied; no communication, save that of `Folder.save`.
-
-    Raises:
-        CheckpointError: something cannot be stored, named by its path.
-        ConfigError: a record cannot be saved now, or a wrong result of the transform.
-    """
+    """Return this rank's content of a checkpoint. Nothing is copied; no communication, save that of `Folder.save`."""
     shared: dict[str, torch.Tensor] = {}
     main: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
@@ -261,14 +249,7 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
 
 
 def _check_records(kept: Kept) -> None:
-    """Check that every record can be saved now.
-
-    Args:
-        kept: the records, by path.
-
-    Raises:
-        ConfigError: a record refuses; `where` is its path.
-    """
+    """Check that every record can be saved now; the error of one that refuses names its path."""
     for path, record in kept.items():
         if isinstance(record, CheckedBeforeSave):
             try:
@@ -279,13 +260,8 @@ def _check_records(kept: Kept) -> None:
 
 
 def check_finite(content: Content) -> None:
-    """Raise unless the content is finite. No communication; one pass over the tensors.
-
-    Parameters and optimizer state must be finite. Other tensors may hold -inf, as attention masks do.
-
-    Raises:
-        NonFiniteError: tensors are not finite; they are named.
-    """
+    """Raise `NonFiniteError` unless the content is finite: one pass, no communication. Parameters and optimizer state
+    must be; other tensors may hold -inf, as attention masks do."""
     strict = {**content.shared, **content.own}
     bad = sorted([*_nonfinite(strict, masks=False), *_nonfinite({**content.main, **content.loose}, masks=True)])
     if not bad:

@@ -261,11 +261,7 @@ class CheckpointSource:
         return entry.dtype, entry.shape
 
     def names_in(self, name: str, value: Any) -> set[str]:
-        """Return the tensors that an item's value refers to.
-
-        Raises:
-            CheckpointError: the value refers to tensors of others.
-        """
+        """Return the tensors that an item's value refers to; raises if it refers to those of others."""
         found = tensors_in(value)
         for key in found:
             if key not in self.saved.entries or not belongs(key, {name}):
@@ -315,11 +311,7 @@ class CheckpointSource:
         return decode(value, f"item {path}", self.tensors(path, value, live), path, self.making(kept))
 
     def making(self, kept: Kept) -> Making:
-        """Return the maker of records: in classes of live ones, with this rank's parts.
-
-        Args:
-            kept: live records of an item, by path.
-        """
+        """Return the maker of records: in classes of live ones, which `kept` has by path, with this rank's parts."""
         return Making(
             kept=kept,
             classes={**self.classes, **named_classes(map(type, kept.values()))},
@@ -438,11 +430,7 @@ def belongs(key: str, inside: Set[str]) -> bool:
 
 
 def fields_in(value: object, name: str) -> dict[str, Any]:
-    """Return the encoded fields of an item by name.
-
-    Raises:
-        CheckpointError: the value has no fields.
-    """
+    """Return the encoded fields of an item by name."""
     if not isinstance(value, dict):
         raise CheckpointError("not a stored value", got=type(value).__name__, where=f"item {name}")
     return cast("dict[str, Any]", value)

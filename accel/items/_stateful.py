@@ -31,11 +31,7 @@ class Stateful(Protocol):
 
 
 def _capture(name: str, live: Stateful, to: Captured) -> Item:
-    """Return an object's entry in a checkpoint.
-
-    Raises:
-        CheckpointError: a value in its state cannot be stored.
-    """
+    """Return an object's entry in a checkpoint."""
     return Item("stateful", _type_of(live), encode(live.state_dict(), name, to.loose, to.kept))
 
 

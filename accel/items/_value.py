@@ -84,12 +84,7 @@ class ValueLoad(ItemLoad):
         return value
 
     def _make_record(self) -> object:
-        """Make a record that is an item.
-
-        Raises:
-            MisfitError: the live record's class refuses the fields.
-            CheckpointError: not a stored record.
-        """
+        """Make a record that is an item; raises `MisfitError` if the live record's class refuses the fields."""
         name = self.name
         stored = fields_in(self.item.value, self.name)
         tag = record_tag(self.live)

@@ -52,12 +52,7 @@ class StagedTensors:
         self.aliases: dict[str, str] = {}
 
     def whole(self, name: str, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return a tensor whole. A collective along the pipeline, and of the mesh of a DTensor.
-
-        Args:
-            name: one of `facts`.
-            own: tensors of this rank.
-        """
+        """Return a tensor of `facts` whole. A collective along the pipeline, and of the mesh of a DTensor."""
         fact = self.facts[name]
         if self._comm.rank == self._owners[name]:
             found = full_tensor(own[name]).to(self._ctx.device).contiguous()  # one that streams is on the host
@@ -69,13 +64,7 @@ class StagedTensors:
 
 
 def staged_tensors(ctx: DistContext, model: nn.Module, own: Mapping[str, torch.Tensor]) -> StagedTensors | None:
-    """Return the tensors of all stages of a model; None of a model without a pipeline. A collective along it.
-
-    Args:
-        ctx: the context.
-        model: from `prepare_model`.
-        own: tensors of this rank, by name.
-    """
+    """Return the tensors of all stages of a model; None of a model without a pipeline. A collective along it."""
     pipeline = pipeline_of(unwrap_model(model))
     if pipeline is None:
         return None
@@ -160,11 +149,7 @@ def _whole_stages(
 
 
 def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """List a model's parameters and persistent buffers in order, by clean names; sharded ones as they are.
-
-    Raises:
-        CheckpointError: a tensor has no values, or is sparse or quantized; it is named.
-    """
+    """List a model's parameters and persistent buffers in order, by clean names; sharded ones as they are."""
     tensors: dict[str, torch.Tensor] = {}
     for raw, value in state_tensors(model).items():
         name = clean_name(model, raw)

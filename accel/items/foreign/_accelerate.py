@@ -195,11 +195,7 @@ def _loss_scale(path: Path, live: LossScale) -> LossScale:
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """Read a file of torch.save with weights and plain values, and without code.
-
-    Raises:
-        CheckpointError: the file holds something else.
-    """
+    """Read a file of torch.save with weights and plain values, and without code."""
     try:
         state: object = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged or hostile file can raise anything

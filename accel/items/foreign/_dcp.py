@@ -57,13 +57,8 @@ class _StoredBytes:
 
 
 def read_dcp(path: Path) -> dict[str, Any]:
-    """Return the state in a folder of `torch.distributed.checkpoint.save`, with whole tensors.
-
-    The folder's own description, a pickle, is read as data; tensors and values by torch's weights-only loader.
-
-    Raises:
-        CheckpointError: not such a folder, a damaged one, or one with more than weights and plain values.
-    """
+    """Return the state in a folder of `torch.distributed.checkpoint.save`, with whole tensors. Its description, a
+    pickle, is read as data; the rest by torch's weights-only loader."""
     metadata = path / METADATA
     try:
         data = metadata.read_bytes()

@@ -38,15 +38,7 @@ _IGNORED = {"PROTO", "FRAME"}
 
 
 def describe_pickle(data: bytes, where: str) -> Any:
-    """Return the value of a pickle, with `Described` in place of objects.
-
-    Args:
-        data: the pickle, from anywhere.
-        where: its path, for errors.
-
-    Raises:
-        CheckpointError: the pickle is damaged, or not one of plain values.
-    """
+    """Return the value of a pickle, from anywhere, with `Described` in place of objects."""
     machine = _PickleReader()
     try:
         for code, argument, _ in pickletools.genops(data):

@@ -22,7 +22,7 @@ MOST_FILES = {
     "load a run": 29,
 }
 MOST_OF_A_LAUNCH = 24
-MOST_OF_A_DISPATCH = 28
+MOST_OF_A_DISPATCH = 27
 
 
 def benchmark() -> ModuleType:

@@ -100,7 +100,8 @@ def tell_narrow(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
         logging.getLogger("accel.training").warning(
             "the optimizer steps %d parameters in %s, such as %s, and keeps its state so: steps below 1/256 of a "
             "weight are lost. For float32 weights, gathered and computed in 16 bits, load the model in float32 or pass "
-            'precision=accel.precision.Precision(compute="%s", params="fp32"). If 16 bits are meant, pass precision="pure-bf16".',
+            'precision=accel.precision.Precision(compute="%s", params="fp32"). If 16 bits are meant, pass '
+            'precision="pure-bf16".',
             len(found),
             str(found[0].dtype).removeprefix("torch."),
             name_of(found[0]) or f"one of shape {list(found[0].shape)}",

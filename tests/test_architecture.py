@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent / "accel"
 # A line may import only lines above it; neighbours on a line never import each other.
 LAYERS = [
     {"errors", "lazy"},
-    {"brought", "endpoints", "formats", "run_folder", "terminal", "topology", "xla"},
+    {"brought", "endpoints", "formats", "migrate", "run_folder", "terminal", "topology", "xla"},
     {"config", "schedules"},
     {"env"},
     {"devices"},
@@ -49,6 +49,7 @@ TORCH_FREE = {
     "topology",
     "env",
     "launching",
+    "migrate",
     "estimate",
     "report",
     "bigmodel/plan",

@@ -27,6 +27,7 @@ REASONS = {
     "trackers": "snapshots of CUDA's memory, with no GPU",
     "parallel": "plans of sharding without ranks; the list of torch's private names",
     "precision": "fp8 backends that are not installed",
+    "migrate": "the rewriter, which a test hides as if libcst were missing",
     "metrics": "the path for accelerators, run on tensors of the CPU",
     "report": "markup of one element",
     "run_folder": "the rule that hides credentials, text by text",

@@ -14,9 +14,8 @@ from accel.lazy import exports
 
 if TYPE_CHECKING:
     from accel.bigmodel._arguments import available_memory
-    from accel.bigmodel._describe import describe
+    from accel.bigmodel._describe import StoredTensor, WeightSource, describe
     from accel.bigmodel._empty import init_on_device, initialize_weights
-    from accel.bigmodel._source import StoredTensor, WeightSource
     from accel.bigmodel.load import expert_recipes, load_checkpoint_in_model, open_weights
     from accel.bigmodel.plan import DeviceMap, Segment, Skeleton, Weight, check_device_map, explain, pass_seconds
     from accel.bigmodel.run import Dispatched, RunStats, SegmentStats, Swap, swap_models
@@ -49,14 +48,14 @@ __getattr__ = exports(
     __name__,
     {
         "_arguments": ("available_memory",),
-        "_describe": ("describe",),
+        "_describe": (
+            "describe",
+            "StoredTensor",
+            "WeightSource",
+        ),
         "_empty": (
             "init_on_device",
             "initialize_weights",
-        ),
-        "_source": (
-            "StoredTensor",
-            "WeightSource",
         ),
         "load": (
             "expert_recipes",

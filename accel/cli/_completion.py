@@ -79,6 +79,8 @@ def _candidates(done: Sequence[str], part: str) -> list[str]:
         return [] if script else _flags(parser(), own, part)
     if done[0] in ("test", "env"):
         return _flags(import_module(f"accel.cli._{done[0]}").parser(), done[1:], part)
+    if done[0] == "migrate":
+        return _flags(import_module("accel.cli._migrate").parser(), [], part)
     if done[0] in ("estimate", "plan"):
         command = import_module(f"accel.cli._{done[0]}")
         return list(command.NAMES.get(done[-1], ())) or _flags(command.parser(), [], part)

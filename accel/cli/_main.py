@@ -16,11 +16,12 @@ from accel.terminal import show_text
 
 
 class Command(NamedTuple):
-    """A command: its name, its summary, and the module with its `run(words, environ)`."""
+    """A command: its name, its summary, and the module and function that take its words and the environment."""
 
     name: str
     summary: str
     module: str
+    function: str = "run"
 
 
 COMMANDS = (
@@ -30,9 +31,10 @@ COMMANDS = (
     Command("env", "print the facts for a bug report, without secrets", "accel.cli._env"),
     Command("estimate", "estimate the memory that training a model takes", "accel.cli._estimate"),
     Command("plan", "list the meshes on which a model can be trained", "accel.cli._plan"),
-    Command("report", "write one page of a run, or of several side by side", "accel.cli._report"),
-    Command("watch", "follow a run: curves, throughput, ranks, checkpoints", "accel.cli._watch"),
-    Command("profile", "print where the time of each rank went, from traces", "accel.cli._profile"),
+    Command("report", "write one page of a run, or of several side by side", "accel.cli._runs", "run_report"),
+    Command("watch", "follow a run: curves, throughput, ranks, checkpoints", "accel.cli._runs", "run_watch"),
+    Command("profile", "print where the time of each rank went, from traces", "accel.cli._runs", "run_profile"),
+    Command("migrate", "rewrite scripts written for Accelerate", "accel.cli._migrate"),
     Command("completion", "print the completion script of bash, zsh or fish", "accel.cli._completion"),
     Command("checkpoint", "list, check, compare, convert and delete checkpoints", "accel.cli._checkpoint"),
 )
@@ -63,7 +65,7 @@ def _dispatch(words: Sequence[str]) -> int:
         return 0
     for command in COMMANDS:
         if command.name == words[0]:
-            return import_module(command.module).run(words[1:], os.environ)
+            return getattr(import_module(command.module), command.function)(words[1:], os.environ)
     names = ["--help", "--version", *(command.name for command in COMMANDS)]
     raise ConfigError("unknown command", got=repr(words[0]), fix=did_you_mean(words[0], names))
 

@@ -212,8 +212,8 @@ class _Loading:
         self._matching: Matching | None = None
 
     def compare(self, items_for: Callable[[Manifest], Mapping[str, object]]) -> str:
-        """Compare items with the manifest, and open the files that this rank reads. Changes nothing. Returns the damage,
-        the same on every rank, if another checkpoint may take this one's place; "" for none."""
+        """Compare items with the manifest, and open the files that this rank reads. Changes nothing. Returns the
+        damage, the same on every rank, if another checkpoint may take this one's place; "" for none."""
 
         def match() -> _Wish:
             saved = self._held.opened

@@ -7,6 +7,7 @@ float32 copies where there are any (`_masters.py`).
 
 from accel.optim._accumulation import Accumulation as Accumulation, keep_losses as keep_losses
 from accel.optim._gradients import (
+    MASTER as MASTER,
     clamp_ as clamp_,
     elements_of as elements_of,
     first_nonfinite as first_nonfinite,
@@ -14,6 +15,6 @@ from accel.optim._gradients import (
     norms as norms,
     parameters_of as parameters_of,
     scale_ as scale_,
+    step_masters as step_masters,
     total_norm as total_norm,
 )
-from accel.optim._masters import MASTER as MASTER, step_masters as step_masters

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of optimizers: in-place passes over them, and their total norm, plain or sharded.
+"""The gradients of optimizers: in-place passes, their total norm, plain or sharded; steps on master weights.
 
 The passes use torch's private operations over lists of tensors, as torch.optim does: `torch.nn.utils.get_total_norm`
 takes twice as long as `norms` for small models, and no public function multiplies a list by more than 1. A test
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from accel.comm import adopt, all_gather_flat, all_reduce_flat
-from accel.tensors import is_dtensor, is_partial, local_part, local_parts, split_dims, summed
+from accel.tensors import has_wide_gradient, is_dtensor, is_partial, local_part, local_parts, split_dims, summed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -178,3 +178,73 @@ def _combined(parts: Sequence[float], norm_type: float) -> float:
     if norm_type == math.inf or largest == 0.0:
         return largest
     return largest * math.fsum((norm / largest) ** norm_type for norm in parts) ** (1 / norm_type)
+
+
+MASTER = "accel_master"  # name of the copy in a parameter's state
+_SEEN = "accel_seen"  # attribute of a copy: versions of parameter and copy after the latest step
+
+
+class _Pair(NamedTuple):
+    """A parameter, its float32 copy, and its state without the copy."""
+
+    parameter: torch.Tensor
+    master: torch.Tensor
+    state: dict[str, Any]
+
+
+def step_masters(optimizer: Optimizer) -> None:
+    """Step an optimizer on float32 copies of its 16-bit parameters, and round the copies into these. Mutates both.
+
+    A copy begins with the parameter's values, and adopts elements that something else has changed since the latest
+    step, such as a load of the weights; torch does not count changes through `.data`.
+    """
+    stepped = [each for each in parameters_of([optimizer]) if each.grad is not None and has_wide_gradient(each)]
+    pairs = [_pair(each, optimizer.state) for each in stepped]
+    masters = {id(pair.parameter): pair.master for pair in pairs}
+    own = [(group, group["params"]) for group in optimizer.param_groups]
+    try:
+        for group, params in own:
+            group["params"] = [masters.get(id(each), each) for each in params]
+        for parameter, master, state in pairs:
+            if state:  # optimizers begin where there is none
+                optimizer.state[master] = state
+            _ = optimizer.state.pop(parameter, None)
+            master.grad = parameter.grad
+        _ = optimizer.step()
+    finally:
+        for group, params in own:
+            group["params"] = params
+        for parameter, master, state in pairs:
+            master.grad = None
+            optimizer.state[parameter] = {**optimizer.state.pop(master, state), MASTER: master}
+    _round(pairs)
+
+
+def _pair(parameter: torch.Tensor, states: Any) -> _Pair:
+    state: dict[str, Any] = dict(states.get(parameter, {}))
+    master = state.pop(MASTER, None)
+    values = parameter.detach()
+    if not isinstance(master, torch.Tensor) or master.dtype != torch.float32:
+        wide = {key: value.float() for key, value in state.items() if _is_like(value, parameter)}
+        return _Pair(parameter, values.float(), state | wide)
+    if getattr(master, _SEEN, None) != _versions(parameter, master):
+        _ = master.copy_(torch.where(values == master.to(values.dtype), master, values.float()))
+    return _Pair(parameter, master, state)
+
+
+def _is_like(value: object, parameter: torch.Tensor) -> bool:
+    """Return whether a value of a state has its parameter's shape and 16 bits."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dtype == parameter.dtype
+
+
+def _round(pairs: Sequence[_Pair]) -> None:
+    if pairs:
+        parameters = [pair.parameter.detach() for pair in pairs]
+        cast(Any, torch)._foreach_copy_(parameters, [pair.master for pair in pairs])  # of any dtype
+    for parameter, master, _ in pairs:
+        setattr(master, _SEEN, _versions(parameter, master))
+
+
+def _versions(parameter: torch.Tensor, master: torch.Tensor) -> tuple[int, int]:
+    """Return torch's counts of changes in place."""
+    return parameter._version, master._version

@@ -18,8 +18,7 @@ import torch
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.formats import Precision, PrecisionName, precision as precision_of
-from accel.precision._fp8 import fp8_scope
-from accel.precision._support import DTYPES, check_compute
+from accel.precision._fp8 import DTYPES, check_compute, fp8_scope
 
 _backends = cast(Any, torch.backends)
 

@@ -15,8 +15,18 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.formats import Precision
 from accel.mixins import KeepsFormat, Mixin, add_mixin
-from accel.precision._fp8 import check_fp8, convert_layers, fp8_layers, has_qat, qat_layers, round_layers
-from accel.precision._support import DTYPES, check_compute, matched, submodules
+from accel.precision._fp8 import (
+    DTYPES,
+    check_compute,
+    check_fp8,
+    convert_layers,
+    fp8_layers,
+    has_qat,
+    matched,
+    qat_layers,
+    round_layers,
+    submodules,
+)
 from accel.tensors import is_dtensor, is_half
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 import accel
 from accel.config import LaunchConfig, decode, encode
 from accel.engines.deepspeed import DeepSpeed, Offload, RunFacts, _keys, config_of, read_deepspeed, resolve
-from accel.engines.deepspeed._facts import read_facts
+from accel.engines.deepspeed._engine import read_facts
 from accel.engines.deepspeed._record import from_section, from_setting
 from accel.errors import ConfigError
 from accel.formats import precision

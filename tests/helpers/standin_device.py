@@ -66,7 +66,7 @@ def main() -> None:
     from accel.context._make import choose_device
     from accel.env import LaunchEnv
     from accel.errors import DeviceError
-    from accel.precision._support import check_compute
+    from accel.precision._fp8 import check_compute
 
     device = choose_device(None, LaunchEnv(local_rank=1))
     devices.select_device(device)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from accel.bigmodel._arguments import copy_in_range, dtype_of
-from accel.bigmodel._source import StoredTensor
+from accel.bigmodel._describe import StoredTensor
 from accel.checkpoint._plan import Box
 from accel.checkpoint._recipes import Strided, StridedPart, cut, file_order, is_contiguous, runs
 from accel.errors import ConfigError

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from accel.bigmodel._arguments import available_memory, check_model, device_of, dtype_of
-from accel.bigmodel._describe import describe
-from accel.bigmodel._source import WeightSource
+from accel.bigmodel._describe import WeightSource, describe
 from accel.bigmodel.load import Patterns, Rename, load_checkpoint_in_model, open_weights
 from accel.bigmodel.plan import HOST, STORES, DeviceMap, Skeleton, check_map, explain, infer_device_map
 from accel.bigmodel.run._absent import refuse_load

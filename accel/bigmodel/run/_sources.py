@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from accel.bigmodel._arguments import dtype_of
-from accel.bigmodel._source import StoredTensor, WeightSource
+from accel.bigmodel._describe import StoredTensor, WeightSource
 from accel.bigmodel.load import FileWeights, open_weights
 from accel.bigmodel.run._places import has_values
 from accel.bigmodel.run._supplies import Mappable, Task, Watched, stored_as

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel.bigmodel._arguments import copy_in_range, dtype_of, name_of
-from accel.bigmodel._source import StoredTensor, WeightSource
+from accel.bigmodel._describe import StoredTensor, WeightSource
 from accel.bigmodel.plan import STORES, DeviceMap, Segment, Weight
 from accel.bigmodel.run._absent import AbsentTensor
 from accel.bigmodel.run._places import WeightPlace, has_values, held

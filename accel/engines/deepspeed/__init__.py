@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.engines.deepspeed._engine import build_sharded, gathered
-    from accel.engines.deepspeed._facts import config_of
+    from accel.engines.deepspeed._engine import build_sharded, config_of, gathered
     from accel.engines.deepspeed._record import DeepSpeed, Offload, RunFacts, read_deepspeed
     from accel.engines.deepspeed._resolve import resolve
 
@@ -32,11 +31,7 @@ __all__ = [
 __getattr__ = exports(
     __name__,
     {
-        "_engine": (
-            "build_sharded",
-            "gathered",
-        ),
-        "_facts": ("config_of",),
+        "_engine": ("build_sharded", "gathered", "config_of"),
         "_record": (
             "DeepSpeed",
             "Offload",

@@ -5,5 +5,10 @@ Begin with `_checks.py`, the checks and the loop over them; `_outcome.py` has th
 accel.testing.selfcheck` runs it under any launcher; on one rank without.
 """
 
-from accel.testing.selfcheck._checks import CHECKS as CHECKS, Check as Check, run_checks as run_checks
-from accel.testing.selfcheck._outcome import Outcome as Outcome, likely_cause as likely_cause
+from accel.testing.selfcheck._checks import (
+    CHECKS as CHECKS,
+    Check as Check,
+    Outcome as Outcome,
+    likely_cause as likely_cause,
+    run_checks as run_checks,
+)

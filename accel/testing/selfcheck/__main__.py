@@ -10,8 +10,7 @@ import torch
 
 from accel.context import DistContext, session
 from accel.process import print as print_once
-from accel.testing.selfcheck._checks import run_checks
-from accel.testing.selfcheck._outcome import Outcome, write_outcomes
+from accel.testing.selfcheck._checks import Outcome, run_checks, write_outcomes
 
 
 def main() -> None:

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accel migrate`: scripts written for Accelerate, rewritten on accel."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from accel.cli._parser import Parser
+from accel.errors import ConfigError, MissingExtraError
+from accel.migrate import FileResult, find_scripts, launch_files, migrate_file, write
+from accel.terminal import show_text
+
+_USAGE = "accel migrate [--write | --check] PATH [PATH ...]"
+_ABOUT = (
+    "Rewrite scripts and notebooks written for Accelerate, and print the difference. Comments, layout, line ends and "
+    "encoding stay. Status 0: nothing is left to do; 1: notes are left, or --check found something to rewrite; 2: a "
+    "file could not be read, parsed or written."
+)
+
+
+def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Migrate files; return the exit status."""
+    known = parser().read(words)
+    if known.write and known.check:
+        raise ConfigError("two flags that exclude each other", got="--write and --check", fix="Give one of them.")
+    left = failed = False
+    results: list[FileResult] = []
+    for path in find_scripts(known.paths):
+        try:
+            result = migrate_file(path)
+            if known.write and result.changed:
+                kept = write(result)
+                print(show_text(f"{path}: written; the original is {kept}"))
+        except MissingExtraError:
+            raise
+        except ConfigError as error:
+            print(show_text(f"accel: error: {error}"), file=sys.stderr)
+            failed = True
+            continue
+        results.append(result)
+        left = left or bool(result.notes) or (known.check and result.changed)
+        if not known.write:
+            _show(result, check=known.check)
+    _summary(results, known.paths)
+    return 2 if failed else int(left)
+
+
+def _show(result: FileResult, *, check: bool) -> None:
+    if check and result.changed:
+        print(show_text(f"{result.path}: would be rewritten"))
+    elif result.changed:
+        print("\n".join(map(show_text, result.diff().split("\n"))), end="")
+
+
+def _summary(results: Sequence[FileResult], paths: Sequence[str]) -> None:
+    changes = [(result, change) for result in results for change in result.changes]
+    if changes:
+        print("\nChanged in meaning:")
+    for result, change in changes:
+        print(show_text(f"  {result.path}:{change.line}: {change.text}"))
+    notes = [(result, note) for result in results for note in result.notes]
+    if notes:
+        print("\nLeft to you:")
+    for result, note in notes:
+        print(show_text(f"  {result.path}:{note.line}: {note.text}"))
+    touched = sum(result.changed for result in results)
+    print(f"\n{len(results)} files read, {touched} to rewrite, {len(notes)} notes.")
+    for path in launch_files(paths):
+        print(show_text(f"{path} has settings of accelerate launch: accel config import {path}"))
+
+
+def parser() -> Parser:
+    """Return the parser of the command's words."""
+    built = Parser("accel migrate", usage=_USAGE, description=_ABOUT)
+    _ = built.add_argument("paths", nargs="+", metavar="PATH", help="a script, a notebook, or a folder of them")
+    _ = built.add_argument("--write", action="store_true", help="replace the files, and keep each as FILE.orig")
+    _ = built.add_argument("--check", action="store_true", help="name the files that would be rewritten")
+    return built

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands on the folder of a run: `accel report`, `accel watch` and `accel profile`; and how they read it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from accel.checkpoint._retention import survey
+from accel.cli._parser import Parser
+from accel.errors import CheckpointError, ConfigError, MissingExtraError
+from accel.errors._checks import did_you_mean
+from accel.report import RunData, StoredCheckpoint, name_runs, read_data, report_page, state_of
+from accel.report.traces import describe_profile, read_traces
+from accel.report.watch import FollowedRun, status_line
+from accel.run_folder import PROFILE, RUN
+from accel.storage import as_place
+from accel.terminal import show_size
+
+_LARGEST_PROFILE = 64_000_000  # bytes of traces that a report reads; some seconds
+
+
+def read_run_folder(name: str, folder: Path) -> RunData:
+    """Read a run's folder with its checkpoints; raise `ConfigError` if it is missing, unreadable, or not a run's."""
+    check_folder(folder, fix="Name the folder that save_state or tracking got.")
+    try:
+        data = read_data(name, folder, list_checkpoints(folder), _profile(folder))
+    except OSError as error:
+        raise ConfigError("a file of the run cannot be read", got=str(error), where=str(folder)) from error
+    if data.is_empty:
+        raise ConfigError(
+            "the folder holds nothing of a run",
+            expected="metrics.jsonl, run.json, launches, checkpoints or a profile",
+            where=str(folder),
+            fix="Log by `accel.tracking` with `jsonl()`, or start the run by `accel launch`.",
+        )
+    return data
+
+
+def check_folder(folder: Path, *, fix: str) -> None:
+    """Check that a folder exists; `fix` is the advice where no folder beside it has nearly its name."""
+    if not folder.is_dir():
+        problem = "not a folder" if folder.exists() else "there is no such folder"
+        beside = [each.name for each in folder.parent.glob("*") if each.is_dir()]
+        raise ConfigError(problem, got=repr(str(folder)), fix=did_you_mean(folder.name, beside, fix))
+
+
+def _profile(folder: Path) -> str:
+    """Return the profile in a run's folder as text; empty where there is none."""
+    place = folder / PROFILE
+    try:
+        sizes = [path.stat().st_size for path in place.iterdir()]
+        if sum(sizes) > _LARGEST_PROFILE:
+            return f"The traces are large: run `accel profile {folder}`."
+        return describe_profile(read_traces(place)) if sizes else ""
+    except OSError:
+        return ""
+    except ConfigError as error:
+        return str(error)
+
+
+def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
+    """Return the checkpoints in a folder; none where it cannot be read."""
+    try:
+        found = survey(as_place(folder))
+    except CheckpointError:
+        return []
+    return [
+        StoredCheckpoint(
+            name=each.path.name,
+            size=each.size,
+            changed_s=each.changed,
+            metrics=dict(each.manifest.metrics) if each.manifest else {},
+            problem=each.problem,
+        )
+        for each in found
+    ]
+
+
+_REPORT_USAGE = "accel report DIR [DIR...] [--output FILE]"
+_REPORT_ABOUT = (
+    "Write one HTML page of runs side by side: curves, checkpoints, launches, configuration. "
+    "DIR is a run's folder, as given to save_state and tracking, or that of --log-dir. The page needs no server."
+)
+_OUTPUT = "report.html"
+
+
+def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Write the page; return the exit status."""
+    known = report_parser().read(words)
+    folders: list[Path] = known.folders
+    output = Path(known.output) if known.output else folders[0] / _OUTPUT
+    runs = [read_run_folder(name, folder) for name, folder in zip(name_runs(folders), folders, strict=True)]
+    page = report_page(runs).encode(errors="replace")
+    try:
+        partial = output.with_name(f"{output.name}.partial")
+        _ = partial.write_bytes(page)
+        os.replace(partial, output)
+    except OSError as error:
+        raise ConfigError(
+            "the page cannot be written", got=str(error.strerror), where=str(output), fix="Name another --output."
+        ) from error
+    print(f"{output}: {show_size(len(page))}")
+    return 0
+
+
+def report_parser() -> Parser:
+    """Return the parser of the command's words."""
+    built = Parser("accel report", usage=_REPORT_USAGE, description=_REPORT_ABOUT)
+    _ = built.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run")
+    _ = built.add_argument(
+        "--output", default="", metavar="FILE", help=f"the page (default: {_OUTPUT} in the first DIR)"
+    )
+    return built
+
+
+_WATCH_USAGE = "accel watch DIR [--every-s SECONDS] [--plain] [--once]"
+_WATCH_ABOUT = (
+    "Follow a run: curves, throughput, ranks and checkpoints. DIR is a run's folder, as given to save_state and "
+    "tracking; it need not exist yet. Without a terminal, a line is printed at each change until the run ends."
+)
+
+
+def run_watch(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Follow a run; return the exit status."""
+    known = watch_parser().read(words)
+    folder: Path = known.folder
+    if folder.exists():
+        check_folder(folder, fix="Name the folder that save_state or tracking got.")
+    followed = FollowedRun(name_runs([folder])[0], folder, list_checkpoints)
+    in_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    if known.plain or known.once or not in_terminal:
+        return _print_lines(followed, known.every_s, once=known.once)
+    try:
+        from accel.report.watch import open_app
+    except ImportError as error:
+        raise MissingExtraError(
+            "a run in a terminal needs a package that does not import",
+            expected="textual and textual-plotext",
+            got=f"{type(error).__name__}: {error}",
+            fix="Run `pip install 'accel-torch[watch]'`, or pass --plain for lines.",
+        ) from error
+    open_app(followed, every_s=known.every_s, now_s=time.time)
+    return 0
+
+
+def watch_parser() -> Parser:
+    """Return the parser of the command's words."""
+    built = Parser("accel watch", usage=_WATCH_USAGE, description=_WATCH_ABOUT)
+    _ = built.add_argument("folder", type=Path, metavar="DIR", help="folder of a run")
+    _ = built.add_argument(
+        "--every-s", type=_seconds, default=1.0, metavar="SECONDS", help="time between two looks (default: 1)"
+    )
+    _ = built.add_argument("--plain", action="store_true", help="print lines, also in a terminal")
+    _ = built.add_argument("--once", action="store_true", help="print one line, and do not follow")
+    return built
+
+
+def _print_lines(followed: FollowedRun, every_s: float, *, once: bool) -> int:
+    """Print a line at each change until the run has ended."""
+    shown = ""
+    while True:
+        try:
+            seen = followed.look()
+        except OSError as error:
+            raise ConfigError("a file of the run cannot be read", got=str(error)) from error
+        state = state_of(seen.run, seen.launches)
+        line = status_line(seen, state)
+        if line != shown:
+            print(line, flush=True)
+            shown = line
+        if once or state.kind not in ("running", "unknown"):
+            return 0
+        try:
+            time.sleep(every_s)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (0.05 <= value < math.inf):
+        raise argparse.ArgumentTypeError("0.05 or more")
+    return value
+
+
+_PROFILE_USAGE = "accel profile DIR [--operators N]"
+_PROFILE_ABOUT = (
+    "Print where the time of each rank went: computing, communication (waiting for a later rank, exposed, hidden), "
+    "data, idle; the slowest rank; the longest operators. DIR is the out= of accel.profile, or a folder of traces."
+)
+
+
+def run_profile(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Print a profile; return the exit status."""
+    known = profile_parser().read(words)
+    folder: Path = known.folder
+    check_folder(folder, fix="Name the out= of accel.profile.")
+    if known.operators < 0:
+        raise ConfigError("not a number of operators", got=str(known.operators), where="--operators")
+    inner = folder / PROFILE
+    if (folder / RUN).exists() and not inner.is_dir():
+        raise ConfigError(
+            "a run without a profile", where=str(folder), fix="Write one by `accel.profile(ctx, out=...)`."
+        )
+    print(describe_profile(read_traces(inner if inner.is_dir() else folder), operators=known.operators), end="")
+    return 0
+
+
+def profile_parser() -> Parser:
+    """Return the parser of the command's words."""
+    built = Parser("accel profile", usage=_PROFILE_USAGE, description=_PROFILE_ABOUT)
+    _ = built.add_argument("folder", type=Path, metavar="DIR", help="folder of a run, or of traces")
+    _ = built.add_argument(
+        "--operators", type=int, default=10, metavar="N", help="number of the longest operators to list (default: 10)"
+    )
+    return built

@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: items and a step for `save_state`, the state from `load_state`; trackers and what they log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import libcst as cst
+from typing_extensions import override
+
+from accel.migrate._script import TRACKERS, Script
+from accel.migrate._tree import (
+    Lines,
+    Remarks,
+    argument,
+    block,
+    called,
+    calls,
+    expression,
+    full_name,
+    leading,
+    led_by,
+    loads,
+    small,
+    statement,
+    targets,
+    text_of,
+    value_of,
+    walk,
+    with_block,
+)
+
+_POSITION = "the state holds the position in the data: nothing is skipped by hand"
+_FOLDER = (
+    "checkpoints are folders step-N of one folder, named by optimizer steps; folders of Accelerate are not read here"
+)
+
+
+def restores(script: Script, scope: cst.CSTNode, before: cst.CSTNode) -> list[cst.CSTNode]:
+    """Return the statements beside a loop, and before it, that load a state."""
+    for node in walk(scope):
+        body = getattr(node, "body", None)
+        if isinstance(body, (list, tuple)) and any(each is before for each in cast("tuple[object, ...]", body)):
+            found: list[cst.CSTNode] = []
+            for each in cast("tuple[cst.CSTNode, ...]", body):
+                if each is before:
+                    return found
+                if any(script.method(call) in ("load_state", "save_state") for call in calls(each)):
+                    found.append(each)
+    return []
+
+
+class Items:
+    """The items of a scope's checkpoints, and what its loops need for a resume."""
+
+    def __init__(self, script: Script, notes: Remarks, scope: cst.CSTNode) -> None:
+        self._script = script
+        self._notes = notes
+        methods = {script.method(call) for call in calls(scope)}
+        self.used = bool(methods & {"save_state", "load_state"})
+        self._loads = "load_state" in methods
+        self._scope = scope
+
+    def made(self) -> list[cst.BaseStatement]:
+        """Return the line that makes the items, if the scope saves or loads any."""
+        if not self.used:
+            return []
+        pairs = [f'"{_item_name(self._script, name)}": {name}' for name in self._names()]
+        line = f"items = {{{', '.join(pairs)}}}"
+        if len(line) > 100:
+            line = "items = {\n" + "".join(f"    {pair},\n" for pair in pairs) + "}"
+        made = [cst.parse_statement(line)]
+        script = self._script
+        if any(script.method(call) == "init_trackers" for call in calls(self._scope)):
+            kept = f'items["trackers"] = {script.trackers}'
+            made.append(cst.parse_statement(f"if {script.tracked_if}:\n    {kept}\n" if script.tracked_if else kept))
+        return made
+
+    def _names(self) -> list[str]:
+        script = self._script
+        found: dict[str, None] = {}
+        for node in walk(self._scope):
+            if isinstance(node, cst.Call) and script.method(node).startswith("prepare"):
+                found.update(dict.fromkeys(full_name(arg.value) for arg in node.args))
+            if isinstance(node, cst.Call) and script.method(node) == "register_for_checkpointing":
+                found.update(dict.fromkeys(full_name(arg.value) for arg in node.args))
+        return [name for name in found if name and name not in script.loaders and "." not in name]
+
+    def outer(self, loop: cst.BaseStatement) -> cst.BaseStatement:
+        """Begin the loop over epochs at the state's epoch, and leave out what skips batches."""
+        if not self._loads:
+            return loop
+        loop = _skipped(self._script, self._notes, loop)
+        call = _range(loop)
+        if call is not None and len(call.args) == 1:
+            begin = cst.Arg(expression(f"{self._script.state}.epoch"))
+            args = [begin, call.args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+            return loop.with_changes(iter=call.with_changes(args=args))
+        return loop
+
+    def inner(self, loop: cst.For) -> cst.BaseStatement:
+        """Leave out what skips batches of the innermost loop by its counter."""
+        return loop
+
+
+def _range(loop: cst.CSTNode) -> cst.Call | None:
+    """Return the call of `range` that a loop counts by."""
+    call = loop.iter if isinstance(loop, cst.For) else None
+    return call if isinstance(call, cst.Call) and full_name(call.func) == "range" else None
+
+
+def _item_name(script: Script, name: str) -> str:
+    for kind, names in (
+        ("model", script.models),
+        ("optimizer", script.optimizers),
+        ("scheduler", script.schedulers),
+    ):
+        if names == {name}:
+            return kind
+    return name
+
+
+def _skipped(script: Script, notes: Remarks, loop: cst.BaseStatement) -> cst.BaseStatement:
+    lines = Lines()
+    for node in block(loop):
+        skips = any(script.method(call) == "skip_first_batches" for call in calls(node))
+        if skips and isinstance(node, (cst.If, cst.SimpleStatementLine)):
+            lines.hold([notes.change(_POSITION)])
+            lines.drop(node)
+        else:
+            lines.add(node)
+    return with_block(cast(cst.For, loop), lines.body)
+
+
+class Checkpoints(cst.CSTTransformer):
+    """`save_state` and `load_state` of a scope that has a state."""
+
+    def __init__(self, script: Script, notes: Remarks) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        return cast(cst.FunctionDef, self._scope(updated_node))
+
+    @override
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        return cast(cst.Module, self._scope(updated_node))
+
+    def _scope(self, node: cst.CSTNode) -> cst.CSTNode:
+        body = node.body if isinstance(node, cst.FunctionDef) else node
+        made = any(f"{self._script.state} = accel.train_state" in text_of(each) for each in _lines(body))
+        methods = {self._script.method(call) for call in calls(body)}
+        if not made or not methods & {"save_state", "load_state"}:
+            return node
+        return cast(cst.CSTNode, node.visit(_Scope(self._script, self._notes, node)))
+
+
+def _lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
+    return (each for each in walk(node) if isinstance(each, cst.SimpleStatementLine))
+
+
+class _Scope(cst.CSTTransformer):
+    def __init__(self, script: Script, notes: Remarks, scope: cst.CSTNode) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+        self._training = {id(loop) for loop in _trained(scope)}
+        self._around: list[str] = []
+        self._counters = self._counted(scope)
+        self._epochs = self._starts(scope)
+        self._paths: dict[str, cst.BaseExpression] = {}
+        for node in walk(scope):
+            self._note_path(node)
+        self._gone: set[str] = set()
+        self._scope = scope
+
+    def _counted(self, scope: cst.CSTNode) -> dict[str, bool]:
+        """Return counters of the training loop, and whether they count optimizer steps."""
+        found: dict[str, bool] = {}
+        for loop in _trained(scope):
+            for node in block(loop):
+                for line in _lines(node):
+                    inner = small(line)
+                    if isinstance(inner, cst.AugAssign) and text_of(inner.value) == "1" and targets(line):
+                        synced = isinstance(node, cst.If) and text_of(node.test) == f"{self._script.state}.sync"
+                        found[targets(line)[0]] = synced
+        return found
+
+    def _starts(self, scope: cst.CSTNode) -> set[str]:
+        found: set[str] = set()
+        for loop in walk(scope):
+            call = _range(loop)
+            if call is not None and len(call.args) > 1 and "accel.backward(" in text_of(loop):
+                found.add(full_name(call.args[0].value))
+        return found
+
+    def _note_path(self, node: cst.CSTNode) -> None:
+        """Note the folder of a variable that is the path of a checkpoint."""
+        if isinstance(node, cst.If) and len(inner := block(node)) == 1 and targets(inner[0]):
+            folder = _folder(value_of(inner[0]))
+            if folder is not None and text_of(node.test) == f"{text_of(folder)} is not None":
+                self._paths[targets(inner[0])[0]] = expression('{folder} or "."', folder=folder)
+        elif isinstance(node, cst.SimpleStatementLine) and len(names := targets(node)) == 1:
+            folder = _folder(value_of(node))
+            if folder is not None and isinstance(small(node), cst.Assign):
+                _ = self._paths.setdefault(names[0], folder)
+
+    @override
+    def visit_For(self, node: cst.For) -> None:
+        self._around.append("loop" if id(node) in self._training else "for")
+
+    @override
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
+        _ = self._around.pop()
+        return updated_node
+
+    @override
+    def visit_If(self, node: cst.If) -> None:
+        self._around.append(text_of(node.test))
+
+    @override
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
+        _ = self._around.pop()
+        if "accel.load_state(" in text_of(updated_node):
+            return self._restored(updated_node)
+        lines = block(updated_node)
+        saves = any(text_of(each).startswith("accel.save_state(") for each in lines)
+        if saves and self._in_window():
+            apart = expression(f"{self._script.state}.valid is None")
+            test = cst.BooleanOperation(left=_operand(updated_node.test), operator=cst.And(), right=apart)
+            why = "a checkpoint holds no gradients: saves within a window are left to its end"
+            return marked_if(updated_node.with_changes(test=test), self._notes.change(why))
+        return updated_node
+
+    def _in_window(self) -> bool:
+        """Whether this is the innermost training loop, outside of the block that ends a window."""
+        loops = [at for at, each in enumerate(self._around) if each in ("loop", "for")]
+        if not self._script.windows or not loops or self._around[loops[-1]] != "loop":
+            return False
+        return f"{self._script.state}.sync" not in self._around[loops[-1] :]
+
+    @override
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        """Leave out the names of folders that nothing else reads, and what asks for a batch to skip."""
+        lines = Lines()
+        saves = any("accel.save_state(" in text_of(each) for each in updated_node.body)
+        for node in cast("tuple[cst.BaseStatement, ...]", updated_node.body):
+            if (saves and self._is_path(node)) or self._skips(node):
+                lines.drop(node)
+            else:
+                lines.add(node)
+        if len(lines.body) == len(updated_node.body):
+            return updated_node
+        body = lines.body or [cst.SimpleStatementLine([cst.Pass()])]
+        return updated_node.with_changes(body=body, footer=[*lines.rest(), *updated_node.footer])
+
+    def _is_path(self, node: cst.BaseStatement) -> bool:
+        names = targets(node)
+        if isinstance(node, cst.If):
+            inner = block(node)
+            return node.orelse is None and bool(inner) and all(self._is_path(each) for each in inner)
+        if len(names) != 1 or names[0] not in self._paths or not isinstance(small(node), cst.Assign):
+            return False
+        return self._only_path(names[0])
+
+    def _only_path(self, name: str) -> bool:
+        """Whether a variable is read by nothing but saves and the lines that make it."""
+        mine = 0
+        for each in walk(self._scope):
+            if isinstance(each, cst.SimpleStatementLine) and name in loads(each):
+                saving = self._script.method(called(each)) == "save_state"
+                mine += targets(each) != [name] and not saving
+        return mine == 0
+
+    def _skips(self, node: cst.BaseStatement) -> bool:
+        return isinstance(node, cst.If) and bool(self._gone & loads(node)) and node.orelse is None
+
+    def _restored(self, node: cst.If) -> cst.BaseStatement:
+        """Reduce the idiom that reads epoch and step from the folder's name to what the state knows."""
+        state = self._script.state
+        lines = Lines()
+        assigned = {name for line in _lines(node) for name in targets(line)}
+        derived = assigned - {state, "loaded", *self._counters}
+        pending = list(block(node))
+        while pending:
+            each = pending.pop(0)
+            text = text_of(each)
+            if isinstance(each, cst.If) and "accel.load_state(" in text:
+                inner = block(each) if "accel.load_state(" in "".join(map(text_of, block(each))) else block(each.orelse)
+                if inner:
+                    lines.hold([line for line in leading(each) if line.comment])
+                    pending = [*inner, *pending]
+                    continue
+            mine = {name for line in _lines(each) for name in targets(line)}
+            if "accel.load_state(" in text or "loaded[" in text or not mine & (derived | set(self._counters)):
+                lines.add(each)
+            else:
+                lines.drop(each)
+        for name in sorted(self._epochs & assigned):
+            lines.add(statement(f"{name} = {state}.epoch"))
+        for name, synced in self._counters.items():
+            if name in assigned and synced:
+                lines.add(statement(f"{name} = {state}.updates"))
+        self._gone |= {name for name in derived - self._epochs if not self._set_elsewhere(name, node)}
+        return with_block(node, lines.body).with_changes(orelse=None)
+
+    def _set_elsewhere(self, name: str, node: cst.If) -> bool:
+        inside = sum(1 for line in _lines(node) if name in targets(line))
+        return sum(1 for line in _lines(self._scope) if name in targets(line)) > inside
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        call = called(updated_node)
+        method = self._script.method(call)
+        if call is None or method not in ("save_state", "load_state"):
+            return updated_node
+        script, state = self._script, self._script.state
+        path = argument(call, "output_dir" if method == "save_state" else "input_dir", 0) or expression('"checkpoints"')
+        restored = [name for name, synced in self._counters.items() if not synced]
+        held = ", ".join([f'"state": {state}', *(f'"{name}": {name}' for name in restored)])
+        if method == "save_state":
+            folder = self._paths.get(full_name(path)) or _folder(path) or path
+            keep = f", keep={text_of(script.tracked['total_limit'])}" if "total_limit" in script.tracked else ""
+            text = f"accel.save_state({script.ctx}, {text_of(folder)}, items | {{{held}}}, step={state}.updates{keep})"
+            return _like(updated_node, [cst.parse_statement(text)], [self._notes.change(_FOLDER)])
+        text = f"accel.load_state({script.ctx}, {text_of(path)}, items | {{{held}}})"
+        if not restored:
+            return _like(updated_node, [cst.parse_statement(f'{state} = {text}["state"]')], [])
+        names = ", ".join((state, *restored))
+        values = ", ".join(f'loaded["{name}"]' for name in ("state", *restored))
+        lines = [cst.parse_statement(f"loaded = {text}"), cst.parse_statement(f"{names} = {values}")]
+        return _like(updated_node, lines, [])
+
+
+def _trained(scope: cst.CSTNode) -> list[cst.For]:
+    """Return the innermost loops with a backward."""
+    found = [loop for loop in walk(scope) if isinstance(loop, cst.For) and "accel.backward(" in text_of(loop)]
+    return [loop for loop in found if not any(inner is not loop and inner in found for inner in walk(loop))]
+
+
+def marked_if(node: cst.If, mark: cst.EmptyLine) -> cst.If:
+    """Return a condition with a mark before it."""
+    return node.with_changes(leading_lines=[*node.leading_lines, mark])
+
+
+def _operand(node: cst.BaseExpression) -> cst.BaseExpression:
+    loose = isinstance(node, (cst.IfExp, cst.Lambda)) or (
+        isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.Or)
+    )
+    if loose and not node.lpar:
+        return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return node
+
+
+def _like(
+    node: cst.SimpleStatementLine, lines: list[cst.BaseStatement], marks: list[cst.EmptyLine]
+) -> cst.FlattenSentinel[cst.BaseStatement]:
+    lines[0] = led_by(lines[0], [*leading(node), *marks])
+    lines[-1] = lines[-1].with_changes(trailing_whitespace=node.trailing_whitespace)
+    return cst.FlattenSentinel(lines)
+
+
+def _folder(value: cst.CSTNode | None) -> cst.BaseExpression | None:
+    """Return the folder of `os.path.join(folder, name)`, whose name has a number; None for other values."""
+    if isinstance(value, cst.FormattedString) and len(value.parts) > 1:
+        first, second = value.parts[0], value.parts[1]
+        if isinstance(first, cst.FormattedStringExpression) and isinstance(second, cst.FormattedStringText):
+            return first.expression if second.value.startswith("/") else None
+        return None
+    if not isinstance(value, cst.Call) or full_name(value.func) not in ("os.path.join", "join", "Path"):
+        return None
+    if len(value.args) == 2 and not isinstance(value.args[1].value, cst.SimpleString):
+        first_arg = value.args[0].value
+        return first_arg if loads(first_arg) else None
+    return None
+
+
+_EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
+
+
+class Tracking:
+    """Calls of trackers: `init_trackers` with the trackers of `log_with=`, `log` with the trackers and a step."""
+
+    def __init__(self, script: Script, decide: Callable[[str, str], None], change: Callable[[str], None]) -> None:
+        self._script = script
+        self._decide = decide
+        self._change = change
+
+    def begun(self, call: cst.Call) -> cst.BaseExpression:
+        """Return the call that begins trackers."""
+        tracked = self._script.tracked
+        project = argument(call, "project_name", 0) or expression('"run"')
+        config = argument(call, "config", 1)
+        folder = tracked.get("logging_dir") or tracked.get("project_dir")
+        options = f", to={self._to(tracked.get('log_with'), argument(call, 'init_kwargs', 2))}"
+        if folder is not None and text_of(folder) != "None":
+            options += f", dir={text_of(folder)}"
+        if config is not None:
+            options += f", config={text_of(config)}"
+        return cst.parse_expression(f"accel.init_trackers({self._script.ctx}, {text_of(project)}{options})")
+
+    def _to(self, given: cst.BaseExpression | None, kwargs: cst.BaseExpression | None) -> str:
+        names: list[str] = []
+        elements = [each.value for each in given.elements] if isinstance(given, (cst.List, cst.Tuple)) else [given]
+        for each in elements:
+            name = text_of(each).strip("\"'") if each is not None else ""
+            name = name.removeprefix("LoggerType.").lower() if name.startswith("LoggerType.") else name
+            if name in TRACKERS:
+                names.append(f"accel.trackers.{name}({self._options(name, kwargs)})")
+            elif name in ("all", ""):
+                self._change('log_with="all": no tracker is on because it is installed; jsonl() writes metrics.jsonl')
+                names.append("accel.trackers.jsonl()")
+            else:
+                self._decide(f"the trackers in place of log_with={name}", "trackers")
+                names.append("accel.trackers.jsonl()")
+        return f"[{', '.join(names)}]"
+
+    @staticmethod
+    def _options(name: str, kwargs: cst.BaseExpression | None) -> str:
+        if not isinstance(kwargs, cst.Dict):
+            return ""
+        for element in kwargs.elements:
+            if isinstance(element, cst.DictElement) and text_of(element.key).strip("\"'") == name:
+                return f"**{text_of(element.value)}" if text_of(element.value) != "{}" else ""
+        return ""
+
+    def logged(self, call: cst.Call) -> cst.BaseExpression:
+        """Return the call that logs values."""
+        args = [arg for arg in call.args if not arg.keyword or arg.keyword.value not in ("log_kwargs",)]
+        plain = [arg for arg in args if arg.keyword is None]
+        if len(plain) > 1:
+            args[1] = args[1].with_changes(keyword=cst.Name("step"), equal=_EQUAL)
+        elif argument(call, "step") is None:
+            step = cst.Arg(expression(f"{self._script.state}.updates"), keyword=cst.Name("step"), equal=_EQUAL)
+            args = [args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT), step]
+            self._change("log needs a step: that of the optimizer")
+        first = [cst.Arg(cst.Name(self._script.ctx)), cst.Arg(cst.Name(self._script.trackers))]
+        if isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace):
+            comma = cst.Comma(whitespace_after=call.whitespace_before_args)
+            first = [each.with_changes(comma=comma) for each in first]
+        return call.with_changes(func=expression("accel.log"), args=[*first, *args])

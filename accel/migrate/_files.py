@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and notebooks in and out: text and back, folders, atomic writes beside a kept original."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import json
+import os
+import re
+import tempfile
+import tokenize
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from accel.errors import ConfigError, MissingExtraError
+
+_CELL = "#@accel-cell {}"
+_MAGIC = "#@accel-magic "
+_FOUND = re.compile(r"^#@accel-cell (\d+)$")
+_WHOLE = re.compile(r"^\s*%%(?!time\b|timeit\b|capture\b)")  # a cell of another language
+_LINE = re.compile(r"^\s*(%|!|\?)|\?\s*$")
+
+
+class Notebook(NamedTuple):
+    """A notebook's text, with what a script's rewriting tells."""
+
+    text: str
+    notes: tuple[Any, ...]
+    changes: tuple[Any, ...]
+
+
+def migrate_notebook(text: str, where: str, rewrite: Callable[..., Any]) -> Notebook:
+    """Rewrite the code cells of a notebook; everything else keeps its place, cell ids and outputs too.
+
+    Raises:
+        ConfigError: not a notebook.
+    """
+    try:
+        book = json.loads(text)
+        cells = cast("list[dict[str, Any]]", book["cells"])
+        sources = {at: _source(cell) for at, cell in enumerate(cells) if cell["cell_type"] == "code"}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError("not a notebook", got=f"{type(error).__name__}: {error}", where=where) from None
+    code = {at: source for at, source in sources.items() if not _WHOLE.match(source) and source.strip()}
+    joined = "".join(f"{_CELL.format(at)}\n{_hidden(source)}\n" for at, source in code.items())
+    found = rewrite(joined, where, cells=True)
+    if found.text == joined:
+        return Notebook(text, found.notes, ())
+    for at, source in _cells(found.text).items():
+        shown = _shown(source)
+        if shown != code[at]:
+            lines = shown.splitlines(keepends=True)
+            cells[at]["source"] = lines if isinstance(cells[at]["source"], list) else shown
+    return Notebook(_dumped(book, text), found.notes, found.changes)
+
+
+def _source(cell: dict[str, Any]) -> str:
+    source = cell["source"]
+    return source if isinstance(source, str) else "".join(cast("list[str]", source))
+
+
+def _hidden(source: str) -> str:
+    """Return a cell with its magics as comments, a `pass` in the place of each."""
+    lines: list[str] = []
+    for line in source.split("\n"):
+        if _LINE.search(line):
+            blank = line[: len(line) - len(line.lstrip())]
+            lines.append(f"{blank}pass  {_MAGIC}{line.strip()}")
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _shown(source: str) -> str:
+    lines: list[str] = []
+    for line in source.split("\n"):
+        head, mark, magic = line.partition(f"pass  {_MAGIC}")
+        lines.append(f"{head}{magic}" if mark else line)
+    return "\n".join(lines)
+
+
+def _cells(text: str) -> dict[int, str]:
+    found: dict[int, list[str]] = {}
+    current: list[str] = []
+    for line in text.split("\n"):
+        if match := _FOUND.match(line.strip()):
+            current = found.setdefault(int(match[1]), [])
+        else:
+            current.append(line)
+    return {at: "\n".join(lines).strip("\n") if lines else "" for at, lines in found.items()}
+
+
+def _dumped(book: object, text: str) -> str:
+    """Write JSON as the file has it: its indentation, its last line, its other letters as they are."""
+    indent = re.search(r"^\{\r?\n([ \t]+)", text)
+    ascii_only = text.isascii()
+    end = "\n" if text.endswith("\n") else ""
+    written = json.dumps(book, indent=indent[1] if indent else None, ensure_ascii=ascii_only)
+    return written.replace("\n", "\r\n") + end if "\r\n" in text else written + end
+
+
+ORIGINAL = ".orig"
+_SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
+_SUFFIXES = (".py", ".ipynb")
+_CONFIG = re.compile(r"^(compute_environment|distributed_type|num_processes)\s*:", flags=re.M)
+
+
+class Remark(NamedTuple):
+    """A note or a change in meaning: the line of the written script, and one sentence."""
+
+    line: int
+    text: str
+
+
+class FileResult(NamedTuple):
+    """The migration of a file.
+
+    Attributes:
+        path: the file.
+        old: its bytes.
+        new: the bytes to write; the old ones where nothing changes.
+        encoding: encoding of both.
+        notes: decisions left to the user, with lines.
+        changes: changes in meaning, with lines.
+    """
+
+    path: Path
+    old: bytes
+    new: bytes
+    encoding: str
+    notes: tuple[Remark, ...]
+    changes: tuple[Remark, ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether there is anything to write."""
+        return self.old != self.new
+
+    def diff(self) -> str:
+        """Return the unified diff of both texts."""
+        old, new = (each.decode(self.encoding).splitlines(keepends=True) for each in (self.old, self.new))
+        found = difflib.unified_diff(old, new, f"a/{self.path}", f"b/{self.path}")
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in found)
+
+
+def find_scripts(paths: Sequence[str]) -> Iterator[Path]:
+    """Yield the files that paths name: a file itself, the scripts and notebooks of a folder.
+
+    Raises:
+        ConfigError: a path does not exist.
+    """
+    for text in paths:
+        path = Path(text)
+        if path.is_dir():
+            yield from _below(path)
+        elif path.exists():
+            yield path
+        else:
+            raise ConfigError("no such file or folder", got=repr(text), fix="Name scripts, notebooks or folders.")
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(each for each in folders if not each.startswith(".") and each not in _SKIPPED)
+        if "pyvenv.cfg" in files:
+            folders[:] = []
+            continue
+        for name in sorted(files):
+            if name.endswith(_SUFFIXES):
+                yield Path(place, name)
+
+
+def launch_files(paths: Sequence[str]) -> list[Path]:
+    """Return files of settings for `accelerate launch` beside scripts, which `accel config import` reads."""
+    folders = {Path(text) if Path(text).is_dir() else Path(text).parent for text in paths}
+    found: list[Path] = []
+    for folder in sorted(folders):
+        for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")]):
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            if len(set(_CONFIG.findall(text))) > 1:
+                found.append(path)
+    return found
+
+
+def migrate_file(path: Path) -> FileResult:
+    """Read a file and return what it becomes; nothing is written.
+
+    Raises:
+        ConfigError: the file cannot be read, decoded or parsed.
+        MissingExtraError: libcst does not import.
+    """
+    try:
+        old = path.read_bytes()
+    except OSError as error:
+        raise ConfigError("the file cannot be read", got=str(error.strerror), where=str(path)) from None
+    return migrate_bytes(old, path)
+
+
+def migrate_bytes(old: bytes, path: Path) -> FileResult:
+    """Return what the bytes of a script or a notebook become; raise as `migrate_file`."""
+    try:
+        encoding = "utf-8" if path.suffix == ".ipynb" else tokenize.detect_encoding(io.BytesIO(old).readline)[0]
+        text = old.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError("not a text file", got=str(error).partition(":")[0], where=str(path)) from None
+    if "\x00" in text:
+        raise ConfigError("not a text file", got="a NUL character", where=str(path))
+    if path.suffix == ".ipynb":
+        found = migrate_notebook(text, str(path), rewriter(path))
+    elif "accelerat" not in text:
+        return FileResult(path, old, old, encoding, (), ())
+    else:
+        found = rewriter(path)(text, str(path))
+    new = old if found.text == text else found.text.encode(encoding)
+    notes, changes = (tuple(Remark(*each) for each in some) for some in (found.notes, found.changes))
+    return FileResult(path, old, new, encoding, notes, changes)
+
+
+def rewriter(path: Path):
+    """Return the function that rewrites a text; raise `MissingExtraError` where libcst does not import."""
+    try:
+        from accel.migrate._rewrite import rewrite
+    except ImportError as error:
+        raise MissingExtraError(
+            "scripts are rewritten by a package that does not import",
+            expected="libcst",
+            got=f"{type(error).__name__}: {error}",
+            where=str(path),
+            fix="Run `pip install 'accel-torch[migrate]'`.",
+        ) from error
+    return rewrite
+
+
+def write(result: FileResult) -> Path:
+    """Write a file by one rename, and keep the original beside it; return the original's place.
+
+    Raises:
+        ConfigError: there is an original already, the file has changed since it was read, or cannot be written.
+    """
+    target = Path(os.path.realpath(result.path))  # a link stays a link
+    kept = target.with_name(target.name + ORIGINAL)
+    partial: str | None = None
+    try:
+        if target.read_bytes() != result.old:
+            raise ConfigError(
+                "the file changed while it was read", where=str(result.path), fix="Run the command again."
+            )
+        if not target.stat().st_mode & 0o222 or not os.access(target, os.W_OK):
+            raise ConfigError("the file cannot be written", got="it is read-only", where=str(result.path))
+        handle, partial = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        with os.fdopen(handle, "wb") as file:
+            _ = file.write(result.new)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(partial, target.stat().st_mode & 0o7777)
+        os.link(target, kept)  # fails where there is one, and never leaves the file without a name
+        os.replace(partial, target)
+    except FileExistsError:
+        fix = "Move it away, or migrate that one."
+        raise ConfigError("there is an original already", got=str(kept), where=str(result.path), fix=fix) from None
+    except OSError as error:
+        raise ConfigError("the file cannot be written", got=str(error.strerror), where=str(result.path)) from None
+    finally:
+        if partial is not None and os.path.exists(partial):
+            os.unlink(partial)
+    return kept

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop, found by its backward, written as the open loop on one state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import libcst as cst
+from typing_extensions import override
+
+from accel.migrate._checkpoints import Items, restores
+from accel.migrate._reading import Body, Gathers, Reading, aliases_in, marked, read_loop, retarget
+from accel.migrate._script import Script
+from accel.migrate._tree import (
+    Lines,
+    Remarks,
+    argument,
+    block,
+    called,
+    calls,
+    expression,
+    full_name,
+    leading,
+    led_by,
+    loads,
+    method_of,
+    small,
+    statement,
+    targets,
+    text_of,
+    walk,
+    with_block,
+)
+from accel.migrate._window import Step, is_division, split_step, undivided, whole_loss
+
+_ROWS = "a mean loss is weighed by the batch's samples; pass weight= to accel.backward where it is one over tokens"
+_SHARE = "batch_size= is that of each rank, as before; prepare_loader(global_batch=) cuts one batch over all ranks"
+
+
+def _backwards(script: Script, node: cst.CSTNode) -> list[cst.Call]:
+    return [call for call in calls(node) if script.method(call) == "backward"]
+
+
+def _own_loops(node: cst.CSTNode, outer: tuple[cst.CSTNode, ...] = ()) -> list[tuple[cst.CSTNode, ...]]:
+    """Return the chains of loops below a node, outermost first, without those of functions inside."""
+    found: list[tuple[cst.CSTNode, ...]] = []
+    for child in node.children:
+        if isinstance(child, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
+            continue
+        if isinstance(child, (cst.For, cst.While)):
+            found.append((*outer, child))
+            found += _own_loops(child, (*outer, child))
+        else:
+            found += _own_loops(child, outer)
+    return found
+
+
+class Training(cst.CSTTransformer):
+    """Rewrite each function's training loop, and make the state above the outermost loop."""
+
+    def __init__(self, script: Script, notes: Remarks) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        return cast(cst.FunctionDef, self._scope(updated_node))
+
+    @override
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        return cast(cst.Module, self._scope(updated_node))
+
+    def _scope(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
+        body = node.body if isinstance(node, cst.FunctionDef) else node
+        chains = [chain for chain in _own_loops(body) if _holds_backward(self._script, chain)]
+        if not chains:
+            return node
+        if len(chains) > 1:
+            note = self._notes.decide("which state each of several training loops in one function carries", "parts")
+            return _Mark([chain[0] for chain in chains], note).applied(node)
+        return _Loop(self._script, self._notes, node, chains[0]).applied()
+
+
+def _holds_backward(script: Script, chain: tuple[cst.CSTNode, ...]) -> bool:
+    """Whether the last loop of a chain is the innermost one around a backward."""
+    loop = chain[-1]
+    inner = [call for chain in _own_loops(loop) for call in _backwards(script, chain[-1])]
+    nested = [
+        call
+        for each in walk(loop)
+        if isinstance(each, (cst.FunctionDef, cst.Lambda))
+        for call in _backwards(script, each)
+    ]
+    return any(call not in inner and call not in nested for call in _backwards(script, loop))
+
+
+class _Mark(cst.CSTTransformer):
+    def __init__(self, nodes: Sequence[cst.CSTNode], note: cst.EmptyLine) -> None:
+        super().__init__()
+        self._nodes = nodes
+        self._note = note
+
+    def applied(self, node: cst.CSTNode) -> cst.CSTNode:
+        return cast(cst.CSTNode, node.visit(self))
+
+    @override
+    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
+        if any(original_node is each for each in self._nodes):
+            return cast(cst.CSTNodeT, marked(cast(cst.BaseStatement, updated_node), self._note))
+        return updated_node
+
+
+class _Loop(cst.CSTTransformer):
+    """One training loop: its innermost loop rewritten, the state before the outermost one."""
+
+    def __init__(
+        self, script: Script, notes: Remarks, scope: cst.FunctionDef | cst.Module, chain: tuple[cst.CSTNode, ...]
+    ) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+        self._scope = scope
+        self._chain = chain
+        self._aliases = aliases_in(script, scope)
+        self._items = Items(script, notes, scope)
+        self._step = Step(script)
+        self._failed: cst.EmptyLine | None = None
+        self._inner = self._rewritten(cast(cst.For, chain[-1]))
+
+    def applied(self) -> cst.CSTNode:
+        """Return the scope with the loop rewritten, or with one note where it could not be."""
+        if self._failed is not None:
+            return _Mark([self._chain[-1]], self._failed).applied(self._scope)
+        anchors = restores(self._script, self._scope, self._chain[0])
+        self._anchor = anchors[0] if anchors else self._chain[0]
+        return cast(cst.CSTNode, self._scope.visit(self))
+
+    @override
+    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
+        result: object = super().on_leave(original_node, updated_node)
+        if original_node is self._chain[-1]:
+            result = self._inner
+        if original_node is self._chain[0]:
+            result = self._items.outer(cast(cst.BaseStatement, result))
+        if original_node is self._anchor:
+            return cast(cst.CSTNodeT, cst.FlattenSentinel(self._begun(cast(cst.BaseStatement, result))))
+        return cast(cst.CSTNodeT, result)
+
+    def _begun(self, loop: cst.BaseStatement) -> list[cst.BaseStatement]:
+        """Return the lines that make items and state, then the statement after them."""
+        options = ""
+        parts: dict[str, cst.BaseExpression] = {}
+        if (seed := self._seed()) is not None:
+            options += ", seed={seed}"
+            parts["seed"] = seed
+        length = self._step.accumulation or self._script.accumulation
+        if length is not None and not self._script.carried:
+            options += ", accumulation={length}"
+            parts["length"] = length
+        made = statement(f"{self._script.state} = accel.train_state({self._script.ctx}{options})", **parts)
+        lines = [*self._items.made(), made]
+        first = [line for line in leading(loop)[:1] if line.comment is None]
+        marks = [self._notes.change(_SHARE)]
+        lines[0] = led_by(lines[0], [*first, *marks, *leading(lines[0])])
+        return [*lines, loop]
+
+    def _seed(self) -> cst.BaseExpression | None:
+        guarded = False
+        for node in walk(self._scope):
+            if isinstance(node, cst.If) and any(self._is_seeding(call) for call in calls(node)):
+                guarded = True
+            if isinstance(node, cst.Call) and self._is_seeding(node):
+                value = argument(node, "seed", 0)
+                if value is None or isinstance(value, cst.Call):
+                    return None
+                return expression("{value} or 0", value=value) if guarded else value
+        return None
+
+    def _is_seeding(self, call: cst.Call) -> bool:
+        return full_name(call.func).rpartition(".")[2] in ("set_seed", "manual_seed") and bool(call.args)
+
+    def _rewritten(self, node: cst.For) -> cst.BaseStatement:
+        reading = read_loop(self._script, node, self._aliases) if isinstance(node, cst.For) else None
+        if reading is None:
+            return self._give_up(node, "how the state moves: this loop draws its batches by hand", "loop")
+        flat, models, outside = _flattened(self._script, block(node))
+        self._begin = next((at for at, each in enumerate(block(node)) if isinstance(each, cst.With) and models), None)
+        if outside is not None:
+            return self._give_up(node, outside, "step")
+        body = Body(self._script, self._notes, reading, flat)
+        at = [index for index, each in enumerate(body.statements) if _backwards(self._script, each)]
+        if len(at) != 1 or called(body.statements[at[0]]) is None:
+            return self._give_up(node, "how several or guarded backward passes share a window", "step")
+        before, backward, after = body.statements[: at[0]], body.statements[at[0]], body.statements[at[0] + 1 :]
+        lines = self._window(reading, body, models, before, backward, after)
+        if self._failed is not None:
+            return node
+        iterator = reading.wrap(
+            expression(f"accel.batches({self._script.ctx}, {{loader}}, {self._script.state})", loader=reading.loader)
+        )
+        built = with_block(retarget(node, reading, body.batch), lines)
+        return self._items.inner(built.with_changes(iter=iterator))
+
+    def _give_up(self, node: cst.BaseStatement, why: str, page: str) -> cst.BaseStatement:
+        self._failed = self._notes.decide(why, page)
+        return node
+
+    def _window(
+        self,
+        reading: Reading,
+        body: Body,
+        models: list[str],
+        before: list[cst.BaseStatement],
+        backward: cst.BaseStatement,
+        after: list[cst.BaseStatement],
+    ) -> list[cst.BaseStatement]:
+        script, step = self._script, self._step
+        early = Lines()
+        begin: int | None = None
+        for at, each in zip(body.places, before, strict=False):
+            if self._begin is not None and begin is None and at >= self._begin:
+                begin = len(early.body)
+            if step.takes(each):
+                early.drop(each)
+            else:
+                early.add(each)
+        rest, at = split_step(script, after, step, body.batch)
+        if at < 0 or not step.optimizers:
+            _ = self._give_up(self._chain[-1], "where the optimizer takes its step", "step")  # type: ignore[arg-type]
+            return []
+        length = step.accumulation or script.accumulation
+        script.windows = script.windows or step.by_hand
+        call = cast(cst.Call, called(backward))
+        inside = Lines()
+        for at, each in enumerate(early.body):
+            if is_division(script, each, length):
+                inside.drop(each)
+                begin = begin - 1 if begin is not None and at < begin else begin
+            else:
+                inside.add(whole_loss(script, each, length, loads(call.args[0].value)))
+        loss = undivided(script, call.args[0].value, length)
+        names = models or [name for name in _models_of(script, inside.body) if name]
+        start, end = _forward(script, inside.body, loss, names)
+        start = start if begin is None else min(begin, start)
+        held = [*early.rest(), *inside.rest()]
+        window = self._accumulated(
+            inside.body[start:], end - start, led_by(backward, [*held, *leading(backward)]), loss, names
+        )
+        head = [*body.head, statement(f"{script.state} = {script.state}.next({body.batch})")]
+        every = (*inside.body, *rest)
+        if any(script.method(call) == "set_trigger" for each in every for call in calls(each)):
+            head.append(statement("trigger = False"))
+        lines = [*head, *inside.body[:start], window, *rest]
+        gathers = Gathers(script, body.batch, evaluating=False)
+        lines = [cast(cst.BaseStatement, each.visit(gathers)) for each in lines]
+        leave = _Leave(script, body.batch, names)
+        return [cast(cst.BaseStatement, each.visit(leave)) for each in lines]
+
+    def _accumulated(
+        self,
+        nodes: Sequence[cst.BaseStatement],
+        end: int,
+        backward: cst.BaseStatement,
+        loss: cst.BaseExpression,
+        names: list[str],
+    ) -> cst.BaseStatement:
+        script = self._script
+        call = cast(cst.Call, called(backward))
+        written = statement(f"{script.state} = accel.backward({script.ctx}, {{loss}}, {script.state})", loss=loss)
+        options = [arg for arg in call.args[1:] if arg.keyword is not None]
+        if options:
+            inner = cast(cst.Assign, small(written))
+            made = cast(cst.Call, inner.value)
+            inner = inner.with_changes(value=made.with_changes(args=[*made.args, *options]))
+            written = cast(cst.SimpleStatementLine, written).with_changes(body=[inner])
+        line = cast(cst.SimpleStatementLine, backward)
+        marks = [self._notes.change(_ROWS)]
+        written = written.with_changes(
+            leading_lines=[*line.leading_lines, *marks], trailing_whitespace=line.trailing_whitespace
+        )
+        autocast = any(script.method(each) == "autocast" for node in nodes for each in calls(node))
+        lines: list[cst.BaseStatement] = list(nodes)
+        first = next((at for at, each in enumerate(nodes[:end]) if _runs(script, each, names)), None)
+        if first is not None and not autocast:
+            inner_lines = list(nodes[first:end])
+            lead = leading(inner_lines[0])
+            inner_lines[0] = led_by(inner_lines[0], [])
+            made_with = statement(f"with accel.autocast({script.ctx}):\n    pass")
+            block_with = led_by(with_block(made_with, inner_lines), lead)
+            lines = [*nodes[:first], block_with, *nodes[end:]]
+        lines.append(written)
+        wrapped = [name for name in names if name not in script.local.values()]
+        outer = statement(f"with accel.accumulate({', '.join([script.ctx, script.state, *wrapped])}):\n    pass")
+        blanks = [each for each in leading(lines[0])[:1] if each.comment is None]
+        lines[0] = led_by(lines[0], leading(lines[0])[len(blanks) :])
+        return led_by(with_block(outer, lines), blanks)
+
+
+class _Leave(cst.CSTTransformer):
+    """A `break` out of the epoch: the next pass begins with the next epoch."""
+
+    def __init__(self, script: Script, batch: str, models: list[str]) -> None:
+        super().__init__()
+        self._script = script
+        self._batch = batch
+        self._models = models
+
+    @override
+    def visit_For(self, node: cst.For) -> bool:
+        return False
+
+    @override
+    def visit_While(self, node: cst.While) -> bool:
+        return False
+
+    @override
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+        return False
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
+        if not isinstance(small(original_node), cst.Break):
+            return updated_node
+        state = self._script.state
+        dropped = f"accel.training.discard({', '.join([state, *self._models])})" if self._models else state
+        left = statement(f"if not {self._batch}.is_last:\n    {state} = {dropped}.next_epoch()")
+        return cst.FlattenSentinel([led_by(left, updated_node.leading_lines), led_by(updated_node, [])])  # type: ignore[list-item]
+
+
+def _flattened(
+    script: Script, nodes: Sequence[cst.BaseStatement]
+) -> tuple[list[cst.BaseStatement], list[str], str | None]:
+    """Return the statements of a loop with those of `accelerator.accumulate` in place, and the models it names."""
+    lines: list[cst.BaseStatement] = []
+    models: list[str] = []
+    for node in nodes:
+        inner = node if isinstance(node, cst.With) else None
+        found = inner and [each for each in inner.items if script.method(each.item) == "accumulate"]
+        if not inner or not found:
+            lines.append(node)
+            continue
+        if len(inner.items) > 1:
+            return lines, models, "where the other managers of this block belong"
+        given = [arg for arg in cast(cst.Call, found[0].item).args if not arg.star]
+        models += [text_of(arg.value) for arg in given]
+        body = block(inner)
+        header = list(leading(inner))
+        body[0] = led_by(body[0], [*header, *leading(body[0])])
+        lines += body
+    return lines, models, None
+
+
+def _models_of(script: Script, nodes: Sequence[cst.BaseStatement]) -> list[str]:
+    """Return the prepared models that statements run, in their order."""
+    found: dict[str, None] = {}
+    for node in nodes:
+        for call in calls(node):
+            for each in (call.func, *(arg.value for arg in call.args)):
+                name = full_name(each).partition(".")[0]
+                if name in script.models:
+                    found[name] = None
+    return list(found)
+
+
+def _runs(script: Script, node: cst.CSTNode, names: Sequence[str]) -> bool:
+    """Whether a statement calls a model, or hands one to a function."""
+    for call in calls(node):
+        _owner, name = method_of(call)
+        if name in ("train", "eval", "parameters", "named_parameters", "requires_grad_", "state_dict"):
+            continue
+        if script.method(call):
+            continue
+        if full_name(call.func).partition(".")[0] in names or any(full_name(arg.value) in names for arg in call.args):
+            return True
+    return False
+
+
+def _forward(
+    script: Script, nodes: Sequence[cst.BaseStatement], loss: cst.BaseExpression, names: Sequence[str]
+) -> tuple[int, int]:
+    """Return the first statement of the forward, and the one after the last that makes the loss."""
+    running = [at for at, node in enumerate(nodes) if _runs(script, node, names)]
+    start = running[0] if running else len(nodes)
+    wanted = loads(loss)
+    making = [
+        at
+        for at, node in enumerate(nodes)
+        if at >= start and wanted & {n for each in walk(node) for n in targets(each)}
+    ]
+    end = max([*running, *making], default=len(nodes) - 1) + 1
+    return start, end

@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names: attributes, methods and functions of Accelerate to those of accel; a note at what has no counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import libcst as cst
+from typing_extensions import override
+
+from accel.migrate._checkpoints import Tracking
+from accel.migrate._script import ATTRIBUTES, DISTRIBUTED, FUNCTIONS, KEYWORDS, METHODS, Script
+from accel.migrate._tree import (
+    Lines,
+    Remarks,
+    argument,
+    called,
+    expression,
+    full_name,
+    leading,
+    led_by,
+    method_of,
+    small,
+    statement,
+    targets,
+    text_of,
+    walk,
+)
+
+_SEEDING = "set_seed: python, numpy and torch are seeded by other numbers than Accelerate's"
+_STEPS = (
+    "a schedule steps once an optimizer step; in Accelerate once a process: divide constants in steps by their number"
+)
+_AVAILABLE = {
+    "is_xpu_available": "torch.xpu.is_available()",
+    "is_npu_available": 'hasattr(torch, "npu")',
+    "is_cuda_available": "torch.cuda.is_available()",
+    "is_mps_available": "torch.backends.mps.is_available()",
+    "is_torch_xla_available": "False",
+}
+
+
+class Names(cst.CSTTransformer):
+    """The last pass over expressions: what earlier passes left of Accelerate."""
+
+    def __init__(self, script: Script, notes: Remarks) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+        self._pending: list[list[cst.EmptyLine]] = []
+        self._scopes: list[cst.CSTNode] = []
+        self._tracking = Tracking(script, self._decide, self._change)
+
+    # notes go to the innermost statement
+    @override
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, (cst.BaseCompoundStatement, cst.SimpleStatementLine)):
+            self._pending.append([])
+        if isinstance(node, (cst.FunctionDef, cst.Module)):
+            self._scopes.append(node)
+        return super().on_visit(node)
+
+    @override
+    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
+        result: object = super().on_leave(original_node, updated_node)
+        if isinstance(original_node, (cst.FunctionDef, cst.Module)):
+            _ = self._scopes.pop()
+        if isinstance(original_node, (cst.BaseCompoundStatement, cst.SimpleStatementLine)):
+            lines = self._pending.pop()
+            if lines and isinstance(result, cst.BaseStatement):
+                result = led_by(result, [*leading(result), *_unique(lines)])
+            elif lines and isinstance(result, cst.FlattenSentinel):
+                first, *rest = cast("Sequence[cst.BaseStatement]", list(result))
+                result = cst.FlattenSentinel([led_by(first, [*leading(first), *_unique(lines)]), *rest])
+        return cast(cst.CSTNodeT, result)
+
+    def _decide(self, what: str, page: str = "names") -> None:
+        if self._pending:
+            self._pending[-1].append(self._notes.decide(what, page))
+
+    def _change(self, text: str) -> None:
+        if self._pending:
+            self._pending[-1].append(self._notes.change(text))
+
+    def _expression(self, text: str, **parts: cst.BaseExpression) -> cst.BaseExpression:
+        return expression(text.replace("{ctx}", self._script.ctx).replace("{state}", self._script.state), **parts)
+
+    # calls
+    @override
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        script = self._script
+        self._passed(original_node)
+        if method := script.method(original_node):
+            return self._method(method, original_node, updated_node)
+        if origin := script.origin(original_node.func):
+            return self._function(origin, original_node, updated_node)
+        if full_name(original_node.func) in script.searched:
+            return self._searched(full_name(original_node.func), updated_node)
+        return updated_node
+
+    def _passed(self, call: cst.Call) -> None:
+        """Note an Accelerator that is handed to code from elsewhere."""
+        script = self._script
+        own = full_name(call.func).rpartition(".")[2] in {*script.functions, *script.classes}
+        if (
+            own
+            or script.method(call)
+            or script.origin(call.func)
+            or full_name(call.func) in ("print", "str", "hasattr")
+        ):
+            return
+        for arg in call.args:
+            if script.holds(arg.value) and not script.makes(arg.value):
+                self._decide(f"what {full_name(call.func) or 'this call'} gets in place of an Accelerator")
+
+    def _method(self, name: str, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        if name in METHODS:
+            return self._built(METHODS[name], name, updated)
+        if name == "init_trackers":
+            return self._tracking.begun(updated)
+        if name == "log":
+            return self._tracking.logged(updated)
+        if name == "end_training":
+            return cst.parse_expression(f"accel.end_trackers({self._script.ctx}, {self._script.trackers})")
+        if name == "get_tracker":
+            options = [arg for arg in updated.args if arg.keyword is None]
+            call = cast(cst.Call, expression(f"accel.get_tracker({self._script.trackers})"))
+            return call.with_changes(args=[*call.args, *options])
+        if name == "check_trigger":
+            return self._expression("accel.any_rank({ctx}, trigger)")
+        if name == "gather_for_metrics":
+            self._decide("which batch these values are of: gather_for_metrics(ctx, values, batch)", "data")
+            return self._built(("accel.gather_for_metrics", True), name, updated)
+        if name in ("save_state", "load_state"):
+            self._decide(f"items and state of {name}", "checkpoints")
+        elif name in ("register_save_state_pre_hook", "register_load_state_pre_hook"):
+            self._decide("the item accel.items.Folder(save=, load=) in place of this hook", "checkpoints")
+        elif name in ("clip_grad_norm_", "clip_grad_value_"):
+            self._decide("max_norm= or max_value= of the optimizer_step that this belongs to", "step")
+        elif name in ("backward", "accumulate", "trigger_sync_in_backward", "set_trigger", "skip_first_batches"):
+            self._decide(f"the loop around {name}", "loop")
+        elif name == "profile":
+            self._decide("out= of accel.profile", "profile")
+        elif name == "split_between_processes":
+            return self._built(("accel.split_between_processes", True), name, updated)
+        else:
+            self._decide(f"what takes the place of accelerator.{name}: unknown to accel migrate")
+        return updated
+
+    def _built(self, found: tuple[str, bool], name: str, call: cst.Call, *, mean: bool = False) -> cst.BaseExpression:
+        function, with_ctx = found
+        args: list[cst.Arg] = []
+        for arg in call.args:
+            key = (name, arg.keyword.value) if arg.keyword is not None else ("", "")
+            if key in KEYWORDS:
+                keyword = KEYWORDS[key]
+                if keyword is None:
+                    continue
+                arg = arg.with_changes(keyword=cst.Name(keyword))
+            if name == "unwrap_model" and args and arg.keyword is None:
+                continue
+            if name in ("gather", "reduce", "pad_across_processes") and arg.keyword and arg.keyword.value == "tree":
+                arg = arg.with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT)
+            args.append(arg)
+        if name == "reduce" and mean and len(args) < 2:
+            args.append(cst.Arg(expression('"mean"')))
+        if name in ("free_memory", "clear"):
+            args = []
+        if with_ctx:
+            first = cst.Arg(cst.Name(self._script.ctx))
+            comma = call.args[0].comma if len(call.args) > 1 else None
+            if (
+                args
+                and isinstance(comma, cst.Comma)
+                and isinstance(comma.whitespace_after, cst.ParenthesizedWhitespace)
+            ):
+                first = first.with_changes(comma=comma.with_changes(whitespace_after=call.whitespace_before_args))
+            args = [first, *args]
+        if args and call.args[-1:] != args[-1:]:
+            args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return call.with_changes(func=expression(function), args=args)
+
+    def _function(self, name: str, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        if name in FUNCTIONS:
+            self._needs_context(name)
+            return self._built(FUNCTIONS[name], name, updated, mean=True)
+        if name == "set_seed":
+            self._needs_context(name)
+            self._change(_SEEDING)
+            return self._seeded(updated)
+        if name in _AVAILABLE:
+            return expression(_AVAILABLE[name])
+        if name in ("notebook_launcher", "debug_launcher"):
+            return self._launcher(name, updated)
+        if name in ("Accelerator", "PartialState", "AcceleratorState"):
+            self._needs_context(name)
+            return cst.Name(self._script.ctx)
+        if name == "get_logger":
+            if self._has_context():
+                level = argument(updated, "log_level")
+                first = updated.args[0].value if updated.args else expression("__name__")
+                if level is None:
+                    return expression(f"accel.get_logger({{name}}, {self._script.ctx})", name=first)
+                return expression(
+                    f"accel.get_logger({{name}}, {self._script.ctx}, level={{level}})", name=first, level=level
+                )
+            return updated
+        self._decide(f"what takes the place of accelerate's {name}")
+        return updated
+
+    def _needs_context(self, name: str) -> None:
+        if not self._has_context():
+            self._decide(f"where {self._script.ctx} comes from, which {name} needs")
+
+    def _has_context(self) -> bool:
+        """Whether the context is a parameter, or opened, in one of the scopes around."""
+        ctx = self._script.ctx
+        for scope in self._scopes:
+            nodes = list(cast("Sequence[cst.CSTNode]", scope.body)) if isinstance(scope, cst.Module) else [scope]
+            if isinstance(scope, cst.FunctionDef):
+                names = {param.name.value for param in (*scope.params.params, *scope.params.kwonly_params)}
+                if ctx in names or names & self._script.holders:
+                    return True
+                nodes = list(walk(scope.body))
+            for node in nodes:
+                if isinstance(node, cst.With) and any(
+                    each.asname is not None and text_of(each.asname.name) == ctx for each in node.items
+                ):
+                    return True
+                if targets(node) == [ctx]:
+                    return True
+        return False
+
+    def _seeded(self, call: cst.Call) -> cst.BaseExpression:
+        args: list[cst.Arg] = []
+        specific = "False"
+        for at, arg in enumerate(call.args):
+            name = arg.keyword.value if arg.keyword else ("seed", "device_specific", "deterministic")[at]
+            if name == "device_specific":
+                specific = text_of(arg.value)
+            elif name == "seed":
+                args.append(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT))
+        options = "" if specific == "True" else f", per_rank={specific}"
+        if not args:
+            return call
+        return self._expression(
+            f"accel.seeding.set_seed({{ctx}}, {{seed}}{options})".replace("{{ctx}}", "{ctx}"), seed=args[0].value
+        )
+
+    def _launcher(self, name: str, call: cst.Call) -> cst.BaseExpression:
+        renamed = {"num_processes": "nproc", "function": "fn", "mixed_precision": "precision"}
+        args: list[cst.Arg] = []
+        for arg in call.args:
+            keyword = arg.keyword.value if arg.keyword else ""
+            if keyword in ("use_port", "master_addr"):
+                continue
+            if keyword in renamed:
+                arg = arg.with_changes(keyword=cst.Name(renamed[keyword]))
+            args.append(arg)
+        if args:
+            args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return call.with_changes(func=expression(f"accel.{name}"), args=args)
+
+    def _searched(self, name: str, call: cst.Call) -> cst.BaseExpression:
+        start, parameter = self._script.searched[name]
+        self._change("find_executable_batch_size halves the size; Accelerate takes 0.9 of it: shrink=")
+        text = name
+        if call.args:
+            text = f"lambda {parameter}: {name}({parameter}, {', '.join(text_of(arg) for arg in call.args)})"
+        return self._expression(f"accel.find_executable_batch_size({{ctx}}, {text}, {text_of(start)})")
+
+    # attributes and names
+    @override
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+        script, name = self._script, original_node.attr.value
+        if not script.holds(original_node.value):
+            if text_of(original_node).endswith(".state.deepspeed_plugin") and "accelerator" in text_of(original_node):
+                self._decide("what takes the place of deepspeed_plugin", "deepspeed")
+            if full_name(original_node) == "self.accelerator":
+                self._decide("what takes the place of self.accelerator: functions take ctx")
+            return updated_node.with_changes(attr=original_node.attr)
+        if name in ATTRIBUTES:
+            return self._expression(ATTRIBUTES[name])
+        if name == "trackers":
+            self._decide("which tracker: accel.get_tracker(trackers, name)", "trackers")
+        elif name == "project_dir" and "project_dir" in script.tracked:
+            return script.tracked["project_dir"]
+        elif name == "logging_dir" and "logging_dir" in script.tracked:
+            return script.tracked["logging_dir"]
+        return updated_node.with_changes(attr=original_node.attr)
+
+    @override
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg | cst.RemovalSentinel:
+        value, keyword = original_node.value, original_node.keyword
+        if isinstance(value, cst.Attribute) and self._script.holds(value.value) and value.attr.value in METHODS:
+            if keyword is not None and keyword.value == "save_function":
+                return cst.RemoveFromParent()
+            self._decide(f"a function in place of the method {value.attr.value}")
+        if keyword is not None and keyword.value in self._script.holders and self._script.holds(value):
+            return updated_node.with_changes(keyword=cst.Name(self._script.ctx))
+        return updated_node.with_changes(keyword=keyword)
+
+    @override
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+        if original_node.value in self._script.holders:
+            return cst.Name(self._script.ctx)
+        return updated_node
+
+    @override
+    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
+        if original_node.annotation is not None:
+            text = text_of(original_node.annotation.annotation).strip("\"'")
+            if text in ("Accelerator", "accelerate.Accelerator", "PartialState"):
+                annotation = updated_node.annotation and updated_node.annotation.with_changes(
+                    annotation=expression("accel.DistContext")
+                )
+                return updated_node.with_changes(annotation=annotation)
+        return updated_node
+
+    @override
+    def leave_Comparison(self, original_node: cst.Comparison, updated_node: cst.Comparison) -> cst.BaseExpression:
+        if len(original_node.comparisons) != 1:
+            return updated_node
+        script, part = self._script, original_node.comparisons[0]
+        positive = isinstance(part.operator, (cst.Equal, cst.Is))
+        if script.is_attribute(original_node.left, "mixed_precision"):
+            value = text_of(part.comparator).strip("\"'")
+            if value == "fp8" and isinstance(part.operator, (cst.Equal, cst.NotEqual)):
+                return self._expression(f"{{ctx}}.precision.fp8 {'is not' if positive else 'is'} None").with_changes(
+                    lpar=original_node.lpar, rpar=original_node.rpar
+                )
+            if value == "no":
+                changed = updated_node.comparisons[0].with_changes(comparator=expression('"fp32"'))
+                return updated_node.with_changes(comparisons=[changed])
+        if script.is_attribute(original_node.left, "distributed_type"):
+            return self._kind(original_node, updated_node)
+        return updated_node
+
+    def _kind(self, original: cst.Comparison, updated: cst.Comparison) -> cst.BaseExpression:
+        part = original.comparisons[0]
+        if isinstance(part.operator, (cst.In, cst.NotIn)) and isinstance(
+            part.comparator, (cst.List, cst.Tuple, cst.Set)
+        ):
+            kinds = [full_name(each.value).rpartition(".")[2] for each in part.comparator.elements]
+        else:
+            kinds = [full_name(part.comparator).rpartition(".")[2] or text_of(part.comparator).strip("\"'")]
+        positive = isinstance(part.operator, (cst.Equal, cst.Is, cst.In))
+        if not all(kind in DISTRIBUTED for kind in kinds):
+            self._decide(f"what takes the place of {', '.join(kinds)}")
+            return updated
+        text = " or ".join(DISTRIBUTED[kind] for kind in kinds)
+        if not positive:
+            text = text.replace(" == ", " != ") if len(kinds) == 1 and " and " not in text else f"not ({text})"
+        built = self._expression(text)
+        if original.lpar:
+            return built.with_changes(lpar=original.lpar, rpar=original.rpar)
+        return built if len(kinds) == 1 else built.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+
+    @override
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+        if updated_node.test.lpar and not original_node.test.lpar:
+            return updated_node.with_changes(test=updated_node.test.with_changes(lpar=[], rpar=[]))
+        return updated_node
+
+    # statements
+    @override
+    def leave_With(
+        self, original_node: cst.With, updated_node: cst.With
+    ) -> cst.With | cst.FlattenSentinel[cst.BaseStatement]:
+        item = original_node.items[0]
+        if len(original_node.items) == 1 and self._script.method(item.item) == "split_between_processes":
+            name = text_of(item.asname.name) if item.asname else "_"
+            line = statement(f"{name} = {{value}}", value=updated_node.items[0].item)
+            body = cast(cst.IndentedBlock, updated_node.body)
+            first = led_by(line, leading(updated_node))
+            return cst.FlattenSentinel([first, *cast("Sequence[cst.BaseStatement]", body.body)])
+        return updated_node
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel:
+        call = called(original_node)
+        method = self._script.method(call)
+        if method == "init_trackers":
+            inner = cast(cst.Expr, small(updated_node))
+            made = statement(f"{self._script.trackers} = {{value}}", value=inner.value)
+            return led_by(made, leading(updated_node))
+        if method == "end_training" and self._script.tracked_if:
+            return led_by(
+                cst.parse_statement(f"if {self._script.tracked_if}:\n    {text_of(updated_node)}\n"),
+                leading(updated_node),
+            )
+        if method == "set_trigger":
+            self._pending[-1] = []
+            return led_by(statement("trigger = True"), leading(updated_node))
+        if method in ("prepare", "prepare_model") and (self._script.model_options or self._script.local):
+            return self._prepared(updated_node, cast(cst.Call, call))
+        if method in ("free_memory", "clear") and targets(original_node):
+            line = led_by(statement(f"del {', '.join(targets(original_node))}"), leading(updated_node))
+            freed = cast(cst.BaseStatement, statement(f"accel.free_memory({self._script.ctx})"))
+            return cst.FlattenSentinel([line, freed])
+        if self._script.schedules(original_node):
+            self._change(_STEPS)
+        return updated_node
+
+    def _prepared(
+        self, line: cst.SimpleStatementLine, call: cst.Call
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        """Prepare models by themselves, with their options."""
+        script = self._script
+        names = [full_name(arg.value) for arg in call.args]
+        if len(targets(line)) != len(names):
+            return line
+        options = "".join(f", {name}={value}" for name, value in script.model_options.items())
+        lines: list[cst.BaseStatement] = []
+        rest: list[tuple[str, str]] = []
+        for target, name in zip(targets(line), names, strict=True):
+            if name in script.local.values():
+                lines.append(
+                    cst.parse_statement(f"{target} = accel.parallel.prepare_local_model({script.ctx}, {name})")
+                )
+            elif name in script.models and options:
+                lines.append(cst.parse_statement(f"{target} = accel.prepare_model({script.ctx}, {name}{options})"))
+            else:
+                rest.append((target, name))
+        if rest:
+            left = ", ".join(target for target, _ in rest)
+            right = ", ".join(name for _, name in rest)
+            lines.append(statement(f"{left} = accel.prepare({script.ctx}, {right})"))
+        lines[0] = led_by(lines[0], leading(line))
+        return cst.FlattenSentinel(lines)
+
+
+def _unique(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    return list({line.comment.value: line for line in lines if line.comment}.values())
+
+
+class Dropped(cst.CSTTransformer):
+    """Leave out statements that nothing takes the place of; their comments stay."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self._script = script
+
+    @override
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        body, rest = self._kept(updated_node.body)
+        lines = [*rest, *updated_node.footer] if rest else updated_node.footer
+        return updated_node.with_changes(body=body or [cst.SimpleStatementLine([cst.Pass()])], footer=lines)
+
+    @override
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        body, rest = self._kept(updated_node.body)
+        return updated_node.with_changes(body=body, footer=[*rest, *updated_node.footer])
+
+    def _kept(self, nodes: Sequence[object]) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
+        lines = Lines()
+        for node in cast("Sequence[cst.BaseStatement]", nodes):
+            if self._goes(node):
+                lines.drop(node)
+            else:
+                lines.add(node)
+        return lines.body, lines.rest()
+
+    def _goes(self, node: cst.BaseStatement) -> bool:
+        script = self._script
+        inner = small(node)
+        if isinstance(inner, cst.Nonlocal):
+            return all(each.name.value in script.holders for each in inner.names)
+        if isinstance(inner, cst.Global):
+            return all(each.name.value in script.holders for each in inner.names)
+        call = called(node)
+        if call is None:
+            return False
+        method = script.method(call)
+        if method == "end_training" and not script.tracks:
+            return True
+        if method == "register_for_checkpointing":
+            return True
+        if len(targets(node)) == 1 and script.origin(call.func) in _CONFIGURES and targets(node)[0] in script.taken:
+            return True
+        owner, name = method_of(call)
+        moved = full_name(owner) if owner is not None else ""
+        if name == "to" and moved in script.models | script.loaders and len(call.args) == 1:
+            return targets(node) in ([], [moved]) and script.is_device(call.args[0].value) and moved in script.prepared
+        return False
+
+
+_CONFIGURES = (
+    *("DataLoaderConfiguration", "ProjectConfiguration", "GradientAccumulationPlugin"),
+    *("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "FullyShardedDataParallelPlugin"),
+    *("DDPCommunicationHookType",),
+)

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops over a loader: `accel.batches`, the data of a batch along its flow, moves to the device left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+import libcst as cst
+from typing_extensions import override
+
+from accel.migrate._script import Script
+from accel.migrate._tree import (
+    Lines,
+    Remarks,
+    argument,
+    block,
+    called,
+    calls,
+    expression,
+    full_name,
+    leading,
+    led_by,
+    loads,
+    method_of,
+    names_in,
+    replace_names,
+    small,
+    statement,
+    targets,
+    walk,
+    with_block,
+)
+
+_BARS = ("tqdm", "trange", "track", "progress_bar", "auto_tqdm")
+
+
+class Reading(NamedTuple):
+    """A loop over a loader: its loader, its iterator around another expression, and the loop's own target."""
+
+    loader: cst.BaseExpression
+    wrap: Callable[[cst.BaseExpression], cst.BaseExpression]
+    target: cst.BaseAssignTargetExpression
+    counted: bool
+
+
+def read_loop(script: Script, node: cst.For, aliases: dict[str, cst.BaseExpression]) -> Reading | None:
+    """Return how a loop reads a loader; None for a loop over something else."""
+    peeled = _peel(script, node.iter, aliases)
+    if peeled is None:
+        return None
+    loader, wrap, counted = peeled
+    if not counted:
+        return Reading(loader, wrap, node.target, counted=False)
+    if isinstance(node.target, cst.Tuple) and len(node.target.elements) == 2:
+        inner = cast(cst.BaseAssignTargetExpression, node.target.elements[1].value)
+        return Reading(loader, wrap, inner, counted=True)
+    return None
+
+
+def _peel(
+    script: Script, node: cst.BaseExpression, aliases: dict[str, cst.BaseExpression]
+) -> tuple[cst.BaseExpression, Callable[[cst.BaseExpression], cst.BaseExpression], bool] | None:
+    if isinstance(node, cst.Name) and node.value in aliases:
+        return aliases[node.value], lambda inner: inner, False
+    if isinstance(node, cst.Name) and node.value in script.loaders:
+        return node, lambda inner: inner, False
+    if not isinstance(node, cst.Call) or not node.args:
+        return None
+    if script.method(node) == "skip_first_batches":
+        found = _peel(script, node.args[0].value, aliases)
+        return found and (found[0], lambda inner: inner, False)
+    name = full_name(node.func).rpartition(".")[2]
+    if name != "enumerate" and name not in _BARS:
+        return None
+    found = _peel(script, node.args[0].value, aliases)
+    if found is None:
+        return None
+    loader, inside, counted = found
+
+    def wrap(inner: cst.BaseExpression) -> cst.BaseExpression:
+        args = [node.args[0].with_changes(value=inside(inner)), *node.args[1:]]
+        if name != "enumerate" and argument(node, "total") is None:
+            total = expression("f(total=len({loader}))", loader=loader)
+            args.append(cast(cst.Call, total).args[0])
+            args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in args]
+        return node.with_changes(args=args)
+
+    return loader, wrap, counted or name == "enumerate"
+
+
+def aliases_in(script: Script, node: cst.CSTNode) -> dict[str, cst.BaseExpression]:
+    """Return variables that are a loader, or a loader whose first batches were skipped."""
+    found: dict[str, cst.BaseExpression] = {}
+    for each in walk(node):
+        if isinstance(each, cst.SimpleStatementLine) and len(names := targets(each)) == 1:
+            inner = small(each)
+            value = inner.value if isinstance(inner, cst.Assign) else None
+            if isinstance(value, cst.Name) and value.value in script.loaders and names[0] not in script.loaders:
+                found[names[0]] = value
+            elif script.method(value) == "skip_first_batches":
+                base = cast(cst.Call, value).args[0].value
+                if isinstance(base, cst.Name) and base.value in script.loaders:
+                    found[names[0]] = base
+    return {name: base for name, base in found.items() if name not in script.loaders or name != full_name(base)}
+
+
+class Body:
+    """The body of a loop over a loader, as statements on the data of its batch."""
+
+    def __init__(self, script: Script, notes: Remarks, reading: Reading, body: Sequence[cst.BaseStatement]) -> None:
+        self.script = script
+        self.notes = notes
+        names = names_in(reading.target)
+        lines = Lines()
+        moved: set[str] = set(names)
+        self.places: list[int] = []
+        for at, node in enumerate(body):
+            if self._is_move(node, moved):
+                lines.drop(node)
+            else:
+                lines.add(node)
+                self.places.append(at)
+        self.rest = lines.rest()
+        plain = isinstance(reading.target, cst.Name)
+        stored = {name for node in lines.body for each in walk(node) for name in targets(each)}
+        keeps = plain and names[0] not in stored and names[0] != "_"
+        self.batch = names[0] if keeps else self._free(lines.body)
+        strip = _Strip(script, moved)
+        stripped = [cast(cst.BaseStatement, node.visit(strip)) for node in lines.body]
+        self.head: list[cst.BaseStatement] = []
+        if keeps:
+            data = expression(f"{self.batch}.data")
+            stripped = [replace_names(node, {self.batch: data}) for node in stripped]
+        elif any(name != "_" for name in names):
+            code = cst.Module([]).code_for_node(reading.target.with_changes(lpar=[], rpar=[]))
+            self.head.append(statement(f"{code} = {self.batch}.data"))
+        self.statements = stripped
+
+    def _free(self, body: Sequence[cst.BaseStatement]) -> str:
+        taken = {name for node in body for name in loads(node)}
+        choices = ("batch", "loaded", "loaded_batch")
+        return next(each for each in choices if each not in taken and each not in self.script.loaders)
+
+    def _is_move(self, node: cst.BaseStatement, names: set[str]) -> bool:
+        """Whether a line does nothing but move the batch, or parts of it, to the device."""
+        if isinstance(node, cst.For) and isinstance(node.iter, cst.Name) and node.iter.value in names:
+            inner = block(node)
+            return len(inner) == 1 and self._moves(_assigned(inner[0]), names)
+        call = called(node)
+        if call is not None and self.script.origin(call.func) == "send_to_device":
+            return targets(node) == [full_name(call.args[0].value)] and full_name(call.args[0].value) in names
+        value = _assigned(node)
+        inside = targets(node)
+        if not inside:
+            return isinstance(small(node), cst.Expr) and self._moves(call, names)
+        return set(inside) <= names and self._moves(value, names)
+
+    def _moves(self, value: cst.BaseExpression | None, names: set[str]) -> bool:
+        if isinstance(value, cst.Tuple):
+            return all(self._moves(each.value, names) for each in value.elements)
+        if isinstance(value, (cst.DictComp, cst.ListComp, cst.GeneratorExp)):
+            inner = value.value if isinstance(value, cst.DictComp) else value.elt
+            local = set(names_in(value.for_in.target))
+            if isinstance(inner, cst.IfExp):
+                inner = inner.body
+            return root(value.for_in.iter) in names and self._moves(inner, local)
+        if not isinstance(value, cst.Call):
+            return False
+        owner, name = method_of(value)
+        if name == "to" and owner is not None and value.args and self.script.is_device(value.args[0].value):
+            return root(owner) in names and argument(value, "dtype") is None
+        return False
+
+
+def _assigned(node: cst.CSTNode) -> cst.BaseExpression | None:
+    inner = small(node)
+    return inner.value if isinstance(inner, cst.Assign) else None
+
+
+def root(node: cst.CSTNode | None) -> str:
+    """Return the variable that an expression such as `a["b"].c()` begins with."""
+    while isinstance(node, (cst.Attribute, cst.Subscript, cst.Call)):
+        node = node.func if isinstance(node, cst.Call) else node.value
+    return node.value if isinstance(node, cst.Name) else ""
+
+
+class _Strip(cst.CSTTransformer):
+    """Leave `.to(device)` out of expressions that begin with the batch."""
+
+    def __init__(self, script: Script, names: set[str]) -> None:
+        super().__init__()
+        self._script = script
+        self._names = names
+
+    @override
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        owner, name = method_of(original_node)
+        if name != "to" or root(owner) not in self._names or not original_node.args:
+            return updated_node
+        if original_node.args[0].keyword is not None or not self._script.is_device(original_node.args[0].value):
+            return updated_node
+        rest = [arg for arg in updated_node.args[1:] if arg.keyword is None or arg.keyword.value != "non_blocking"]
+        if rest:
+            return updated_node.with_changes(args=rest)
+        return cast(cst.Attribute, updated_node.func).value
+
+
+class Gathers(cst.CSTTransformer):
+    """`gather_for_metrics` with the batch that the values are of; in loops for evaluation `gather` as well."""
+
+    def __init__(self, script: Script, batch: str, *, evaluating: bool) -> None:
+        super().__init__()
+        self._script = script
+        self._batch = batch
+        self._methods = ("gather_for_metrics", "gather") if evaluating else ("gather_for_metrics",)
+
+    @override
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+        return False
+
+    @override
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        method = self._script.method(original_node)
+        if method not in self._methods or not updated_node.args:
+            return updated_node
+        first = updated_node.args[0].value
+        if isinstance(first, cst.Call) and method_of(first)[1] == "repeat" and len(first.args) == 1:
+            rows = expression(f"{self._batch}.rows")
+            first = first.with_changes(args=[first.args[0].with_changes(value=rows)])
+        elif method == "gather" and isinstance(first, cst.Name) and "loss" in first.value:
+            return updated_node
+        built = cast(
+            cst.Call,
+            expression(f"accel.gather_for_metrics({self._script.ctx}, {{value}}, {self._batch})", value=first),
+        )
+        extra = [arg for arg in updated_node.args[1:] if arg.keyword is not None]
+        return built.with_changes(args=[*built.args, *extra])
+
+
+class Evaluation(cst.CSTTransformer):
+    """Loops over loaders without a backward: one pass from the start."""
+
+    def __init__(self, script: Script, notes: Remarks) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+        self._aliases: list[dict[str, cst.BaseExpression]] = [{}]
+
+    @override
+    def visit_Module(self, node: cst.Module) -> None:
+        self._aliases.append(aliases_in(self._script, node))
+
+    @override
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.BaseStatement:
+        reading = read_loop(self._script, updated_node, self._aliases[-1])
+        if reading is None or any(self._script.method(call) == "backward" for call in calls(updated_node)):
+            return updated_node
+        script = self._script
+        body = Body(script, self._notes, reading, block(updated_node))
+        gathers = Gathers(script, body.batch, evaluating=True)
+        lines = [cast(cst.BaseStatement, node.visit(gathers)) for node in body.statements]
+        models = _Forward(script, script.models)
+        lines = [cast(cst.BaseStatement, node.visit(models)) for node in lines]
+        iterator = reading.wrap(expression(f"accel.batches({script.ctx}, {{loader}})", loader=reading.loader))
+        built = with_block(retarget(updated_node, reading, body.batch), [*body.head, *lines])
+        return built.with_changes(iter=iterator)
+
+
+def retarget(node: cst.For, reading: Reading, batch: str) -> cst.For:
+    """Return a loop with the batch as its target."""
+    name = cst.Name(batch)
+    if not reading.counted:
+        return node.with_changes(target=name)
+    pair = cast(cst.Tuple, node.target)
+    return node.with_changes(
+        target=pair.with_changes(elements=[pair.elements[0], pair.elements[1].with_changes(value=name)])
+    )
+
+
+class _Forward(cst.CSTTransformer):
+    """Autocast beside `torch.no_grad()`, where Accelerate has it inside of the prepared model's forward."""
+
+    def __init__(self, script: Script, models: set[str]) -> None:
+        super().__init__()
+        self._script = script
+        self._models = models
+
+    @override
+    def leave_With(self, original_node: cst.With, updated_node: cst.With) -> cst.With:
+        names = [full_name(each.item.func) for each in original_node.items if isinstance(each.item, cst.Call)]
+        if not any(name.endswith(("no_grad", "inference_mode")) for name in names):
+            return updated_node
+        if any(self._script.method(each.item) == "autocast" for each in original_node.items):
+            return updated_node
+        if not any(full_name(call.func) in self._models for call in calls(original_node.body)):
+            return updated_node
+        item = cst.WithItem(expression(f"accel.autocast({self._script.ctx})"))
+        items = [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) for each in updated_node.items]
+        return updated_node.with_changes(items=[*items, item])
+
+
+def marked(node: cst.BaseStatement, *lines: cst.EmptyLine) -> cst.BaseStatement:
+    """Return a statement with notes right before it."""
+    return led_by(node, [*leading(node), *lines])

@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A script's text in, the same script on accel out: the order of the passes, the first and the last of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import libcst as cst
+from typing_extensions import override
+
+from accel.errors import ConfigError
+from accel.migrate._checkpoints import Checkpoints
+from accel.migrate._loops import Training
+from accel.migrate._names import Dropped, Names
+from accel.migrate._reading import Evaluation
+from accel.migrate._script import Script
+from accel.migrate._session import Sessions
+from accel.migrate._tree import (
+    DECIDE,
+    Fit,
+    Lines,
+    Remarks,
+    argument,
+    block,
+    called,
+    calls,
+    comments,
+    decisions,
+    expression,
+    full_name,
+    leading,
+    led_by,
+    loads,
+    small,
+    statement,
+    targets,
+    walk,
+    with_block,
+)
+
+_STAND_INS = ("DummyOptim", "DummyScheduler")
+
+
+class Before(cst.CSTTransformer):
+    """Bring a script into the form that the other passes read."""
+
+    def __init__(self, script: Script, notes: Remarks) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+
+    @override
+    def leave_With(
+        self, original_node: cst.With, updated_node: cst.With
+    ) -> cst.With | cst.FlattenSentinel[cst.BaseStatement]:
+        """Unfold `with LocalSGD(...) as local:`."""
+        item = original_node.items[0]
+        call = item.item
+        if (
+            len(original_node.items) != 1
+            or not isinstance(call, cst.Call)
+            or self._script.origin(call.func) != "LocalSGD"
+        ):
+            return updated_node
+        name = full_name(cast(cst.Name, item.asname.name)) if item.asname else "local_sgd"
+        model = argument(call, "model", 1)
+        every = argument(call, "local_sgd_steps", 2)
+        if model is None or every is None:
+            return updated_node
+        self._script.local[name] = full_name(model)
+        marks: list[cst.EmptyLine] = []
+        if argument(call, "enabled", 3) is not None:
+            marks.append(self._notes.change("enabled= of LocalSGD is left out: averages are taken in any case"))
+        made = led_by(
+            statement(f"{name} = accel.parallel.LocalSgd(every={{every}})", every=every),
+            [*leading(updated_node), *marks],
+        )
+        return cst.FlattenSentinel([made, *block(updated_node)])
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        """Take the decorator `find_executable_batch_size` off."""
+        kept: list[cst.Decorator] = []
+        lines: list[cst.EmptyLine] = []
+        for each in updated_node.decorators:
+            call = each.decorator
+            if isinstance(call, cst.Call) and self._script.origin(call.func) == "find_executable_batch_size":
+                lines += [*each.leading_lines]
+            else:
+                kept.append(each)
+        if len(kept) == len(updated_node.decorators):
+            return updated_node
+        before = [*updated_node.leading_lines, *lines, *updated_node.lines_after_decorators]
+        if updated_node.leading_lines and lines:
+            before = [*updated_node.leading_lines, *[each for each in lines if each.comment]]
+        return updated_node.with_changes(decorators=kept, leading_lines=before, lines_after_decorators=[])
+
+    @override
+    def leave_IfExp(self, original_node: cst.IfExp, updated_node: cst.IfExp) -> cst.BaseExpression:
+        """Take torch's own class where a condition chooses DeepSpeed's stand-in."""
+        if self._is_stand_in(original_node.orelse):
+            return updated_node.body.with_changes(lpar=[], rpar=[])
+        if self._is_stand_in(original_node.body):
+            return updated_node.orelse.with_changes(lpar=[], rpar=[])
+        return updated_node
+
+    def _is_stand_in(self, node: cst.CSTNode) -> bool:
+        return any(self._script.origin(each) in _STAND_INS for each in walk(node) if isinstance(each, cst.Name))
+
+    @override
+    def leave_If(
+        self, original_node: cst.If, updated_node: cst.If
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        script = self._script
+        body = block(updated_node)
+        if isinstance(updated_node.orelse, cst.Else):
+            other = block(updated_node.orelse)
+            for mine, theirs in ((body, other), (other, body)):
+                if len(theirs) == 1 and self._is_stand_in(theirs[0]) and not isinstance(theirs[0], cst.If):
+                    return cst.FlattenSentinel(
+                        [led_by(mine[0], [*leading(updated_node), *leading(mine[0])]), *mine[1:]]
+                    )
+        if not any(script.is_attribute(each, "is_main_process") for each in walk(original_node.test)):
+            return updated_node
+        if updated_node.orelse is None and _calls_all(script, original_node):
+            first = led_by(body[0], [*leading(updated_node), *leading(body[0])])
+            return cst.FlattenSentinel([first, *body[1:]])
+        return updated_node
+
+
+def _calls_all(script: Script, node: cst.If) -> bool:
+    """Whether a guard for one rank has calls that every rank makes."""
+    every = ("init_trackers", "save_state", "log")
+    return any(script.method(call) in every for each in block(node) for call in calls(each))
+
+
+class _Scaffold(cst.CSTTransformer):
+    def __init__(self, notes: Remarks) -> None:
+        super().__init__()
+        self._notes = notes
+        self.found = False
+
+    @override
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        lines = Lines()
+        for node in cast("Sequence[cst.BaseStatement]", updated_node.body):
+            if isinstance(node, cst.If) and node.orelse is None and _imports_tests(node):
+                lines.hold([self._notes.change("data of accelerate.test_utils is left out")])
+                lines.drop(node)
+                self.found = True
+            else:
+                lines.add(node)
+        return updated_node.with_changes(body=lines.body, footer=[*lines.rest(), *updated_node.footer])
+
+
+def _imports_tests(node: cst.If) -> bool:
+    return any(
+        isinstance(each, cst.ImportFrom)
+        and each.module is not None
+        and full_name(each.module).startswith("accelerate.test_utils")
+        for each in walk(node)
+    )
+
+
+def drop_scaffolds(module: cst.Module, script: Script, notes: Remarks) -> cst.Module:
+    """Leave out what takes the place of data in Accelerate's own tests."""
+    return cast(cst.Module, module.visit(_Scaffold(notes)))
+
+
+class Lengths(cst.CSTTransformer):
+    """`len(loader)` before `prepare` to steps on this number of ranks; factors of processes in schedules left out."""
+
+    def __init__(self, script: Script, notes: Remarks) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        return with_block(updated_node, self._before_prepare(block(updated_node)))
+
+    @override
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        return updated_node.with_changes(
+            body=self._before_prepare(cast("list[cst.BaseStatement]", list(updated_node.body)))
+        )
+
+    def _before_prepare(self, body: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
+        at = [index for index, node in enumerate(body) if self._script.method(called(node)) == "prepare"]
+        if not at:
+            return body
+        change = _Length(self._script)
+        lines: list[cst.BaseStatement] = []
+        for index, node in enumerate(body):
+            if index < at[-1] and not isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+                node = cast(cst.BaseStatement, node.visit(change))
+            lines.append(node)
+        return lines
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        if self._script.schedules(original_node):
+            return cast(cst.SimpleStatementLine, updated_node.visit(_Shrink(self._script)))
+        return updated_node
+
+
+class _Length(cst.CSTTransformer):
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self._script = script
+
+    @override
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        if full_name(original_node.func) == "len" and len(original_node.args) == 1:
+            value = original_node.args[0].value
+            if isinstance(value, cst.Name) and value.value in self._script.loaders:
+                return expression(f"accel.total_steps({{loader}}, ctx={self._script.ctx})", loader=value)
+        return updated_node
+
+    @override
+    def leave_BinaryOperation(
+        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
+    ) -> cst.BaseExpression:
+        """Write `len(loader) * epochs // accumulation` as one call."""
+        right, left = updated_node.right, updated_node.left
+        if isinstance(original_node.operator, cst.Multiply):
+            for total, epochs in ((left, right), (right, left)):
+                if _is_total(total) and len(cast(cst.Call, total).args) == 2:
+                    return self._with(cast(cst.Call, total), original_node, epochs=epochs)
+        divided = isinstance(original_node.operator, cst.FloorDivide) and _is_total(left)
+        if divided and "epochs" in {arg.keyword.value for arg in cast(cst.Call, left).args if arg.keyword}:
+            return self._with(cast(cst.Call, left), original_node, accumulation=right)
+        return updated_node
+
+    @staticmethod
+    def _with(call: cst.Call, node: cst.BinaryOperation, **options: cst.BaseExpression) -> cst.Call:
+        made = [
+            cast(cst.Call, expression(f"f({name}={{value}})", value=value.with_changes(lpar=[], rpar=[]))).args[0]
+            for name, value in options.items()
+        ]
+        args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in (*call.args, *made)]
+        return call.with_changes(args=args, lpar=[], rpar=[])
+
+
+def _is_total(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.Call) and full_name(node.func) == "accel.total_steps"
+
+
+class _Shrink(cst.CSTTransformer):
+    """Leave `* accelerator.num_processes` out of a schedule."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self._script = script
+
+    @override
+    def leave_BinaryOperation(
+        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
+    ) -> cst.BaseExpression:
+        if isinstance(original_node.operator, cst.Multiply):
+            if self._script.is_attribute(original_node.right, "num_processes"):
+                return updated_node.left
+            if self._script.is_attribute(original_node.left, "num_processes"):
+                return updated_node.right
+        return updated_node
+
+
+class Imports(cst.CSTTransformer):
+    """`import accel` in place of the first import of Accelerate; loggers where there is a context."""
+
+    def __init__(self, script: Script, notes: Remarks) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+        self._loggers: dict[str, cst.Call] = {}
+
+    @override
+    def visit_Module(self, node: cst.Module) -> None:
+        for line in walk(node):
+            call = called(line)
+            if call is not None and self._script.origin(call.func) == "get_logger" and targets(line):
+                self._loggers[targets(line)[0]] = call
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        """Make a logger that knows its rank, where a function has the context."""
+        names = {param.name.value for param in updated_node.params.params}
+        body = block(updated_node)
+        used = [name for name in self._loggers if name in loads(updated_node.body)]
+        if not used:
+            return updated_node
+        if self._script.ctx in names:
+            return with_block(updated_node, _after_docstring(body, [self._logger(name) for name in used]))
+        return with_block(updated_node, [self._inside(node, used) for node in body])
+
+    def _inside(self, node: cst.BaseStatement, used: Sequence[str]) -> cst.BaseStatement:
+        opened = isinstance(node, cst.With) and any(
+            item.asname is not None and full_name(cast(cst.Name, item.asname.name)) == self._script.ctx
+            for item in node.items
+        )
+        if not opened:
+            return node
+        mine = [name for name in used if name in loads(cast(cst.With, node).body)]
+        return with_block(cast(cst.With, node), [*[self._logger(name) for name in mine], *block(node)])
+
+    def _logger(self, name: str) -> cst.BaseStatement:
+        call = self._loggers[name]
+        first = call.args[0].value if call.args else expression("__name__")
+        level = argument(call, "log_level")
+        options = ", level={level}" if level is not None else ""
+        parts = {"level": level} if level is not None else {}
+        return statement(f"{name} = accel.get_logger({{name}}, {self._script.ctx}{options})", name=first, **parts)
+
+    @override
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        used = loads_outside_imports(updated_node)
+        lines = Lines()
+        written = False
+        for node in cast("Sequence[cst.BaseStatement]", updated_node.body):
+            made = self._import(node, used)
+            if made is None:
+                lines.add(node)
+                continue
+            own = leading(node)
+            if not written:
+                lines.add(led_by(statement("import accel"), own))
+            if not made:
+                lines.hold(comments(node) if written else comments(led_by(node, [])))
+            written = True
+            for each in made:
+                lines.add(each)
+        module = updated_node.with_changes(body=lines.body, footer=[*lines.rest(), *updated_node.footer])
+        if not written and any(full_name(call.func).startswith("accel.") for call in calls(module)):
+            module = _with_import(module)
+        return self._without_loggers(module)
+
+    def _import(self, node: cst.BaseStatement, used: set[str]) -> list[cst.BaseStatement] | None:
+        inner = small(node)
+        if isinstance(inner, cst.ImportFrom) and inner.module is not None and not inner.relative:
+            if full_name(inner.module).split(".")[0] != "accelerate" or isinstance(inner.names, cst.ImportStar):
+                return None
+            kept = [
+                each
+                for each in inner.names
+                if (each.evaluated_alias or each.evaluated_name) in used and each.evaluated_name != "get_logger"
+            ]
+            if not kept:
+                return []
+            kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            note = [] if _noted(kept) else [self._notes.decide("names of Accelerate that are left", "names")]
+            line = cast(cst.SimpleStatementLine, node)
+            return [line.with_changes(body=[inner.with_changes(names=kept)], leading_lines=note)]
+        if isinstance(inner, cst.Import):
+            kept = [each for each in inner.names if each.evaluated_name.split(".")[0] != "accelerate"]
+            if len(kept) == len(inner.names):
+                return None
+            if any((each.evaluated_alias or "accelerate") in used for each in inner.names if each not in kept):
+                note = self._notes.decide("names of Accelerate that are left", "names")
+                return [led_by(node, [note])]
+            if not kept:
+                return []
+            kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            return [led_by(cast(cst.SimpleStatementLine, node).with_changes(body=[inner.with_changes(names=kept)]), [])]
+        return None
+
+    def _without_loggers(self, module: cst.Module) -> cst.Module:
+        if not self._loggers:
+            return module
+        lines = Lines()
+        for node in cast("Sequence[cst.BaseStatement]", module.body):
+            name = next(iter(targets(node)), "")
+            if name not in self._loggers or called(node) is None:
+                lines.add(node)
+            elif self._only_inside(module, name):
+                lines.drop(node)
+            else:
+                made = statement(f"{name} = logging.getLogger({{name}})", name=self._loggers[name].args[0].value)
+                why = self._notes.change("this logger knows no rank; functions with ctx make their own")
+                lines.add(led_by(made, [*leading(node), why]))
+        module = module.with_changes(body=lines.body)
+        if any(full_name(call.func) == "logging.getLogger" for call in calls(module)) and not _imports(
+            module, "logging"
+        ):
+            module = _with_import(module, "logging")
+        return module
+
+    def _only_inside(self, module: cst.Module, name: str) -> bool:
+        for node in cast("Sequence[cst.BaseStatement]", module.body):
+            if name in targets(node):
+                continue
+            makes = isinstance(node, cst.FunctionDef) and any(targets(each) == [name] for each in walk(node))
+            if name in loads(node) and not makes:
+                return False
+        return True
+
+
+def _noted(names: Sequence[cst.ImportAlias]) -> bool:
+    return False
+
+
+def _imports(module: cst.Module, name: str) -> bool:
+    return any(
+        isinstance(each, cst.Import) and any(alias.evaluated_name == name for alias in each.names)
+        for each in walk(module)
+    )
+
+
+def _with_import(module: cst.Module, name: str = "accel") -> cst.Module:
+    body = list(cast("Sequence[cst.BaseStatement]", module.body))
+    at = next((i for i, node in enumerate(body) if isinstance(small(node), (cst.Import, cst.ImportFrom))), 0)
+    if isinstance(small(body[at]), cst.ImportFrom) and "__future__" in cst.Module([]).code_for_node(body[at]):
+        at += 1
+    made = led_by(statement(f"import {name}"), leading(body[at]))
+    body[at] = led_by(body[at], [])
+    return module.with_changes(body=[*body[:at], made, *body[at:]])
+
+
+def _after_docstring(body: list[cst.BaseStatement], made: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
+    inner = small(body[0]) if body else None
+    at = 1 if isinstance(inner, cst.Expr) and isinstance(inner.value, (cst.SimpleString, cst.ConcatenatedString)) else 0
+    return [*body[:at], *made, *body[at:]]
+
+
+def loads_outside_imports(module: cst.Module) -> set[str]:
+    """Return the names that a module reads, imports aside."""
+    found: set[str] = set()
+    for node in cast("Sequence[cst.BaseStatement]", module.body):
+        if not isinstance(small(node), (cst.Import, cst.ImportFrom)):
+            found |= loads(node)
+    return found
+
+
+class Migrated(NamedTuple):
+    """A written script: its text, the notes in it, and what changed in meaning."""
+
+    text: str
+    notes: tuple[tuple[int, str], ...]
+    changes: tuple[tuple[int, str], ...]
+
+
+def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
+    """Return a script on accel; one without Accelerate, or with notes already, as it is.
+
+    Raises:
+        ConfigError: the text is not Python.
+    """
+    if DECIDE in text:
+        return Migrated(text, tuple(decisions(text)), ())
+    if "accelerat" not in text:
+        return Migrated(text, (), ())
+    try:
+        module = cst.parse_module(text)
+    except cst.ParserSyntaxError as error:
+        problem = error.message.splitlines()[0]
+        raise ConfigError("not Python", got=problem, where=f"{where}:{error.raw_line}") from None
+    script = Script(module)
+    if not script.uses_accelerate:
+        return Migrated(text, (), ())
+    notes = Remarks()
+    passes: list[cst.CSTTransformer] = [
+        Before(script, notes),
+        Lengths(script, notes),
+        Evaluation(script, notes),
+        Training(script, notes),
+        Checkpoints(script, notes),
+        Sessions(script, notes, module, cells=cells),
+        Dropped(script),
+        Names(script, notes),
+        Imports(script, notes),
+        Fit(text, len(module.default_indent)),
+    ]
+    module = drop_scaffolds(module, script, notes)
+    for each in passes:
+        module = cast(cst.Module, module.visit(each))
+    written, changes = notes.finish(module.code)
+    return Migrated(written, tuple(decisions(written)), changes)

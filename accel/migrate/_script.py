@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts of a script, and the names of Accelerate with what stands in their place; each target is public in accel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import libcst as cst
+
+from accel.migrate._tree import (
+    argument,
+    block,
+    called,
+    full_name,
+    loads,
+    method_of,
+    names_in,
+    targets,
+    text_of,
+    value_of,
+    walk,
+)
+
+# attributes of an Accelerator or a PartialState: expressions
+ATTRIBUTES: Mapping[str, str] = {
+    "device": "{ctx}.device",
+    "process_index": "{ctx}.rank",
+    "num_processes": "{ctx}.world_size",
+    "local_process_index": "{ctx}.local_rank",
+    "is_main_process": "{ctx}.is_main_process",
+    "is_local_main_process": "{ctx}.is_local_main_process",
+    "is_last_process": "{ctx}.is_last_process",
+    "use_distributed": "({ctx}.world_size > 1)",
+    "mixed_precision": "{ctx}.precision.compute",
+    "gradient_accumulation_steps": "{ctx}.accumulation",
+    "distributed_type": "{ctx}.strategy",
+    "state": "{ctx}",
+    "optimizer_step_was_skipped": "(not {state}.stepped)",
+    "sync_gradients": "{state}.sync",
+}
+# methods that keep their arguments: the function, and whether it takes the context
+METHODS: Mapping[str, tuple[str, bool]] = {
+    "print": ("accel.print", True),
+    "wait_for_everyone": ("accel.wait_for_everyone", True),
+    "main_process_first": ("accel.main_process_first", True),
+    "local_main_process_first": ("accel.local_main_process_first", True),
+    "on_main_process": ("accel.on_main_process", True),
+    "on_local_main_process": ("accel.on_local_main_process", True),
+    "on_last_process": ("accel.on_last_process", True),
+    "on_process": ("accel.on_process", True),
+    "on_local_process": ("accel.on_local_process", True),
+    "unwrap_model": ("accel.unwrap_model", False),
+    "gather": ("accel.gather", True),
+    "reduce": ("accel.reduce", True),
+    "pad_across_processes": ("accel.pad_across_processes", True),
+    "get_state_dict": ("accel.get_state_dict", True),
+    "save_model": ("accel.save_model", True),
+    "save": ("accel.save", True),
+    "prepare": ("accel.prepare", True),
+    "prepare_model": ("accel.prepare_model", True),
+    "prepare_optimizer": ("accel.prepare_optimizer", True),
+    "prepare_scheduler": ("accel.prepare_scheduler", True),
+    "prepare_data_loader": ("accel.prepare_loader", True),
+    "no_sync": ("accel.no_sync", True),
+    "autocast": ("accel.autocast", True),
+    "join_uneven_inputs": ("accel.join_uneven_inputs", True),
+    "free_memory": ("accel.free_memory", True),
+    "clear": ("accel.free_memory", True),
+}
+# keywords of methods: new name, or None where it is left out
+KEYWORDS: Mapping[tuple[str, str], str | None] = {
+    ("unwrap_model", "keep_fp32_wrapper"): None,
+    ("unwrap_model", "keep_torch_compile"): None,
+    ("get_state_dict", "unwrap"): None,
+    ("save_model", "safe_serialization"): None,
+    ("save_model", "save_directory"): "folder",
+    ("save", "safe_serialization"): None,
+    ("save", "save_on_each_node"): None,
+    ("reduce", "reduction"): "op",
+    ("reduce", "tensor"): "tree",
+    ("gather", "tensor"): "tree",
+    ("pad_across_processes", "tensor"): "tree",
+    ("pad_across_processes", "pad_value"): "pad_index",
+    ("split_between_processes", "apply_padding"): "pad",
+    ("broadcast", "from_process"): "src",
+    ("broadcast_object_list", "from_process"): "src",
+}
+# functions of accelerate and accelerate.utils that keep their arguments
+FUNCTIONS: Mapping[str, tuple[str, bool]] = {
+    "gather": ("accel.gather", True),
+    "reduce": ("accel.reduce", True),
+    "gather_object": ("accel.gather_object", True),
+    "broadcast": ("accel.broadcast", True),
+    "broadcast_object_list": ("accel.broadcast_object_list", True),
+    "pad_across_processes": ("accel.pad_across_processes", True),
+    "send_to_device": ("accel.tree.send_to_device", False),
+    "wait_for_everyone": ("accel.wait_for_everyone", True),
+    "extract_model_from_parallel": ("accel.unwrap_model", False),
+    "synchronize_rng_states": ("accel.seeding.synchronize_rng", True),
+}
+# kinds of accelerator.distributed_type: a condition
+DISTRIBUTED: Mapping[str, str] = {
+    "NO": "{ctx}.world_size == 1",
+    "MULTI_GPU": '({ctx}.world_size > 1 and {ctx}.device.type == "cuda")',
+    "MULTI_CPU": '({ctx}.world_size > 1 and {ctx}.device.type == "cpu")',
+    "FSDP": '{ctx}.strategy == "fsdp"',
+    "DEEPSPEED": '{ctx}.strategy == "deepspeed"',
+    "XLA": '{ctx}.device.type == "xla"',
+    "TPU": '{ctx}.device.type == "xla"',
+    "MULTI_XPU": '{ctx}.device.type == "xpu"',
+    "MULTI_NPU": '{ctx}.device.type == "npu"',
+}
+# trackers by their name in `log_with=`
+TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+# communication hooks by their member of DDPCommunicationHookType, and by its value
+HOOKS: Mapping[str, str] = {
+    "no": "None",
+    "fp16": '"fp16"',
+    "bf16": '"bf16"',
+    "power_sgd": "accel.parallel.PowerSgd()",
+    "batched_power_sgd": "accel.parallel.PowerSgd(batched=True)",
+}
+
+_MAKERS = ("Accelerator", "PartialState", "AcceleratorState")
+_LOADER = re.compile(r"loader|_dl$|^dl$")
+_OPTIMIZER = re.compile(r"optim|^opt(_|$)|_opt$")
+_SCHEDULER = re.compile(r"sched|^warmup$")
+_CONTEXTS = ("ctx", "context", "dist_ctx", "accel_ctx")
+_STATES = ("state", "train_state", "run_state")
+
+
+class Script:
+    """Facts of a script, found once before it changes."""
+
+    def __init__(self, module: cst.Module) -> None:
+        self.origins: dict[str, str] = {}
+        self.modules: set[str] = set()
+        self.functions: dict[str, cst.FunctionDef] = {}
+        self.assigned: dict[str, cst.BaseExpression] = {}
+        self.makers: dict[str, list[cst.Call]] = {}
+        self.loaders: set[str] = set()
+        self.models: set[str] = set()
+        self.optimizers: set[str] = set()
+        self.schedulers: set[str] = set()
+        self.devices: set[str] = set()
+        self.prepared: set[str] = set()
+        self._imports(module)
+        self.holders = self._holders(module)
+        self.ctx = self._free(_CONTEXTS, module)
+        self.state = self._free(_STATES, module)
+        self._kinds(module)
+        self._pass_on(module)
+        self.accumulation = self._option("gradient_accumulation_steps")
+        self.model_options: dict[str, str] = {}
+        self.local: dict[str, str] = {}  # models that LocalSGD averages, by its variable
+        self.tracked = self._tracked()
+        self.carried = any(self.is_attribute(node, "gradient_accumulation_steps") for node in walk(module))
+        methods = {self.method(node) for node in walk(module)}
+        self.tracks = "init_trackers" in methods
+        self.tracked_if = self._guard(module)
+        self.searched = self._searched(module)
+        self.classes = {node.name.value for node in walk(module) if isinstance(node, cst.ClassDef)}
+        self.taken = self._taken()
+        self.windows = "accumulate" in methods or self.accumulation is not None
+        self.trackers = self._free(("trackers", "run_trackers"), module)
+
+    @property
+    def uses_accelerate(self) -> bool:
+        """Whether the script has anything of Accelerate."""
+        return bool(self.origins or self.modules or self.holders)
+
+    def origin(self, node: cst.CSTNode) -> str:
+        """Return the name in Accelerate that an expression refers to, empty for others."""
+        name = full_name(node)
+        first, _, rest = name.partition(".")
+        if first in self.origins and not rest:
+            return self.origins[first]
+        if first in self.origins and self.origins[first] in ("utils", "logging", "state", "tracking"):
+            return rest.rpartition(".")[2]
+        if first in self.modules and rest:
+            return rest.rpartition(".")[2]
+        return ""
+
+    def makes(self, node: cst.CSTNode | None) -> bool:
+        """Whether an expression makes an Accelerator or its state."""
+        return isinstance(node, cst.Call) and self.origin(node.func) in _MAKERS
+
+    def holds(self, node: cst.CSTNode | None) -> bool:
+        """Whether an expression is an Accelerator: a variable, or the call that makes one."""
+        return (isinstance(node, cst.Name) and node.value in self.holders) or self.makes(node)
+
+    def method(self, node: cst.CSTNode | None) -> str:
+        """Return the method of an Accelerator that an expression calls, empty for others."""
+        if isinstance(node, cst.Call):
+            owner, name = method_of(node)
+            if self.holds(owner):
+                return name
+        return ""
+
+    def is_attribute(self, node: cst.CSTNode, name: str) -> bool:
+        """Whether an expression is an attribute of an Accelerator."""
+        return isinstance(node, cst.Attribute) and node.attr.value == name and self.holds(node.value)
+
+    def is_device(self, node: cst.CSTNode | None) -> bool:
+        """Whether an expression is the Accelerator's device, or a variable that holds it."""
+        if node is None:
+            return False
+        return self.is_attribute(node, "device") or (isinstance(node, cst.Name) and node.value in self.devices)
+
+    def resolved(self, node: cst.BaseExpression | None) -> cst.BaseExpression | None:
+        """Return the value of a variable that was assigned once, else the expression itself."""
+        if isinstance(node, cst.Name) and node.value in self.assigned:
+            return self.assigned[node.value]
+        return node
+
+    def _imports(self, module: cst.Module) -> None:
+        for node in walk(module):
+            if isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
+                if full_name(node.module).split(".")[0] == "accelerate" and not isinstance(node.names, cst.ImportStar):
+                    for alias in node.names:
+                        local = alias.evaluated_alias or alias.evaluated_name
+                        self.origins[local] = alias.evaluated_name
+            elif isinstance(node, cst.Import):
+                for alias in node.names:
+                    if alias.evaluated_name.split(".")[0] == "accelerate":
+                        self.modules.add(alias.evaluated_alias or "accelerate")
+            elif isinstance(node, cst.FunctionDef):
+                _ = self.functions.setdefault(node.name.value, node)
+
+    def _holders(self, module: cst.Module) -> set[str]:
+        found: set[str] = set()
+        seen: dict[str, int] = {}
+        for node in walk(module):
+            if isinstance(node, cst.SimpleStatementLine) and (value := value_of(node)) is not None:
+                made = [each for each in _branches(value) if self.makes(each)]
+                for name in targets(node):
+                    seen[name] = seen.get(name, 0) + 1
+                    self.assigned[name] = value
+                    if made:
+                        found.add(name)
+                        self.makers.setdefault(name, []).extend(made)  # type: ignore[arg-type]
+            elif isinstance(node, cst.Param):
+                annotation = text_of(node.annotation.annotation) if node.annotation else ""
+                if node.name.value == "accelerator" or re.search(r"\bAccelerator\b", annotation):
+                    found.add(node.name.value)
+        self.assigned = {name: value for name, value in self.assigned.items() if seen[name] == 1}
+        return found
+
+    def _free(self, choices: tuple[str, ...], module: cst.Module) -> str:
+        taken = loads(module) | {node.name.value for node in walk(module) if isinstance(node, cst.Param)}
+        return next((each for each in choices if each not in taken), f"accel_{choices[0]}")
+
+    def _kinds(self, module: cst.Module) -> None:
+        for node in walk(module):
+            if not isinstance(node, cst.SimpleStatementLine) or (call := called(node)) is None:
+                if isinstance(node, cst.SimpleStatementLine) and self.is_device(value_of(node)):
+                    self.devices.update(targets(node))
+                continue
+            method = self.method(call)
+            if method.startswith("prepare"):
+                given = [arg.value.value for arg in call.args if isinstance(arg.value, cst.Name)]
+                for name in [*given, *targets(node)]:
+                    self.prepared.add(name)
+                    self._sort(name, method)
+
+    def _sort(self, name: str, method: str) -> None:
+        value = self.assigned.get(name)
+        maker = full_name(value.func) if isinstance(value, cst.Call) else ""
+        if method == "prepare_data_loader" or maker.endswith("DataLoader") or _LOADER.search(name):
+            self.loaders.add(name)
+        elif (
+            method == "prepare_scheduler" or "sched" in maker.lower() or maker.endswith("LR") or _SCHEDULER.search(name)
+        ):
+            self.schedulers.add(name)
+        elif method == "prepare_optimizer" or ".optim" in maker or _OPTIMIZER.search(name):
+            self.optimizers.add(name)
+        else:
+            self.models.add(name)
+
+    def _pass_on(self, module: cst.Module) -> None:
+        """Parameters of the script's own functions are what the calls give them."""
+        kinds = (self.holders, self.loaders, self.models, self.optimizers, self.schedulers)
+        for _round in range(3):
+            for call in (node for node in walk(module) if isinstance(node, cst.Call)):
+                function = self.functions.get(full_name(call.func))
+                if function is None:
+                    continue
+                for name, value in bound(call, function):
+                    for kind in kinds:
+                        if isinstance(value, cst.Name) and value.value in kind:
+                            kind.add(name)
+
+    def _guard(self, module: cst.Module) -> str:
+        """Return the condition under which trackers begin, empty where they always do."""
+        for node in walk(module):
+            if isinstance(node, cst.If) and any(self.method(called(each)) == "init_trackers" for each in block(node)):
+                rank = any(self.is_attribute(each, "is_main_process") for each in walk(node.test))
+                return "" if rank else text_of(node.test)
+        return ""
+
+    def schedules(self, line: cst.CSTNode) -> bool:
+        """Whether a line makes a scheduler that is prepared."""
+        return (
+            isinstance(line, cst.SimpleStatementLine)
+            and bool(set(targets(line)) & self.schedulers)
+            and (called(line) is not None and not self.method(called(line)))
+        )
+
+    def _taken(self) -> set[str]:
+        """Return variables that an Accelerator alone reads."""
+        found: set[str] = set()
+        waiting = [call for made in self.makers.values() for call in made]
+        while waiting:
+            call = waiting.pop()
+            for arg in call.args:
+                for each in walk(arg.value):
+                    if isinstance(each, cst.Name) and each.value in self.assigned and each.value not in found:
+                        value = self.assigned[each.value]
+                        if isinstance(value, cst.Call) and self.origin(value.func):
+                            found.add(each.value)
+                            waiting.append(value)
+        return found
+
+    def _searched(self, module: cst.Module) -> dict[str, tuple[cst.BaseExpression, str]]:
+        """Return functions that search a batch size: the first size, and their parameter's name."""
+        found: dict[str, tuple[cst.BaseExpression, str]] = {}
+        for node in (each for each in walk(module) if isinstance(each, cst.FunctionDef)):
+            for each in node.decorators:
+                call = each.decorator
+                if isinstance(call, cst.Call) and self.origin(call.func) == "find_executable_batch_size":
+                    params = [param.name.value for param in node.params.params]
+                    start = argument(call, "starting_batch_size", 1) or cst.Integer("128")
+                    found[node.name.value] = (start, params[0] if params else "batch_size")
+        return found
+
+    def _tracked(self) -> dict[str, cst.BaseExpression]:
+        """Return `log_with=` and the folder of trackers, wherever an Accelerator takes them."""
+        found: dict[str, cst.BaseExpression] = {}
+        for call in (call for made in self.makers.values() for call in made):
+            config = self.resolved(argument(call, "project_config"))
+            for each in (call, config):
+                if isinstance(each, cst.Call):
+                    for name in ("log_with", "project_dir", "logging_dir", "total_limit"):
+                        if (value := argument(each, name)) is not None:
+                            found[name] = value
+        return found
+
+    def _option(self, name: str) -> cst.BaseExpression | None:
+        for made in self.makers.values():
+            for call in made:
+                if (value := argument(call, name)) is not None:
+                    return value
+                plugin = self.resolved(argument(call, "gradient_accumulation_plugin"))
+                if isinstance(plugin, cst.Call) and (value := argument(plugin, "num_steps", 0)) is not None:
+                    return value
+        return None
+
+
+def _branches(value: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+    """Yield the values that an expression can have: those of both sides of a condition."""
+    if isinstance(value, cst.IfExp):
+        yield from _branches(value.body)
+        yield from _branches(value.orelse)
+    else:
+        yield value
+
+
+def bound(call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
+    """Yield the parameters that a call gives, with their values."""
+    names = [param.name.value for param in (*function.params.posonly_params, *function.params.params)]
+    if names[:1] == ["self"]:
+        names = names[1:]
+    for at, arg in enumerate(call.args):
+        if arg.star:
+            return
+        if arg.keyword is not None:
+            yield arg.keyword.value, arg.value
+        elif at < len(names):
+            yield names[at], arg.value
+
+
+def iterated(node: cst.BaseExpression) -> list[str]:
+    """Return the names of a target of a loop."""
+    return names_in(node)

@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Accelerator(...)` to `accel.session(...)`: around the call of the function that made it, or around what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
+
+import libcst as cst
+from typing_extensions import override
+
+from accel.migrate._script import HOOKS, Script, bound
+from accel.migrate._tree import (
+    Remarks,
+    argument,
+    block,
+    called,
+    calls,
+    expression,
+    full_name,
+    leading,
+    led_by,
+    loads,
+    matches_code,
+    replace_names,
+    small,
+    statement,
+    targets,
+    text_of,
+    walk,
+    with_block,
+)
+
+_TAKEN = (
+    *("log_with", "project_dir", "logging_dir", "project_config", "gradient_accumulation_steps"),
+    *("gradient_accumulation_plugin", "rng_types"),
+)
+_UNNEEDED = ("use_stateful_dataloader", "use_seedable_sampler", "non_blocking", "data_seed")
+_NO_PLAN = (
+    "state_dict_config",
+    "optim_state_dict_config",
+    "state_dict_type",
+    "cpu_ram_efficient_loading",
+    "sync_module_states",
+)
+_DDP = ("find_unused_parameters", "bucket_cap_mb", "static_graph", "broadcast_buffers", "gradient_as_bucket_view")
+
+
+class Made(NamedTuple):
+    """Settings of one call of `Accelerator`, and notes on the rest."""
+
+    settings: dict[str, cst.BaseExpression]
+    notes: list[cst.EmptyLine]
+
+
+class Options:
+    """Translate the arguments of `Accelerator(...)`; keeps what models and trackers take of them."""
+
+    def __init__(self, script: Script, notes: Remarks) -> None:
+        self._script = script
+        self._notes = notes
+
+    def read(self, call: cst.Call) -> Made:
+        """Return the settings of a session, and notes on what has none."""
+        made = Made({}, [])
+        for arg in call.args:
+            name = arg.keyword.value if arg.keyword is not None else ""
+            value = self._script.resolved(arg.value) if name != "mixed_precision" else arg.value
+            self._one(name, arg.value, value, made)
+        if self._script.carried and self._script.accumulation is not None:
+            made.settings["accumulation"] = self._script.accumulation
+        return made
+
+    def _one(self, name: str, given: cst.BaseExpression, value: cst.BaseExpression | None, made: Made) -> None:
+        if name in _TAKEN or value is None:
+            if name == "rng_types":
+                made.notes.append(self._notes.change("rng_types= is left out: data order is arithmetic on the state"))
+            return
+        text = text_of(value)
+        if name == "mixed_precision":
+            made.settings["precision"] = given
+        elif name == "cpu":
+            if text != "False":
+                device = '"cpu"' if text == "True" else '"cpu" if {cpu} else None'
+                made.settings["device"] = expression(device, **({} if text == "True" else {"cpu": given}))
+        elif name == "step_scheduler_with_optimizer":
+            why = "step_scheduler_with_optimizer= is left out: a scheduler takes one step for each optimizer step"
+            made.notes.append(self._notes.change(why))
+        elif name in ("dataloader_config", "split_batches", "even_batches", "dispatch_batches"):
+            self._data(name, value, made)
+        elif name == "fsdp_plugin":
+            self._sharded(value, made)
+        elif name == "kwargs_handlers" and isinstance(value, (cst.List, cst.Tuple)):
+            for element in value.elements:
+                self._handler(self._script.resolved(element.value) or element.value, made)
+        elif name == "dynamo_backend" and text.strip("\"'").lower() in ("no", "inductor"):
+            if "inductor" in text.lower():
+                made.settings["compile"] = expression('"whole"')
+        elif text != "None" and not (name == "device_placement" and text == "True"):
+            page = "deepspeed" if "deepspeed" in name else "meshes" if "parallel" in name or "mega" in name else "names"
+            made.notes.append(self._notes.decide(f"what takes the place of {name or 'an option'}={_short(text)}", page))
+
+    def _data(self, name: str, value: cst.BaseExpression, made: Made) -> None:
+        pairs: list[tuple[str, str]] = [(name, text_of(value))]
+        if isinstance(value, cst.Call):
+            pairs = [(arg.keyword.value if arg.keyword else "", text_of(arg.value)) for arg in value.args]
+        for option, text in pairs:
+            if option in _UNNEEDED:
+                why = f"{option}= is left out: the state holds the position in the data"
+                made.notes.append(self._notes.change(why))
+            elif option == "even_batches":
+                why = 'even_batches= is left out: the last step is shorter and repeats nothing; else tail="pad"'
+                made.notes.append(self._notes.change(why))
+            elif text not in ("None", "False"):
+                page = self._notes.decide(f"the arguments of accel.prepare_loader in place of {option}={text}", "data")
+                made.notes.append(page)
+
+    def _sharded(self, value: cst.BaseExpression, made: Made) -> None:
+        if text_of(value) == "None":
+            return
+        made.settings["strategy"] = expression('"fsdp"')
+        fields = [arg.keyword.value for arg in value.args if arg.keyword] if isinstance(value, cst.Call) else ["it"]
+        for field in fields:
+            if field in _NO_PLAN:
+                why = f"{field}= is left out: checkpoints have one format, and each rank takes its own shards"
+                made.notes.append(self._notes.change(why))
+        left = [field for field in fields if field not in _NO_PLAN]
+        if left:
+            made.notes.append(
+                self._notes.decide(f"the fields of accel.parallel.Plan in place of {', '.join(left)}", "fsdp")
+            )
+
+    def _handler(self, value: cst.BaseExpression, made: Made) -> None:
+        kind = self._script.origin(value.func) if isinstance(value, cst.Call) else ""
+        args = (
+            {arg.keyword.value: arg.value for arg in value.args if arg.keyword} if isinstance(value, cst.Call) else {}
+        )
+        if kind == "DistributedDataParallelKwargs":
+            for name in list(args):
+                if name in _DDP:
+                    self._script.model_options[name] = text_of(args.pop(name))
+            if (hook := self._hook(args.pop("comm_hook", None))) is not None:
+                self._script.model_options["comm_hook"] = hook
+            if (wrapper := args.pop("comm_wrapper", None)) is not None:
+                self._wrapper(wrapper, made)
+        elif kind == "InitProcessGroupKwargs":
+            if (timeout := args.pop("timeout", None)) is not None:
+                made.settings["timeout_s"] = _seconds(timeout)
+            if (backend := args.pop("backend", None)) is not None:
+                made.settings["backend"] = backend
+        elif kind in ("ProfileKwargs",):
+            return
+        else:
+            args = {kind or text_of(value): value}
+        if args:
+            made.notes.append(
+                self._notes.decide(f"what takes the place of {', '.join(args)} of {kind or 'a handler'}", "names")
+            )
+
+    def _hook(self, value: cst.BaseExpression | None) -> str | None:
+        value = self._script.resolved(value)
+        if value is None:
+            return None
+        name = full_name(value)
+        if name.startswith("DDPCommunicationHookType."):
+            return HOOKS.get(name.rpartition(".")[2].lower())
+        if isinstance(value, cst.Call) and self._script.origin(value.func) == "DDPCommunicationHookType":
+            table = ", ".join(f'"{key}": {hook}' for key, hook in HOOKS.items())
+            return f"{{{table}}}[{text_of(value.args[0].value)}]"
+        return None
+
+    def _wrapper(self, value: cst.BaseExpression, made: Made) -> None:
+        why = f"comm_wrapper={text_of(value)} is left out: one hook compresses at a time"
+        made.notes.append(self._notes.change(why))
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _seconds(value: cst.BaseExpression) -> cst.BaseExpression:
+    if isinstance(value, cst.Call) and full_name(value.func).rpartition(".")[2] == "timedelta":
+        seconds = argument(value, "seconds")
+        if len(value.args) == 1 and seconds is not None:
+            return seconds
+    return expression("{value}.total_seconds()", value=value)
+
+
+def _grouped(node: cst.BaseExpression) -> cst.BaseExpression:
+    if isinstance(node, (cst.IfExp, cst.Lambda)) and not node.lpar:
+        return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return node
+
+
+def _merged(parts: Sequence[tuple[cst.BaseExpression | None, Made]]) -> Made:
+    """Join the settings of branches: what differs becomes a condition."""
+    settings = dict(parts[-1][1].settings)
+    notes = [note for _, made in parts for note in made.notes]
+    for test, made in reversed(parts[:-1]):
+        for name in {**made.settings, **settings}:
+            here = made.settings.get(name)
+            there = settings.get(name)
+            if here is not None and there is not None and matches_code(here, there):
+                continue
+            none = expression("None")
+            built = cst.IfExp(
+                test=_grouped(cast(cst.BaseExpression, test)),
+                body=_grouped(here or none),
+                orelse=_grouped(there or none),
+            )
+            settings[name] = built
+    unique: dict[str, cst.EmptyLine] = {note.comment.value: note for note in notes if note.comment}
+    return Made(settings, list(unique.values()))
+
+
+class Sessions(cst.CSTTransformer):
+    """Put a session around what used an Accelerator."""
+
+    def __init__(self, script: Script, notes: Remarks, module: cst.Module, *, cells: bool = False) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+        self._module = module
+        self._cells = cells
+        self._options = Options(script, notes)
+        self._hoisted: dict[str, Made] = {}
+        self._launched = _launched(script, module)
+        self._names: list[str] = []
+
+    @override
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._names.append(node.name.value)
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        _ = self._names.pop()
+        body = block(updated_node)
+        found = self._maker(body)
+        if found is None:
+            return updated_node
+        at, made = found
+        name = original_node.name.value
+        kept = [*self._lead(body[at]), *made.notes]
+        rest = body[at + 1 :]
+        if name in self._launched and not self._names:
+            self._launched[name] = made
+            return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept)]), self._script.ctx)
+        if not self._names and self._can_hoist(original_node, made):
+            self._hoisted[name] = made
+            return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept)]), self._script.ctx)
+        return with_block(updated_node, [*body[:at], self._around(made, rest, kept)])
+
+    @override
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        body = list(cast("Sequence[cst.BaseStatement]", updated_node.body))
+        found = self._maker(body)
+        if found is not None:
+            at, made = found
+            kept = [*self._lead(body[at]), *made.notes]
+            if self._cells or at == len(body) - 1:
+                opened = self._call("accel.from_env", made)
+                line = statement(f"{self._script.ctx} = {{opened}}", opened=opened)
+                body = [*body[:at], led_by(line, kept), *body[at + 1 :]]
+            else:
+                body = [*body[:at], self._around(made, body[at + 1 :], kept)]
+            updated_node = updated_node.with_changes(body=body)
+        wrap = _Callers(self._script, self._hoisted, self._launched, self)
+        return cast(cst.Module, updated_node.visit(wrap))
+
+    def opened(self, made: Made, values: Mapping[str, cst.BaseExpression]) -> cst.With:
+        """Return `with accel.session(...) as ctx:`, its settings in the words of a caller."""
+        settings = {name: replace_names(value, values) for name, value in made.settings.items()}
+        item = cst.WithItem(
+            self._call("accel.session", Made(settings, [])), asname=cst.AsName(name=cst.Name(self._script.ctx))
+        )
+        return cst.With(items=[item], body=cst.IndentedBlock([]))
+
+    def _around(
+        self, made: Made, rest: Sequence[cst.BaseStatement], kept: Sequence[cst.EmptyLine]
+    ) -> cst.BaseStatement:
+        if not self._names:
+            rest = [cast(cst.BaseStatement, node.visit(_Blank())) for node in rest]
+        return led_by(with_block(self.opened(made, {}), rest), kept)
+
+    @staticmethod
+    def _lead(node: cst.BaseStatement) -> list[cst.EmptyLine]:
+        return leading(node)
+
+    @staticmethod
+    def _call(function: str, made: Made) -> cst.Call:
+        call = cast(cst.Call, expression(f"{function}()"))
+        equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
+        args = [cst.Arg(value, keyword=cst.Name(name), equal=equal) for name, value in made.settings.items()]
+        return call.with_changes(args=args)
+
+    def _maker(self, body: Sequence[cst.BaseStatement]) -> tuple[int, Made] | None:
+        for at, node in enumerate(body):
+            parts = self._parts(node)
+            if parts:
+                return at, _merged(parts)
+        return None
+
+    def _parts(self, node: cst.BaseStatement) -> list[tuple[cst.BaseExpression | None, Made]]:
+        """Return the branches of a statement that makes an Accelerator, the last without a condition."""
+        if isinstance(node, cst.If):
+            inner = block(node)
+            first = self._parts(inner[0]) if len(inner) == 1 else []
+            other: list[tuple[cst.BaseExpression | None, Made]] = []
+            if isinstance(node.orelse, cst.If):
+                other = self._parts(node.orelse)
+            elif node.orelse is not None:
+                last = block(node.orelse)
+                other = self._parts(last[0]) if len(last) == 1 else []
+            return [(node.test, first[0][1]), *other] if len(first) == 1 and other else []
+        inner_line = small(node)
+        if not isinstance(inner_line, cst.Assign) or not set(targets(node)) & set(self._script.makers):
+            return []
+        return self._values(inner_line.value)
+
+    def _values(self, value: cst.BaseExpression) -> list[tuple[cst.BaseExpression | None, Made]]:
+        if isinstance(value, cst.IfExp):
+            first = self._values(value.body)
+            other = self._values(value.orelse)
+            return [(value.test, first[0][1]), *other] if len(first) == 1 and other else []
+        return [(None, self._options.read(cast(cst.Call, value)))] if self._script.makes(value) else []
+
+    def _can_hoist(self, node: cst.FunctionDef, made: Made) -> bool:
+        name = node.name.value
+        mentions = sum(1 for each in walk(self._module) if isinstance(each, cst.Name) and each.value == name)
+        found = [call for call in calls(self._module) if full_name(call.func) == name]
+        lines = [
+            each for each in walk(self._module) if isinstance(each, cst.SimpleStatementLine) and called(each) in found
+        ]
+        if (
+            mentions != 2
+            or len(found) != 1
+            or len(lines) != 1
+            or node.decorators
+            or any(arg.star for arg in found[0].args)
+        ):
+            return False
+        values = dict(bound(found[0], node))
+        used = {each for value in made.settings.values() for each in loads(value)}
+        local = {each for line in walk(node.body) for each in targets(line)}
+        params = {each.name.value for each in node.params.params}
+        for each in used & (local | params):
+            if each in local or not isinstance(
+                values.get(each), (cst.Name, cst.Attribute, cst.SimpleString, cst.Integer)
+            ):
+                return False
+        return True
+
+
+def _led(rest: Sequence[cst.BaseStatement], kept: Sequence[cst.EmptyLine]) -> list[cst.BaseStatement]:
+    if not rest:
+        return []
+    held = [line for line in kept if line.comment is not None]
+    return [led_by(rest[0], [*held, *leading(rest[0])]), *rest[1:]]
+
+
+def _taking(node: cst.FunctionDef, ctx: str) -> cst.FunctionDef:
+    """Return a function that takes the context first."""
+    params = node.params
+    if any(param.name.value == ctx for param in params.params):
+        return node
+    first = cst.Param(cst.Name(ctx))
+    return node.with_changes(params=params.with_changes(params=[first, *params.params]))
+
+
+def _launched(script: Script, module: cst.Module) -> dict[str, Made | None]:
+    """Return the functions that a script hands to `notebook_launcher` or `debug_launcher`."""
+    found: dict[str, Made | None] = {}
+    for call in calls(module):
+        if script.origin(call.func) in ("notebook_launcher", "debug_launcher") and call.args:
+            name = full_name(call.args[0].value)
+            if name in script.functions:
+                found[name] = None
+    return found
+
+
+class _Blank(cst.CSTTransformer):
+    """Blank lines of a module stay blank where they are indented."""
+
+    @override
+    def leave_EmptyLine(self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine) -> cst.EmptyLine:
+        if original_node.comment is None and not original_node.whitespace.value:
+            return updated_node.with_changes(indent=False)
+        return updated_node
+
+
+class _Callers(cst.CSTTransformer):
+    """Open the session around the one call of a function that takes the context now."""
+
+    def __init__(
+        self, script: Script, hoisted: Mapping[str, Made], launched: Mapping[str, Made | None], sessions: Sessions
+    ) -> None:
+        super().__init__()
+        self._script = script
+        self._hoisted = hoisted
+        self._launched = launched
+        self._sessions = sessions
+
+    @override
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        if full_name(original_node.func) in self._hoisted:
+            first = cst.Arg(cst.Name(self._script.ctx))
+            return updated_node.with_changes(args=[first, *updated_node.args])
+        if self._script.origin(original_node.func) in ("notebook_launcher", "debug_launcher") and original_node.args:
+            made = self._launched.get(full_name(original_node.args[0].value))
+            precision = made.settings.get("precision") if made else None
+            given = {arg.keyword.value for arg in original_node.args if arg.keyword}
+            if precision is not None and isinstance(precision, cst.SimpleString) and "mixed_precision" not in given:
+                call = cast(cst.Call, expression("f(precision={value})", value=precision))
+                args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in updated_node.args]
+                return updated_node.with_changes(args=[*args, call.args[0]])
+        return updated_node
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.BaseStatement:
+        call = called(original_node)
+        name = full_name(call.func) if call is not None else ""
+        if call is None or name not in self._hoisted:
+            return updated_node
+        function = self._script.functions[name]
+        values = dict(bound(call, function))
+        opened = self._sessions.opened(self._hoisted[name], values)
+        line = led_by(updated_node, [])
+        return led_by(with_block(opened, [line]), updated_node.leading_lines)

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small tools over libcst's nodes, and the notes that passes leave in a tree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node, parse_template_expression, parse_template_statement
+from typing_extensions import override
+
+Statement = cst.BaseStatement | cst.BaseSmallStatement
+Compound = cst.If | cst.For | cst.While | cst.With | cst.Try | cst.FunctionDef | cst.ClassDef
+N = TypeVar("N", bound=cst.CSTNode)
+
+
+def expression(text: str, **parts: cst.BaseExpression) -> cst.BaseExpression:
+    """Parse an expression; `{name}` is a placeholder of a node."""
+    return parse_template_expression(text, **parts)
+
+
+def statement(text: str, **parts: cst.BaseExpression) -> cst.BaseStatement:
+    """Parse a statement; `{name}` is a placeholder of a node."""
+    return parse_template_statement(text, **parts)
+
+
+def text_of(node: cst.CSTNode) -> str:
+    """Return a node's code, without comments at its ends."""
+    return cst.Module([]).code_for_node(node).strip()
+
+
+def full_name(node: cst.CSTNode) -> str:
+    """Return a dotted name, empty for other expressions."""
+    return get_full_name_for_node(node) or "" if isinstance(node, (cst.Name, cst.Attribute)) else ""
+
+
+def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield a node and all below it, in order of the text."""
+    yield node
+    for child in node.children:
+        yield from walk(child)
+
+
+def calls(node: cst.CSTNode) -> Iterator[cst.Call]:
+    """Yield the calls within a node."""
+    return (each for each in walk(node) if isinstance(each, cst.Call))
+
+
+def loads(node: cst.CSTNode) -> set[str]:
+    """Return the names that a node mentions, without those of attributes and keywords."""
+    found: set[str] = set()
+
+    class Finder(cst.CSTVisitor):
+        @override
+        def visit_Attribute(self, node: cst.Attribute) -> bool:
+            _ = node.value.visit(self)
+            return False
+
+        @override
+        def visit_Arg(self, node: cst.Arg) -> bool:
+            _ = node.value.visit(self)
+            return False
+
+        @override
+        def visit_Name(self, node: cst.Name) -> None:
+            found.add(node.value)
+
+    _ = node.visit(Finder())
+    return found
+
+
+def small(node: cst.CSTNode) -> cst.BaseSmallStatement | None:
+    """Return the one small statement of a line."""
+    if isinstance(node, cst.SimpleStatementLine) and len(node.body) == 1:
+        return node.body[0]
+    return None
+
+
+def value_of(node: cst.CSTNode) -> cst.BaseExpression | None:
+    """Return the expression of a line, assigned or not."""
+    inner = small(node)
+    if isinstance(inner, (cst.Expr, cst.Assign, cst.AugAssign, cst.AnnAssign)):
+        return inner.value
+    return None
+
+
+def called(node: cst.CSTNode) -> cst.Call | None:
+    """Return the call that a line is, assigned or not."""
+    value = value_of(node)
+    return value if isinstance(value, cst.Call) else None
+
+
+def targets(node: cst.CSTNode) -> list[str]:
+    """Return the names that a line assigns."""
+    inner = small(node)
+    if isinstance(inner, cst.Assign):
+        found = [each.target for each in inner.targets]
+    elif isinstance(inner, (cst.AugAssign, cst.AnnAssign)):
+        found = [inner.target]
+    else:
+        found = []
+    return [name for target in found for name in names_in(target)]
+
+
+def names_in(target: cst.BaseExpression) -> list[str]:
+    """Return the names of a target, such as `(a, b)`."""
+    if isinstance(target, (cst.Tuple, cst.List)):
+        return [name for element in target.elements for name in names_in(element.value)]
+    return [target.value] if isinstance(target, cst.Name) else []
+
+
+def method_of(call: cst.Call) -> tuple[cst.BaseExpression | None, str]:
+    """Return the object and the method's name of a call; the object is None for a plain function."""
+    if isinstance(call.func, cst.Attribute):
+        return call.func.value, call.func.attr.value
+    return None, call.func.value if isinstance(call.func, cst.Name) else ""
+
+
+def argument(call: cst.Call, name: str, position: int | None = None) -> cst.BaseExpression | None:
+    """Return an argument by its keyword, or by its position."""
+    for arg in call.args:
+        if arg.keyword is not None and arg.keyword.value == name:
+            return arg.value
+    plain = [arg for arg in call.args if arg.keyword is None and not arg.star]
+    if position is not None and position < len(plain) and call.args[position] is plain[position]:
+        return plain[position].value
+    return None
+
+
+def block(node: cst.CSTNode) -> list[cst.BaseStatement]:
+    """Return the statements of a body; a body on the line of its header becomes lines."""
+    body: cst.CSTNode = node.body if hasattr(node, "body") and not isinstance(node, cst.IndentedBlock) else node  # type: ignore[assignment]
+    if isinstance(body, cst.IndentedBlock):
+        return list(body.body)
+    if isinstance(body, cst.SimpleStatementSuite):
+        return [cst.SimpleStatementLine([each]) for each in body.body]
+    return []
+
+
+def with_block(node: N, body: Sequence[cst.BaseStatement]) -> N:
+    """Return a compound statement with another body; an empty one becomes `pass`."""
+    lines: Sequence[cst.BaseStatement] = body or [cst.SimpleStatementLine([cst.Pass()])]
+    old = cast("cst.For", node).body
+    if isinstance(old, cst.IndentedBlock):
+        return node.with_changes(body=old.with_changes(body=lines))
+    return node.with_changes(body=cst.IndentedBlock(lines))
+
+
+def leading(node: cst.BaseStatement) -> list[cst.EmptyLine]:
+    """Return the blank lines and comments before a statement."""
+    return list(getattr(node, "leading_lines", ()))
+
+
+def led_by(node: cst.BaseStatement, lines: Sequence[cst.EmptyLine]) -> cst.BaseStatement:
+    """Return a statement with other lines before it."""
+    return node.with_changes(leading_lines=lines)
+
+
+def comments(node: cst.CSTNode) -> list[cst.EmptyLine]:
+    """Return all comments of a node, each as a line of its own."""
+    return [cst.EmptyLine(comment=each) for each in walk(node) if isinstance(each, cst.Comment)]
+
+
+class Lines:
+    """A list of statements under construction: comments of what is dropped go to the next one."""
+
+    def __init__(self) -> None:
+        self.body: list[cst.BaseStatement] = []
+        self._held: list[cst.EmptyLine] = []
+
+    def add(self, node: cst.BaseStatement) -> None:
+        """Append a statement, after the comments that are held."""
+        if self._held:
+            node = led_by(node, [*self._held, *leading(node)])
+            self._held = []
+        self.body.append(node)
+
+    def drop(self, node: cst.BaseStatement) -> None:
+        """Leave a statement out, and hold its comments; a blank line before them stays."""
+        kept = comments(node)
+        before = leading(node)
+        if kept and before and before[0].comment is None:
+            kept.insert(0, before[0])
+        self._held += kept
+
+    def hold(self, lines: Sequence[cst.EmptyLine]) -> None:
+        """Put lines before the next statement."""
+        self._held += lines
+
+    def rest(self) -> list[cst.EmptyLine]:
+        """Return what is held after the last statement."""
+        return self._held
+
+
+class _Renames(cst.CSTTransformer):
+    def __init__(self, change: Callable[[cst.Name], cst.BaseExpression]) -> None:
+        super().__init__()
+        self._change = change
+
+    @override
+    def visit_Attribute_attr(self, node: cst.Attribute) -> None:
+        pass
+
+    @override
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+        return updated_node.with_changes(attr=original_node.attr)
+
+    @override
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        return updated_node.with_changes(keyword=original_node.keyword)
+
+    @override
+    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
+        return updated_node.with_changes(name=original_node.name)
+
+    @override
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+        return self._change(updated_node)
+
+
+def replace_names(node: N, found: Mapping[str, cst.BaseExpression]) -> N:
+    """Replace names that are read, not those of attributes, keywords and parameters."""
+    return cast("N", node.visit(_Renames(lambda name: found.get(name.value, name))))
+
+
+def matches_code(one: cst.CSTNode | None, other: cst.CSTNode | None) -> bool:
+    """Whether two expressions read alike."""
+    return one is not None and other is not None and _bare(one) == _bare(other)
+
+
+def _bare(node: cst.CSTNode) -> str:
+    text = text_of(node)
+    while text.startswith("(") and text.endswith(")") and text[1:-1].count("(") == text[1:-1].count(")"):
+        inner = text[1:-1]
+        depth = 0
+        for letter in inner:
+            depth += (letter == "(") - (letter == ")")
+            if depth < 0:
+                return text
+        text = inner.strip()
+    return text
+
+
+def bare_expression(node: cst.BaseExpression) -> cst.BaseExpression:
+    """Return an expression without parentheses around it that span no lines."""
+    return node.with_changes(lpar=[], rpar=[]) if hasattr(node, "lpar") else node
+
+
+DECIDE = "# accel: decide"
+# pages that decide-notes name
+PAGES: Mapping[str, str] = {
+    "loop": "docs/train.md",
+    "step": "docs/step.md",
+    "parts": "docs/step-parts.md",
+    "names": "docs/from-accelerate.md",
+    "data": "docs/data.md",
+    "trackers": "docs/trackers.md",
+    "checkpoints": "docs/checkpoints.md",
+    "fsdp": "docs/fsdp.md",
+    "deepspeed": "docs/deepspeed.md",
+    "hooks": "docs/data-parallel.md",
+    "memory": "docs/memory.md",
+    "metrics": "docs/metrics.md",
+    "models": "docs/models.md",
+    "meshes": "docs/meshes.md",
+    "big": "docs/big-models.md",
+    "profile": "docs/profile.md",
+    "precision": "docs/precision.md",
+    "random": "docs/random.md",
+    "notebooks": "docs/notebooks.md",
+}
+
+_MARK = re.compile(r"^\s*#@accel-change (\d+)$")
+
+
+class Remarks:
+    """Comments that passes leave in the tree. Marks of changes in meaning are taken out of the text at the end."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def decide(self, what: str, page: str) -> cst.EmptyLine:
+        """Return the comment for what has no mechanical counterpart."""
+        return cst.EmptyLine(comment=cst.Comment(f"{DECIDE} {what} ({PAGES[page]})"))
+
+    def change(self, text: str) -> cst.EmptyLine:
+        """Return the mark for a change in meaning, a line before the statement."""
+        if text not in self._texts:
+            self._texts.append(text)
+        return cst.EmptyLine(comment=cst.Comment(f"#@accel-change {self._texts.index(text)}"))
+
+    def finish(self, text: str) -> tuple[str, tuple[tuple[int, str], ...]]:
+        """Take the marks out of a written script; return it, and the changes with their lines."""
+        lines: list[str] = []
+        changes: dict[tuple[int, str], None] = {}
+        for line in text.splitlines(keepends=True):
+            if found := _MARK.match(line.rstrip("\r\n")):
+                changes[len(lines) + 1, self._texts[int(found[1])]] = None
+            else:
+                lines.append(line)
+        return "".join(lines), tuple(changes)
+
+
+def decisions(text: str) -> list[tuple[int, str]]:
+    """Return the notes that a script holds, with their lines."""
+    found: list[tuple[int, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip().startswith(DECIDE):
+            found.append((number, line.strip().removeprefix("# accel: ")))
+    return found
+
+
+class Fit(cst.CSTTransformer):
+    """Break lines that passes made too long: the arguments of the outermost call go to a line of their own."""
+
+    def __init__(self, text: str, indent: int) -> None:
+        super().__init__()
+        self._most = max(88, min(120, max(map(len, text.splitlines()), default=0)))
+        self._indent = indent
+        self._depth = 0
+
+    @override
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self._depth += 1
+
+    @override
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        self._depth -= 1
+        return updated_node
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        text = text_of(updated_node.with_changes(leading_lines=[]))
+        call = called(updated_node)
+        if "\n" in text or "accel." not in text or not self._is_long(text) or call is None or not call.args:
+            return updated_node
+        inner = cast(cst.Assign, updated_node.body[0])
+        broken = self._broken(call, text)
+        return updated_node.with_changes(body=[inner.with_changes(value=broken)])
+
+    @override
+    def leave_With(self, original_node: cst.With, updated_node: cst.With) -> cst.With:
+        text = text_of(updated_node.with_changes(leading_lines=[], body=cst.IndentedBlock([]))).partition(":\n")[0]
+        call = updated_node.items[0].item
+        if (
+            "\n" in text
+            or not text.startswith("with accel.")
+            or not self._is_long(text)
+            or not isinstance(call, cst.Call)
+        ):
+            return updated_node
+        first = updated_node.items[0].with_changes(item=self._broken(call, text))
+        return updated_node.with_changes(items=[first, *updated_node.items[1:]])
+
+    def _is_long(self, text: str) -> bool:
+        return self._depth * self._indent + len(text) > self._most
+
+    def _broken(self, call: cst.Call, text: str) -> cst.Call:
+        """Return a call with its arguments on one line, or on a line each where one is too short."""
+        space = " " * self._indent
+        inside = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(space))
+        after = cst.ParenthesizedWhitespace(indent=True)
+        args = list(call.args)
+        short = sum(len(text_of(arg)) + 2 for arg in args) + (self._depth + 1) * self._indent <= self._most
+        if short:
+            args[-1] = args[-1].with_changes(whitespace_after_arg=after)
+        else:
+            args = [arg.with_changes(comma=cst.Comma(whitespace_after=inside)) for arg in args[:-1]] + args[-1:]
+            args[-1] = args[-1].with_changes(comma=cst.Comma(whitespace_after=after))
+        return call.with_changes(args=args, whitespace_before_args=inside)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statements of a training step, sorted: backward, clipping, the optimizer's step, and the `if` around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import libcst as cst
+
+from accel.migrate._script import Script
+from accel.migrate._tree import (
+    Lines,
+    argument,
+    block,
+    called,
+    calls,
+    expression,
+    full_name,
+    leading,
+    led_by,
+    matches_code,
+    method_of,
+    small,
+    statement,
+    targets,
+    text_of,
+    walk,
+)
+
+_CLIPS = {"clip_grad_norm_": "max_norm", "clip_grad_value_": "max_value"}
+
+
+class Step:
+    """The step of a window: arguments of `optimizer_step`, and the statements beside it."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.optimizers: list[cst.BaseExpression] = []
+        self.schedulers: list[cst.BaseExpression] = []
+        self.clip: tuple[str, cst.BaseExpression] | None = None
+        self.norm_type: cst.BaseExpression | None = None
+        self.norm_name = ""
+        self.accumulation: cst.BaseExpression | None = None
+        self.by_hand = False
+        self.held: list[cst.EmptyLine] = []
+
+    def takes(self, node: cst.BaseStatement) -> bool:
+        """Take a statement that `optimizer_step` replaces; whether it was one."""
+        if isinstance(node, cst.If) and node.orelse is None:
+            return self._takes_guarded(node)
+        call = called(node)
+        if call is None:
+            return False
+        owner, name = method_of(call)
+        if name in _CLIPS and (
+            self.script.holds(owner) or full_name(call.func).startswith(("torch.nn.utils", "nn.utils"))
+        ):
+            return self._takes_clip(node, call, name)
+        if name in _CLIPS and owner is None:
+            return self._takes_clip(node, call, name)
+        if owner is None or targets(node):
+            return False
+        if name == "zero_grad" and not self.script.holds(owner):
+            return True
+        if name != "step" or call.args:
+            return False
+        return self._takes_step(owner)
+
+    def _takes_step(self, owner: cst.BaseExpression) -> bool:
+        name = full_name(owner)
+        if name in self.script.optimizers:
+            self.optimizers.append(owner)
+            return True
+        if name in self.script.schedulers:
+            self.schedulers.append(owner)
+            return True
+        return False
+
+    def _takes_clip(self, node: cst.BaseStatement, call: cst.Call, name: str) -> bool:
+        keyword = "max_norm" if name == "clip_grad_norm_" else "clip_value"
+        value = argument(call, keyword, 1)
+        if value is None or self.clip is not None or len(targets(node)) > 1:
+            return False
+        self.clip = (_CLIPS[name], value)
+        self.norm_type = argument(call, "norm_type", 2)
+        self.norm_name = next(iter(targets(node)), "")
+        return True
+
+    def _takes_guarded(self, node: cst.If) -> bool:
+        """Take `if not accelerator.optimizer_step_was_skipped: scheduler.step()`."""
+        if "optimizer_step_was_skipped" not in text_of(node.test):
+            return False
+        inner = block(node)
+        return len(inner) == 1 and self.takes(inner[0])
+
+    def call(self, ctx: str, state: str) -> cst.BaseStatement:
+        """Return the line `state = accel.optimizer_step(...)`."""
+        options = ""
+        parts: dict[str, cst.BaseExpression] = {}
+        if self.schedulers:
+            options += f", scheduler={_listed(self.schedulers)}"
+        if self.clip:
+            options += f", {self.clip[0]}={{clip}}"
+            parts["clip"] = self.clip[1]
+        if self.norm_type is not None:
+            options += ", norm_type={kind}"
+            parts["kind"] = self.norm_type
+        text = f"{state} = accel.optimizer_step({ctx}, {_listed(self.optimizers)}, {state}{options})"
+        return statement(text, **parts)
+
+
+def _listed(nodes: Sequence[cst.BaseExpression]) -> str:
+    names = list(dict.fromkeys(text_of(node) for node in nodes))
+    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+
+
+def steps(script: Script, node: cst.CSTNode) -> bool:
+    """Whether an optimizer takes its step within a node."""
+    for call in calls(node):
+        owner, name = method_of(call)
+        if name == "step" and owner is not None and full_name(owner) in script.optimizers:
+            return True
+    return False
+
+
+def window_length(script: Script, test: cst.BaseExpression) -> cst.BaseExpression | None:
+    """Return n of `if step % n == 0`, or of a like condition, also one of two joined by `or`."""
+    for node in walk(test):
+        if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Modulo):
+            return node.right
+    return None
+
+
+def asks_sync(script: Script, test: cst.BaseExpression) -> bool:
+    """Whether a condition is `accelerator.sync_gradients`."""
+    return script.is_attribute(test, "sync_gradients")
+
+
+def split_step(
+    script: Script, nodes: Sequence[cst.BaseStatement], step: Step, batch: str
+) -> tuple[list[cst.BaseStatement], int]:
+    """Take the statements of a step out of those after the backward.
+
+    Returns the statements that remain, and the index of the step; -1 without one.
+    """
+    rest = Lines()
+    at = -1
+    inside: list[cst.BaseStatement] = []
+    for node in nodes:
+        guarded = isinstance(node, cst.If) and node.orelse is None
+        whole = guarded and (asks_sync(script, cast(cst.If, node).test) or steps(script, node))
+        if whole and (_takes_any(script, node, step)):
+            test = cast(cst.If, node).test
+            if not asks_sync(script, test) and (length := window_length(script, test)) is not None:
+                step.accumulation, step.by_hand = length, True
+            had = bool(step.optimizers)
+            kept = Lines()
+            kept.hold([line for line in leading(node) if line.comment])
+            for each in block(node):
+                if step.takes(each):
+                    kept.drop(each)
+                else:
+                    kept.add(each)
+            inside += kept.body
+            step.held += kept.rest()
+            if step.optimizers and not had:
+                at = len(rest.body)
+        elif (local := _local(script, node)) is not None:
+            given = f"{script.ctx}, {script.local[local]}, {local}, last={batch}.is_last"
+            line = f"{local} = accel.parallel.local_sgd_step({given})"
+            inside.append(led_by(statement(line), [x for x in leading(node) if x.comment]))
+        elif step.takes(node):
+            if step.optimizers and at < 0:
+                at = len(rest.body)
+            step.held += [*_blank(node), *_comments(node)]
+        elif guarded and at == len(rest.body) and asks_sync(script, cast(cst.If, node).test):
+            inner = block(node)
+            inside += [led_by(inner[0], [*[x for x in leading(node) if x.comment], *leading(inner[0])]), *inner[1:]]
+        else:
+            rest.add(node)
+    if at >= 0:
+        body = list(rest.body)
+        body.insert(at, _sync_block(script, step, inside))
+        return body, at
+    return rest.body, -1
+
+
+def _blank(node: cst.BaseStatement) -> list[cst.EmptyLine]:
+    return [line for line in leading(node)[:1] if line.comment is None]
+
+
+def _comments(node: cst.BaseStatement) -> list[cst.EmptyLine]:
+    return [cst.EmptyLine(comment=each) for each in walk(node) if isinstance(each, cst.Comment)]
+
+
+def _local(script: Script, node: cst.BaseStatement) -> str | None:
+    """Return the variable of `local_sgd.step()`."""
+    call = called(node)
+    owner, name = method_of(call) if call is not None else (None, "")
+    found = full_name(owner) if owner is not None else ""
+    return found if name == "step" and found in script.local else None
+
+
+def _takes_any(script: Script, node: cst.CSTNode, step: Step) -> bool:
+    probe = Step(script)
+    return any(probe.takes(each) for each in block(node))
+
+
+def _sync_block(script: Script, step: Step, inside: Sequence[cst.BaseStatement]) -> cst.BaseStatement:
+    lines = [step.call(script.ctx, script.state)]
+    if step.norm_name:
+        lines.append(statement(f"{step.norm_name} = {script.state}.grad_norm"))
+    built = cst.If(test=expression(f"{script.state}.sync"), body=cst.IndentedBlock([*lines, *inside]))
+    blanks = [line for line in step.held if line.comment is None][:1]
+    return built.with_changes(leading_lines=[*blanks, *[line for line in step.held if line.comment]])
+
+
+def is_division(script: Script, node: cst.BaseStatement, length: cst.BaseExpression | None) -> bool:
+    """Whether a line divides a loss by the number of micro-batches in a window."""
+    inner = small(node)
+    if isinstance(inner, cst.AugAssign) and isinstance(inner.operator, cst.DivideAssign):
+        return _is_length(script, inner.value, length)
+    if isinstance(inner, cst.Assign) and isinstance(inner.value, cst.BinaryOperation):
+        value = inner.value
+        same = targets(node) == [full_name(value.left)]
+        return same and isinstance(value.operator, cst.Divide) and _is_length(script, value.right, length)
+    return False
+
+
+def undivided(script: Script, loss: cst.BaseExpression, length: cst.BaseExpression | None) -> cst.BaseExpression:
+    """Return a loss without a division by the number of micro-batches."""
+    divides = isinstance(loss, cst.BinaryOperation) and isinstance(loss.operator, cst.Divide)
+    if divides and _is_length(script, cast(cst.BinaryOperation, loss).right, length):
+        return cast(cst.BinaryOperation, loss).left
+    return loss
+
+
+def whole_loss(
+    script: Script, node: cst.BaseStatement, length: cst.BaseExpression | None, names: set[str]
+) -> cst.BaseStatement:
+    """Return a line that makes the loss without a division of it by the number of micro-batches."""
+    inner = small(node)
+    if not isinstance(inner, cst.Assign) or not set(targets(node)) <= names:
+        return node
+    value = undivided(script, inner.value, length)
+    if value is inner.value:
+        return node
+    return cast(cst.SimpleStatementLine, node).with_changes(body=[inner.with_changes(value=value)])
+
+
+def _is_length(script: Script, node: cst.BaseExpression, length: cst.BaseExpression | None) -> bool:
+    return script.is_attribute(node, "gradient_accumulation_steps") or matches_code(node, length)

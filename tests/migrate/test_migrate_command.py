@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accel migrate` on files: what it prints and writes, what it refuses, its exit statuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel.cli import main
+
+SCRIPT = """from accelerate import Accelerator
+
+accelerator = Accelerator()
+accelerator.print("one")  # says it
+"""
+WRITTEN = """import accel
+
+with accel.session() as ctx:
+    accel.print(ctx, "one")  # says it
+"""
+UNKNOWN = "from accelerate import Accelerator\n\n\ndef f(accelerator):\n    accelerator.unheard_of()\n"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = Path("train.py")
+    _ = path.write_text(SCRIPT)
+    return path
+
+
+def test_a_diff_is_printed_and_nothing_is_written(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", "train.py"]) == 0
+    out = capsys.readouterr().out
+    assert "--- a/train.py\n+++ b/train.py\n" in out
+    assert '+    accel.print(ctx, "one")  # says it\n' in out
+    assert "1 files read, 1 to rewrite, 0 notes." in out
+    assert script.read_text() == SCRIPT
+    assert not Path("train.py.orig").exists()
+
+
+def test_write_keeps_the_original_and_its_mode(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.chmod(0o750)
+    assert main(["migrate", "--write", "train.py"]) == 0
+    assert script.read_text() == WRITTEN
+    assert script.stat().st_mode & 0o777 == 0o750
+    assert Path("train.py.orig").read_text() == SCRIPT
+    assert "train.py: written; the original is" in capsys.readouterr().out
+    assert main(["migrate", "--write", "train.py"]) == 0  # nothing to do
+    assert sorted(path.name for path in Path().iterdir()) == ["train.py", "train.py.orig"]
+
+
+def test_an_original_is_not_replaced(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _ = Path("train.py.orig").write_text("mine")
+    assert main(["migrate", "--write", "train.py"]) == 2
+    assert script.read_text() == SCRIPT
+    assert Path("train.py.orig").read_text() == "mine"
+    assert "there is an original already" in capsys.readouterr().err
+    assert len(list(Path().iterdir())) == 2
+
+
+def test_a_read_only_file_stays(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.chmod(0o444)
+    assert main(["migrate", "--write", "train.py"]) == 2
+    assert script.read_text() == SCRIPT
+    assert "read-only" in capsys.readouterr().err
+
+
+def test_check_tells_what_would_change(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", "--check", "train.py"]) == 1
+    assert "train.py: would be rewritten" in capsys.readouterr().out
+    _ = script.write_text(WRITTEN)
+    assert main(["migrate", "--check", "train.py"]) == 0
+
+
+def test_notes_are_status_1_and_stay_so(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _ = script.write_text(UNKNOWN)
+    assert main(["migrate", "--write", "train.py"]) == 1
+    assert "train.py:5: decide what takes the place of accelerator.unheard_of" in capsys.readouterr().out
+    assert main(["migrate", "--check", "train.py"]) == 1
+
+
+def test_a_folder_goes_on_after_files_that_cannot_be_read(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, data in {"a.py": b"from accelerate import (\n", "b.py": b"\xff\xfe\x00", "c.ipynb": b"{}"}.items():
+        _ = Path(name).write_bytes(data)
+    Path("lib", ".venv").mkdir(parents=True)
+    _ = Path("lib", ".venv", "x.py").write_text(SCRIPT)
+    _ = Path("lib", "y.py").write_text(SCRIPT)
+    _ = Path("launch.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\n")
+    assert main(["migrate", "."]) == 2
+    out, err = capsys.readouterr()
+    assert "not Python" in err
+    assert "a.py:" in err
+    assert "not a text file" in err
+    assert "not a notebook" in err
+    assert "2 files read, 2 to rewrite" in out
+    assert "accel config import launch.yaml" in out
+
+
+@pytest.mark.parametrize("words", [["no.py"], ["--write", "--check", "train.py"], []])
+def test_words_that_mean_nothing(script: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", *words]) == 2
+    assert "accel: error:" in capsys.readouterr().err
+
+
+def test_a_missing_package_names_its_extra(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "accel.migrate._rewrite", None)
+    assert main(["migrate", "train.py"]) == 2
+    assert "accel-torch[migrate]" in capsys.readouterr().err
+
+
+def test_a_notebook_keeps_ids_outputs_and_magics(script: Path) -> None:
+    def cell(kind: str, source: str, **more: object) -> dict[str, object]:
+        return {"cell_type": kind, "id": source[:3], "metadata": {}, "source": source.splitlines(keepends=True), **more}
+
+    outputs = [{"output_type": "stream", "name": "stdout", "text": ["é\n"]}]
+    book = {
+        "cells": [
+            cell("markdown", "# accelerate"),
+            cell("code", "%matplotlib inline\n!pip install accelerate\nfrom accelerate import notebook_launcher"),
+            cell("code", "%%bash\naccelerate config"),
+            cell(
+                "code",
+                "def train(epochs):\n    accelerator = Accelerator(mixed_precision='bf16')\n"
+                "    accelerator.print(epochs)",
+                outputs=outputs,
+            ),
+            cell("code", "from accelerate import Accelerator\nnotebook_launcher(train, (3,), num_processes=2)"),
+        ],
+        "metadata": {"kernelspec": {"name": "python3"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+    path = Path("train.ipynb")
+    _ = path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n")
+    assert main(["migrate", "--write", "train.ipynb"]) == 0
+    found = json.loads(path.read_text())
+    sources = ["".join(each["source"]) for each in found["cells"]]
+    assert sources[0] == "# accelerate"
+    assert sources[1] == "%matplotlib inline\n!pip install accelerate\nimport accel"
+    assert sources[2] == "%%bash\naccelerate config"
+    assert sources[3] == "def train(ctx, epochs):\n    accel.print(ctx, epochs)"
+    assert sources[4] == "accel.notebook_launcher(train, (3,), nproc=2, precision='bf16')"
+    for old, new in zip(book["cells"], found["cells"], strict=True):
+        assert {**old, "source": 0} == {**new, "source": 0}
+    assert path.read_text().endswith("}\n")
+    assert '"é\\n"' in path.read_text()

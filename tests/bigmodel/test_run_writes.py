@@ -41,6 +41,9 @@ def stepped(kind: type[torch.optim.Optimizer], **options: Any) -> Writes:
         lambda weights: torch._foreach_mul_(weights, 2.0),
         lambda weights: torch._foreach_copy_(weights, [torch.zeros(each.shape) for each in weights]),
         lambda weights: torch._foreach_zero_(weights),
+        lambda weights: nn.init.zeros_(weights[0].chunk(2)[1]),
+        lambda weights: torch._foreach_mul_(weights[0].unbind(), 2.0),
+        lambda weights: weights[0].detach().split(1)[0].view(-1)[0].fill_(1.0),
         lambda weights: torch._foreach_lerp_([torch.zeros(each.shape) for each in weights] + weights, weights * 2, 0.5),
         stepped(torch.optim.SGD, foreach=True),
         stepped(torch.optim.SGD, fused=True),
@@ -63,6 +66,9 @@ def test_reads_by_lists_of_tensors_pass() -> None:
         here, there = absent(run.model), absent(twin)
         for read in (lambda each: torch._foreach_norm(each), lambda each: torch._foreach_add(each, 1.0)):
             assert all(map(torch.equal, read(here), read(there)))
+        for own, values in zip(here, there, strict=True):
+            for parts in (lambda each: each.chunk(2), lambda each: each.unbind(), lambda each: each.t().split(1)):
+                assert all(map(torch.equal, parts(own), parts(values)))
         copies = [torch.empty(each.shape) for each in there]
         torch._foreach_copy_(copies, here)
         assert all(map(torch.equal, copies, there))

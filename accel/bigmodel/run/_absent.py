@@ -105,7 +105,7 @@ def refuse_pickle(name: str, what: str = "a weight that is not in memory") -> No
 _STATISTICS = ("running_mean", "running_var")  # arguments that batch norms update, and that no schema marks
 _APPLY_DEPTH = 8  # frames between an operator and the `Module._apply` that asks for it, and some to spare
 
-_Kind = Literal["compute", "view", "alias", "write", "statistics", "collective"]
+_Kind = Literal["compute", "view", "views", "alias", "write", "statistics", "collective"]
 
 
 class Origin(Protocol):
@@ -206,6 +206,8 @@ class AbsentTensor(NoMemory, torch.Tensor):
         # A view needs no values: it is noted, and repeated on them when something reads it.
         elif kind == "view" and isinstance(args[0], AbsentTensor):
             return _view(func, args[0], args[1:], kwargs)
+        elif kind == "views" and isinstance(args[0], AbsentTensor):
+            return _views(func, args[0], args[1:], kwargs)
         elif func is torch.ops.aten.embedding.default:
             rows = _gathered(args[0], args[1])
             if rows is not None:
@@ -268,6 +270,19 @@ def _view(func: Any, absent: AbsentTensor, args: Sequence[Any], kwargs: Mapping[
     blank = _blank(absent)
     step = functools.partial(_call, func, tuple(args), dict(kwargs))
     return AbsentTensor(func(blank, *args, **kwargs), absent.origin, absent.device, (*absent.steps, step))
+
+
+def _views(func: Any, absent: AbsentTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[AbsentTensor]:
+    """Return the views that an operator such as `split` makes, absent, so that writes to them are refused too."""
+
+    def step(at: int, tensor: torch.Tensor) -> torch.Tensor:
+        return func(tensor, *args, **kwargs)[at]
+
+    parts = cast("list[torch.Tensor]", func(_blank(absent), *args, **kwargs))
+    return [
+        AbsentTensor(each, absent.origin, absent.device, (*absent.steps, functools.partial(step, at)))
+        for at, each in enumerate(parts)
+    ]
 
 
 def _blank(absent: AbsentTensor) -> torch.Tensor:
@@ -368,5 +383,5 @@ def _kind(func: Any) -> _Kind:
         return "statistics"
     if all(each.alias_info is None for each in schema.returns):
         return "compute"
-    alone = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
-    return "view" if alone else "alias"
+    kinds: dict[str, _Kind] = {"Tensor": "view", "List[Tensor]": "views"}
+    return kinds.get(str(schema.returns[0].type), "alias") if len(schema.returns) == 1 else "alias"

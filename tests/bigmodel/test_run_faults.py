@@ -119,6 +119,32 @@ def test_a_source_that_does_not_fit_changes_nothing(weights: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
+class Rotary(torch.nn.Module):
+    """A linear layer beside a buffer that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(4, 4)
+        self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x) * self.frequencies
+
+
+def test_a_model_made_on_meta_is_sent_to_what_computes_its_buffers(tmp_path: Path) -> None:
+    ctx = accel.single("cpu")
+    whole = Rotary()
+    accel.save_model(ctx, whole, tmp_path)
+    with torch.device("meta"):
+        empty = Rotary()
+    device_map = accel.infer_device_map(accel.bigmodel.describe(empty), {"cpu": "1MB"})
+    with pytest.raises(accel.errors.ConfigError, match=r"'frequencies'.*by accel.init_empty_weights"):
+        accel.load_checkpoint_and_dispatch(ctx, empty, tmp_path, device_map)
+    built = accel.init_empty_weights(Rotary)
+    with torch.no_grad(), accel.load_checkpoint_and_dispatch(ctx, built, tmp_path, device_map) as run:
+        assert torch.equal(run.model(torch.ones(1, 4)), whole(torch.ones(1, 4)))
+
+
 def test_a_device_that_is_not_there_is_refused() -> None:
     net = make_net()
     with pytest.raises(accel.errors.DeviceError, match="'cuda:0'"):

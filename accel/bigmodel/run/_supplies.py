@@ -231,6 +231,16 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
     for task in tasks:
         _check_is_plain(task)
     wanted = [task for task in tasks if needs_source(task)]
+    unsaved = [task.weight.name for task in wanted if not task.weight.stored and not stored_name(task.weight, source)]
+    if unsaved:
+        raise ConfigError(
+            f"{len(unsaved)} buffers have no values, and no checkpoint holds them",
+            expected="a model that computes its non-persistent buffers when it is built",
+            got=", ".join(map(repr, unsaved[:_SHOWN])),
+            where="dispatch_model",
+            fix="Build the model by accel.init_empty_weights(make), which computes such buffers as "
+            "torch.device('meta') does not.",
+        )
     if wanted and source is None:
         empty = [task for task in wanted if not has_values(task.places[0].tensor)]
         raise ConfigError(

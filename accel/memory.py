@@ -245,7 +245,7 @@ def _first(starting: int, least: int) -> int:
         check_count(value, "not a batch size", where=name)
     if starting < least:
         raise ConfigError(
-            "the first batch size is below the least",
+            "the first batch size is below the minimum",
             expected=f"at least {least}",
             got=str(starting),
             where="starting_batch_size=",

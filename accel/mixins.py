@@ -102,7 +102,7 @@ def _without(kind: type, mixin: type) -> type:
         mixed = mixed.own if isinstance(mixed.own, _Mixed) else None
     if mixed is None:
         raise ConfigError(
-            "a class cannot be taken away from behind another library's",
+            "a class cannot be removed behind another library's",
             expected=f"{mixin.__name__} in front",
             got=", ".join(each.__qualname__ for each in kind.__mro__),
             fix="Undo first what was done to the object last.",

@@ -191,14 +191,14 @@ class Packed(NamedTuple):
     Attributes:
         parts: the tensors by name in the module, such as "weight" and "weight.absmax"; the first holds the elements.
             They share their memory with the weight.
-        make: the recipe: puts a parameter together from parts by these names, as views on them. A part may lie on
+        make: the recipe: puts a parameter together from parts by these names, as views on them. A part may be on
             another device, in a slot, or nowhere.
-        tell: gives further tensors of a checkpoint from the parts, which determine how these are read.
+        constants_of: gives further tensors of a checkpoint from the parts, which determine how these are read.
     """
 
     parts: Mapping[str, torch.Tensor]
     make: Make
-    tell: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+    constants_of: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
     @property
     def first(self) -> str:
@@ -207,7 +207,7 @@ class Packed(NamedTuple):
 
     def constants(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors of a checkpoint that determine how the parts are read."""
-        return self.tell(self.parts)
+        return self.constants_of(self.parts)
 
     def replaced(self, part: str, tensor: torch.Tensor) -> Packed:
         """Return it with another tensor for a part."""

@@ -90,7 +90,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         return run_device_map(known)
     check_without_device_map(known)
     if known.nproc < 1:
-        raise ConfigError("no rank would train", expected="1 or above", got=str(known.nproc), where="--nproc")
+        raise ConfigError("not a number of ranks", expected="1 or above", got=str(known.nproc), where="--nproc")
     limit = None if known.memory is None else _limit(known.memory, known.reserve)
     if known.mesh is not None:
         return run_mesh(known, limit)

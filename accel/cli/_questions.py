@@ -122,7 +122,7 @@ def _read_line(prompt: str) -> str:
 
 
 def _ended() -> ConfigError:
-    return ConfigError("the input ended before all was answered", fix="Nothing has been written.")
+    return ConfigError("the input ended before the last answer", fix="Nothing has been written.")
 
 
 _FIRST = ("device", "gpu_ids", "nproc_per_node", "precision")  # the others are asked for on demand

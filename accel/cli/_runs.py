@@ -34,7 +34,7 @@ def read_run_folder(name: str, folder: Path) -> RunData:
         raise ConfigError("a file of the run cannot be read", got=str(error), where=str(folder)) from error
     if data.is_empty:
         raise ConfigError(
-            "the folder holds nothing of a run",
+            "the folder is not a run's",
             expected="metrics.jsonl, run.json, launches, checkpoints or a profile",
             where=str(folder),
             fix="Log by `accel.tracking` with `jsonl()`, or start the run by `accel launch`.",

@@ -17,11 +17,11 @@ from accel.comm._exchange import (
     exchange as exchange,
     exchange_values as exchange_values,
     foreign_call as foreign_call,
+    notes_of_ranks as notes_of_ranks,
     raise_lost as raise_lost,
     reduce_ints as reduce_ints,
     shared_failure as shared_failure,
     start_values as start_values,
-    told_by_ranks as told_by_ranks,
 )
 from accel.comm._gradients import (
     copied as copied,

@@ -145,7 +145,7 @@ class Call(msgspec.Struct, frozen=True):
 def check_tag(tag: str | None, name: str) -> None:
     """Raise `ConfigError` unless the user's name for a call is text or None."""
     if tag is not None and type(tag) is not str:
-        raise ConfigError("a tag that is no text", expected="str or None", got=repr(tag), where=f"{name}, tag=")
+        raise ConfigError("the tag is not text", expected="str or None", got=repr(tag), where=f"{name}, tag=")
 
 
 def tagged(detail: str, tag: str | None) -> str:

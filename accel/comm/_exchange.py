@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-gathers of payloads, reductions of small values, and work that succeeds on all ranks or raises on all.
 
-Every function but `told_by_ranks` and `raise_lost` is a collective of checked calls: where ranks make different calls,
+Every function but `notes_of_ranks` and `raise_lost` is a collective of checked calls: where ranks make different calls,
 each raises `CollectiveMismatch`; where a rank fails, each raises the lowest failing rank's error.
 """
 
@@ -210,7 +210,7 @@ def shared_failure(comm: Comm, call: Call) -> Generator[None]:
         fail(comm, call, error)
 
 
-def told_by_ranks(comm: Comm, subject: str, note: str) -> Mapping[int, str]:
+def notes_of_ranks(comm: Comm, subject: str, note: str) -> Mapping[int, str]:
     """Return a word of each rank that calls this, by rank; of this rank alone without a store.
 
     Not a collective of processes: one that calls it alone waits a second. Ranks of one process exchange their words;
@@ -225,7 +225,7 @@ def told_by_ranks(comm: Comm, subject: str, note: str) -> Mapping[int, str]:
             return {comm.rank: note}
     if comm.roll is None:
         return {comm.rank: note}
-    return comm.roll.tell(f"{subject} after {comm.number}", note)
+    return comm.roll.exchange_notes(f"{subject} after {comm.number}", note)
 
 
 def barrier(comm: Comm, call: Call) -> None:

@@ -194,7 +194,7 @@ def check_steps(comm: Comm, call: Call, heads: list[Head]) -> None:
         expected=f"rank 0: {left}",
         got=f"rank {other}: {right}",
         where=call.label,
-        fix="Go on from a checkpoint of before. Gradients were alike when ranks had exchanged them: look for code that "
+        fix="Resume from an earlier checkpoint. Gradients were equal after their exchange: look for code that "
         "edits .grad on one rank, for a rank with more steps, and for a faulty device.",
     )
 
@@ -254,8 +254,8 @@ def _check_traces(comm: Comm, call: Call, earlier: Met, now: Met, ranks: tuple[i
         "two calls of one kind were made in opposite orders, and each met the other",
         expected=expected,
         got=got,
-        fix="Make them in the same order on every rank, or send all values as one dict in one call. Calls that belong "
-        'together from different lines say so by the same `tag="..."`.',
+        fix="Make them in the same order on every rank, or send all values as one dict in one call. Give calls of "
+        'different lines that belong together the same `tag="..."`.',
     )
 
 

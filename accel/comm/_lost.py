@@ -83,7 +83,7 @@ class RollCall:
         self._store: Store | None = store
         self._rank = rank
         self._size = size
-        self._told = 0
+        self._subjects = 0
 
     def leave(self) -> None:
         """Note that this rank makes no further calls."""
@@ -104,20 +104,20 @@ class RollCall:
             self._store = None
         return notes[-1]
 
-    def tell(self, subject: str, note: str) -> dict[int, str]:
+    def exchange_notes(self, subject: str, note: str) -> dict[int, str]:
         """Leave a note, one word; return the notes of all ranks that leave theirs within 1 s of this one, by rank.
 
         No collective: ranks that do not come are not waited for longer. Repetitions of a subject are numbered.
         """
         found = {self._rank: note}
-        self._told += 1
-        subject = f"{subject}, {self._told}"
+        self._subjects += 1
+        subject = f"{subject}, {self._subjects}"
         if self._store is not None:
             store = self._store
-            _ = answer_of(lambda: self._tell(store, subject, note, found), _GRACE_S + SILENCE_S)
+            _ = answer_of(lambda: self._exchange_notes(store, subject, note, found), _GRACE_S + SILENCE_S)
         return dict(found)
 
-    def _tell(self, store: Store, subject: str, note: str, found: dict[int, str]) -> None:
+    def _exchange_notes(self, store: Store, subject: str, note: str, found: dict[int, str]) -> None:
         until = time.monotonic() + _GRACE_S
         if not _is_served(store):
             return

@@ -52,7 +52,7 @@ def decode_yaml(text: str, path: str) -> dict[str, Any]:
         raise ConfigError("not a mapping", expected="key: value", got=type(values).__name__, where=path)
     for key in cast("dict[object, object]", values):
         if not isinstance(key, str):
-            raise ConfigError("a key that is no text", expected="a name", got=repr(key), where=path, fix="Quote it.")
+            raise ConfigError("a key is not text", expected="a name", got=repr(key), where=path, fix="Quote it.")
     return cast("dict[str, Any]", values)
 
 

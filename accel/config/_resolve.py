@@ -41,7 +41,7 @@ def read_torchrun(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     given = {name: text for name in TORCHRUN_VARIABLES if (text := environ.get(name, "").strip())}
     if (backend := given.get("PET_RDZV_BACKEND", "c10d")) not in ("c10d", "static"):
         raise ConfigError(
-            "hosts meet at a port of one of them, and in no other way",
+            "no such rendezvous backend",
             expected="c10d or static",
             got=repr(backend),
             where="PET_RDZV_BACKEND",

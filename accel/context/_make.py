@@ -137,7 +137,7 @@ def _check_present(device: torch.device, where: str) -> torch.device:
     except (RuntimeError, AssertionError, ImportError) as error:
         brought = device.type != "meta" and not hasattr(torch, device.type)
         raise DeviceError(
-            "nothing can be computed there",
+            "not a device that computes",
             expected="a device of this machine",
             got=str(device),
             where=where,
@@ -240,8 +240,8 @@ def replace(
         mesh: a mesh of the context's ranks; random streams, loaders and steps then follow `data_parallel`, the place on
             it. State it before they are prepared. A text such as "dp=2,tp=2" opens one as `session` does, a collective;
             `close` ends it. None for what it has, an empty text for none.
-        data_dims: names of the mesh's dimensions along which ranks have samples of their own; None for what the names
-            say: "dp", "data", "fsdp", "ep" and the like do, "tp", "cp", "sp", "pp" and the like do not. A mesh of one
+        data_dims: names of the mesh's dimensions along which ranks have samples of their own; None to go by
+            names: "dp", "data", "fsdp", "ep" and the like do, "tp", "cp", "sp", "pp" and the like do not. A mesh of one
             dimension without a name is data parallel.
         settings: `device`, `precision`, `accumulation`, `strategy`, `deepspeed`, `plan`, `compile` and `timeout_s`, as
             for `from_group`; the others stay as they are.

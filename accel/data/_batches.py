@@ -200,7 +200,7 @@ def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
     check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
     loader.passes.check(cursor)
     if ctx.is_main_process:
-        loader.passes.tell_left(cursor)
+        loader.passes.warn_left(cursor)
     source = loader.source
     now = len(source.dataset) if source.size is not None else None
     if now != source.size:

@@ -155,7 +155,7 @@ class LastPass:
         if not sys.is_finalizing() and torch.is_grad_enabled():  # torch goes before a generator that nobody ended
             self._left = tuple(map(weakref.ref, cursors))
 
-    def tell_left(self, cursor: Cursor) -> None:
+    def warn_left(self, cursor: Cursor) -> None:
         """Log once that a training pass begins inside an epoch which the loop before left by `break`."""
         if self._told or not cursor.consumed or not torch.is_grad_enabled():
             return

@@ -87,7 +87,7 @@ def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> Sam
 def _length(sampler: Any) -> int | None:
     try:
         return len(sampler)
-    except (TypeError, NotImplementedError):  # as torch says that a batch sampler without a length should do
+    except (TypeError, NotImplementedError):  # as torch's documentation asks of a batch sampler without a length
         return None
 
 

@@ -275,7 +275,7 @@ def _kubernetes(environ: Mapping[str, str]) -> LaunchEnv | None:
     per_pod = environ.get("PET_NPROC_PER_NODE", "1")
     if per_pod.isdecimal() and int(per_pod) != 1:
         raise EnvError(
-            "this pod is to run several processes, and this is one without a place among them",
+            "one of this pod's processes has no rank",
             got=f"PET_NPROC_PER_NODE={per_pod}",
             where="the environment",
             fix="Let the pod's command be `torchrun train.py` or `accel launch`, or set nprocPerNode to 1.",
@@ -295,7 +295,7 @@ def _sagemaker(environ: Mapping[str, str]) -> LaunchEnv | None:
         hosts = None
     if not isinstance(hosts, list) or environ["SM_CURRENT_HOST"] not in hosts:
         raise EnvError(
-            "this host is none of the job's",
+            "this host is not in the job",
             expected="SM_CURRENT_HOST in the JSON list SM_HOSTS",
             got=f"{environ['SM_CURRENT_HOST']} and {environ['SM_HOSTS']}",
             where="the environment",

@@ -45,7 +45,7 @@ def _address(init_method: str) -> tuple[str, int]:
 
 def _no_meeting(init_method: object) -> ConfigError:
     return ConfigError(
-        "not a place where ranks can meet",
+        "not a rendezvous address",
         expected='"env://", "tcp://HOST:PORT" or "file:///PATH"',
         got=repr(init_method),
         where="init_method=",
@@ -120,4 +120,4 @@ def _launcher_sources(environ: Mapping[str, str]) -> dict[str, str]:
         return msgspec.json.decode(environ.get(SOURCES_VARIABLE) or "{}", type=dict[str, str])
     except (msgspec.DecodeError, RecursionError) as error:
         fix = f"Unset {SOURCES_VARIABLE}: `accel launch` sets it for its ranks."
-        raise EnvError("not what a launcher writes", got=str(error), where=SOURCES_VARIABLE, fix=fix) from None
+        raise EnvError("not a launcher's value", got=str(error), where=SOURCES_VARIABLE, fix=fix) from None

@@ -15,7 +15,7 @@ class LaunchEnv(Settings, frozen=True, kw_only=True):
 
     Attributes:
         device, precision, accumulation, strategy, mesh, backend, timeout_s: settings; "auto", or an empty mesh, where
-            the environment says nothing.
+            the environment sets none.
         rank, world_size: position among all processes.
         local_rank, local_world_size: position among the processes of this node.
         node_rank, num_nodes: position of this node.

@@ -83,7 +83,7 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) < 1:
                 got = str(getattr(self, name))
                 raise ConfigError(
-                    "nothing would be computed", expected="1 or above", got=got, where=f"EstimatedStep.{name}"
+                    "not a number of the step", expected="1 or above", got=got, where=f"EstimatedStep.{name}"
                 )
 
     @property

@@ -237,7 +237,7 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
         try:
             entries[name] = handler_of(item).capture(name, item, to)
         except CheckpointError:
-            _check_records(kept)  # a record within a step may hold what cannot be stored, and has more to say
+            _check_records(kept)  # a record within a step may hold an unstorable value, and its own error explains more
             raise
         except RecursionError as error:
             raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error

@@ -37,7 +37,7 @@ from accel.launching.local._plan import HostPosition, LaunchPlan, ProcessPlan, c
 from accel.launching.local._signals import listening
 from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts, run_to_end
 from accel.launching.reports._journal import first_record, open_journal
-from accel.launching.reports._report import tell, warn_of_stranger
+from accel.launching.reports._report import notify, warn_of_stranger
 from accel.terminal import is_notebook_stream
 from accel.xla import has_begun, not_installed
 
@@ -105,7 +105,7 @@ def choose_device(
         )
     if config.nproc_per_node not in ("auto", 1) and not read_machine().tpu_chips:
         raise LaunchError(
-            "the chips of this TPU are two devices of XLA's each, or cannot be seen, and take one process",
+            "the chips of this TPU are two devices of XLA's each, or cannot be seen, and allow one process",
             expected="nproc=1",
             got=f"nproc={config.nproc_per_node}",
             where=where,
@@ -188,7 +188,7 @@ def _run(
     def start(failed: int, _last: LaunchEnd) -> tuple[LaunchPlan, Peers]:
         plan = plan_here(target, config, environ, record_dir=folder, position=HostPosition(restarts=failed))
         if failed:
-            tell(f"accel: all ranks start again, restart {failed} of {config.max_restarts}\n")
+            notify(f"accel: all ranks start again, restart {failed} of {config.max_restarts}\n")
             # A value that a rank left before the failure would pass for one of this attempt.
             drop_results(folder)
         return msgspec.structs.replace(plan, redraw_s=redraw_s), Peers()
@@ -347,7 +347,7 @@ def _value(folder: str, rank: int) -> Any:
 
 def _stopped(ending: LaunchEnd) -> BaseException:
     """Raise the signal here, as without a launch; return the exception to raise if a handler goes on."""
-    tell(ending.report)
+    notify(ending.report)
     signal.raise_signal(ending.stopped)
     return LaunchError(f"the launch was stopped by {signal.Signals(ending.stopped).name}")
 

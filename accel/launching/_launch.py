@@ -28,7 +28,7 @@ from accel.launching.local._plan import HostPosition, LaunchPlan, check_mesh, pl
 from accel.launching.local._signals import Orphans, listening
 from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts
 from accel.launching.reports._journal import first_record, open_journal
-from accel.launching.reports._report import tell, warn_of_stranger
+from accel.launching.reports._report import notify, warn_of_stranger
 
 WORKER_PATH = str(Path(__file__).with_name("local") / "_worker.py")
 
@@ -89,7 +89,7 @@ def run_launch(
         def start(failed: int, _last: LaunchEnd) -> tuple[LaunchPlan, Peers]:
             plan = plan_here(target, config, environ, record_dir=folder, position=HostPosition(restarts=failed))
             if failed:
-                tell(f"accel: all ranks start again, restart {failed} of {config.max_restarts}\n")
+                notify(f"accel: all ranks start again, restart {failed} of {config.max_restarts}\n")
             make_log_dir(config.log_dir)
             return plan, Peers()
 

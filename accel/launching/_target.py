@@ -142,7 +142,7 @@ def assign_node_ranks(terms: Sequence[HostTerms]) -> list[int]:
     if taken := [rank for rank, count in asked.items() if count > 1]:
         hosts = " and ".join(each.host for each in terms if each.node_rank == taken[0])
         raise LaunchError(
-            "hosts ask for the same place",
+            "two hosts have one node_rank",
             got=f"node_rank={taken[0]} on {hosts}",
             fix="Give each host a number of its own, or leave node_rank out on all.",
         )

@@ -35,7 +35,20 @@ speech src start stop target text tgt think tool total unexpected unk video visi
 _OF_PASSES = "all backward band each every first forward high last low multi next num one per second single third two"
 _TOKENS = {*_OF_TOKENS.split()}
 _PASSES = {*_OF_PASSES.split()}
-_AFTER = {"b", "base", "bytes", "hex", "new", "old", "pem", "prod", "read", "string", "value", "write"}  # say nothing
+_AFTER = {
+    "b",
+    "base",
+    "bytes",
+    "hex",
+    "new",
+    "old",
+    "pem",
+    "prod",
+    "read",
+    "string",
+    "value",
+    "write",
+}  # of no meaning for the rule
 _OF_PLACES = "count dir endpoint env file filename files folder length method mode name path paths size type uri url"
 _PLACES = {*_OF_PLACES.split()}
 
@@ -74,7 +87,7 @@ def _is_owned(word: str, before: str) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    """Return the words of a name in small letters, without numbers, and without words at its end that say nothing."""
+    """Return the words of a name in small letters, without numbers, and without meaningless words at its end."""
     words: list[str] = []
     for word in _WORDS.findall(name[-_MOST_NAME:]):
         small = word.lower()
@@ -138,7 +151,7 @@ def hide_in_text(text: str, *, newest: bool = False) -> str:
 
 
 def hide_in_words(words: Sequence[str]) -> tuple[str, ...]:
-    """Return a command line with stars in place of credentials, also of a value behind a telling flag."""
+    """Return a command line with stars in place of credentials, also of a value behind a flag for one."""
     shown: list[str] = []
     for at, word in enumerate(words):
         before = words[at - 1] if at else ""
@@ -244,7 +257,7 @@ def _passed(flag: re.Match[str]) -> str:
 
 
 def _value(text: str, field: re.Match[str]) -> tuple[int, int]:
-    """Return where the credential behind a name begins and ends; nothing lies between if there is none."""
+    """Return where the credential behind a name begins and ends; an empty range if there is none."""
     name, space, sign = field.groups()
     at = field.end()
     is_told = _is_told_name(name)
@@ -292,7 +305,7 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _without_pem(text: str) -> str:
-    """Return a text without what lies between the marks of PEM blocks, or beside one whose other mark is missing."""
+    """Return a text without the bodies of PEM blocks, or beside one whose other mark is missing."""
     if "-----" not in text:
         return text
     parts, done = list[str](), 0

@@ -76,7 +76,7 @@ def check_faults(faults: Sequence[object], world_size: int) -> None:
     for number, fault in enumerate(faults):
         where = f"faults[{number}]"
         if not isinstance(fault, AnyFault):
-            raise ConfigError("no fault", expected="a Fault or WriteFault", got=repr(fault), where=where)
+            raise ConfigError("not a fault", expected="a Fault or WriteFault", got=repr(fault), where=where)
         if type(fault.rank) is not int or not 0 <= fault.rank < world_size:
             _refuse("a fault on a rank that is not there", f"0 to {world_size - 1}", fault.rank, f"{where}.rank")
         if isinstance(fault, Fault):

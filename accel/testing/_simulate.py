@@ -280,7 +280,7 @@ def _check(world_size: object, seed: object, timeout_s: object, network: str | N
         check_choice(network, get_args(Network), "no network of that name", where="network=")
     check_count(world_size, "no world of that size", expected="1 rank or more", where="world_size=")
     if seed is not None and type(seed) is not int:
-        raise ConfigError("no seed of a schedule", expected="an int or None", got=repr(seed), where="seed=")
+        raise ConfigError("not a seed of a schedule", expected="an int or None", got=repr(seed), where="seed=")
     if type(timeout_s) not in (int, float) or not 0 < cast(float, timeout_s) <= threading.TIMEOUT_MAX:
         raise ConfigError(
             "not a time-out", expected="seconds, above 0 and finite", got=repr(timeout_s), where="timeout_s="

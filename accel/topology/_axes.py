@@ -99,7 +99,7 @@ def mesh_sizes(text: str, *, where: str, error: type[AccelError] = ConfigError) 
     stated = {name: int(size) for name, size in pairs}
     sizes = {name: stated[name] for name in AXES if name in stated}
     if list(sizes.values()).count(-1) > 1:
-        raise error("two sizes are open", got=repr(text), where=where, fix="Let one at most be -1.")
+        raise error("two sizes are -1", got=repr(text), where=where, fix="Let one at most be -1.")
     check_axes_sizes(sizes, where=where, error=error)
     return sizes
 
@@ -141,7 +141,7 @@ def check_axes_sizes(sizes: Mapping[str, int], *, where: str, error: type[AccelE
             expected="dp alone, or dp_replicate and dp_shard",
             got=f"dp={sizes['dp']} beside {' and '.join(parts)}",
             where=where,
-            fix="dp is of replicas or of shards, by the strategy; name both where there are both.",
+            fix="dp means replicas or shards, by the strategy; a mesh of both names both.",
         )
     taken = [sizes.get(name, 1) for name in ("dp", "dp_shard", "cp", "tp")]
     experts = sizes.get("ep", 1)
@@ -236,7 +236,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         units: modules that `fully_shard` shards one by one: "auto" for the repeated blocks and what the model names in
             `_no_split_modules`; patterns or class names; or the least number of parameters of a module.
         ignored: patterns of modules that sharding leaves alone; every rank along dp holds them whole.
-        reshard_after_forward: whether the parameters of a unit are put apart after its forward; a number for the ranks
+        reshard_after_forward: whether the parameters of a unit are resharded after its forward; a number for the ranks
             that share the parts then; None for True in all units but the last.
         gather_dtype: dtype in which sharded parameters travel; "auto" for that in which the context computes.
         reduce_dtype: dtype in which gradients are summed over ranks; "auto" for fp32.
@@ -437,7 +437,7 @@ def _known(names: Sequence[str] | None, ndim: int) -> list[bool]:
         return [True] * ndim
     if unknown := [name for name in names if name not in DATA_DIMS + SHARED_DIMS]:
         raise ConfigError(
-            "it is not known whether ranks along a mesh dimension share samples",
+            "a mesh dimension of unknown meaning: its ranks may share samples or not",
             expected=f"{', '.join(DATA_DIMS)} where they do not; {', '.join(SHARED_DIMS)} where they do",
             got=", ".join(map(repr, unknown)),
             where="mesh=",

@@ -121,7 +121,7 @@ def make_figure(name: str, figure: object) -> Figure:
     """Draw a figure of matplotlib, or of another class with `savefig(file, format="png")`."""
     if not callable(getattr(figure, "savefig", None)):
         raise ConfigError(
-            "this is no figure that can be drawn",
+            "not a figure that can be drawn",
             expected="a figure of matplotlib",
             got=type(figure).__name__,
             where=f"log_figure, {name}",
@@ -154,11 +154,11 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 def _check_image(name: str, image: torch.Tensor) -> None:
     if not isinstance(image, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         facts = {"expected": "tensors", "got": type(image).__name__, "where": f"log_images, {name}"}
-        raise ConfigError("this is no image", fix="Pass torch.as_tensor(...) of it, [C, H, W].", **facts)
+        raise ConfigError("not an image", fix="Pass torch.as_tensor(...) of it, [C, H, W].", **facts)
     channels = 1 if image.ndim == 2 else image.shape[0] if image.ndim == 3 else 0
     if channels not in _COLORS or not image.numel():
         raise ConfigError(
-            "this is no image",
+            "not an image",
             expected="[C, H, W] with 1, 3 or 4 channels, or [H, W]",
             got=f"shape {list(image.shape)}",
             where=f"log_images, {name}",

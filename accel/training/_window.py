@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from accel.comm import Call, adopt, agreed, all_gather_flat, all_reduce_flat, told_by_ranks
+from accel.comm import Call, adopt, agreed, all_gather_flat, all_reduce_flat, notes_of_ranks
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation, elements_of, gradients, parameters_of, total_norm
@@ -282,7 +282,7 @@ def blame(ctx: DistContext, accum: Accumulation | None, *, apart: bool) -> str:
     """
     seen = ctx.comm.seen_loss if accum is None else vars(accum).get(_SEEN)
     own = _UNKNOWN if seen is None else _FINITE if bool(torch.isfinite(seen)) else _BAD
-    told = {ctx.rank: own} if apart else told_by_ranks(ctx.comm, "losses", own)
+    told = {ctx.rank: own} if apart else notes_of_ranks(ctx.comm, "losses", own)
     if bad := sorted(rank for rank, each in told.items() if each == _BAD):
         if ctx.world_size == 1:
             return "; the loss was not finite either"

@@ -71,7 +71,7 @@ def test_the_picture_draws_the_segments_of_each_device_in_order() -> None:
         for device in ("cuda:0", "cuda:1")
     }
     assert lines[:2] == [f"{device}  {marks}" for device, marks in drawn.items()]
-    assert lines[2] == "# on its device, r rows alone move, c in cpu, d in disk"
+    assert lines[2] == "# on its device, r fetched by row, c in cpu, d in disk"
     many = Skeleton(segments=tuple(part(f"l.{at}", 1) for at in range(300)))
     last = accel.bigmodel.explain(accel.infer_device_map(many, {0: 300 * MB}), picture=True).splitlines()[-2]
     assert last == f"cuda:0  {'#' * 75}  (4 segments a character)"

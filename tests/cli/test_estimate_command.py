@@ -100,7 +100,7 @@ def test_what_fits_is_told_and_the_status_says_whether_anything_does(
         (["estimated_nets:net", "--input", "3x9:float31"], "Did you mean `float32`?"),
         (["estimated_nets:net", "--strategy", "fsdp2"], "Did you mean `fsdp`?"),
         (["estimated_nets:net", "--precision", "bf32"], "unknown precision"),
-        (["estimated_nets:net", "--nproc", "0"], "no rank would train"),
+        (["estimated_nets:net", "--nproc", "0"], "not a number of ranks"),
         (["estimated_nets:net", "--memory", "lots"], "not a size"),
         (["estimated_nets:net", "--memory", "1GB", "--reserve", "2GB"], "nothing is left of the memory"),
         (["empty"], "no weights in the folder"),

@@ -75,7 +75,7 @@ def test_the_text_has_each_kind_and_axis_and_is_as_wide_as_a_terminal(
         (["--mesh", "cp=2", "--context", "rings"], "Did you mean `ring`?"),
         (["--mesh", "dp=2", "--strategy", "ddp-zero"], "not a strategy of a mesh"),
         (["--mesh", "dp=2", "--precision", "bf16", "--precision", "fp32"], "one answer for a mesh"),
-        (["--mesh", "dp=2", "--micro-batches", "0"], "nothing would be computed"),
+        (["--mesh", "dp=2", "--micro-batches", "0"], "not a number of the step"),
         (["--recompute"], "have no effect without one"),
         (["--context", "ring"], "have no effect without one"),
     ],

@@ -115,7 +115,7 @@ def get_choices(name: str) -> list[str]:
         ({"mesh": "dp:2"}, {}, {}, "a text such as dp=2,tp=2 or dp=-1,tp=8, got 'dp:2' - at --mesh"),
         ({"mesh": "dp=2,dp=2"}, {}, {}, "an axis is repeated: got 'dp=2,dp=2' - at --mesh. Name dp once."),
         ({}, {"ACCEL_MESH": "stage=2"}, {}, "unknown axis of a mesh: got 'stage' in 'stage=2' - at ACCEL_MESH."),
-        ({}, {}, {"mesh": "dp=-1,tp=-1"}, "two sizes are open: got 'dp=-1,tp=-1' - at a.toml, key mesh"),
+        ({}, {}, {"mesh": "dp=-1,tp=-1"}, "two sizes are -1: got 'dp=-1,tp=-1' - at a.toml, key mesh"),
         (
             {"mesh": "dp=2", "nnodes": "1:2"},
             {},

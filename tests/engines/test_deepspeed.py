@@ -187,7 +187,7 @@ def test_what_deepspeed_cannot_is_refused_before_it_is_needed() -> None:
             _prepared(ctx, net, adam, mesh="tp=2")
         with pytest.raises(accel.errors.PrepareError, match="a model and its optimizer together"):
             _prepared(ctx, adam)
-        with pytest.raises(accel.errors.ConfigError, match=r"stage 0 shares nothing out.*strategy='ddp'"):
+        with pytest.raises(accel.errors.ConfigError, match=r"stage 0 shards nothing.*strategy='ddp'"):
             _prepared(ctx, net, adam, deepspeed=accel.engines.deepspeed.DeepSpeed(stage=0))
         with pytest.raises(accel.errors.ConfigError, match="no fp16 on a CPU"):
             _prepared(ctx, net, adam, precision="fp16")

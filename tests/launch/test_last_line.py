@@ -19,7 +19,7 @@ import accel
 from accel.launching import FailureRecord
 from accel.launching.local._hang import RankAnswer, absent_report, hang_report, locate
 from accel.launching.reports._failure import Failure, without_own
-from accel.launching.reports._report import describe_end, failure_report, last_line, last_message, tell
+from accel.launching.reports._report import describe_end, failure_report, last_line, last_message, notify
 from accel.run_folder import read_launches
 
 PACKAGE = os.path.dirname(accel.__file__)
@@ -105,7 +105,7 @@ def test_a_text_of_broken_frames_is_told_in_time_linear_in_it() -> None:
 
 
 def test_what_terminals_act_on_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    tell(failure_report(failed("\x1b[2J\x9b ü\tx\rhi\x07", told(USER, end="ValueError: \x1b[2J\x9b\rhi\x07"))))
+    notify(failure_report(failed("\x1b[2J\x9b ü\tx\rhi\x07", told(USER, end="ValueError: \x1b[2J\x9b\rhi\x07"))))
     err = capsys.readouterr().err
     assert all(char.isprintable() or char == "\n" for char in err)
     assert "\\x1b[2J\\x9b" in err

@@ -139,7 +139,7 @@ def test_a_host_whose_ranks_are_done_or_computing_hears_of_a_failure_on_another(
 @pytest.mark.parametrize(
     ("one", "other", "told"),
     [
-        (["--node-rank", "0"], ["--node-rank", "0"], "hosts ask for the same place: got node_rank=0 on "),
+        (["--node-rank", "0"], ["--node-rank", "0"], "two hosts have one node_rank: got node_rank=0 on "),
         (["--precision", "bf16"], [], "hosts do not agree on precision: got "),
         (["--nproc-per-node", "2"], [], "hosts do not agree on processes: got "),
     ],
@@ -193,7 +193,7 @@ def test_a_port_that_something_else_has_is_told(workspace: Workspace) -> None:
             workspace.write(""),
         )
     assert done.returncode == 2
-    assert done.stderr.startswith("accel: error: the port where hosts meet is taken")
+    assert done.stderr.startswith("accel: error: the rendezvous port is in use")
 
 
 @pytest.mark.slow

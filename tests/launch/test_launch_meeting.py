@@ -149,7 +149,9 @@ def test_a_rendezvous_belongs_to_the_job_that_came_first() -> None:
     config = LaunchConfig(rdzv_id="job-7", rdzv_endpoint="h0:29400")
     for _ in range(2):
         claim(store, config)
-    with pytest.raises(LaunchError, match="another job meets here: expected rdzv_id=job-8, got rdzv_id=job-7"):
+    with pytest.raises(
+        LaunchError, match="another job uses this rendezvous: expected rdzv_id=job-8, got rdzv_id=job-7"
+    ):
         claim(store, LaunchConfig(rdzv_id="job-8", rdzv_endpoint="h0:29400"))
     with pytest.raises(LaunchError, match="expected rdzv_id=, got rdzv_id=job-7"):
         claim(store, LaunchConfig(rdzv_endpoint="h0:29400"))

@@ -28,13 +28,13 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 @pytest.mark.parametrize(
     ("endpoint", "flags", "said"),
     [
-        ("203.0.113.7:29400", (), ["error: nobody answers where the hosts meet: .* Network is unreachable"]),
+        ("203.0.113.7:29400", (), ["error: no answer at the rendezvous endpoint: .* Network is unreachable"]),
         (
             "10.83.0.99:29400",  # a neighbour that does not exist
             (),
             [
                 "waiting for the first host at 10.83.0.99:29400, up to 300 s",
-                "error: nobody answers where the hosts meet: .* No route to host",
+                "error: no answer at the rendezvous endpoint: .* No route to host",
             ],
         ),
         (
@@ -42,7 +42,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
             ("--rdzv-timeout-s", 2),
             [
                 r"waiting for the first host at h0:29400, up to 2 s \(--rdzv-timeout-s\): .*refused",
-                "error: nobody answers where the hosts meet: expected the first host's launcher at h0:29400, .*refused",
+                "error: no answer at the rendezvous endpoint: expected the first host's launcher .*refused",
             ],
         ),
     ],
@@ -66,7 +66,7 @@ def test_hosts_that_do_not_come_are_waited_for_aloud_and_in_vain(workspace: Work
     waits, gives_up = done.stderr.splitlines()
     alone = "which only launchers on this machine can reach"
     assert waits == f"accel: waiting for other hosts at {endpoint}, {alone}, up to 4 s (--rdzv-timeout-s)"
-    assert gives_up.startswith("accel: error: the hosts did not come together: ")
+    assert gives_up.startswith("accel: error: the hosts did not all arrive: ")
 
 
 def test_a_rank_that_finds_no_way_to_rank_0_gives_up_at_once(hosts: Hosts, workspace: Workspace) -> None:

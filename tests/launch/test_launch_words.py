@@ -66,7 +66,7 @@ def test_all_after_the_script_belongs_to_the_script(args: list[str], flags: list
         (["launch", "--node-rank", "1", "script.py"], "there is no such host: got node_rank=1, nnodes=1"),
         (
             ["launch", "--nnodes", "2", "--rdzv-endpoint", "h.invalid:1", "script.py"],
-            "the host where all meet is not known here",
+            "the rendezvous host does not resolve here",
         ),
         (["launch", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:99999", "script.py"], "there is no such port"),
         (["launch", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1", "--gpu-ids", "9", "script.py"], "no such GPU"),

@@ -185,8 +185,8 @@ def test_a_tracker_says_which_ranks_write(where: Any, writing: list[int], ranks:
 
 
 SLIPS: list[tuple[str, Any]] = [
-    ("these are no trackers", lambda ctx, t: accel.log(ctx, {"loss": 1.0}, t, step=9)),
-    ("this is no image", lambda ctx, t: accel.trackers.log_images(ctx, t, {"x": [[0.0]]}, step=9)),
+    ("not trackers", lambda ctx, t: accel.log(ctx, {"loss": 1.0}, t, step=9)),
+    ("not an image", lambda ctx, t: accel.trackers.log_images(ctx, t, {"x": [[0.0]]}, step=9)),
     ("permute", lambda ctx, t: accel.trackers.log_images(ctx, t, {"x": torch.rand(8, 8, 3)}, step=9)),
     ("is no number|not a number", lambda ctx, t: accel.log(ctx, t, {"text": "high"}, step=9)),
     ("one real element|not a number", lambda ctx, t: accel.log(ctx, t, {"loss": torch.ones(2)}, step=9)),

@@ -291,7 +291,7 @@ def test_the_command_writes_the_page_and_refuses_what_is_no_run(
     for words, told in (
         ([str(tmp_path / "nowhere")], "there is no such folder"),
         ([str(tmp_path / "rum")], "Did you mean `run`?"),
-        ([str(tmp_path / "empty")], "the folder holds nothing of a run"),
+        ([str(tmp_path / "empty")], "the folder is not a run's"),
         ([str(tmp_path / "run"), "--output", str(tmp_path / "no" / "x.html")], "the page cannot be written"),
     ):
         assert main(["report", *words]) == 2

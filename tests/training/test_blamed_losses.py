@@ -141,10 +141,13 @@ def test_processes_tell_each_other_through_the_store_and_wait_for_nobody_long():
     store = HashStore()
     calls = [RollCall(store, rank, 2) for rank in range(2)]
     told: list[dict[int, str]] = []
-    threads = [threading.Thread(target=lambda call=call: told.append(call.tell("losses", "finite"))) for call in calls]
+    threads = [
+        threading.Thread(target=lambda call=call: told.append(call.exchange_notes("losses", "finite")))
+        for call in calls
+    ]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
     assert told == [{0: "finite", 1: "finite"}] * 2
-    assert calls[1].tell("losses", "bad") == {1: "bad"}
+    assert calls[1].exchange_notes("losses", "bad") == {1: "bad"}

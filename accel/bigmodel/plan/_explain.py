@@ -261,7 +261,7 @@ def _picture(device_map: DeviceMap) -> str:
         seen |= set(marks)
         drawn = "".join(max(cell, key=lambda mark: mark != "#") for cell in cells)
         lines.append(f"{device}  {drawn}" + (f"  ({step} segments a character)" if step > 1 else ""))
-    legend = {"#": "on its device", "r": "rows alone move", **{mark: f"in {home}" for home, mark in _MARKS.items()}}
+    legend = {"#": "on its device", "r": "fetched by row", **{mark: f"in {home}" for home, mark in _MARKS.items()}}
     return "\n".join([*lines, ", ".join(f"{mark} {text}" for mark, text in legend.items() if mark in seen)])
 
 

@@ -51,8 +51,8 @@ def choose_homes(
 ) -> dict[str, str] | Homeless:
     """Return the home of each segment, or a refusal where no place is left for some.
 
-    A place that cannot hold all keeps as many as fit. Blocks leave it before embeddings, in the order that `placement`
-    says.
+    A place that cannot hold all keeps as many as fit. Blocks leave it before embeddings, in the order of
+    `placement`.
 
     Args:
         segments: segments that leave their device, in the order of execution.

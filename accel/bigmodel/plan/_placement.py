@@ -203,7 +203,7 @@ class Units:
         return list(chain.from_iterable(self._units[start:end]))
 
     def least(self, start: int, end: int) -> int:
-        """Return the smallest limit of a device that computes some units, as `least_memory` says."""
+        """Return the smallest limit of a device that computes some units, as `least_memory` defines it."""
         return least_memory(self.segments(start, end), self._slots)
 
     def longest_resident(self, start: int, limit: int) -> int:

@@ -363,7 +363,7 @@ def guess_skeleton(entries: Mapping[str, Entry]) -> Skeleton:
     """Return the skeleton of a model whose checkpoint holds these tensors. Pure.
 
     Names up to their first number, such as "model.layers.7", are taken for blocks, and other tensors for modules by
-    their path. Segments stand in the order of their names with numbers as numbers. Names tell no order of execution, no
+    their path. Segments stand in the order of their names with numbers as numbers. Names have no order of execution, no
     embeddings, no ties and no buffers that are not stored: describe the model where it can be built.
 
     Args:

@@ -238,7 +238,7 @@ def stream_batches(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Ge
         check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
         loader.passes.check(cursor)
         if ctx.is_main_process:
-            loader.passes.tell_left(cursor)
+            loader.passes.warn_left(cursor)
     facts = f"stream {loader.mode}, batch {loader.batch_size}, of all {loader.global_batch}, tail {loader.tail}"
     where = f"seed {cursor.seed}, epoch {cursor.epoch}, {cursor.consumed} consumed"
     opening = Call("batches", f"{where}\n{facts}\n{loader.world_size} data-parallel ranks", site)

@@ -123,7 +123,7 @@ def build_sharded(ctx: DistContext, make: Callable[[], M]) -> M:
     config = config_of(ctx)
     if config.stage != 3:
         raise ConfigError(
-            "parameters are shared out at stage 3 alone",
+            "only stage 3 shards parameters",
             expected="stage 3",
             got=f"stage {config.stage}",
             where="build_sharded",
@@ -185,11 +185,11 @@ _GROUPS = "Make one optimizer with several groups of parameters."
 def _check_mesh(ctx: DistContext) -> None:
     if ctx.data_parallel[1] != ctx.world_size:
         raise ConfigError(
-            "DeepSpeed spreads a model over data-parallel ranks alone",
+            "DeepSpeed shards over data-parallel ranks only",
             expected="no mesh",
             got=str(ctx.axes),
             where="strategy='deepspeed'",
-            fix="Leave the mesh out, or take strategy='fsdp', which goes with tp, cp and pp.",
+            fix="Leave the mesh out, or use strategy='fsdp', which combines with tp, cp and pp.",
         )
 
 
@@ -200,7 +200,7 @@ def _owner(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
         if held <= {id(each) for each in model.parameters()}:
             return model
     raise PrepareError(
-        "DeepSpeed takes a model and its optimizer together",
+        "DeepSpeed prepares a model together with its optimizer",
         expected="the model of the optimizer's parameters in the same call",
         got=type(optimizer).__name__,
         where="prepare",
@@ -212,7 +212,7 @@ def _settled(ctx: DistContext, objects: Sequence[Any]) -> ResolvedDeepSpeed:
     config = config_of(ctx)
     if config.stage == 0:
         raise ConfigError(
-            "ZeRO stage 0 shares nothing out",
+            "ZeRO stage 0 shards nothing",
             expected="stage 1, 2 or 3",
             got="0",
             where="DeepSpeed.stage",
@@ -382,7 +382,7 @@ def _handles(optimizers: Sequence[Optimizer]) -> list[ZeroOptimizer]:
     found = [each for each in optimizers if isinstance(each, ZeroOptimizer)]
     if len(found) < len(optimizers):
         raise PrepareError(
-            "an optimizer that DeepSpeed does not know",
+            "an optimizer that DeepSpeed did not prepare",
             expected="the one that prepare returned",
             got=type(optimizers[0]).__name__,
             where="optimizer_step",

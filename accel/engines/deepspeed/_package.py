@@ -121,7 +121,7 @@ def flat_parameters(zero: Any) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
 def link_weights(zero: Any) -> None:
     """Let fp32 weights be found by parameter where gradients go round robin: their flat group has an order of its own.
 
-    DeepSpeed looks for each parameter at its place in the order of the optimizer's group, unless gaps for alignment lie
+    DeepSpeed looks for each parameter at its place in the order of the optimizer's group, unless gaps for alignment are
     between them.
     """
     if not getattr(zero, "round_robin_gradients", False):

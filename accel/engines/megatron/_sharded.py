@@ -176,7 +176,7 @@ def _check_object(held: Any) -> None:
 
 def _unknown(leaf: Any, got: str) -> CheckpointError:
     return CheckpointError(
-        "a part of a tensor that no group of Megatron's explains",
+        "a part of a tensor that matches no group of Megatron's",
         expected="one part for each rank of its tensor, expert or data group, along one dimension",
         got=got,
         where=leaf.key,

@@ -237,7 +237,7 @@ def made_layer(
         device = places.home(f"{layer.name}.{part}").device
         if device is None:
             raise ConfigError(
-                "a home in files for a weight that is still to be quantized",
+                "a weight that is not quantized yet cannot be homed in files",
                 got=f"{layer.name}.{part}",
                 where="load_quantized(device_map=)",
                 fix="Load it with the home 'cpu', write it by accel.save_model, and load that by this map.",

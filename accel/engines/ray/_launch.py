@@ -253,7 +253,7 @@ def launch(
     check_choice(placement, get_args(Placement), "unknown placement", where="placement=")
     if not ray.is_initialized():
         raise LaunchError(
-            "this process is connected to no Ray cluster",
+            "this process is not connected to a Ray cluster",
             where="accel.engines.ray.launch",
             fix='Call ray.init() for this machine, or ray.init(address="auto") for the cluster it belongs to.',
         )

@@ -285,7 +285,7 @@ def _resolve(hostname: str) -> None:
             "the name of this host has no address",
             got=f"{hostname!r}: {error}",
             where="torchft.replica",
-            fix="Pass hostname=, under which this host and those of the other groups reach it.",
+            fix="Pass a hostname= that resolves on this host and on those of the other groups.",
         ) from error
 
 

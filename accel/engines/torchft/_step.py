@@ -242,7 +242,7 @@ def _meet(group: ReplicaGroup) -> None:
 
 def _apart(group: ReplicaGroup, expected: str, got: str) -> PeerError:
     return PeerError(
-        "the replica groups did not come together for a step",
+        "too few replica groups joined the step",
         expected=expected,
         got=got,
         where=f"begin_step, step {group.manager.current_step()}",
@@ -287,7 +287,7 @@ def _check_turn(turn: Turn, state: TrainState, where: str) -> None:
             expected=f"a state after {agreed} steps, at epoch {turn.state.cursor.epoch}",
             got=f"{own} steps, at epoch {state.cursor.epoch}",
             where=where,
-            fix="Go on with what the turn gives: turn = begin_step(group, state, items), then state = turn.state.",
+            fix="Continue from the turn's state: turn = begin_step(group, state, items), then state = turn.state.",
         )
 
 

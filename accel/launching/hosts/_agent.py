@@ -42,7 +42,7 @@ from accel.launching.local._signals import Orphans, Signals, listening
 from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts
 from accel.launching.local._worker import die_with
 from accel.launching.reports._journal import Journal, open_journal
-from accel.launching.reports._report import stop_report, tell
+from accel.launching.reports._report import notify, stop_report
 
 _JOB = "accel"
 _RUNNING = "accel/running"  # terms of the hosts that run; a later host must fit them, or all would end
@@ -111,14 +111,14 @@ class Rendezvous:
                 return LaunchEnd(128 + stopped, stop_report(stopped, [], []), stopped=stopped)
             if not is_told and time.monotonic() - began_s >= _SILENT_S:
                 is_told = True
-                tell(f"accel: waiting for other hosts at {endpoint}, up to {patience_s:g} s (--rdzv-timeout-s)\n")
+                notify(f"accel: waiting for other hosts at {endpoint}, up to {patience_s:g} s (--rdzv-timeout-s)\n")
         try:
             self._round, address, port = joined.result()
         except RendezvousGracefulExitError:  # there were enough hosts without this one
             return LaunchEnd(0)
         except (RendezvousError, DistError) as error:
             raise NotMetError(
-                "the hosts did not come together",
+                "the hosts did not all arrive",
                 expected=f"{self._config.nnodes} hosts at {self._config.rdzv_endpoint}",
                 got=_REASONS.get(type(error), "the first host does not answer"),
                 fix="See what the launchers on the other hosts printed.",
@@ -173,7 +173,7 @@ def claim(store: Store, config: LaunchConfig) -> None:
     owner = store.compare_set(_OWNER, "", f"job {config.rdzv_id}").decode().removeprefix("job ")
     if owner != config.rdzv_id:
         raise LaunchError(
-            "another job meets here",
+            "another job uses this rendezvous",
             expected=f"rdzv_id={config.rdzv_id}",
             got=f"rdzv_id={owner}",
             where=f"--rdzv-endpoint {config.rdzv_endpoint}",
@@ -191,7 +191,7 @@ def _open_store(host: str, port: int, may_serve: bool) -> tuple[TCPStore, bool]:
     _ = within(_ANSWER_S, lambda: found.append(TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)))
     if not found:
         raise LaunchError(
-            "the port where hosts meet is taken" if may_serve else "the first host does not answer",
+            "the rendezvous port is in use" if may_serve else "the first host does not answer",
             got="something that is no launcher",
             where=f"--rdzv-endpoint {host}:{port}",
             fix="Choose another port, on all hosts.",
@@ -237,7 +237,7 @@ def run(order: AgentOrder) -> int:
             )
             if failed or last.changed or peers.node_rank == 0:
                 again = f", restart {failed} of {config.max_restarts}" if failed else ""
-                tell(f"accel: {describe_hosts(peers.hosts, processes)}{again}\n")
+                notify(f"accel: {describe_hosts(peers.hosts, processes)}{again}\n")
             return plan(position, port), peers
 
         with open_journal(order.target, order.record) if order.record else Journal() as journal:
@@ -272,7 +272,7 @@ def main(words: list[str]) -> NoReturn:
     try:
         status = run(order)
     except AccelError as error:
-        tell(f"accel: error: {error}\n")
+        notify(f"accel: error: {error}\n")
         status = 2
     sys.stdout.flush()
     os._exit(status)

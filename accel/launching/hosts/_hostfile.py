@@ -19,7 +19,7 @@ from accel.errors import ConfigError, LaunchError
 from accel.errors._checks import did_you_mean
 from accel.launching._target import LaunchTarget
 from accel.launching.local._signals import STOPPING, Signals, listening
-from accel.launching.reports._report import tell
+from accel.launching.reports._report import notify
 
 _LINE = re.compile(r"(?P<name>[^\s#]+)(?:\s+slots\s*=\s*(?P<slots>[0-9]{1,4}))?\s*(?:#.*)?")
 _FILTER = re.compile(r"(?P<name>[^:@\s]+)(?::(?P<slots>[0-9]+(?:,[0-9]+)*))?")
@@ -247,14 +247,14 @@ def _wait(
         number = signals.wait(0.5 if deadline is None else max(0.0, min(0.5, deadline - time.monotonic())))
         if number in STOPPING and not stopped:
             stopped = number
-            tell(f"accel: {signal.Signals(number).name} stops the launchers of all hosts\n")
+            notify(f"accel: {signal.Signals(number).name} stops the launchers of all hosts\n")
         for host, process in list(open_ones.items()):
             if (status := process.poll()) is None:
                 continue
             del open_ones[host]
             failed = failed or status
             if status == _NO_CONNECTION:
-                tell(f"accel: no connection to {host}, exit status {status}\n")
+                notify(f"accel: no connection to {host}, exit status {status}\n")
                 # The others would wait for this host up to their time-out.
                 stopped = stopped or -1
         if stopped and deadline is None:

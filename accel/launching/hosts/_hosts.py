@@ -22,7 +22,7 @@ from accel.env import read_tasks
 from accel.errors import LaunchError
 from accel.launching._target import LaunchTarget
 from accel.launching.local._signals import NOTICES, STOPPING, Signals
-from accel.launching.reports._report import tell
+from accel.launching.reports._report import notify
 from accel.run_folder import LaunchRecord
 
 _AGENT = str(Path(__file__).with_name("_agent.py"))
@@ -122,7 +122,7 @@ def await_first_host(config: LaunchConfig, signals: Signals) -> int:
         )
     except OSError as error:
         raise LaunchError(
-            "nobody answers where the hosts meet",
+            "no answer at the rendezvous endpoint",
             expected=f"the first host's launcher at {config.rdzv_endpoint}",
             got=str(error),
             where="--rdzv-endpoint",
@@ -169,7 +169,7 @@ def _wait(agent: subprocess.Popen[bytes], signals: Signals, patience_s: float) -
             agent.kill()  # which ends its ranks
     status = agent.wait()
     if -status in STOPPING:  # it was killed before it could print this
-        tell(f"accel: stopped by {signal.Signals(-status).name}\n")
+        notify(f"accel: stopped by {signal.Signals(-status).name}\n")
     return status if status >= 0 else 128 - status
 
 
@@ -182,7 +182,7 @@ def _await(
     def notice(error: OSError, waited_s: float) -> bool:
         is_due = waited_s >= _SILENT_S
         if is_due:
-            tell(f"accel: waiting for {awaited}, up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s): {error}\n")
+            notify(f"accel: waiting for {awaited}, up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s): {error}\n")
         return is_due
 
     return retry(attempt, config.rdzv_timeout_s, notice=notice, pause=lambda _: signals.stop(_RETRY_S))
@@ -193,7 +193,7 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, socket.
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise LaunchError(
-            "the host where all meet is not known here",
+            "the rendezvous host does not resolve here",
             expected="a name that resolves, or an address",
             got=repr(host),
             where="--rdzv-endpoint",

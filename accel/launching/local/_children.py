@@ -19,7 +19,7 @@ from accel.errors import LaunchError
 from accel.launching.local._machine import bound
 from accel.launching.local._plan import LaunchPlan, ProcessPlan
 from accel.launching.reports._failure import Failure, file_beside, read_failure
-from accel.launching.reports._report import tell
+from accel.launching.reports._report import notify
 
 _CHUNK_BYTES = 1 << 16
 _QUIET_S = 0.2
@@ -226,7 +226,7 @@ class Children:
         alone = len(plan.processes) == 1
         logs = open_logs(plan)
         if plan.unbound and not plan.restarts:
-            tell(f"accel: processes are not bound to cores: {plan.unbound}\n")
+            notify(f"accel: processes are not bound to cores: {plan.unbound}\n")
         piped = not alone or bool(logs) or plan.hang_timeout_s is not None or plan.redraw_s > 0
         for process in plan.processes:
             pipe = subprocess.PIPE if piped else None

@@ -124,7 +124,7 @@ class _ByReference(pickle.Pickler):
     def reducer_override(self, obj: Any, /) -> Any:
         if isinstance(obj, type | FunctionType) and (obj.__module__ == "__main__" or "<" in obj.__qualname__):
             raise MissingExtraError(
-                "what is defined in a notebook, a script or another function cannot be sent to other processes by name",
+                "a function or class of a notebook, a script or another function cannot be sent by name",
                 got=f"{obj.__module__}.{obj.__qualname__}",
                 fix="Run `pip install accel-torch[notebook]`, or move it into a module and import it.",
             )

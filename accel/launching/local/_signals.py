@@ -172,7 +172,7 @@ class Orphans:
                     continue
             return
 
-    def end(self, own: Collection[int], wait: Callable[[float], bool], tell: Callable[[str], None]) -> str:
+    def end(self, own: Collection[int], wait: Callable[[float], bool], notify: Callable[[str], None]) -> str:
         """End all orphans: SIGTERM, and SIGKILL when their time is over; return a line that names them, or nothing.
 
         `wait` pauses for some seconds at most, and returns whether there is no time left."""
@@ -184,7 +184,7 @@ class Orphans:
                 _signal(pid, signal.SIGTERM)
             named |= found
             if not is_told and time.monotonic() > asked_s + _SILENT_S:
-                tell(f"accel: waiting up to {self._grace_s:g} s for what ranks have left behind: {_listed(found)}\n")
+                notify(f"accel: waiting up to {self._grace_s:g} s for what ranks have left behind: {_listed(found)}\n")
                 is_told = True
             hurry = wait(_POLL_S)
         killed = found

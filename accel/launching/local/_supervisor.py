@@ -23,9 +23,9 @@ from accel.launching.reports._report import (
     has_stack,
     last_line,
     last_message,
+    notify,
     reason,
     stop_report,
-    tell,
 )
 
 SETTLE_S = 0.3  # for the records of other ranks: one may have failed first
@@ -139,12 +139,12 @@ class Supervisor:
                 if peers.all_done():
                     return LaunchEnd(0)
             if peers.have_changed():
-                tell(changed := "accel: a host has come or gone; all ranks start again\n")
+                notify(changed := "accel: a host has come or gone; all ranks start again\n")
                 self._journal.note("hosts", changed)
                 self._end(self._plan.stop_grace_s)
                 return LaunchEnd(0, changed=True)
             number = self._signals.wait(self._patience_s())
-            tell(silence := self._watch.look())
+            notify(silence := self._watch.look())
             if silence:
                 self._journal.note("hang", silence)
             if number in NOTICES:
@@ -232,7 +232,7 @@ class Supervisor:
         if self._orphans is None:
             return ""
         return self._orphans.end(
-            self._children.pids(), lambda left_s: self._signals.wait(left_s) in STOPPING or hurry, tell
+            self._children.pids(), lambda left_s: self._signals.wait(left_s) in STOPPING or hurry, notify
         )
 
     def _wait(self, timeout_s: float, *, groups: bool = False) -> bool:
@@ -278,7 +278,7 @@ def run_plan(plan: LaunchPlan) -> int:
 
     Returns the exit status as a shell has it, after the report on stderr."""
     ending = run_to_end(plan)
-    tell(ending.report + (last_message(ending.first) if ending.first else ""))
+    notify(ending.report + (last_message(ending.first) if ending.first else ""))
     return ending.status
 
 
@@ -319,18 +319,18 @@ def run_attempts(
         if signals.asked and (ending.changed or (ending.first is not None and failed <= max_restarts)):
             ending = _stopped(ending, signals.asked)  # asked while ranks were ended: they do not start again
         is_last = not ending.changed and (ending.first is None or failed > max_restarts)
-        tell(ending.report if shows_last or not is_last else "")
+        notify(ending.report if shows_last or not is_last else "")
         if is_last:
             break
     else:
         ending = made
-        tell(ending.report)
+        notify(ending.report)
     stopped = signal.Signals(ending.stopped).name if ending.stopped else ""
     journal.finish(ending.status, ending.report, stopped=stopped, checkpoint=checkpoint)
     if summary and attempt is not None:
-        tell(_summary(*attempt, ending, checkpoint, time.monotonic() - began_s))
+        notify(_summary(*attempt, ending, checkpoint, time.monotonic() - began_s))
     elif shows_last and ending.first is not None:
-        tell(last_message(ending.first))
+        notify(last_message(ending.first))
     return ending
 
 

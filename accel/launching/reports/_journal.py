@@ -20,7 +20,7 @@ from accel.config import FIELDS, Field, LaunchConfig, Source, to_text
 from accel.errors import AccelError
 from accel.launching._target import LaunchTarget
 from accel.launching.reports._failure import Failure, file_beside
-from accel.launching.reports._report import describe_end, last_crash_lines, tell
+from accel.launching.reports._report import describe_end, last_crash_lines, notify
 from accel.run_folder import (
     Attempt,
     AttemptLine,
@@ -205,7 +205,7 @@ class Journal:
                     self._folders.remove(folder)
                 elif folder not in self._reported:  # the next line tries again: the disk may have room by then
                     self._reported.add(folder)
-                    tell(f"accel: {folder} gets no record of this launch: {error.strerror}\n")
+                    notify(f"accel: {folder} gets no record of this launch: {error.strerror}\n")
 
 
 def _state(state: RankState, status: int | None, now_s: float) -> RankState:

@@ -24,7 +24,7 @@ _HINTS = (
 )
 
 
-def tell(text: str) -> None:
+def notify(text: str) -> None:
     """Write to stderr, at once; what terminals would act on is escaped, as an exception may hold anything."""
     _ = sys.stderr.write(escaped(text.expandtabs(4)))
     sys.stderr.flush()
@@ -33,7 +33,7 @@ def tell(text: str) -> None:
 def warn_of_stranger() -> None:
     """Warn on stderr if the package was installed into the folder of another distribution."""
     if warning := found_stranger():
-        tell(f"accel: {warning}\n")
+        notify(f"accel: {warning}\n")
 
 
 def failure_report(

@@ -336,7 +336,7 @@ def _outcome(ending: LaunchEnd, folder: str, world_size: int) -> list[Any]:
 
 def _value(folder: str, rank: int) -> Any:
     packed = receive_value(folder, rank)
-    if packed is None:
+    if packed is None:  # `sys.exit(0)` in the function ends a rank well, but without a value
         raise LaunchError(
             f"rank {rank} ended before it returned a value",
             got="exit status 0",

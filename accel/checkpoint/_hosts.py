@@ -20,8 +20,8 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from accel.checkpoint._boxes import NamedBox, plan_writes
 from accel.checkpoint._manifest import HostPart, Item, candidates, committed, step_name
-from accel.checkpoint._plan import NamedBox, plan_writes
 from accel.checkpoint._read import open_checkpoint
 from accel.checkpoint._retention import sweep
 from accel.checkpoint._snapshot import (

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from accel import xla
-from accel.checkpoint._plan import Box, Split, local_box, whole
+from accel.checkpoint._boxes import Box, Split, local_box, whole
 from accel.errors import CheckpointError
 from accel.storage import stored_dtype
 from accel.tensors import integers, is_absent, is_dtensor, is_partial, local_part

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, overload
 import msgspec
 from typing_extensions import TypeIs
 
-from accel.checkpoint._plan import Box, shape_problem, tiling_problem
+from accel.checkpoint._boxes import Box, shape_problem, tiling_problem
 from accel.errors import CheckpointError
 from accel.storage import Digest, FileEntry, OpenDirectory, Place, RemotePath, as_place, is_file_name, lag_of
 

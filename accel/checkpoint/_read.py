@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
+from accel.checkpoint._boxes import Box, intersect, whole, within
 from accel.checkpoint._manifest import (
     Manifest,
     StoredPiece,
@@ -22,7 +23,6 @@ from accel.checkpoint._manifest import (
     read_manifest,
     step_of,
 )
-from accel.checkpoint._plan import Box, intersect, whole, within
 from accel.errors import CheckpointError
 from accel.storage import (
     OpenDirectory,

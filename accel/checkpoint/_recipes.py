@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from accel.checkpoint._plan import Box, intersect
+from accel.checkpoint._boxes import Box, intersect
 from accel.errors import CheckpointError, ConfigError
 from accel.errors._checks import check_choice
 

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from accel import __version__
+from accel.checkpoint._boxes import Box, NamedBox, plan_writes, tiling_problem, whole
 from accel.checkpoint._live_tensors import checksum, checksums, held_box, tied
 from accel.checkpoint._manifest import (
     FORMAT,
@@ -25,7 +26,6 @@ from accel.checkpoint._manifest import (
     StoredPiece,
     TensorEntry,
 )
-from accel.checkpoint._plan import Box, NamedBox, plan_writes, tiling_problem, whole
 from accel.errors import CheckpointError
 from accel.storage import dtype_name
 from accel.tensors import is_dtensor, local_part

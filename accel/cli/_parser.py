@@ -80,7 +80,7 @@ def resolve_flags(known: argparse.Namespace, environ: Mapping[str, str]) -> Reso
     flags = {name: values[0] for name, values in given.items() if values}
     resolved = resolve(flags, environ, find_file(known.config, environ))
     if resolved.config.deepspeed:
-        from accel.engines.deepspeed._record import from_setting
+        from accel.engines.deepspeed._options import from_setting
 
         _ = from_setting(resolved.config.deepspeed, resolved.sources["deepspeed"].at("deepspeed"))
     return resolved

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of a run and of a launch: typed records, their files, and the order of their sources. Free of torch.
 
-Begin with `_record.py`, where each setting is declared once. `_schema.py` derives flags, variables and file keys from
+Begin with `_settings.py`, where each setting is declared once. `_schema.py` derives flags, variables and file keys from
 it, `_files.py` reads and writes files, `_resolve.py` decides between sources. `_accelerate.py` imports others' files.
 Names resolve on first use: a launch without a file loads no parser of one.
 """
@@ -28,15 +28,6 @@ if TYPE_CHECKING:
         read_text as read_text,
         refuse_yaml as refuse_yaml,
     )
-    from accel.config._record import (
-        FIELDS as FIELDS,
-        SETTINGS as SETTINGS,
-        SOURCES_VARIABLE as SOURCES_VARIABLE,
-        GroupKeywords as GroupKeywords,
-        LaunchConfig as LaunchConfig,
-        SettingKeywords as SettingKeywords,
-        Settings as Settings,
-    )
     from accel.config._resolve import (
         CONFIG_VARIABLE as CONFIG_VARIABLE,
         TORCHRUN_VARIABLES as TORCHRUN_VARIABLES,
@@ -51,6 +42,15 @@ if TYPE_CHECKING:
         from_plain as from_plain,
         from_text as from_text,
         to_text as to_text,
+    )
+    from accel.config._settings import (
+        FIELDS as FIELDS,
+        SETTINGS as SETTINGS,
+        SOURCES_VARIABLE as SOURCES_VARIABLE,
+        GroupKeywords as GroupKeywords,
+        LaunchConfig as LaunchConfig,
+        SettingKeywords as SettingKeywords,
+        Settings as Settings,
     )
 
 __getattr__ = exports(
@@ -80,7 +80,7 @@ __getattr__ = exports(
             "resolve",
             "TORCHRUN_VARIABLES",
         ),
-        "_record": (
+        "_settings": (
             "FIELDS",
             "LaunchConfig",
             "SETTINGS",

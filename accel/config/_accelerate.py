@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, cast
 
 from accel.config._accelerate_sections import join, take_sections
 from accel.config._files import decode_values, read_text
-from accel.config._record import LaunchConfig
 from accel.config._resolve import ConfigFile, rendezvous_fields, resolve
+from accel.config._settings import LaunchConfig
 from accel.errors import ConfigError, MissingExtraError
 
 _MOST_DEPTH = 64

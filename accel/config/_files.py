@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import msgspec
 
-from accel.config._record import FIELDS, LaunchConfig
 from accel.config._resolve import CHANGES, FORMAT_KEY, ConfigFile, resolve, take_format
 from accel.config._schema import Field, section_values, to_text, toml_key, toml_value
+from accel.config._settings import FIELDS, LaunchConfig
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
-from accel.config._record import FIELDS, SETTINGS, SOURCES_VARIABLE, LaunchConfig, refuse_clash
 from accel.config._schema import Field, from_plain, from_text, to_text
+from accel.config._settings import FIELDS, SETTINGS, SOURCES_VARIABLE, LaunchConfig, refuse_clash
 from accel.errors import ConfigError
 from accel.errors._checks import check_spelling, did_you_mean
 

@@ -19,7 +19,6 @@ from accel.context import DistContext, context_first
 from accel.data._cursor import Cursor, Positioned, check_entry
 from accel.data._epoch import Epoch, plan_epoch
 from accel.data._loader import Loader
-from accel.data._plan import BatchBounds, SampleCount, Shard, copies_of
 from accel.data._requests import (
     Request,
     RequestedDataset,
@@ -30,6 +29,7 @@ from accel.data._requests import (
     requests,
     seed_base,
 )
+from accel.data._shards import BatchBounds, SampleCount, Shard, copies_of
 from accel.data._transfer import check_movable, moved
 from accel.data.stream._batches import stream_batches
 from accel.data.stream._loader import StreamLoader

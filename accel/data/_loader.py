@@ -19,8 +19,8 @@ from torch.utils.data import (
 from accel.context import DistContext, context_first
 from accel.data._cursor import Coordinates, Cursor, LastPass
 from accel.data._epoch import SampleSource, plan_epoch
-from accel.data._plan import BatchPlan, EpochPlan, Tail
 from accel.data._requests import Workers
+from accel.data._shards import BatchPlan, EpochPlan, Tail
 from accel.data.stream._loader import StreamLoader, StreamMode, is_stream, reading_options, stream_loader
 from accel.errors import ConfigError, DataError
 

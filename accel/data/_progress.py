@@ -18,7 +18,7 @@ from accel.data._batches import Batch, cursor_of
 from accel.data._cursor import Cursor, Positioned
 from accel.data._epoch import plan_epoch, skip_steps
 from accel.data._loader import Lengths, Loader, prepare_loader
-from accel.data._plan import Tail
+from accel.data._shards import Tail
 from accel.errors import ConfigError, DataError, TreeError
 from accel.errors._checks import check_count, check_kind
 from accel.terminal import ProgressBar

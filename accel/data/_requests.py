@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_wor
 
 from accel.data._cursor import Cursor
 from accel.data._epoch import DrawnOrder, Epoch, Order
-from accel.data._plan import BatchBounds, EpochPlan, Shard, shard
+from accel.data._shards import BatchBounds, EpochPlan, Shard, shard
 from accel.random import Key, isolated_rng
 
 _FIRST, _LOOKAHEAD = 1024, 16384  # positions of the order evaluated at once: few at first, which a batch waits for

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, cast
 
-from accel.env._record import LaunchEnv, below, integer
+from accel.env._launch_env import LaunchEnv, below, integer
 from accel.errors import EnvError
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")

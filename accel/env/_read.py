@@ -10,8 +10,8 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from accel.config import SETTINGS, SOURCES_VARIABLE, from_text
+from accel.env._launch_env import LaunchEnv, integer
 from accel.env._launchers import check_unplaced, find_place, pod_hosts
-from accel.env._record import LaunchEnv, integer
 from accel.errors import ConfigError, EnvError
 from accel.errors._checks import check_spelling
 from accel.topology import fit_axes

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import torch
 
+from accel.checkpoint._boxes import Box
 from accel.checkpoint._live_tensors import held_box
 from accel.checkpoint._manifest import is_list, is_object
-from accel.checkpoint._plan import Box
 from accel.errors import CheckpointError, ConfigError
 from accel.items._source import Facts, Problems, facts
 from accel.tensors import integers, is_dtensor, local_part

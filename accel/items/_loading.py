@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from accel.checkpoint._boxes import Box, main_readers, plan_checks
 from accel.checkpoint._live_tensors import held_box
 from accel.checkpoint._manifest import Manifest
 from accel.checkpoint._newest import Held, SkippedCheckpoints, agree_on_readers, hold_newest
-from accel.checkpoint._plan import Box, main_readers, plan_checks
 from accel.checkpoint._read import Saved
 from accel.checkpoint._records import MisfitError
 from accel.comm import Call, agreed, agreed_values, call_site

@@ -13,9 +13,9 @@ import msgspec
 import torch
 
 from accel import xla
+from accel.checkpoint._boxes import Box
 from accel.checkpoint._encoding import decode, encode
 from accel.checkpoint._manifest import RANKS, Item, record_names
-from accel.checkpoint._plan import Box
 from accel.checkpoint._read import Saved
 from accel.checkpoint._records import Classes, DiffersByRank, JoinsRanks
 from accel.comm import as_bytes

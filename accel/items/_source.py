@@ -15,10 +15,10 @@ import msgspec
 import torch
 from torch import nn
 
+from accel.checkpoint._boxes import Box
 from accel.checkpoint._encoding import Kept, Making, decode
 from accel.checkpoint._live_tensors import held_box
 from accel.checkpoint._manifest import Item, ItemKind, tensors_in
-from accel.checkpoint._plan import Box
 from accel.checkpoint._read import Saved
 from accel.checkpoint._records import Classes, named_classes
 from accel.context import DistContext

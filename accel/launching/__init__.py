@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start N processes that run a script or a function, show their output, and report the first failure.
 
-Read `_launch.py` first: a target (`_target.py`) and settings become a `LaunchPlan` (`local/_plan.py`), the supervisor
-(`local/_supervisor.py`) carries it out, and `reports/` describes what happened. `_function.py` does so for a function.
-Over several hosts each launcher starts an agent (`hosts/`), which supervises this host's ranks. Only agents import
-torch, and none writes to the environment of its own process. Names resolve on first use, as every rank imports this
-package for the record of its failure alone.
+Read `_launch.py` first: a target (`_target.py`) and settings become a `LaunchPlan` (`local/_launch_plan.py`), the
+supervisor (`local/_supervisor.py`) carries it out, and `reports/` describes what happened. `_function.py` does so for a
+function. Over several hosts each launcher starts an agent (`hosts/`), which supervises this host's ranks. Only agents
+import torch, and none writes to the environment of its own process. Names resolve on first use, as every rank imports
+this package for the record of its failure alone.
 """
 
 from __future__ import annotations
@@ -48,6 +48,12 @@ if TYPE_CHECKING:
         open_logs as open_logs,
         start_relay as start_relay,
     )
+    from accel.launching.local._launch_plan import (
+        HostPosition as HostPosition,
+        LaunchPlan as LaunchPlan,
+        ProcessPlan as ProcessPlan,
+        plan_launch as plan_launch,
+    )
     from accel.launching.local._machine import (
         Gpu as Gpu,
         Machine as Machine,
@@ -55,12 +61,6 @@ if TYPE_CHECKING:
         on_pod as on_pod,
         read_machine as read_machine,
         visible_gpus as visible_gpus,
-    )
-    from accel.launching.local._plan import (
-        HostPosition as HostPosition,
-        LaunchPlan as LaunchPlan,
-        ProcessPlan as ProcessPlan,
-        plan_launch as plan_launch,
     )
     from accel.launching.local._supervisor import run_plan as run_plan
     from accel.launching.reports._failure import (
@@ -115,7 +115,7 @@ __getattr__ = exports(
             "RankNews",
             "RankPosition",
         ),
-        "local._plan": (
+        "local._launch_plan": (
             "LaunchPlan",
             "HostPosition",
             "ProcessPlan",

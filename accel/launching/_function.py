@@ -32,8 +32,8 @@ from accel.launching.local._function_rank import (
     send_call,
     unpack,
 )
+from accel.launching.local._launch_plan import HostPosition, LaunchPlan, ProcessPlan, check_mesh
 from accel.launching.local._machine import read_machine
-from accel.launching.local._plan import HostPosition, LaunchPlan, ProcessPlan, check_mesh
 from accel.launching.local._signals import listening
 from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts, run_to_end
 from accel.launching.reports._journal import first_record, open_journal

@@ -23,8 +23,8 @@ from accel.config import LaunchConfig, Source, resolve
 from accel.errors import LaunchError
 from accel.launching._target import LaunchTarget, check_target
 from accel.launching.hosts._hosts import await_first_host, await_name, check_endpoint, check_tasks, run_agent
+from accel.launching.local._launch_plan import HostPosition, LaunchPlan, check_mesh, plan_launch
 from accel.launching.local._machine import on_pod, read_machine
-from accel.launching.local._plan import HostPosition, LaunchPlan, check_mesh, plan_launch
 from accel.launching.local._signals import Orphans, listening
 from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts
 from accel.launching.reports._journal import first_record, open_journal

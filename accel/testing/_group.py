@@ -21,8 +21,8 @@ from torch.futures import Future
 
 from accel.testing import _collectives as run
 from accel.testing._collectives import Buffers, Reduction, Run, SimulatedCall, TensorLayout, layout, reduction_of
+from accel.testing._meetings import Meeting, MeetingPoint, MessageSide
 from accel.testing._networks import check_layouts, check_message, check_reduction, check_tensors
-from accel.testing._rendezvous import Meeting, MeetingPoint, MessageSide
 from accel.testing._sites import SimulationError
 
 BACKEND = "simulated"

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from accel.testing._faults import AnyFault, Injector
 from accel.testing._group import SimulatedGroup
+from accel.testing._meetings import CallTraffic
 from accel.testing._networks import Network
 from accel.testing._process import Killed, enter_rank
-from accel.testing._rendezvous import CallTraffic
 from accel.testing._scheduler import Scheduler, Stopped
 from accel.testing._sites import Deadlock, SimulationError, asked_for_default_group, stack_of
 from accel.testing._threads import RankStreams, Worker, interrupt

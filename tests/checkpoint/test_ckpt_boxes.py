@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from accel.checkpoint._boxes import Box, Split, intersect, local_box, shape_problem, tiling_problem, whole, within
 from accel.checkpoint._live_tensors import held_box
-from accel.checkpoint._plan import Box, Split, intersect, local_box, shape_problem, tiling_problem, whole, within
 
 
 @st.composite

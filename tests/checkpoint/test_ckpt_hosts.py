@@ -16,9 +16,9 @@ from ckpt_meshes import Layout, build, state, step
 from hypothesis import given, strategies as st
 
 import accel
+from accel.checkpoint._boxes import Box
 from accel.checkpoint._hosts import places_seen_from, plan_host_writes
 from accel.checkpoint._manifest import manifest_of
-from accel.checkpoint._plan import Box
 from accel.errors import CheckpointError, CollectiveMismatch, ConfigError
 from accel.storage import as_place
 from accel.testing import WriteFault

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from accel.checkpoint._boxes import plan_checks, plan_writes
 from accel.checkpoint._live_tensors import tied
 from accel.checkpoint._manifest import Item, Manifest, StoredPiece, TensorEntry, decode_manifest, encode_manifest
-from accel.checkpoint._plan import plan_checks, plan_writes
 from accel.errors import CheckpointError
 from accel.storage import FileEntry
 

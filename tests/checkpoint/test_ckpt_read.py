@@ -13,8 +13,8 @@ from ckpt_helpers import CPU
 from hypothesis import given, settings, strategies as st
 
 import accel
+from accel.checkpoint._boxes import Box
 from accel.checkpoint._manifest import FORMAT
-from accel.checkpoint._plan import Box
 from accel.checkpoint._read import open_checkpoint
 from accel.context import DistContext
 from accel.errors import CheckpointError

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
+from accel.checkpoint._boxes import main_readers
 from accel.checkpoint._newest import agree_on_readers
-from accel.checkpoint._plan import main_readers
 from accel.comm import Call
 from accel.errors import CheckpointError
 

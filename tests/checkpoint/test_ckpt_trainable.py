@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import accel
+from accel.checkpoint._boxes import Box
 from accel.checkpoint._manifest import manifest_of
-from accel.checkpoint._plan import Box
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
 from accel.items._bases import Sums, _joined, _piece, digest  # pyright: ignore[reportPrivateUsage]

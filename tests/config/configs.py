@@ -8,7 +8,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 
 from accel.config import FIELDS, Field, LaunchConfig
-from accel.config._record import LogLevel
+from accel.config._settings import LogLevel
 from accel.errors import ConfigError
 from accel.formats import PrecisionName, StrategyName
 

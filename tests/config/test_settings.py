@@ -54,7 +54,7 @@ print(with_table(open(sys.argv[2]).read()))
 def test_a_field_in_one_file_is_a_flag_a_variable_a_key_a_keyword_and_a_row(tmp_path: Path) -> None:
     package = tmp_path / "accel"
     shutil.copytree(accel.__path__[0], package, ignore=shutil.ignore_patterns("__pycache__"))
-    source = package / "config" / "_record.py"
+    source = package / "config" / "_settings.py"
     text = source.read_text()
     assert text.count(KEYWORDS) == text.count("\n\nSETTINGS:") == 1
     changed = text.replace(KEYWORDS, f"{KEYWORDS}    label: str | None\n").replace("\n\nSETTINGS:", FIELD)

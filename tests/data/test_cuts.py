@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 import accel
 from accel import Cursor
 from accel.data import order
-from accel.data._plan import BatchPlan
+from accel.data._shards import BatchPlan
 from accel.errors import CollectiveMismatch, ConfigError, DataError, StepError
 
 relaxed = settings(deadline=None, max_examples=60)

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from accel import Cursor
 from accel.data import SampleCount
-from accel.data._plan import EpochPlan, Shard, shard
+from accel.data._shards import EpochPlan, Shard, shard
 from accel.errors import ConfigError, DataError
 
 TAILS = ("ragged", "pad", "drop")

@@ -19,7 +19,7 @@ import accel
 from accel.config import LaunchConfig, decode, encode
 from accel.engines.deepspeed import DeepSpeed, Offload, RunFacts, _keys, config_of, read_deepspeed, resolve
 from accel.engines.deepspeed._engine import read_facts
-from accel.engines.deepspeed._record import from_section, from_setting
+from accel.engines.deepspeed._options import from_section, from_setting
 from accel.errors import ConfigError
 from accel.formats import precision
 

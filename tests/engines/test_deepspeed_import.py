@@ -9,7 +9,7 @@ import pytest
 
 from accel.config import translate_deepspeed
 from accel.engines.deepspeed import DeepSpeed, Offload, RunFacts, resolve
-from accel.engines.deepspeed._record import from_section
+from accel.engines.deepspeed._options import from_section
 
 
 @pytest.mark.parametrize(

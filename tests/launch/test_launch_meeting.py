@@ -11,7 +11,7 @@ from accel.endpoints import split_endpoint
 from accel.errors import LaunchError
 from accel.launching._target import HostTerms, assign_node_ranks, describe_hosts, terms_of
 from accel.launching.hosts._hosts import check_endpoint, is_here
-from accel.launching.local._plan import HostPosition
+from accel.launching.local._launch_plan import HostPosition
 from accel.launching.reports._failure import Failure
 from accel.launching.reports._report import failure_report
 

@@ -16,8 +16,8 @@ from accel.config import FIELDS, SETTINGS, TORCHRUN_VARIABLES, LaunchConfig
 from accel.env import read_env
 from accel.errors import ConfigError, EnvError, LaunchError
 from accel.launching import Gpu, LaunchPlan, LaunchTarget, Machine, plan_launch, visible_gpus
+from accel.launching.local._launch_plan import HostPosition
 from accel.launching.local._machine import read_gpus
-from accel.launching.local._plan import HostPosition
 from accel.topology import fit_axes
 
 

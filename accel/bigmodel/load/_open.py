@@ -16,8 +16,8 @@ import torch
 from accel.bigmodel._arguments import dtypes, name_of
 from accel.bigmodel.load._read import FileWeights
 from accel.checkpoint import Recipe
+from accel.checkpoint._boxes import Box
 from accel.checkpoint._manifest import Manifest, manifest_of
-from accel.checkpoint._plan import Box
 from accel.checkpoint._recipes import Strided, StridedPart, apply_recipes, check_recipes, in_file
 from accel.checkpoint._retention import all_tensors, find_checkpoint
 from accel.errors import CheckpointError, ConfigError

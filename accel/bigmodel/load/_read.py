@@ -12,7 +12,7 @@ import torch
 
 from accel.bigmodel._arguments import copy_in_range, dtype_of
 from accel.bigmodel._describe import StoredTensor
-from accel.checkpoint._plan import Box
+from accel.checkpoint._boxes import Box
 from accel.checkpoint._recipes import Strided, StridedPart, cut, file_order, is_contiguous, runs
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean

@@ -15,8 +15,8 @@ from torch import nn
 
 from accel.bigmodel._arguments import check_dtype, check_model, device_of, dtype_of
 from accel.bigmodel.plan import STORES, DeviceMap, check_map
+from accel.checkpoint._boxes import Box, whole
 from accel.checkpoint._live_tensors import held_box
-from accel.checkpoint._plan import Box, whole
 from accel.errors import CheckpointError, ConfigError, StreamError
 from accel.items._module import clean_name, reshard
 from accel.parallel._empty import is_unknown

@@ -18,8 +18,8 @@ from accel.bigmodel._describe import StoredTensor, WeightSource
 from accel.bigmodel.load import FileWeights, open_weights
 from accel.bigmodel.run._places import has_values
 from accel.bigmodel.run._supplies import Mappable, Task, Watched, stored_as
+from accel.checkpoint._boxes import Box
 from accel.checkpoint._live_tensors import held_box
-from accel.checkpoint._plan import Box
 from accel.errors import CheckpointError, ConfigError
 from accel.storage import write_tensors
 from accel.tensors import is_dtensor

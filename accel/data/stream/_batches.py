@@ -14,7 +14,7 @@ import torch
 from accel.comm import Call, broadcast_bytes, call_site, exchange_values, shared_failure
 from accel.context import DistContext
 from accel.data._cursor import Cursor, StreamPosition, WorkerPosition, check_entry
-from accel.data._plan import SampleCount, copies_of
+from accel.data._shards import SampleCount, copies_of
 from accel.data._transfer import moved
 from accel.data.stream._dispatch import BatchPacker, BatchUnpacker, Dispatcher, PackedBatches
 from accel.data.stream._loader import StreamLoader

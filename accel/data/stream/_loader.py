@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel.context import DistContext
 from accel.data._cursor import Coordinates, LastPass
-from accel.data._plan import Tail
+from accel.data._shards import Tail
 from accel.data.stream._reader import StepPlan
 from accel.errors import ConfigError, DataError
 from accel.errors._checks import check_choice, check_count

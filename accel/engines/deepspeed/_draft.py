@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple, Self
 
 from accel.engines.deepspeed._keys import KINDS, REMOVED, RENAMED, VERSION
-from accel.engines.deepspeed._record import ZERO, DeepSpeed, DeepSpeedSetting, Key, RunFacts, field_of
+from accel.engines.deepspeed._options import ZERO, DeepSpeed, DeepSpeedSetting, Key, RunFacts, field_of
 
 
 class Draft:

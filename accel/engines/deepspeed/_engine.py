@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from accel.context import DistContext, context_first
 from accel.data import StreamLoader
 from accel.data._loader import Loader
-from accel.data._plan import EpochPlan
+from accel.data._shards import EpochPlan
+from accel.engines.deepspeed._options import DeepSpeed, ResolvedDeepSpeed, RunFacts, from_setting
 from accel.engines.deepspeed._package import ZeroOptimizer, connected, initialized, link_weights
-from accel.engines.deepspeed._record import DeepSpeed, ResolvedDeepSpeed, RunFacts, from_setting
 from accel.engines.deepspeed._resolve import resolve
 from accel.engines.deepspeed._whole import loaded, whole_items
 from accel.errors import ConfigError, PrepareError

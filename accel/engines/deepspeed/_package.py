@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from accel.engines.deepspeed._record import ResolvedDeepSpeed
+from accel.engines.deepspeed._options import ResolvedDeepSpeed
 from accel.errors import ConfigError, MissingExtraError, PrepareError, StepError
 
 # Attributes of DeepSpeed's optimizers that it does not document, by the class that has them; a test looks for them.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel.engines.deepspeed._draft import Draft, check_apart, check_foreign, check_known, check_names, dotted
-from accel.engines.deepspeed._record import (
+from accel.engines.deepspeed._options import (
     FIELD_KEYS,
     ZERO,
     DeepSpeed,

@@ -37,7 +37,7 @@ from accel.launching._launch import plan_here, record_dir
 from accel.launching._target import HostTerms, LaunchTarget, assign_node_ranks, compare, describe_hosts, terms_of
 from accel.launching.hosts._hosts import AgentOrder, is_here
 from accel.launching.hosts._round import HostRound, in_background, until, within
-from accel.launching.local._plan import HostPosition, LaunchPlan
+from accel.launching.local._launch_plan import HostPosition, LaunchPlan
 from accel.launching.local._signals import Orphans, Signals, listening
 from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts
 from accel.launching.local._worker import die_with

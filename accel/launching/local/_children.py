@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO
 
 from accel.errors import LaunchError
+from accel.launching.local._launch_plan import LaunchPlan, ProcessPlan
 from accel.launching.local._machine import bound
-from accel.launching.local._plan import LaunchPlan, ProcessPlan
 from accel.launching.reports._failure import Failure, file_beside, read_failure
 from accel.launching.reports._report import notify
 

@@ -14,7 +14,7 @@ from accel.errors import AccelError
 from accel.launching._target import describe_hosts
 from accel.launching.local._children import Children, log_path
 from accel.launching.local._hang import Watch, Whereabouts, absent_report, locate
-from accel.launching.local._plan import LaunchPlan
+from accel.launching.local._launch_plan import LaunchPlan
 from accel.launching.local._signals import NOTICES, STOPPING, Orphans, Signals, listening
 from accel.launching.reports._failure import Failure, culprit, exit_code, newest_checkpoint, repeats, stop_number
 from accel.launching.reports._journal import Journal

@@ -2,8 +2,8 @@
 """Models bigger than memory: plans of plain values, loads at the disk's speed, runs while the next block travels.
 
 Begin with `_describe.py`: a model becomes a skeleton. `plan/` maps it to homes and computing devices, `load/` reads a
-checkpoint (`_source.py`) into a model made without values (`_empty.py`), `run/` computes with weights that are
-elsewhere. `_arguments.py` checks what callers pass to all of them.
+checkpoint into a model made without values (`_empty.py`), `run/` computes with weights that are elsewhere.
+`_arguments.py` checks what callers pass to all of them.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Folders:
 def _note(ctx: DistContext, out: Place, content: Content) -> bytes:
     """Describe this host's folder, and begin the number of the save on rank 0."""
     main = hashlib.sha256("\n".join(tensor_facts(content.main)).encode()).hexdigest()
-    # a step may be saved twice, as after a restart; this number tells one save from the other
+    # a step may be saved twice, as after a restart; this number distinguishes the saves
     save = secrets.token_hex(32) if ctx.is_main_process else ""
     note = note_of(out, ctx.node_rank)
     return msgspec.msgpack.encode(msgspec.structs.replace(note, leads=ctx.is_local_main_process, save=save, main=main))

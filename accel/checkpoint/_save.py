@@ -188,7 +188,7 @@ def save(
     try:
         call = Call("save_state: writing", site=site)
         dst = folders.shares_to
-        # every file is flushed before any rank learns that all are
+        # every file is flushed before any rank knows that all are
         shares = agreed_values(ctx.comm, call, lambda: write_share(stage.place, snapshot), WrittenFile, dst=dst)
         put = partial(put_in_place, stage, target, snapshot, shares) if stage.lock is not None else None
         finish = partial(finish_commit, target, snapshot, shares)

@@ -24,7 +24,7 @@ _LINE = re.compile(r"^\s*(%|!|\?)|\?\s*$")
 
 
 class Notebook(NamedTuple):
-    """A notebook's text, with what a script's rewriting tells."""
+    """A notebook's text, with the facts that its rewriting needs."""
 
     text: str
     notes: tuple[Any, ...]

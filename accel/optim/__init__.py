@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Around an optimizer. Begin with `_accumulation.py`, the window of micro-batches as a record.
 
-`optimizer_step` sums its weights, divides, un-scales and clips gradients in one pass (`_gradients.py`), and steps, on
-float32 copies where there are any (`_masters.py`).
+`optimizer_step` sums its weights, divides, un-scales and clips gradients in one pass, and steps, on float32 copies
+where there are any (`_gradients.py`).
 """
 
 from accel.optim._accumulation import Accumulation as Accumulation, keep_losses as keep_losses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision by the context's record. Begin with `_support.py`: which device supports which format.
+"""Mixed precision by the context's record. Begin with `_amp.py`.
 
 `_model.py` gives a model its formats, once, in `prepare`; `_amp.py` those of a block's arithmetic, at each step, and
 the scale that `backward` multiplies by and `optimizer_step` updates. `_fp8.py` converts layers.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that `accel test` runs on every rank: does this installation, on these devices, support training?
 
-Begin with `_checks.py`, the checks and the loop over them; `_outcome.py` has their results. `python -m
-accel.testing.selfcheck` runs it under any launcher; on one rank without.
+Begin with `_checks.py`: the checks, their outcomes and the loop over them. `python -m accel.testing.selfcheck` runs it
+under any launcher; on one rank without.
 """
 
 from accel.testing.selfcheck._checks import (

@@ -133,11 +133,11 @@ def batches(
     with shared_failure(ctx.comm, Call("batches", site=call_site())):
         cursor = cursor_of(state)
     if isinstance(loader, StreamLoader):
-        yield from _stream_batches(ctx, loader, cursor, trains=state is not None)
+        yield from _stream_batches(ctx, loader, state, cursor)
     else:
-        yield from _sharded_batches(ctx, loader, cursor, trains=state is not None)
+        yield from _sharded_batches(ctx, loader, state, cursor)
     if state is not None:
-        loader.passes.complete(cursor)
+        loader.passes.complete(state, cursor)
 
 
 def cursor_of(state: Positioned | Cursor | None) -> Cursor:
@@ -150,26 +150,30 @@ def cursor_of(state: Positioned | Cursor | None) -> Cursor:
     return state  # checked with the loader
 
 
-def _stream_batches(ctx: DistContext, loader: StreamLoader, cursor: Cursor, *, trains: bool) -> Generator[Batch]:
+def _stream_batches(
+    ctx: DistContext, loader: StreamLoader, state: Positioned | Cursor | None, cursor: Cursor
+) -> Generator[Batch]:
     start = cursor
     asked = perf_counter()
-    for data, step in stream_batches(ctx, loader, cursor):
+    for data, step in stream_batches(ctx, loader, state, cursor):
         wait = perf_counter() - asked
         try:
             yield Batch(data, step.valid, step.rows, step.is_last, step.next, start, step.duplicate, asked, wait)
         except GeneratorExit:
-            if trains:
+            if state is not None:
                 loader.passes.leave(start, step.next)
             raise
         asked = perf_counter()
         start = step.next
 
 
-def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor, *, trains: bool) -> Generator[Batch]:
+def _sharded_batches(
+    ctx: DistContext, loader: Loader, state: Positioned | Cursor | None, cursor: Cursor
+) -> Generator[Batch]:
     asked = perf_counter()
     site = call_site()
     with shared_failure(ctx.comm, Call("batches", site=site)):
-        epoch = _checked_epoch(ctx, loader, cursor)
+        epoch = _checked_epoch(ctx, loader, state, cursor)
     detail = f"{epoch.cursor}\n{loader.source.plan}\n{loader.world_size} data-parallel ranks"
     if isinstance(epoch.plan, BatchBounds):
         detail += f"\n{len(epoch.plan.bounds) - 1} batches, digest {epoch.plan.digest}"
@@ -187,18 +191,19 @@ def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor, *, trains
         try:
             yield Batch(data, valid, part.rows, part.is_last, part.next, start, duplicate, asked, wait)
         except GeneratorExit:  # the loop was left: the next pass may not begin at its start again
-            if trains:
+            if state is not None:
                 loader.passes.leave(start, part.next)
             raise
         asked = perf_counter()
         start = part.next
 
 
-def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
+def _checked_epoch(ctx: DistContext, loader: Loader, state: Positioned | Cursor | None, cursor: Cursor) -> Epoch:
     # users pass torch's
     check_kind(loader, Loader, "the loader is not prepared", fix="Use accel.prepare_loader first.", error=DataError)
     check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
-    loader.passes.check(cursor)
+    if state is not None:
+        loader.passes.check(state, cursor)
     if ctx.is_main_process:
         loader.passes.warn_left(cursor)
     source = loader.source

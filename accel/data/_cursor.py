@@ -7,13 +7,13 @@ import dataclasses
 import enum
 import logging
 import sys
-import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import msgspec
 import torch
 
+from accel.comm._group import Marks
 from accel.errors import ConfigError, DataError
 from accel.random import check_seed
 
@@ -98,7 +98,7 @@ class Cursor(msgspec.Struct, frozen=True, weakref=True):
 
 @runtime_checkable
 class Positioned(Protocol):
-    """A record that holds the run's cursor among others, such as `TrainState`."""
+    """A record that holds the run's cursor among others, such as `TrainState`; weak references to it are possible."""
 
     @property
     def cursor(self) -> Cursor:
@@ -115,25 +115,32 @@ class Positioned(Protocol):
 
 
 class LastPass:
-    """Start of the last complete training pass over a loader, and where the last one was left. Holds cursors weakly.
+    """Start of the last complete training pass over a loader, and where the last one was left.
 
     A pass trains if gradients are enabled. Only the same object counts: an equal new cursor means a new start, or a
-    resumed run.
+    resumed run, and so does a copy of a state.
     """
 
-    __slots__ = ("_last", "_left", "_told")
+    __slots__ = ("_marks", "_told")
 
     def __init__(self) -> None:
-        self._last: weakref.ref[Cursor] | None = None
-        self._left: tuple[weakref.ref[Cursor], ...] = ()
+        self._marks = Marks()
         self._told = False
 
     def __reduce__(self) -> tuple[type[LastPass], tuple[()]]:
         return LastPass, ()  # another process begins without a memory
 
-    def check(self, cursor: Cursor) -> None:
-        """Raise `DataError` if a training pass would begin at the cursor of the previous complete pass."""
-        if self._last is None or self._last() is not cursor or not torch.is_grad_enabled():
+    def check(self, start: Positioned | Cursor, cursor: Cursor) -> None:
+        """Raise `DataError` if a training pass would begin at the cursor of the previous complete pass.
+
+        Args:
+            start: record that the pass begins with.
+            cursor: its cursor.
+        """
+        passed = self._marks.find(cursor, "passed")
+        if passed is None or not torch.is_grad_enabled():
+            return
+        if self._marks.find(start, "passed") is None and passed.note == _beside(start):
             return
         raise DataError(
             "the loop has dropped the cursor after each batch, and would repeat the epoch",
@@ -145,21 +152,25 @@ class LastPass:
             " out: accel.batches(ctx, loader).",
         )
 
-    def complete(self, cursor: Cursor) -> None:
-        """Note a complete pass from a cursor. Evaluation leaves the memory as it is."""
+    def complete(self, start: Positioned | Cursor, cursor: Cursor) -> None:
+        """Note a complete pass. Evaluation leaves the memory as it is."""
         if torch.is_grad_enabled():
-            self._last = weakref.ref(cursor)
+            self._marks.clear("passed")
+            self._marks.put(start, "passed")
+            self._marks.put(cursor, "passed", _beside(start))
 
     def leave(self, *cursors: Cursor) -> None:
         """Note a pass that its loop left before the end: the cursors before and after its last batch."""
         if not sys.is_finalizing() and torch.is_grad_enabled():  # torch goes before a generator that nobody ended
-            self._left = tuple(map(weakref.ref, cursors))
+            self._marks.clear("broken off")
+            for each in cursors:
+                self._marks.put(each, "broken off")
 
     def warn_left(self, cursor: Cursor) -> None:
         """Log once that a training pass begins inside an epoch which the loop before left by `break`."""
         if self._told or not cursor.consumed or not torch.is_grad_enabled():
             return
-        if any(left() is cursor for left in self._left):
+        if self._marks.find(cursor, "broken off") is not None:
             self._told = True
             logging.getLogger("accel.data").warning(
                 "this pass goes on inside epoch %d, behind %d samples of it, where the loop before left the epoch by "
@@ -167,6 +178,11 @@ class LastPass:
                 cursor.epoch,
                 cursor.consumed,
             )
+
+
+def _beside(start: Positioned | Cursor) -> Positioned | None:
+    """Return what a record holds beside its cursor: a copy of the record has the same, a later one has not."""
+    return start.at(Cursor()) if isinstance(start, Positioned) else None
 
 
 def advance(cursor: Cursor, consumed: int, *, is_last: bool) -> Cursor:

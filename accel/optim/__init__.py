@@ -5,7 +5,13 @@
 where there are any (`_gradients.py`).
 """
 
-from accel.optim._accumulation import Accumulation as Accumulation, keep_losses as keep_losses
+from accel.optim._accumulation import (
+    Accumulation as Accumulation,
+    check_latest as check_latest,
+    check_scale as check_scale,
+    keep_losses as keep_losses,
+    next_micro_batch as next_micro_batch,
+)
 from accel.optim._gradients import (
     MASTER as MASTER,
     clamp_ as clamp_,

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import torch
 
+from accel.comm._group import carry_mark, find_mark
 from accel.errors import ConfigError, StepError
 
 
-class Accumulation(msgspec.Struct, frozen=True, dict=True):
+class Accumulation(msgspec.Struct, frozen=True, dict=True, weakref=True):
     """A window of micro-batches that share one optimizer step.
 
     Attributes:
@@ -68,9 +69,9 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
             last: whether this is the last micro-batch, which ends a window that is not full.
 
         Raises:
-            StepError: the window before has ended without an optimizer step.
+            StepError: the window before has ended without an optimizer step, or a later record was dropped.
         """
-        self.check_latest("accum.next")
+        check_latest(self, "accum.next")
         if self.sync:
             raise StepError(
                 "the window has ended without an optimizer step",
@@ -78,13 +79,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
                 got=f"accum.next() after micro-batch {self.micro} of {self.steps}",
                 fix="Call optimizer_step when accum.sync, and keep the accum that it returns.",
             )
-        micro = self.micro + 1
-        begun = msgspec.structs.replace(self, micro=micro, sync=last or micro == self.steps)
-        if micro == 1 and "spent" in vars(self):
-            vars(begun)["spent"] = vars(self)["spent"]
-        if micro > 1:
-            return keep_losses(self, begun)
-        return begun
+        return next_micro_batch(self, last=last)
 
     def add(
         self,
@@ -137,66 +132,25 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
         """
         return msgspec.structs.replace(self, own_weight=None, world_weight=self.world_weight + total)
 
-    def close(self, *, stepped: bool, finite: bool = True, spent: object = None) -> Accumulation:
+    def close(self, *, stepped: bool, finite: bool = True) -> Accumulation:
         """Return the record between this window and the next.
 
         Args:
             stepped: whether parameters were changed.
             finite: whether the gradients were finite.
-            spent: loss scale of this window if the step returned another one; the next window refuses it. Neither
-                compared nor saved.
         """
-        closed = Accumulation(
+        return Accumulation(
             steps=self.steps,
             sync_each_batch=self.sync_each_batch,
             updates=self.updates + stepped,
             skipped=self.skipped + (not finite),
         )
-        if spent is not None:
-            vars(closed)["spent"] = spent
-        return closed
 
     def reset(self) -> Accumulation:
         """Return the record between two windows after this one is abandoned."""
-        return self.close(stepped=False, spent=vars(self).get("spent"))
-
-    def check_scale(self, scaler: object) -> None:
-        """Raise `StepError` if a window begins with the replaced loss scale of the window before.
-
-        Args:
-            scaler: loss scale of a backward pass.
-        """
-        if scaler is not None and vars(self).get("spent") is scaler:
-            raise StepError(
-                "the loss scale is that of the window before",
-                expected="scaler = step.scaler after each optimizer_step",
-                got="the record that the latest step has replaced",
-                where="backward",
-                fix="Keep both records that the step returns: accum, scaler = step.accum, step.scaler.",
-            )
-
-    def follow(self, call: str) -> None:
-        """Note that a call has returned a later record; a step with this one is refused.
-
-        Args:
-            call: the call, with the assignment of its result.
-        """
-        vars(self)["followed"] = call
-
-    def check_latest(self, where: str) -> None:
-        """Raise `StepError` if a call has returned a later record, which was dropped.
-
-        Args:
-            where: the call with this record.
-        """
-        if call := vars(self).get("followed"):
-            raise StepError(
-                "a later record of this window was dropped",
-                expected="the record that the latest call returned",
-                got="the one that it was given",
-                where=where,
-                fix=f"Keep its result: {call}.",
-            )
+        closed = self.close(stepped=False)
+        carry_mark(self, closed, "spent")
+        return closed
 
     def check_saveable(self) -> None:
         """Raise `ConfigError` within a window: a checkpoint would lose its gradients."""
@@ -208,6 +162,40 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
                 where="Accumulation",
                 fix="Save after optimizer_step.",
             )
+
+
+def next_micro_batch(window: Accumulation, *, last: bool) -> Accumulation:
+    """Return the window with its next micro-batch begun."""
+    micro = window.micro + 1
+    begun = msgspec.structs.replace(window, micro=micro, sync=last or micro == window.steps)
+    if micro > 1:
+        return keep_losses(window, begun)
+    carry_mark(window, begun, "spent")  # until the first backward of the window
+    return begun
+
+
+def check_scale(window: Accumulation, scaler: object) -> None:
+    """Raise `StepError` if a window begins with the loss scale that the step before has replaced."""
+    if (mark := find_mark(window, "spent")) is not None and mark.note is scaler:
+        raise StepError(
+            "the loss scale is that of the window before",
+            expected="scaler = step.scaler after each optimizer_step",
+            got="the record that the latest step has replaced",
+            where="backward",
+            fix="Keep both records that the step returns: accum, scaler = step.accum, step.scaler.",
+        )
+
+
+def check_latest(record: object, where: str) -> None:
+    """Raise `StepError` if a call has returned a later record of a window, which was dropped."""
+    if (mark := find_mark(record, "followed")) is not None:
+        raise StepError(
+            "a later record of this window was dropped",
+            expected="the record that the latest call returned",
+            got="the one that it was given",
+            where=where,
+            fix=f"Keep its result: {mark.note}.",
+        )
 
 
 def keep_losses(window: Accumulation, later: Accumulation) -> Accumulation:

@@ -146,7 +146,7 @@ _LEAST = 2.0**-126  # the range of fp32
 _MOST = 2.0**127
 
 
-class LossScale(msgspec.Struct, frozen=True):
+class LossScale(msgspec.Struct, frozen=True, weakref=True):
     """The factor of losses before backward, so that small gradients survive fp16.
 
     Attributes:

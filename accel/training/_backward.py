@@ -19,14 +19,14 @@ from accel.context import DistContext, context_first
 from accel.data import SampleCount
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation
+from accel.optim import Accumulation, check_scale
 from accel.parallel._engines import engine_of
 from accel.parallel._leftovers import check_kept, note_gradients
 from accel.parallel._sync import exchanging, no_sync, raise_lost_peer
 from accel.precision._amp import LossScale, matmul_precision
 from accel.tensors import is_dtensor
 from accel.training._train_state import TrainState, after_backward, begun_window, weight_of
-from accel.training._window import check_alone, check_records, note_loss
+from accel.training._window import check_alone, check_records, mark_followed, note_loss
 
 
 def weigh(
@@ -181,6 +181,7 @@ class Graph(NamedTuple):
 
 
 _PLAIN = Graph()
+_KEPT = "state = accel.backward(ctx, loss, state, ...), or accum = accel.backward(...)"
 
 
 def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Tensor, graph: Graph = _PLAIN) -> None:
@@ -379,22 +380,12 @@ def backward(
         >>> state.sync
         True
     """
+    began = perf_counter()
+    state = None
     if isinstance(scaler, TrainState):
         check_alone(accum, "backward")
-        began = perf_counter()
         weight = weight_of(scaler, weight, same_units=same_units)
-        window = backward(
-            ctx,
-            loss,
-            scaler.scaler,
-            scaler.accum,
-            weight=weight,
-            same_units=same_units,
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-            inputs=inputs,
-        )
-        return after_backward(scaler, window, began)
+        state, scaler, accum = scaler, scaler.scaler, scaler.accum
     ctx.comm.check_open()
     graph = Graph(retain_graph, create_graph, inputs)
     graph.check(ctx)
@@ -414,9 +405,9 @@ def backward(
         _check_retained(ctx, retain_graph)
         run_backward(ctx, loss, scaler.scale, graph)
         return note_loss(ctx, None, None, loss)
-    accum.check_scale(scaler)
+    check_scale(accum, scaler)
     if accum.latest == accum.micro:  # a further pass of this batch, whose weight no later call would miss
-        accum.follow("state = accel.backward(ctx, loss, state, ...), or accum = accel.backward(...)")
+        mark_followed(ctx, accum if state is None else state, accum, _KEPT)
     added, factor = weigh(ctx, scaler, accum, weight, same_units=same_units)
     if retain_graph and accum.sync and ctx.world_size > 1:
         # A further backward of this graph comes after the exchange, so ranks then hold gradients that differ.
@@ -424,7 +415,9 @@ def backward(
     # First the message of weights, then backward: it arrives while gradients are computed.
     shared = start_sharing(ctx, added)
     run_backward(ctx, loss, factor, graph)
-    return note_loss(ctx, accum, shared(), loss)
+    after = shared()
+    _ = note_loss(ctx, accum, after, loss)
+    return after if state is None else after_backward(state, after, began)
 
 
 def _check_retained(ctx: DistContext, retain_graph: bool) -> None:

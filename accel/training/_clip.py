@@ -29,6 +29,7 @@ from accel.training._window import (
     check_real,
     checked_window,
     division,
+    mark_followed,
     shortening,
     total_weight,
     whole_norm,
@@ -70,8 +71,8 @@ def clip_grad_norm_(
     """
     check_limit(max_norm, "max_norm=")
     check_norm_type(norm_type)
-    scaler, accum = _parts(scaler, accum, "accel.clip_grad_norm_")
-    window = checked_window(ctx, scaler, accum)
+    given, scaler, accum = _parts(scaler, accum, "accel.clip_grad_norm_")
+    window = checked_window(ctx, scaler, accum, given)
     factor = division(ctx, scaler, window, total_weight(window))
     engine = engine_of(ctx)
     if engine is not None:
@@ -111,8 +112,8 @@ def clip_grad_value_(
         ConfigError: clip_value is not above 0, or gradients are complex.
     """
     check_limit(clip_value, "clip_value=")
-    scaler, accum = _parts(scaler, accum, "accel.clip_grad_value_")
-    window = checked_window(ctx, scaler, accum)
+    given, scaler, accum = _parts(scaler, accum, "accel.clip_grad_value_")
+    window = checked_window(ctx, scaler, accum, given)
     factor = division(ctx, scaler, window, total_weight(window))
     engine = engine_of(ctx)
     if engine is not None:
@@ -164,12 +165,7 @@ def unscale_gradients(
         StepError: the window has not ended, or there are no gradients.
         ConfigError: a loss scale without its accumulation.
     """
-    if isinstance(scaler, TrainState):
-        check_alone(accum, "unscale_gradients")
-        window = ended_window(scaler.accum, "accel.unscale_gradients")
-        divided = unscale_gradients(ctx, optimizer, scaler.scaler, window)
-        window.follow("state = accel.unscale_gradients(ctx, optimizer, state)")
-        return after_backward(scaler, divided)
+    given, scaler, accum = _parts(scaler, accum, "accel.unscale_gradients")
     if accum is None:
         raise ConfigError(
             "dividing gradients needs an accumulation, which notes it",
@@ -185,18 +181,23 @@ def unscale_gradients(
             where="unscale_gradients",
             fix="Leave the call out: clipping and the step divide what they need.",
         )
-    window = checked_window(ctx, scaler, accum)
+    window = checked_window(ctx, scaler, accum, given)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     [grads] = window_gradients(ctx, window, parameters_of(optimizers))
     scale_(grads, division(ctx, scaler, window, total_weight(window)))
     # Noted in the window: a step that divided once more would go unseen.
-    return keep_losses(window, msgspec.structs.replace(window, divided=len(grads), retained=False))
+    divided = keep_losses(window, msgspec.structs.replace(window, divided=len(grads), retained=False))
+    if not isinstance(given, TrainState):
+        return divided
+    mark_followed(ctx, given, accum, "state = accel.unscale_gradients(ctx, optimizer, state)")
+    return after_backward(given, divided)
 
 
 def _parts(
-    scaler: TrainState | LossScale, accum: Accumulation | None, call: str
-) -> tuple[LossScale, Accumulation | None]:
-    if not isinstance(scaler, TrainState):
-        return scaler, accum
+    given: TrainState | LossScale, accum: Accumulation | None, call: str
+) -> tuple[TrainState | Accumulation | None, LossScale, Accumulation | None]:
+    """Return the record that the caller passed, and its loss scale and window."""
+    if not isinstance(given, TrainState):
+        return accum, given, accum
     check_alone(accum, call)
-    return scaler.scaler, ended_window(scaler.accum, call)
+    return given, given.scaler, ended_window(given.accum, call)

@@ -16,7 +16,7 @@ from torch import nn
 from accel.comm import Call, broadcast_flat, exchange_values
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
-from accel.optim import Accumulation
+from accel.optim import Accumulation, check_scale
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import micro_batches_of
 from accel.parallel._modules import unwrap_model
@@ -37,7 +37,7 @@ from accel.storage import dtype_name
 from accel.training._backward import accumulate, on_device, own_weight, run_backward, start_sharing, weigh
 from accel.training._loss_sums import LossFn, LossProbe, LossSums
 from accel.training._train_state import TrainState, after_backward, weight_of
-from accel.training._window import check_records, note_loss
+from accel.training._window import check_records, mark_followed, note_loss
 
 
 @overload
@@ -139,12 +139,12 @@ def forward_backward(
     if isinstance(state, TrainState):
         [inputs] = _positional(rest, "inputs")
         weight = weight_of(state, weight, same_units=False)
-        loss, window = _run(ctx, model, state.scaler, state.accum, inputs, targets, loss_fn, weight)
+        loss, window = _run(ctx, model, state, state.scaler, state.accum, inputs, targets, loss_fn, weight)
         assert window is not None
         return loss, after_backward(state, window)
     accum, inputs = _positional(rest, "accum, inputs")
     check_records(state, accum, "forward_backward")
-    return _run(ctx, model, state, accum, inputs, targets, loss_fn, weight)
+    return _run(ctx, model, accum, state, accum, inputs, targets, loss_fn, weight)
 
 
 def _positional(rest: tuple[Any, ...], names: str) -> tuple[Any, ...]:
@@ -163,6 +163,7 @@ def _positional(rest: tuple[Any, ...], names: str) -> tuple[Any, ...]:
 def _run(
     ctx: DistContext,
     model: nn.Module,
+    given: TrainState | Accumulation | None,
     scaler: LossScale,
     accum: Accumulation | None,
     inputs: Any,
@@ -189,7 +190,7 @@ def _run(
     pipeline = pipeline_of(unwrap_model(model))
     count = micro_batches_of(model) if pipeline is None else pipeline.layout.micro_batches
     micro = split_batch(inputs, targets, count, equal=pipeline is not None, containers=ctx.containers)
-    added, block = _begin(ctx, model, scaler, accum, weight)
+    added, block = _begin(ctx, model, given, scaler, accum, weight)
     probe = LossProbe(ctx, unwrap_model(model), loss_fn, known, count)
     sums = LossSums(ctx, loss_fn, _factor(known, scaler, known if added is None else added.unit), probe)
     # Sent now, waited for at the end: the weights of ranks travel beside the micro-batches.
@@ -206,6 +207,7 @@ def _run(
 def _begin(
     ctx: DistContext,
     model: nn.Module,
+    given: TrainState | Accumulation | None,
     scaler: LossScale,
     accum: Accumulation | None,
     weight: float | torch.Tensor,
@@ -213,9 +215,9 @@ def _begin(
     """The window with the batch's weight, and the block that exchanges gradients or holds them back."""
     if accum is None:
         return None, exchanging(ctx, model)
-    accum.check_scale(scaler)
+    check_scale(accum, scaler)
     if accum.latest == accum.micro:
-        accum.follow("loss, state = accel.forward_backward(ctx, model, state, ...)")
+        mark_followed(ctx, given, accum, "loss, state = accel.forward_backward(ctx, model, state, ...)")
     added, _ = weigh(ctx, scaler, accum, weight, same_units=False)
     return added, accumulate(ctx, accum, model)
 

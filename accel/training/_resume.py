@@ -71,7 +71,9 @@ def resume(
     loaded = load_newest(ctx, out, items_for, options=options, site=call_site(), verb="resume")
     if loaded is None:
         return start
-    return _with_settings(_joined(loaded), start)
+    state = _with_settings(_joined(loaded), start)
+    ctx.comm.marks.watch(state.scaler)
+    return state
 
 
 def _check_items(items: Mapping[str, object], start: object) -> None:

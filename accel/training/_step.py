@@ -301,26 +301,16 @@ def optimizer_step(
         >>> state.updates, state.stepped
         (1, True)
     """
+    state = None
     if isinstance(scaler, TrainState):
         check_alone(accum, "optimizer_step")
-        step = optimizer_step(
-            ctx,
-            optimizer,
-            scaler.scaler,
-            ended_window(scaler.accum, "accel.optimizer_step"),
-            scheduler=scheduler,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            max_value=max_value,
-            nonfinite=nonfinite,
-        )
-        return after_step(scaler, step.accum, step.scaler, stepped=step.stepped, grad_norm=step.grad_norm)
+        state, scaler, accum = scaler, scaler.scaler, ended_window(scaler.accum, "accel.optimizer_step")
     optimizers = _listed(optimizer, Optimizer, "optimizer_step, optimizer")
     schedulers = [] if scheduler is None else _listed(scheduler, LRScheduler, "optimizer_step, scheduler=")
     _check_not_exhausted(schedulers)
     check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
     limits = _check_limits(optimizers, max_norm, norm_type, max_value)
-    window = checked_window(ctx, scaler, accum)
+    window = checked_window(ctx, scaler, accum, accum if state is None else state)
     _check_begin(ctx, optimizers, accum)
     weight = total_weight(window)
     request = StepRequest(
@@ -339,16 +329,35 @@ def optimizer_step(
         outcome = step_by(engine, ctx, optimizers, weight, request)
     if not outcome.finite and (nonfinite == "raise" or scaler.dynamic):
         check_overflow(ctx, scaler, accum, optimizers, apart=_decide_apart(ctx, optimizers))
-    if not outcome.stepped:
+    _end(ctx, engine, optimizers, schedulers, stepped=outcome.stepped)
+    step = _result(ctx, optimizers, outcome, accum, scaler)
+    if state is None:
+        return step
+    assert step.accum is not None
+    return after_step(ctx, state, step.accum, step.scaler, stepped=step.stepped, grad_norm=step.grad_norm)
+
+
+def _end(
+    ctx: DistContext,
+    engine: Engine | None,
+    optimizers: list[Optimizer],
+    schedulers: list[LRScheduler],
+    *,
+    stepped: bool,
+) -> None:
+    """Advance schedulers after a step; clear the gradients of one that is left out."""
+    if not stepped:
         # A skipped step advances no scheduler, so that the learning rate counts the same steps as the optimizer.
-        _clear(engine, ctx, optimizers)
-        return _result(ctx, optimizers, outcome, accum, scaler)
+        if engine is None:
+            clear_here(optimizers)
+        else:
+            engine.clear(ctx, optimizers)
+        return
     for each in schedulers:
         each.step()
     if ctx.device.type == "xla":
         # XLA only records up to here: the step's graph is cut and run now, once a step.
         xla.end_step()
-    return _result(ctx, optimizers, outcome, accum, scaler)
 
 
 def _check_not_exhausted(schedulers: Iterable[LRScheduler]) -> None:
@@ -380,14 +389,6 @@ def _stepped(scheduler: LRScheduler) -> Iterator[LRScheduler]:
         yield scheduler
 
 
-def _clear(engine: Engine | None, ctx: DistContext, optimizers: list[Optimizer]) -> None:
-    """Clear the gradients of a step that is left out."""
-    if engine is None:
-        clear_here(optimizers)
-    else:
-        engine.clear(ctx, optimizers)
-
-
 def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation | None) -> None:
     """Raise if the launcher's settings have no effect, or the window began with gradients."""
     if ctx.launched or ctx.position.opened:
@@ -413,8 +414,9 @@ def _result(
     if accum is None:
         ctx.comm.seen_loss = None
         return StepResult(stepped, None, after, norm)
-    spent = scaler if after is not scaler else None
-    closed = accum.close(stepped=stepped, finite=finite, spent=spent)
+    closed = accum.close(stepped=stepped, finite=finite)
+    if after is not scaler:
+        ctx.comm.marks.put(closed, "spent", scaler)  # refused if the next window begins with it
     return StepResult(stepped, closed, after, norm)
 
 

@@ -9,12 +9,13 @@ import msgspec
 import torch
 from torch import nn
 
+from accel.comm._group import find_mark
 from accel.context import DistContext, context_first
 from accel.data import SampleCount
 from accel.data._batches import Batch
 from accel.data._cursor import Cursor
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation
+from accel.optim import Accumulation, check_latest, next_micro_batch
 from accel.parallel._leftovers import clear_gradients
 from accel.precision._amp import LossScale, loss_scale
 
@@ -102,7 +103,7 @@ def _not_begun(call: str, fix: str = "") -> StepError:
 S = TypeVar("S", bound="TrainState")
 
 
-class TrainState(msgspec.Struct, frozen=True, dict=True):
+class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
     """Position in the data, accumulation window and loss scale of a run.
 
     Each call of the loop takes the state and returns the next one. A dropped result is an error at the next call; where
@@ -162,6 +163,7 @@ class TrainState(msgspec.Struct, frozen=True, dict=True):
         """
         if self.sync or is_begun(self.accum):
             raise dropped(self.accum, "state.next")
+        check_latest(self, "state.next")
         if batch.start is not self.cursor and batch.start != self.cursor:
             raise StepError(
                 "the batch does not begin at the state's position",
@@ -171,7 +173,7 @@ class TrainState(msgspec.Struct, frozen=True, dict=True):
                 fix="Keep the result in every batch: state = state.next(batch). A second loader needs a cursor of its"
                 " own.",
             )
-        accum = self.accum.next(last=last or batch.is_last)
+        accum = next_micro_batch(self.accum, last=last or batch.is_last)
         after = _replaced(self, cursor=batch.next, accum=accum, valid=batch.valid)
         _ = vars(after).pop("backward_at", None)  # of the batch before
         return after
@@ -184,13 +186,15 @@ class TrainState(msgspec.Struct, frozen=True, dict=True):
         """
         check_between(self.accum, "state.next_epoch")
         after = _replaced(self, cursor=Cursor(self.cursor.seed, self.cursor.epoch + 1))
-        vars(self)["left"] = True  # beside the fields: this very object begins no other pass
+        # The method has no context: the run's has marked the loss scale, or the window before a new scale.
+        if (known := find_mark(self.scaler, "watched") or find_mark(self.accum, "spent")) is not None:
+            known.owner.put(self, "left")
         return after
 
     def check_pass(self) -> None:
         """Raise `StepError` within a window, whose gradients another pass would use, or after `next_epoch`."""
         check_between(self.accum, "accel.batches")
-        if vars(self).get("left"):
+        if find_mark(self, "left") is not None:
             raise StepError(
                 "the result of state.next_epoch() was dropped",
                 expected="state = state.next_epoch()",
@@ -256,7 +260,9 @@ def train_state(
     """
     steps = ctx.accumulation if accumulation is None else accumulation
     usual = loss_scale(ctx)  # even beside another: it checks the device
-    return TrainState(Cursor(seed=seed), Accumulation(steps, sync_each_batch), usual if scaler is None else scaler)
+    scaler = usual if scaler is None else scaler
+    ctx.comm.marks.watch(scaler)
+    return TrainState(Cursor(seed=seed), Accumulation(steps, sync_each_batch), scaler)
 
 
 def discard(state: TrainState, *models: nn.Module) -> TrainState:
@@ -330,10 +336,18 @@ def after_backward(state: TrainState, accum: Accumulation, began: float | None =
 
 
 def after_step(
-    state: TrainState, accum: Accumulation, scaler: LossScale, *, stepped: bool, grad_norm: torch.Tensor | None
+    ctx: DistContext,
+    state: TrainState,
+    accum: Accumulation,
+    scaler: LossScale,
+    *,
+    stepped: bool,
+    grad_norm: torch.Tensor | None,
 ) -> TrainState:
     """Return the state between two windows."""
     after = TrainState(state.cursor, accum, scaler)
+    if scaler is state.scaler:  # else its window is marked
+        ctx.comm.marks.watch(scaler)
     vars(after).update(stepped=stepped, grad_norm=grad_norm, backward_at=state.backward_at)
     return after
 
@@ -347,5 +361,4 @@ def _replaced(state: S, **changes: Any) -> S:
     """Return the state with some fields replaced; the figures of the latest step stay."""
     after = msgspec.structs.replace(state, **changes)
     vars(after).update(vars(state))
-    _ = vars(after).pop("left", None)  # of that object alone
     return after

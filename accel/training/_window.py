@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from accel.comm import Call, adopt, agreed, all_gather_flat, all_reduce_flat, notes_of_ranks
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation, elements_of, gradients, parameters_of, total_norm
+from accel.optim import Accumulation, check_latest, elements_of, gradients, parameters_of, total_norm
 from accel.parallel._labels import check_exchanged, name_of
 from accel.parallel._leftovers import drop_unused, found_gradient
 from accel.parallel._spread import average_
@@ -26,13 +26,16 @@ from accel.tensors import is_dtensor
 _MOST_BITS = 1024  # of what a float holds
 
 
-def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | None) -> Accumulation:
-    """Return a window that may be stepped with; for a script without accumulation, one of a single backward."""
+def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | None, given: object) -> Accumulation:
+    """Return a window that may be stepped with; for a script without accumulation, one of a single backward.
+
+    `given` is the record that the caller passed: the accumulation, or the state with it.
+    """
     ctx.comm.check_open()
     check_records(scaler, accum, "scaler, accum")
     if accum is None:
         return Accumulation(unit=1.0, world_weight=float(ctx.world_size), scale=scaler.scale)
-    accum.check_latest("optimizer_step")
+    check_latest(given, "optimizer_step")
     if not accum.sync:
         raise StepError(
             "the window has not ended",
@@ -56,6 +59,13 @@ def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | No
             " its own accumulation and loss scale.",
         )
     return accum
+
+
+def mark_followed(ctx: DistContext, given: object, accum: Accumulation, call: str) -> None:
+    """Mark the record that the caller passed, and its window: later calls with them report that `call` was dropped."""
+    ctx.comm.marks.put(accum, "followed", call)
+    if given is not accum:
+        ctx.comm.marks.put(given, "followed", call)
 
 
 def window_gradients(

@@ -13,7 +13,7 @@ import torch
 
 from accel.comm import Call, broadcast_bytes, call_site, exchange_values, shared_failure
 from accel.context import DistContext
-from accel.data._cursor import Cursor, StreamPosition, WorkerPosition, check_entry
+from accel.data._cursor import Cursor, Positioned, StreamPosition, WorkerPosition, check_entry
 from accel.data._shards import SampleCount, copies_of
 from accel.data._transfer import moved
 from accel.data.stream._dispatch import BatchPacker, BatchUnpacker, Dispatcher, PackedBatches
@@ -230,13 +230,16 @@ class _ReadMode(msgspec.Struct, frozen=True, array_like=True):
     ahead: bool
 
 
-def stream_batches(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Generator[tuple[Any, StreamStep]]:
+def stream_batches(
+    ctx: DistContext, loader: StreamLoader, state: Positioned | Cursor | None, cursor: Cursor
+) -> Generator[tuple[Any, StreamStep]]:
     """Yield this rank's batches, each with its step, from the cursor to the end of its epoch, as `batches`. A
     collective, now and then."""
     site = call_site()
     with shared_failure(ctx.comm, Call("batches", site=site)):
         check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
-        loader.passes.check(cursor)
+        if state is not None:
+            loader.passes.check(state, cursor)
         if ctx.is_main_process:
             loader.passes.warn_left(cursor)
     facts = f"stream {loader.mode}, batch {loader.batch_size}, of all {loader.global_batch}, tail {loader.tail}"

@@ -22,7 +22,7 @@ from accel.data._loader import Loader
 from accel.data._progress import skip_first_batches
 from accel.engines.torchft._group import ReplicaGroup
 from accel.errors import AccelError, ConfigError, PeerError, StepError
-from accel.optim import Accumulation, parameters_of
+from accel.optim import Accumulation, check_latest, keep_losses, parameters_of
 from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
 from accel.training._step import optimizer_step as step_of_group
@@ -323,6 +323,7 @@ def optimizer_step(
         NonFiniteError: by the policy, on every rank of every group.
     """
     _check_turn(turn, state, "torchft.optimizer_step")
+    check_latest(state, "torchft.optimizer_step")
     if not state.sync:
         raise StepError(
             "the window has not ended",
@@ -337,8 +338,7 @@ def optimizer_step(
     committed = bool(manager.should_commit())
     error = manager.errored() or error
     if committed:
-        accum = msgspec.structs.replace(state.accum, world_weight=total, unit=1.0)
-        vars(accum).update(vars(state.accum))
+        accum = keep_losses(state.accum, msgspec.structs.replace(state.accum, world_weight=total, unit=1.0))
         summed = msgspec.structs.replace(state, accum=accum)
         vars(summed).update(vars(state))
         after = step_of_group(

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: items and a step for `save_state`, the state from `load_state`; trackers and what they log."""
+"""Checkpoints: items and a step for `save_state`, the state from `load_state`"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import cast
 
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._script import TRACKERS, Script
+from accel.migrate._script import Script
 from accel.migrate._tree import (
     Lines,
     Remarks,
@@ -32,6 +32,7 @@ from accel.migrate._tree import (
 )
 
 _POSITION = "the state holds the position in the data: nothing is skipped by hand"
+_NEWEST = "accel.resume finds the newest checkpoint, or begins anew: the search by hand is left out"
 _FOLDER = (
     "checkpoints are folders step-N of one folder, named by optimizer steps; folders of Accelerate are not read here"
 )
@@ -70,7 +71,7 @@ class Items:
         line = f"items = {{{', '.join(pairs)}}}"
         if len(line) > 100:
             line = "items = {\n" + "".join(f"    {pair},\n" for pair in pairs) + "}"
-        made = [cst.parse_statement(line)]
+        made: list[cst.BaseStatement] = [cst.parse_statement(line)]
         script = self._script
         if any(script.method(call) == "init_trackers" for call in calls(self._scope)):
             kept = f'items["trackers"] = {script.trackers}'
@@ -225,7 +226,8 @@ class _Scope(cst.CSTTransformer):
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
         _ = self._around.pop()
         if "accel.load_state(" in text_of(updated_node):
-            return self._restored(updated_node)
+            nested = [each for each in self._around if each not in ("loop", "for")]
+            return updated_node if nested or self._around else self._restored(updated_node)
         lines = block(updated_node)
         saves = any(text_of(each).startswith("accel.save_state(") for each in lines)
         if saves and self._in_window():
@@ -249,12 +251,19 @@ class _Scope(cst.CSTTransformer):
         """Leave out the names of folders that nothing else reads, and what asks for a batch to skip."""
         lines = Lines()
         saves = any("accel.save_state(" in text_of(each) for each in updated_node.body)
+        keep = ""
         for node in cast("tuple[cst.BaseStatement, ...]", updated_node.body):
-            if (saves and self._is_path(node)) or self._skips(node):
+            if saves and (limit := _rotation(node)):
+                keep = limit
                 lines.drop(node)
+            elif (saves and self._is_path(node)) or self._skips(node):
+                lines.drop(node)
+            elif keep and text_of(node).startswith("accel.save_state(") and "keep=" not in text_of(node):
+                made = cst.parse_statement(f"{text_of(led_by(node, []))[:-1]}, keep={keep})")
+                lines.add(led_by(made, leading(node)))
             else:
                 lines.add(node)
-        if len(lines.body) == len(updated_node.body):
+        if len(lines.body) == len(updated_node.body) and not keep:
             return updated_node
         body = lines.body or [cst.SimpleStatementLine([cst.Pass()])]
         return updated_node.with_changes(body=body, footer=[*lines.rest(), *updated_node.footer])
@@ -278,7 +287,12 @@ class _Scope(cst.CSTTransformer):
         return mine == 0
 
     def _skips(self, node: cst.BaseStatement) -> bool:
-        return isinstance(node, cst.If) and bool(self._gone & loads(node)) and node.orelse is None
+        if not isinstance(node, cst.If) or not self._gone & loads(node) or node.orelse is not None:
+            return False
+        return all(
+            self._skips(each) or isinstance(small(each), (cst.Pass, cst.Continue)) or ".update(" in text_of(each)
+            for each in block(node)
+        )
 
     def _restored(self, node: cst.If) -> cst.BaseStatement:
         """Reduce the idiom that reads epoch and step from the folder's name to what the state knows."""
@@ -286,18 +300,22 @@ class _Scope(cst.CSTTransformer):
         lines = Lines()
         assigned = {name for line in _lines(node) for name in targets(line)}
         derived = assigned - {state, "loaded", *self._counters}
+        kept = [line for line in _lines(node) if set(targets(line)) & derived and self._is_copy(line)]
         pending = list(block(node))
         while pending:
             each = pending.pop(0)
             text = text_of(each)
             if isinstance(each, cst.If) and "accel.load_state(" in text:
-                inner = block(each) if "accel.load_state(" in "".join(map(text_of, block(each))) else block(each.orelse)
-                if inner:
-                    lines.hold([line for line in leading(each) if line.comment])
-                    pending = [*inner, *pending]
-                    continue
+                inner = block(each)
+                if each.orelse is not None and not any("accel.load_state(" in text_of(line) for line in inner):
+                    inner = block(each.orelse)
+                lines.hold([line for line in leading(each) if line.comment])
+                pending = [*inner, *pending]
+                continue
             mine = {name for line in _lines(each) for name in targets(line)}
-            if "accel.load_state(" in text or "loaded[" in text or not mine & (derived | set(self._counters)):
+            if "accel.load_state(" in text:
+                lines.add(self._newest(each, derived))
+            elif "loaded[" in text or not (mine | loads(each)) & (derived | set(self._counters)):
                 lines.add(each)
             else:
                 lines.drop(each)
@@ -306,8 +324,32 @@ class _Scope(cst.CSTTransformer):
         for name, synced in self._counters.items():
             if name in assigned and synced:
                 lines.add(statement(f"{name} = {state}.updates"))
-        self._gone |= {name for name in derived - self._epochs if not self._set_elsewhere(name, node)}
-        return with_block(node, lines.body).with_changes(orelse=None)
+        for line in {text_of(each): each for each in kept}.values():
+            lines.add(led_by(line, []))
+        reduced = with_block(node, lines.body)
+        left = {name for line in _lines(reduced) for name in targets(line)}
+        self._gone |= {name for name in derived - self._epochs - left if not self._set_elsewhere(name, node)}
+        return reduced
+
+    def _is_copy(self, line: cst.SimpleStatementLine) -> bool:
+        """Whether a line keeps a counter under another name."""
+        return full_name(cast(cst.CSTNode, value_of(line))) in self._counters
+
+    def _newest(self, line: cst.BaseStatement, derived: set[str]) -> cst.BaseStatement:
+        """Return a load from a folder that the script searched for as `resume` of the newest checkpoint."""
+        call = value_of(line)
+        call = call.value if isinstance(call, cst.Subscript) else call
+        if not isinstance(call, cst.Call) or len(call.args) < 2 or not loads(call.args[1].value) & derived:
+            return line
+        folder = _folder(call.args[1].value)
+        state, ctx = self._script.state, self._script.ctx
+        if folder is None or loads(folder) & derived:
+            what = self._notes.decide(
+                "the folder to resume from: accel.resume(ctx, folder, items, state)", "checkpoints"
+            )
+            return led_by(line, [*leading(line), what])
+        made = cst.parse_statement(f"{state} = accel.resume({ctx}, {text_of(folder)}, items, {state})")
+        return led_by(made, [*leading(line), self._notes.change(_NEWEST)])
 
     def _set_elsewhere(self, name: str, node: cst.If) -> bool:
         inside = sum(1 for line in _lines(node) if name in targets(line))
@@ -335,8 +377,21 @@ class _Scope(cst.CSTTransformer):
             return _like(updated_node, [cst.parse_statement(f'{state} = {text}["state"]')], [])
         names = ", ".join((state, *restored))
         values = ", ".join(f'loaded["{name}"]' for name in ("state", *restored))
-        lines = [cst.parse_statement(f"loaded = {text}"), cst.parse_statement(f"{names} = {values}")]
+        lines: list[cst.BaseStatement] = [
+            cst.parse_statement(f"loaded = {text}"),
+            cst.parse_statement(f"{names} = {values}"),
+        ]
         return _like(updated_node, lines, [])
+
+
+def _rotation(node: cst.BaseStatement) -> str:
+    """Return the limit of `if limit is not None:` around a deletion of older checkpoints, empty for other lines."""
+    if not isinstance(node, cst.If) or node.orelse is not None:
+        return ""
+    if not any(full_name(call.func) == "shutil.rmtree" for call in calls(node)):
+        return ""
+    test = text_of(node.test)
+    return test.removesuffix(" is not None") if test.endswith(" is not None") else ""
 
 
 def _trained(scope: cst.CSTNode) -> list[cst.For]:
@@ -380,69 +435,3 @@ def _folder(value: cst.CSTNode | None) -> cst.BaseExpression | None:
         first_arg = value.args[0].value
         return first_arg if loads(first_arg) else None
     return None
-
-
-_EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
-
-
-class Tracking:
-    """Calls of trackers: `init_trackers` with the trackers of `log_with=`, `log` with the trackers and a step."""
-
-    def __init__(self, script: Script, decide: Callable[[str, str], None], change: Callable[[str], None]) -> None:
-        self._script = script
-        self._decide = decide
-        self._change = change
-
-    def begun(self, call: cst.Call) -> cst.BaseExpression:
-        """Return the call that begins trackers."""
-        tracked = self._script.tracked
-        project = argument(call, "project_name", 0) or expression('"run"')
-        config = argument(call, "config", 1)
-        folder = tracked.get("logging_dir") or tracked.get("project_dir")
-        options = f", to={self._to(tracked.get('log_with'), argument(call, 'init_kwargs', 2))}"
-        if folder is not None and text_of(folder) != "None":
-            options += f", dir={text_of(folder)}"
-        if config is not None:
-            options += f", config={text_of(config)}"
-        return cst.parse_expression(f"accel.init_trackers({self._script.ctx}, {text_of(project)}{options})")
-
-    def _to(self, given: cst.BaseExpression | None, kwargs: cst.BaseExpression | None) -> str:
-        names: list[str] = []
-        elements = [each.value for each in given.elements] if isinstance(given, (cst.List, cst.Tuple)) else [given]
-        for each in elements:
-            name = text_of(each).strip("\"'") if each is not None else ""
-            name = name.removeprefix("LoggerType.").lower() if name.startswith("LoggerType.") else name
-            if name in TRACKERS:
-                names.append(f"accel.trackers.{name}({self._options(name, kwargs)})")
-            elif name in ("all", ""):
-                self._change('log_with="all": no tracker is on because it is installed; jsonl() writes metrics.jsonl')
-                names.append("accel.trackers.jsonl()")
-            else:
-                self._decide(f"the trackers in place of log_with={name}", "trackers")
-                names.append("accel.trackers.jsonl()")
-        return f"[{', '.join(names)}]"
-
-    @staticmethod
-    def _options(name: str, kwargs: cst.BaseExpression | None) -> str:
-        if not isinstance(kwargs, cst.Dict):
-            return ""
-        for element in kwargs.elements:
-            if isinstance(element, cst.DictElement) and text_of(element.key).strip("\"'") == name:
-                return f"**{text_of(element.value)}" if text_of(element.value) != "{}" else ""
-        return ""
-
-    def logged(self, call: cst.Call) -> cst.BaseExpression:
-        """Return the call that logs values."""
-        args = [arg for arg in call.args if not arg.keyword or arg.keyword.value not in ("log_kwargs",)]
-        plain = [arg for arg in args if arg.keyword is None]
-        if len(plain) > 1:
-            args[1] = args[1].with_changes(keyword=cst.Name("step"), equal=_EQUAL)
-        elif argument(call, "step") is None:
-            step = cst.Arg(expression(f"{self._script.state}.updates"), keyword=cst.Name("step"), equal=_EQUAL)
-            args = [args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT), step]
-            self._change("log needs a step: that of the optimizer")
-        first = [cst.Arg(cst.Name(self._script.ctx)), cst.Arg(cst.Name(self._script.trackers))]
-        if isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace):
-            comma = cst.Comma(whitespace_after=call.whitespace_before_args)
-            first = [each.with_changes(comma=comma) for each in first]
-        return call.with_changes(func=expression("accel.log"), args=[*first, *args])

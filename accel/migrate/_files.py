@@ -212,12 +212,13 @@ def migrate_bytes(old: bytes, path: Path) -> FileResult:
         raise ConfigError("not a text file", got="a NUL character", where=str(path))
     if path.suffix == ".ipynb":
         found = migrate_notebook(text, str(path), rewriter(path))
-    elif "accelerat" not in text:
+    elif "accelerat" not in text and "# accel: " not in text:
         return FileResult(path, old, old, encoding, (), ())
     else:
         found = rewriter(path)(text, str(path))
     new = old if found.text == text else found.text.encode(encoding)
-    notes, changes = (tuple(Remark(*each) for each in some) for some in (found.notes, found.changes))
+    notes = tuple(Remark(line, what) for line, what in found.notes)
+    changes = tuple(Remark(line, what) for line, what in found.changes)
     return FileResult(path, old, new, encoding, notes, changes)
 
 

@@ -127,7 +127,7 @@ class _Loop(cst.CSTTransformer):
         self._items = Items(script, notes, scope)
         self._step = Step(script)
         self._failed: cst.EmptyLine | None = None
-        self._inner = self._rewritten(cast(cst.For, chain[-1]))
+        self._inner = self._rewritten(chain[-1])
 
     def applied(self) -> cst.CSTNode:
         """Return the scope with the loop rewritten, or with one note where it could not be."""
@@ -181,10 +181,11 @@ class _Loop(cst.CSTTransformer):
     def _is_seeding(self, call: cst.Call) -> bool:
         return full_name(call.func).rpartition(".")[2] in ("set_seed", "manual_seed") and bool(call.args)
 
-    def _rewritten(self, node: cst.For) -> cst.BaseStatement:
+    def _rewritten(self, node: cst.CSTNode) -> cst.BaseStatement:
         reading = read_loop(self._script, node, self._aliases) if isinstance(node, cst.For) else None
-        if reading is None:
-            return self._give_up(node, "how the state moves: this loop draws its batches by hand", "loop")
+        if not isinstance(node, cst.For) or reading is None:
+            why = "how the state moves: this loop draws its batches by hand"
+            return self._give_up(cast(cst.BaseStatement, node), why, "loop")
         flat, models, outside = _flattened(self._script, block(node))
         self._begin = next((at for at, each in enumerate(block(node)) if isinstance(each, cst.With) and models), None)
         if outside is not None:

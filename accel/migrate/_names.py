@@ -9,8 +9,7 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._checkpoints import Tracking
-from accel.migrate._script import ATTRIBUTES, DISTRIBUTED, FUNCTIONS, KEYWORDS, METHODS, Script
+from accel.migrate._script import ATTRIBUTES, AVAILABLE, DISTRIBUTED, FUNCTIONS, KEYWORDS, METHODS, Script
 from accel.migrate._tree import (
     Lines,
     Remarks,
@@ -27,18 +26,12 @@ from accel.migrate._tree import (
     text_of,
     walk,
 )
+from accel.migrate._window import Tracking
 
 _SEEDING = "set_seed: python, numpy and torch are seeded by other numbers than Accelerate's"
 _STEPS = (
     "a schedule steps once an optimizer step; in Accelerate once a process: divide constants in steps by their number"
 )
-_AVAILABLE = {
-    "is_xpu_available": "torch.xpu.is_available()",
-    "is_npu_available": 'hasattr(torch, "npu")',
-    "is_cuda_available": "torch.cuda.is_available()",
-    "is_mps_available": "torch.backends.mps.is_available()",
-    "is_torch_xla_available": "False",
-}
 
 
 class Names(cst.CSTTransformer):
@@ -50,9 +43,9 @@ class Names(cst.CSTTransformer):
         self._notes = notes
         self._pending: list[list[cst.EmptyLine]] = []
         self._scopes: list[cst.CSTNode] = []
+        self._called: set[int] = set()  # attributes that are methods of calls
         self._tracking = Tracking(script, self._decide, self._change)
 
-    # notes go to the innermost statement
     @override
     def on_visit(self, node: cst.CSTNode) -> bool:
         if isinstance(node, (cst.BaseCompoundStatement, cst.SimpleStatementLine)):
@@ -86,10 +79,16 @@ class Names(cst.CSTTransformer):
     def _expression(self, text: str, **parts: cst.BaseExpression) -> cst.BaseExpression:
         return expression(text.replace("{ctx}", self._script.ctx).replace("{state}", self._script.state), **parts)
 
-    # calls
+    @override
+    def visit_Call(self, node: cst.Call) -> None:
+        self._called.add(id(node.func))
+
     @override
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         script = self._script
+        if updated_node.args and len(updated_node.args) < len(original_node.args):
+            last = updated_node.args[-1].with_changes(comma=original_node.args[-1].comma)
+            updated_node = updated_node.with_changes(args=[*updated_node.args[:-1], last])
         self._passed(original_node)
         if method := script.method(original_node):
             return self._method(method, original_node, updated_node)
@@ -189,9 +188,9 @@ class Names(cst.CSTTransformer):
             self._needs_context(name)
             self._change(_SEEDING)
             return self._seeded(updated)
-        if name in _AVAILABLE:
-            return expression(_AVAILABLE[name])
-        if name in ("notebook_launcher", "debug_launcher"):
+        if name in AVAILABLE:
+            return expression(AVAILABLE[name])
+        if name.endswith("_launcher"):
             return self._launcher(name, updated)
         if name in ("Accelerator", "PartialState", "AcceleratorState"):
             self._needs_context(name)
@@ -270,7 +269,6 @@ class Names(cst.CSTTransformer):
             text = f"lambda {parameter}: {name}({parameter}, {', '.join(text_of(arg) for arg in call.args)})"
         return self._expression(f"accel.find_executable_batch_size({{ctx}}, {text}, {text_of(start)})")
 
-    # attributes and names
     @override
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
         script, name = self._script, original_node.attr.value
@@ -288,6 +286,8 @@ class Names(cst.CSTTransformer):
             return script.tracked["project_dir"]
         elif name == "logging_dir" and "logging_dir" in script.tracked:
             return script.tracked["logging_dir"]
+        elif id(original_node) not in self._called and name not in METHODS:
+            self._decide(f"what takes the place of accelerator.{name}")
         return updated_node.with_changes(attr=original_node.attr)
 
     @override
@@ -363,7 +363,6 @@ class Names(cst.CSTTransformer):
             return updated_node.with_changes(test=updated_node.test.with_changes(lpar=[], rpar=[]))
         return updated_node
 
-    # statements
     @override
     def leave_With(
         self, original_node: cst.With, updated_node: cst.With
@@ -374,7 +373,7 @@ class Names(cst.CSTTransformer):
             line = statement(f"{name} = {{value}}", value=updated_node.items[0].item)
             body = cast(cst.IndentedBlock, updated_node.body)
             first = led_by(line, leading(updated_node))
-            return cst.FlattenSentinel([first, *cast("Sequence[cst.BaseStatement]", body.body)])
+            return cst.FlattenSentinel([first, *body.body])
         return updated_node
 
     @override
@@ -399,7 +398,7 @@ class Names(cst.CSTTransformer):
             return self._prepared(updated_node, cast(cst.Call, call))
         if method in ("free_memory", "clear") and targets(original_node):
             line = led_by(statement(f"del {', '.join(targets(original_node))}"), leading(updated_node))
-            freed = cast(cst.BaseStatement, statement(f"accel.free_memory({self._script.ctx})"))
+            freed = statement(f"accel.free_memory({self._script.ctx})")
             return cst.FlattenSentinel([line, freed])
         if self._script.schedules(original_node):
             self._change(_STEPS)
@@ -469,10 +468,13 @@ class Dropped(cst.CSTTransformer):
     def _goes(self, node: cst.BaseStatement) -> bool:
         script = self._script
         inner = small(node)
-        if isinstance(inner, cst.Nonlocal):
+        if isinstance(inner, (cst.Nonlocal, cst.Global)):
             return all(each.name.value in script.holders for each in inner.names)
-        if isinstance(inner, cst.Global):
-            return all(each.name.value in script.holders for each in inner.names)
+        if isinstance(inner, cst.Assign) and script.is_attribute(inner.targets[0].target, "native_amp"):
+            return True  # autocast asks the device
+        if len(targets(node)) == 1 and targets(node)[0] in script.taken:
+            made = script.configures(script.assigned[targets(node)[0]])
+            return all(script.origin(each.func) in _CONFIGURES for each in made)
         call = called(node)
         if call is None:
             return False
@@ -480,8 +482,6 @@ class Dropped(cst.CSTTransformer):
         if method == "end_training" and not script.tracks:
             return True
         if method == "register_for_checkpointing":
-            return True
-        if len(targets(node)) == 1 and script.origin(call.func) in _CONFIGURES and targets(node)[0] in script.taken:
             return True
         owner, name = method_of(call)
         moved = full_name(owner) if owner is not None else ""
@@ -493,5 +493,5 @@ class Dropped(cst.CSTTransformer):
 _CONFIGURES = (
     *("DataLoaderConfiguration", "ProjectConfiguration", "GradientAccumulationPlugin"),
     *("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "FullyShardedDataParallelPlugin"),
-    *("DDPCommunicationHookType",),
+    *("DDPCommunicationHookType", "GradScalerKwargs", "AutocastKwargs", "ProfileKwargs"),
 )

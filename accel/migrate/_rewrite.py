@@ -124,9 +124,21 @@ class Before(cst.CSTTransformer):
         if not any(script.is_attribute(each, "is_main_process") for each in walk(original_node.test)):
             return updated_node
         if updated_node.orelse is None and _calls_all(script, original_node):
+            test = _without_rank(script, updated_node.test)
+            if test is not None:
+                return updated_node.with_changes(test=test)
             first = led_by(body[0], [*leading(updated_node), *leading(body[0])])
             return cst.FlattenSentinel([first, *body[1:]])
         return updated_node
+
+
+def _without_rank(script: Script, test: cst.BaseExpression) -> cst.BaseExpression | None:
+    """Return a condition without its part for the main process; None where nothing else is asked."""
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+        for part, other in ((test.left, test.right), (test.right, test.left)):
+            if script.is_attribute(part, "is_main_process"):
+                return other
+    return None
 
 
 def _calls_all(script: Script, node: cst.If) -> bool:
@@ -165,7 +177,7 @@ def _imports_tests(node: cst.If) -> bool:
 
 def drop_scaffolds(module: cst.Module, script: Script, notes: Remarks) -> cst.Module:
     """Leave out what takes the place of data in Accelerate's own tests."""
-    return cast(cst.Module, module.visit(_Scaffold(notes)))
+    return module.visit(_Scaffold(notes))
 
 
 class Lengths(cst.CSTTransformer):
@@ -202,7 +214,7 @@ class Lengths(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
-        if self._script.schedules(original_node):
+        if self._script.feeds_schedule(original_node):
             return cast(cst.SimpleStatementLine, updated_node.visit(_Shrink(self._script)))
         return updated_node
 
@@ -474,6 +486,6 @@ def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
     ]
     module = drop_scaffolds(module, script, notes)
     for each in passes:
-        module = cast(cst.Module, module.visit(each))
+        module = module.visit(each)
     written, changes = notes.finish(module.code)
     return Migrated(written, tuple(decisions(written)), changes)

@@ -99,6 +99,14 @@ FUNCTIONS: Mapping[str, tuple[str, bool]] = {
     "extract_model_from_parallel": ("accel.unwrap_model", False),
     "synchronize_rng_states": ("accel.seeding.synchronize_rng", True),
 }
+# functions that ask for a device
+AVAILABLE: Mapping[str, str] = {
+    "is_xpu_available": "torch.xpu.is_available()",
+    "is_npu_available": 'hasattr(torch, "npu")',
+    "is_cuda_available": "torch.cuda.is_available()",
+    "is_mps_available": "torch.backends.mps.is_available()",
+    "is_torch_xla_available": "False",
+}
 # kinds of accelerator.distributed_type: a condition
 DISTRIBUTED: Mapping[str, str] = {
     "NO": "{ctx}.world_size == 1",
@@ -162,6 +170,9 @@ class Script:
         self.searched = self._searched(module)
         self.classes = {node.name.value for node in walk(module) if isinstance(node, cst.ClassDef)}
         self.taken = self._taken()
+        schedules = [called(line) for line in walk(module) if self.schedules(line)]
+        given = [arg.value for call in schedules if call is not None for arg in call.args]
+        self._numbers = {value.value for value in given if isinstance(value, cst.Name)} & self.assigned.keys()
         self.windows = "accumulate" in methods or self.accumulation is not None
         self.trackers = self._free(("trackers", "run_trackers"), module)
 
@@ -307,6 +318,17 @@ class Script:
             and (called(line) is not None and not self.method(called(line)))
         )
 
+    def feeds_schedule(self, line: cst.CSTNode) -> bool:
+        """Whether a line makes a scheduler, or a number that one takes."""
+        return self.schedules(line) or bool(set(targets(line)) & self._numbers)
+
+    def configures(self, value: cst.BaseExpression) -> list[cst.Call]:
+        """Return the calls of Accelerate's records that a value is, or a list of them; empty for others."""
+        parts = [each.value for each in value.elements] if isinstance(value, (cst.List, cst.Tuple)) else [value]
+        calls = [each for each in parts if isinstance(each, cst.Call) and self.origin(each.func)]
+        named = [each for each in parts if isinstance(each, cst.Name) and each.value in self.assigned]
+        return calls if len(calls) + len(named) == len(parts) else []
+
     def _taken(self) -> set[str]:
         """Return variables that an Accelerator alone reads."""
         found: set[str] = set()
@@ -316,10 +338,9 @@ class Script:
             for arg in call.args:
                 for each in walk(arg.value):
                     if isinstance(each, cst.Name) and each.value in self.assigned and each.value not in found:
-                        value = self.assigned[each.value]
-                        if isinstance(value, cst.Call) and self.origin(value.func):
-                            found.add(each.value)
-                            waiting.append(value)
+                        made = self.configures(self.assigned[each.value])
+                        found |= {each.value} if made else set()
+                        waiting += made
         return found
 
     def _searched(self, module: cst.Module) -> dict[str, tuple[cst.BaseExpression, str]]:

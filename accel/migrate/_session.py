@@ -266,7 +266,7 @@ class Sessions(cst.CSTTransformer):
                 body = [*body[:at], self._around(made, body[at + 1 :], kept)]
             updated_node = updated_node.with_changes(body=body)
         wrap = _Callers(self._script, self._hoisted, self._launched, self)
-        return cast(cst.Module, updated_node.visit(wrap))
+        return updated_node.visit(wrap)
 
     def opened(self, made: Made, values: Mapping[str, cst.BaseExpression]) -> cst.With:
         """Return `with accel.session(...) as ctx:`, its settings in the words of a caller."""

@@ -18,12 +18,12 @@ N = TypeVar("N", bound=cst.CSTNode)
 
 def expression(text: str, **parts: cst.BaseExpression) -> cst.BaseExpression:
     """Parse an expression; `{name}` is a placeholder of a node."""
-    return parse_template_expression(text, **parts)
+    return parse_template_expression(text, cst.PartialParserConfig(), **parts)
 
 
 def statement(text: str, **parts: cst.BaseExpression) -> cst.BaseStatement:
     """Parse a statement; `{name}` is a placeholder of a node."""
-    return parse_template_statement(text, **parts)
+    return parse_template_statement(text, cst.PartialParserConfig(), **parts)
 
 
 def text_of(node: cst.CSTNode) -> str:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statements of a training step, sorted: backward, clipping, the optimizer's step, and the `if` around them."""
+"""Statements of a training step, sorted: backward, clipping, step, the `if` around them; calls that log values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import libcst as cst
 
-from accel.migrate._script import Script
+from accel.migrate._script import TRACKERS, Script
 from accel.migrate._tree import (
     Lines,
     argument,
@@ -251,3 +251,80 @@ def whole_loss(
 
 def _is_length(script: Script, node: cst.BaseExpression, length: cst.BaseExpression | None) -> bool:
     return script.is_attribute(node, "gradient_accumulation_steps") or matches_code(node, length)
+
+
+_EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
+
+
+class Tracking:
+    """Calls of trackers: `init_trackers` with the trackers of `log_with=`, `log` with the trackers and a step."""
+
+    def __init__(self, script: Script, decide: Callable[[str, str], None], change: Callable[[str], None]) -> None:
+        self._script = script
+        self._decide = decide
+        self._change = change
+
+    def begun(self, call: cst.Call) -> cst.BaseExpression:
+        """Return the call that begins trackers."""
+        tracked = self._script.tracked
+        project = argument(call, "project_name", 0) or expression('"run"')
+        config = argument(call, "config", 1)
+        folder = tracked.get("logging_dir") or tracked.get("project_dir")
+        options = f", to={self._to(tracked.get('log_with'), argument(call, 'init_kwargs', 2))}"
+        if folder is not None and text_of(folder) != "None":
+            options += f", dir={text_of(folder)}"
+        if config is not None:
+            options += f", config={text_of(config)}"
+        return cst.parse_expression(f"accel.init_trackers({self._script.ctx}, {text_of(project)}{options})")
+
+    def _to(self, given: cst.BaseExpression | None, kwargs: cst.BaseExpression | None) -> str:
+        names: list[str] = []
+        elements = [each.value for each in given.elements] if isinstance(given, (cst.List, cst.Tuple)) else [given]
+        for each in elements:
+            name = text_of(each).strip("\"'") if each is not None else ""
+            name = name.removeprefix("LoggerType.").lower() if name.startswith("LoggerType.") else name
+            if name in TRACKERS:
+                names.append(f"accel.trackers.{name}({self._options(name, kwargs)})")
+            elif name in ("all", ""):
+                self._change('log_with="all": no tracker is on because it is installed; jsonl() writes metrics.jsonl')
+                names.append("accel.trackers.jsonl()")
+            else:
+                self._decide(f"the trackers in place of log_with={name}", "trackers")
+                names.append("accel.trackers.jsonl()")
+        return f"[{', '.join(names)}]"
+
+    @staticmethod
+    def _options(name: str, kwargs: cst.BaseExpression | None) -> str:
+        if not isinstance(kwargs, cst.Dict):
+            return ""
+        for element in kwargs.elements:
+            if isinstance(element, cst.DictElement) and text_of(element.key).strip("\"'") == name:
+                return _keywords(element.value)
+        return ""
+
+    def logged(self, call: cst.Call) -> cst.BaseExpression:
+        """Return the call that logs values."""
+        args = [arg for arg in call.args if not arg.keyword or arg.keyword.value not in ("log_kwargs",)]
+        plain = [arg for arg in args if arg.keyword is None]
+        if len(plain) > 1:
+            args[1] = args[1].with_changes(keyword=cst.Name("step"), equal=_EQUAL)
+        elif argument(call, "step") is None:
+            step = cst.Arg(expression(f"{self._script.state}.updates"), keyword=cst.Name("step"), equal=_EQUAL)
+            args = [args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT), step]
+            self._change("log needs a step: that of the optimizer")
+        first = [cst.Arg(cst.Name(self._script.ctx)), cst.Arg(cst.Name(self._script.trackers))]
+        if isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace):
+            comma = cst.Comma(whitespace_after=call.whitespace_before_args)
+            first = [each.with_changes(comma=comma) for each in first]
+        return call.with_changes(func=expression("accel.log"), args=[*first, *args])
+
+
+def _keywords(value: cst.BaseExpression) -> str:
+    """Return a dict's items as keywords of a call, or the dict itself with two stars."""
+    elements = value.elements if isinstance(value, cst.Dict) else ()
+    pairs = [
+        (text_of(each.key).strip("\"'"), text_of(each.value)) for each in elements if isinstance(each, cst.DictElement)
+    ]
+    if isinstance(value, cst.Dict) and len(pairs) == len(elements) and all(key.isidentifier() for key, _ in pairs):
+        return ", ".join(f"{key}={text}" for key, text in pairs)
+    return f"**{text_of(value)}"

@@ -280,6 +280,10 @@ class _Loading:
         with agreed(self._ctx.comm, self._call("copying")):
             matching.finish()
         loaded = Loaded(matching.results(), self._held.place.path, matching.source.skipped.lines())
+        for record in loaded.values():
+            # A TrainState's methods have no context: guards find this one's marks by the loss scale.
+            if isinstance(scaler := getattr(record, "scaler", None), LossScale):
+                self._ctx.comm.marks.watch(scaler)
         if self._ctx.is_main_process:
             _report(self._verb, loaded)
         return loaded

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import tempfile
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -177,6 +178,15 @@ def dropped_epoch_within_the_loop(ctx: accel.DistContext) -> Slip:
     return Slip(state, lambda record: next(accel.batches(ctx, loader, record)))
 
 
+def dropped_epoch_after_a_load(ctx: accel.DistContext) -> Slip:
+    with tempfile.TemporaryDirectory() as folder:
+        accel.save_state(ctx, folder, {"state": accel.train_state(ctx)}, step=0)
+        state = accel.load_state(ctx, folder, {"state": accel.train_state(ctx)})["state"]
+    loader = loader_of(ctx)
+    state.next_epoch()
+    return Slip(state, lambda record: next(accel.batches(ctx, loader, record)))
+
+
 def dropped_pass(ctx: accel.DistContext) -> Slip:
     loader, state = loader_of(ctx), accel.train_state(ctx)
     assert len(list(accel.batches(ctx, loader, state))) == 4
@@ -229,6 +239,7 @@ def dropped_scale(ctx: accel.DistContext) -> Slip:
 SLIPS = [
     dropped_epoch,
     dropped_epoch_within_the_loop,
+    dropped_epoch_after_a_load,
     dropped_pass,
     dropped_backward,
     dropped_backward_of_the_last_batch,

@@ -19,6 +19,7 @@ from accel.migrate._tree import (
     full_name,
     leading,
     led_by,
+    loads,
     method_of,
     small,
     statement,
@@ -90,6 +91,8 @@ class Names(cst.CSTTransformer):
             last = updated_node.args[-1].with_changes(comma=original_node.args[-1].comma)
             updated_node = updated_node.with_changes(args=[*updated_node.args[:-1], last])
         self._passed(original_node)
+        if text_of(original_node.func) == "iter" and script.loaders & loads(original_node):
+            self._decide("accel.batches(ctx, loader, state) in place of iter(loader)", "data")
         if method := script.method(original_node):
             return self._method(method, original_node, updated_node)
         if origin := script.origin(original_node.func):

@@ -183,7 +183,7 @@ def test_what_deepspeed_cannot_is_refused_before_it_is_needed() -> None:
     def refused(ctx: accel.DistContext) -> None:
         net = nn.Linear(2, 2)
         adam = torch.optim.AdamW(net.parameters())
-        with pytest.raises(accel.errors.ConfigError, match="data-parallel ranks alone"):
+        with pytest.raises(accel.errors.ConfigError, match="data-parallel ranks only"):
             _prepared(ctx, net, adam, mesh="tp=2")
         with pytest.raises(accel.errors.PrepareError, match="a model and its optimizer together"):
             _prepared(ctx, adam)

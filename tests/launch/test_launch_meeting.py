@@ -88,8 +88,8 @@ def test_a_report_over_hosts_names_them() -> None:
     [
         ("", r"no endpoint for the hosts to meet at: expected --rdzv-endpoint HOST:PORT, got nnodes=2 without it"),
         ("127.0.0.1:70000", r"there is no such port: expected 1 to 65535, got 70000"),
-        ("no-such-host.invalid:29400", r"not known here: .* got 'no-such-host\.invalid'"),
-        (f"{'x' * 70}.invalid:29400", r"not known here"),
+        ("no-such-host.invalid:29400", r"does not resolve here: .* got 'no-such-host\.invalid'"),
+        (f"{'x' * 70}.invalid:29400", r"does not resolve here"),
     ],
 )
 def test_a_place_where_nobody_can_meet_is_refused(endpoint: str, told: str) -> None:

@@ -30,7 +30,6 @@ CUDA = {  # what of CUDA each of these uses, that other accelerators have not or
     "parallel/axes/context/_kernels.py": "conditions of CUDA's attention kernels",
     "precision/_amp.py": "tf32",
     "precision/_fp8.py": "compute capability",
-    "precision/_support.py": "compute capability",
     "testing/selfcheck/_checks.py": "a GPU's UUID",
 }
 

@@ -103,7 +103,7 @@ def test_other_names_are_for_the_user_to_state():
 @pytest.mark.parametrize(
     ("names", "data_dims", "said"),
     [
-        (("dp", "model"), None, r"not known whether.*dp, data.* got 'model' .*data_dims=\(\.\.\.\)"),
+        (("dp", "model"), None, r"of unknown meaning.*dp, data.* got 'model' .*data_dims=\(\.\.\.\)"),
         (("DP", "tp"), None, "got 'DP'"),
         (None, None, r"2 dimensions without names.*mesh_dim_names"),
         (("dp", "tp"), ("dp", "cp"), r"some of 'dp', 'tp', got \('dp', 'cp'\) - at data_dims="),

@@ -54,7 +54,7 @@ def _save(loop: Loop, folder: Path) -> None:
 
 SAID = (
     r"rank 0: step 2 taken, loss scale 65536.0 after it, got rank 1: step 2 skipped, loss scale 32768.0 after it.*"
-    "Go on from a checkpoint"
+    "Resume from an earlier checkpoint"
 )
 
 

@@ -141,6 +141,7 @@ class Comm:
         right_orders: numbers of comparisons of orders by fingerprint and code places; see `accel.comm._call`.
         most_gathered: most ranks that receive the first messages of all.
         bell: ends the wait of all ranks; see `alarm`.
+        later_batches: figures of batches that ranks of further groups share, by group.
         seen_loss: finite if the losses of backward passes without a window were; None before one.
         steps: decisions about optimizer steps that all ranks take together.
     """
@@ -155,6 +156,7 @@ class Comm:
         "bell",
         "beside",
         "control",
+        "later_batches",
         "lost",
         "marks",
         "met",
@@ -208,6 +210,7 @@ class Comm:
         self.bell: Alarm | None = None
         self.lost = ""
         self.steps = StepLog()
+        self.later_batches: dict[dist.ProcessGroup | None, Any] = {}
         self.seen_loss: torch.Tensor | None = None
 
     def __repr__(self) -> str:

@@ -14,12 +14,14 @@ from accel.optim._accumulation import (
 )
 from accel.optim._gradients import (
     MASTER as MASTER,
+    Carried as Carried,
     clamp_ as clamp_,
     elements_of as elements_of,
     first_nonfinite as first_nonfinite,
     gradients as gradients,
     norms as norms,
     parameters_of as parameters_of,
+    reduce_power as reduce_power,
     scale_ as scale_,
     step_masters as step_masters,
     total_norm as total_norm,

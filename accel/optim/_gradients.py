@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from accel.comm import adopt, all_gather_flat, all_reduce_flat
+from accel.comm import Comm, adopt, all_gather_flat, all_reduce_flat
 from accel.tensors import has_wide_gradient, is_dtensor, is_partial, local_part, local_parts, split_dims, summed
 
 if TYPE_CHECKING:
@@ -97,7 +98,44 @@ def first_nonfinite(parameters: Sequence[torch.Tensor]) -> int:
 _MeshDims = tuple["DeviceMesh", tuple[int, ...]]  # a mesh, and its dimensions along which elements are split
 
 
-def total_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> float | torch.Tensor:
+class Carried:
+    """Figures of this rank that sums of norms take along, so that they need no message: once along each group.
+
+    Attributes:
+        own: the figures.
+        sums: the figures, summed over the groups so far.
+    """
+
+    __slots__ = ("_groups", "own", "sums")
+
+    def __init__(self, figures: torch.Tensor, groups: Iterable[dist.ProcessGroup | None]) -> None:
+        self.own = self.sums = figures
+        self._groups = [group for group in groups if group is not None]
+
+    def reduce(self, comm: Comm, group: dist.ProcessGroup, power: torch.Tensor, *, largest: bool) -> torch.Tensor:
+        """Return powers of norms, shape [1], as `reduce_power` does. A collective."""
+        if not any(group is each for each in self._groups):
+            return reduce_power(comm, power, largest=largest)
+        self._groups = [each for each in self._groups if each is not group]
+        both = torch.cat([power, self.sums.to(power.device, power.dtype)])
+        if largest:
+            rows = all_gather_flat(comm, both)
+            self.sums = rows[:, 1:].sum(0)
+            return rows[:, :1].amax(0)
+        both = all_reduce_flat(comm, both, "sum")
+        self.sums = both[1:]
+        return both[:1]
+
+
+def reduce_power(comm: Comm, power: torch.Tensor, *, largest: bool) -> torch.Tensor:
+    """Return the sum of norms' powers over ranks, or the largest. A collective."""
+    # a reduction by max need not keep NaN
+    return all_gather_flat(comm, power).amax(0) if largest else all_reduce_flat(comm, power, "sum")
+
+
+def total_norm(
+    grads: Sequence[torch.Tensor], norm_type: float = 2.0, carried: Carried | None = None
+) -> float | torch.Tensor:
     """Return the total p-norm of gradients; inf or NaN if one of them is not finite. A collective of DTensors' meshes.
 
     A number for gradients on the CPU, where reading does not wait; else a tensor of shape []. Equal on all ranks.
@@ -114,7 +152,7 @@ def total_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> float |
         else:
             whole.append(grad)
     alone = _local_norm(whole, norm_type) if whole else 0.0
-    parts = [_spread_norm(spread, locals_, norm_type, alone * 0.0) for spread, locals_ in spreads.items()]
+    parts = [_spread_norm(spread, locals_, norm_type, alone * 0.0, carried) for spread, locals_ in spreads.items()]
     return _joined([*parts, alone] if whole else parts, norm_type)
 
 
@@ -141,7 +179,11 @@ def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> float | torc
 
 
 def _spread_norm(
-    spread: _MeshDims, parts: Sequence[torch.Tensor], norm_type: float, alone: float | torch.Tensor
+    spread: _MeshDims,
+    parts: Sequence[torch.Tensor],
+    norm_type: float,
+    alone: float | torch.Tensor,
+    carried: Carried | None,
 ) -> float | torch.Tensor:
     """Return the norm of tensors that are split over the same dimensions of one mesh.
 
@@ -152,10 +194,12 @@ def _spread_norm(
     mine = torch.as_tensor(_local_norm(parts, norm_type), dtype=torch.float64, device=device).reshape(1)
     power = (mine if norm_type == math.inf else mine**norm_type) + torch.as_tensor(alone).to(device)
     for dim in dims:
-        comm = adopt(mesh.get_group(dim), device)
-        # a reduction by max need not keep NaN
-        largest = norm_type == math.inf
-        power = all_gather_flat(comm, power).amax(0) if largest else all_reduce_flat(comm, power, "sum")
+        group = mesh.get_group(dim)
+        comm, largest = adopt(group, device), norm_type == math.inf
+        if carried is None:
+            power = reduce_power(comm, power, largest=largest)
+        else:
+            power = carried.reduce(comm, group, power, largest=largest)
     norm = power if norm_type == math.inf else power ** (1 / norm_type)
     return norm.item() if norm.is_cpu else norm.reshape(())
 

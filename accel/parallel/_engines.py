@@ -36,6 +36,7 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
         max_value: largest absolute value of an element; None does not clip.
         check_finite: whether gradients with inf or NaN leave the step out.
         accumulation: micro-batches of a whole window; None where no record of a window was passed.
+        step: the run's steps before this one; None likewise.
     """
 
     factor: float | torch.Tensor
@@ -45,6 +46,7 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_value: float | None
     check_finite: bool
     accumulation: int | None = None
+    step: int | None = None
 
 
 class EngineOutcome(NamedTuple):

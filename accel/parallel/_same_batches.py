@@ -3,6 +3,9 @@
 
 A loader whose sampler counts all ranks gives each rank along tp and pp a batch of its own. Nothing fails then, and
 products of parts of different samples train something else than the model.
+
+Batches of later training forwards are folded into a few figures on their devices, which the step's norm takes along. No
+forward reads them, so none waits for its device. One sum over ranks has the figures' sums and those of their squares.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +26,7 @@ from accel.devices import wide_dtype
 from accel.errors import DataError, TreeError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import is_pipelined, unwrap_model
+from accel.parallel._private import runs_in_backward
 from accel.tensors import mesh_of, split_dims
 from accel.topology import Dimension, dimension_of
 from accel.tree._walk import Containers, leaves
@@ -33,9 +38,20 @@ _WATCH = "accel_same_batches"  # attribute of a prepared model
 _HEAD = struct.Struct("<q16s")  # the context's rank, a digest of the batch's structure
 _LEAF = struct.Struct("<8s4d")  # a digest of what must be equal, and the figures of a floating-point tensor
 _MOST_LEAVES = 23  # that fit into the smallest first message; the rest counts as one
+_NO_FIGURES = (0.0, 0.0, 0.0, 0.0)
 _TOLERANCE = 1e-3  # of absolute sums: outputs of an encoder differ in their last digits between ranks
 _SAMPLED = 1024
-_NO_FIGURES = (0.0, 0.0, 0.0, 0.0)
+_FIX = (
+    "Take the batches of accel.prepare_loader(ctx, loader); a sampler of your own chooses by "
+    "ctx.data_parallel, (index, count), where it has ctx.rank and ctx.world_size."
+)
+_CALL = Call("optimizer_step", "batches", ordered=False)
+
+# odd numbers of 64 bits, which spread the bits of a product
+_PLACE, _MIX, _NEXT = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+_EXACT_BITS = 20  # sums of squares over 4096 ranks are exact in float64
+_FIGURES = 3
+_TINY = 1e-300
 
 
 class _Known(NamedTuple):
@@ -54,18 +70,21 @@ class _Known(NamedTuple):
 
 
 class SameBatches:
-    """Compares the batches of ranks that share samples, once in training and once in evaluation.
+    """Compares the batches of ranks that share samples, once in training and once in evaluation; later ones at steps.
 
     Attributes:
         awaited: the modes whose first forward has not come.
     """
 
-    __slots__ = ("_comm", "_containers", "_rank", "awaited")
+    __slots__ = ("_comm", "_containers", "_later", "_rank", "awaited")
 
-    def __init__(self, comm: Comm, rank: int, containers: Containers, awaited: Sequence[str]) -> None:
+    def __init__(
+        self, comm: Comm, rank: int, containers: Containers, awaited: Sequence[str], later: LaterBatches | None
+    ) -> None:
         self._comm = comm
         self._rank = rank
         self._containers = containers
+        self._later = later
         self.awaited = set(awaited)
 
     def __deepcopy__(self, memo: object) -> SameBatches:
@@ -74,11 +93,18 @@ class SameBatches:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a model read from a file is compared no more
 
+    def looks(self, *, trains: bool) -> bool:
+        """Return whether a forward's batch is of use."""
+        return bool(self.awaited) or (trains and self._later is not None)
+
     def look(self, batch: Any, *, trains: bool) -> None:
         """Compare a batch in the first forward of a mode, a collective then; different batches are a `DataError` on
-        every rank."""
+        every rank. In later training forwards note it for the step."""
         mode = "training" if trains else "evaluation"
         if mode not in self.awaited:
+            # a backward that computes a forward again was given nothing
+            if trains and self._later is not None and torch.is_grad_enabled() and not runs_in_backward():
+                self._later.add(_leaves(batch, self._containers))
             return
         self.awaited.remove(mode)
         call = Call("forward", f"the first in {mode}", ordered=False)
@@ -102,8 +128,7 @@ class SameBatches:
             expected=f"one batch on the ranks {', '.join(map(str, ranks))}, which share a model along tp or pp",
             got=f"{left} on rank {ranks[0]}, {right} on rank {ranks[other]}",
             where=f"the model's first forward in {mode}",
-            fix="Take the batches of accel.prepare_loader(ctx, loader); a sampler of your own chooses by "
-            "ctx.data_parallel, (index, count), where it has ctx.rank and ctx.world_size.",
+            fix=_FIX,
         )
 
 
@@ -115,7 +140,7 @@ class _Compared(Mixin, nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watch = cast("SameBatches | None", vars(self).get(_WATCH))
-        if watch is not None and watch.awaited and not torch.compiler.is_compiling():
+        if watch is not None and not torch.compiler.is_compiling() and watch.looks(trains=self.training):
             watch.look(_listed(args, kwargs), trains=self.training)
         return cast(Any, super()).__call__(*args, **kwargs)
 
@@ -131,7 +156,10 @@ def compare_batches(ctx: DistContext, model: nn.Module) -> None:
     inner = unwrap_model(model)
     # Where each rank has the whole model, one of them may evaluate alone.
     modes = ("training", "evaluation") if is_pipelined(inner) or _is_cut(inner) else ("training",)
-    vars(inner)[_WATCH] = SameBatches(adopt(group, ctx.device), ctx.rank, ctx.containers, modes)
+    later = None
+    if len(modes) > 1:  # each rank computes a part of every forward, so none has forwards of its own
+        later = ctx.comm.later_batches.setdefault(group, LaterBatches(adopt(group, ctx.device), ctx.rank))
+    vars(inner)[_WATCH] = SameBatches(adopt(group, ctx.device), ctx.rank, ctx.containers, modes, later)
     if not is_pipelined(inner):
         add_mixin([inner], _Compared)
 
@@ -156,27 +184,26 @@ def _listed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**{f"argument {at}": each for at, each in enumerate(args)}, **kwargs}
 
 
-def _known(batch: Any, containers: Containers) -> list[_Known]:
-    found: list[_Known] = []
+def _leaves(batch: Any, containers: Containers) -> list[tuple[str, object]]:
+    """List the leaves of a forward's arguments, with their paths."""
+    found: list[tuple[str, object]] = []
     for name, argument in cast("dict[str, Any]", batch).items():
         try:
             parts = leaves(argument, containers)
         except TreeError:  # a container that only its user knows
             parts = [("$", argument)]
-        found += [_of_leaf(f"{name}{path[1:]}", leaf) for path, leaf in parts]
+        found += [(f"{name}{path[1:]}", leaf) for path, leaf in parts]
     return found
 
 
+def _known(batch: Any, containers: Containers) -> list[_Known]:
+    return [_of_leaf(path, leaf) for path, leaf in _leaves(batch, containers)]
+
+
 def _of_leaf(path: str, leaf: object) -> _Known:
-    if not isinstance(leaf, torch.Tensor):
-        exact = isinstance(leaf, bool | int | str | bytes)
-        return _Known(f"{path} {type(leaf).__name__}", repr(leaf).encode() if exact else b"")
-    # a ragged dimension of a nested tensor has a number of its process
-    sizes = ", ".join(str(size) if type(size) is int else "*" for size in cast("Sequence[object]", leaf.shape))
-    text = f"{path} {str(leaf.dtype).removeprefix('torch.')} [{sizes}]"
-    plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided and not leaf.is_meta
-    if not plain or leaf.is_quantized:
-        return _Known(text)
+    text, values = _text_of(path, leaf)
+    if not isinstance(leaf, torch.Tensor) or not _is_plain(leaf):
+        return _Known(text, values)
     if leaf.is_floating_point() or leaf.is_complex():
         return _Known(text, figures=_figures(leaf.detach()))
     return _Known(text, as_bytes(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)))
@@ -184,9 +211,7 @@ def _of_leaf(path: str, leaf: object) -> _Known:
 
 def _figures(tensor: torch.Tensor) -> tuple[float, ...]:
     """Return the figures of a floating-point tensor, in one wait for its device."""
-    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
-    if flat.itemsize == 1:  # torch has no sum of them
-        flat = flat.float()
+    flat = _flat_reals(tensor)
     wide = wide_dtype(flat.device)
     sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(wide)
     places = torch.linspace(0, 1, sample.numel(), dtype=wide, device=flat.device)
@@ -235,3 +260,148 @@ def _close(left: float, right: float, scale: float) -> bool:
     if left == right or (math.isnan(left) and math.isnan(right)):
         return True
     return abs(left - right) <= _TOLERANCE * scale < math.inf
+
+
+class LaterBatches:
+    """Figures of the batches that a context's models of one group were given since the latest step."""
+
+    __slots__ = ("_comm", "_count", "_exact", "_figures", "_rank", "_text", "_weights")
+
+    def __init__(self, comm: Comm, rank: int) -> None:
+        self._comm = comm
+        self._rank = rank
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the batches."""
+        self._text = self._count = 0
+        self._weights = 0.0
+        self._exact: dict[torch.device, torch.Tensor] = {}
+        self._figures: dict[torch.device, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, leaves: Sequence[tuple[str, object]]) -> None:
+        """Fold the leaves of one batch, with their paths. No communication, and no wait for a device."""
+        for path, leaf in leaves:
+            text, values = _text_of(path, leaf)
+            self._text = zlib.crc32(text.encode() + values, self._text)
+            if not isinstance(leaf, torch.Tensor) or not _is_plain(leaf):
+                continue
+            tensor, at = leaf.detach(), leaf.device
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                found = _checksum(tensor)
+                self._exact[at] = torch.add(found, self._exact[at], alpha=_NEXT) if at in self._exact else found
+                continue
+            # a weight of its own for each, so that two in each other's place are noticed
+            self._count += 1
+            weight = 1.0 + self._count * 0.6180339887 % 1.0
+            self._weights += weight
+            figures = _parts(tensor) * weight
+            self._figures[at] = self._figures[at].add_(figures) if at in self._figures else figures
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        """Return the figures of this rank as one tensor for a sum over ranks, and forget the batches."""
+        wide = wide_dtype(device)
+        exact = torch.full((1,), self._text, dtype=torch.int64, device=device).mul_(_MIX)
+        for each in self._exact.values():
+            exact += each.to(device)
+        exact = (((exact ^ (exact >> 31)) * _MIX) >> 40) & (2**_EXACT_BITS - 1)
+        figures = torch.zeros(_FIGURES, dtype=wide, device=device)
+        for each in self._figures.values():
+            figures += each.to(device, wide)
+        values = torch.cat([exact.to(wide), figures])
+        rest = torch.tensor([1.0, self._weights], dtype=wide).to(device, non_blocking=True)
+        self.clear()
+        return torch.cat([rest, values, values.square()])
+
+    def check(self, own: torch.Tensor, sums: Sequence[float], step: int | None) -> None:
+        """Raise `DataError` if sums over ranks show different batches: alike on all ranks that took part."""
+        if not _differ(sums):
+            return
+        told = f"the ranks along tp or pp of rank {self._rank}"
+        got = "others on some of them"
+        if int(sums[0]) == self._comm.size:  # so all of them are here
+            rows = exchange_values(
+                self._comm, _CALL, [float(self._rank), *cast("list[float]", cast(Any, own).tolist())], list[float]
+            )
+            told = f"the ranks {', '.join(str(int(row[0])) for row in rows)}"
+            others = [row for row in rows if _differ([a + b for a, b in zip(rows[0][1:], row[1:], strict=True)])]
+            if others:
+                named = ", ".join(str(int(row[0])) for row in others)
+                got = f"others on rank {named} than on rank {int(rows[0][0])}"
+        raise DataError(
+            "ranks that share samples were given different batches",
+            expected=f"one batch on {told}, which share a model along tp or pp",
+            got=got,
+            where="the model's training forwards since the step before"
+            if step is None
+            else f"the model's training forwards of step {step}",
+            fix=_FIX,
+        )
+
+
+def later_batches(ctx: DistContext) -> LaterBatches | None:
+    """Return the figures of batches that this rank shares along tp and pp; None where no model shares them."""
+    found = ctx.comm.later_batches
+    return cast("LaterBatches | None", found.get(group_of(ctx, *_AXES))) if found else None
+
+
+def _text_of(path: str, leaf: object) -> tuple[str, bytes]:
+    """Return path, dtype and shape, or type; and the bytes of a value that is no tensor and is compared exactly."""
+    if not isinstance(leaf, torch.Tensor):
+        exact = isinstance(leaf, bool | int | str | bytes)
+        return f"{path} {type(leaf).__name__}", repr(leaf).encode() if exact else b""
+    # a ragged dimension of a nested tensor has a number of its process
+    sizes = ", ".join(str(size) if type(size) is int else "*" for size in cast("Sequence[object]", leaf.shape))
+    return f"{path} {str(leaf.dtype).removeprefix('torch.')} [{sizes}]", b""
+
+
+def _is_plain(leaf: torch.Tensor) -> bool:
+    """Return whether a tensor's values can be compared: dense ones of torch's own class."""
+    plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided and not leaf.is_meta
+    return plain and not leaf.is_quantized
+
+
+def _flat_reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Return floating-point elements in one dimension; complex ones as two, those of one byte in float32."""
+    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
+    return flat.float() if flat.itemsize == 1 else flat  # torch has no sum of them
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number of 64 bits, shape [1], that depends on every bit and its place, alike on all kinds of devices."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.nbytes % 8 == 0:
+        aligned = flat.storage_offset() * flat.itemsize % 8 == 0
+        words = (flat if aligned else flat.clone()).view(torch.int64)
+    else:
+        words = flat.view(torch.uint8).long()
+    mixed = torch.arange(words.numel(), device=flat.device).mul_(_PLACE).add_(words).mul_(_MIX)
+    # high bits go into low ones between two products: else the sum of all would be nearly that of the words
+    mixed = (mixed ^ (mixed >> 29)).mul_(_NEXT)
+    return (mixed ^ (mixed >> 32)).sum().reshape(1)
+
+
+def _parts(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's sum, and that of a sample weighted by place, as parts of the absolute sums; and the logarithm
+    of the absolute sum. Large batches of one distribution have nearly equal sums, samples of them have not."""
+    flat = _flat_reals(tensor)
+    wide = wide_dtype(tensor.device)
+    near = torch.float32 if flat.itemsize < 4 else flat.dtype
+    sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(wide)
+    places = torch.linspace(0, 1, sample.numel(), dtype=wide, device=flat.device)
+    sizes = torch.stack([flat.abs().sum(dtype=near).to(wide), sample.abs().sum()])
+    sizes += _TINY if wide is torch.float64 else 1e-30
+    sums = torch.stack([flat.sum(dtype=near).to(wide), (sample * places).sum()])
+    # what is not finite on every rank is alike
+    return torch.cat([sums / sizes, sizes[:1].log()]).nan_to_num_(3.0, 5.0, -5.0)
+
+
+def _differ(sums: Sequence[float]) -> bool:
+    """Return whether sums of figures and of their squares are those of ranks that differ."""
+    ranks, weights, exact, *rest = sums
+    figures, (exact_squares, *squares) = rest[:_FIGURES], rest[_FIGURES:]
+    if ranks * exact_squares != exact * exact:
+        return True
+    bound = (_TOLERANCE * weights / ranks) ** 2
+    return any(square - each * each / ranks > bound for each, square in zip(figures, squares, strict=True))

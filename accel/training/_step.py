@@ -18,7 +18,7 @@ from accel.context import DistContext, context_first
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_choice
-from accel.optim import Accumulation, clamp_, parameters_of, scale_, step_masters
+from accel.optim import Accumulation, Carried, clamp_, parameters_of, scale_, step_masters
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
 from accel.parallel._labels import steps_alone
 from accel.precision._amp import LossScale
@@ -27,7 +27,9 @@ from accel.training._refused import check_overflow, check_settings
 from accel.training._train_state import TrainState, after_step, ended_window
 from accel.training._window import (
     as_tensor,
+    carried_batches,
     check_alone,
+    check_batches,
     check_limit,
     check_norm_type,
     check_real,
@@ -58,11 +60,16 @@ def step_here(
         check_real(itertools.chain(*parts), "max_value=")
     clips = any(limit is not None for limit in request.max_norms)
     every = parameters_of(optimizers)
-    norms = [whole_norm(ctx, part, every, request.norm_type) for part in parts] if request.check_finite or clips else []
+    norms: list[float | torch.Tensor] = []
+    carried = carried_batches(ctx, read=request.check_finite)
+    if request.check_finite or clips:
+        norms = [whole_norm(ctx, part, every, request.norm_type, carried) for part in parts]
     if request.check_finite:
         # The step's wait for the device. Ranks decide alike: gradients or the norms of shards, and the weight, are
         # equal on all.
-        finite, empty = _read(norms, weight)
+        finite, empty, sums = _read(norms, weight, carried)
+        if carried is not None:
+            check_batches(ctx, carried, sums, request.step)
         if empty or not finite:
             return EngineOutcome(stepped=False, finite=finite, grad_norm=None)
     # The norm of the divided gradients, without a pass over them: division and clipping share one multiply.
@@ -89,7 +96,7 @@ def step_by(
     """Let an engine step, unless the window is known to be empty."""
     if request.check_finite:
         # An engine has its own norm, so the weight alone is read.
-        _, empty = _read([], weight)
+        _, empty, _ = _read([], weight)
         if empty:
             return EngineOutcome(stepped=False, finite=True, grad_norm=None)
     return engine.step(ctx, optimizers, request)
@@ -131,9 +138,12 @@ def _disjoint(groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     return left
 
 
-def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tuple[bool, bool]:
-    """Return whether the gradients are finite and whether the window is empty, in one wait for the device."""
-    values = [*norms, weight]
+def _read(
+    norms: list[float | torch.Tensor], weight: float | torch.Tensor, carried: Carried | None = None
+) -> tuple[bool, bool, list[float]]:
+    """Return whether the gradients are finite, whether the window is empty, and what norms carried, in one wait."""
+    along = [] if carried is None else cast("list[torch.Tensor]", list(cast(Any, carried.sums).unbind()))
+    values: list[float | torch.Tensor] = [*along, *norms, weight]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if tensors:
         # Stacked on one device first: several tensors are read in one wait.
@@ -141,7 +151,7 @@ def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tu
         wide = wide_dtype(first.device)
         read = iter(torch.stack([value.to(first.device, wide) for value in tensors]).cpu())
         values = [next(read) if isinstance(value, torch.Tensor) else value for value in values]
-    *lengths, total = map(float, values)
+    *known, total = map(float, values)
     if not 0 <= total < math.inf:
         raise ConfigError(
             "a weight of this window is none",
@@ -150,7 +160,7 @@ def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tu
             where="backward, weight=",
             fix="The window's gradients are invalid: drop them by discard or clear_gradients of accel.training.",
         )
-    return all(map(math.isfinite, lengths)), total == 0
+    return all(map(math.isfinite, known[len(along) :])), total == 0, known[: len(along)]
 
 
 def _apply(parts: list[list[torch.Tensor]], request: StepRequest, norms: list[float | torch.Tensor]) -> None:
@@ -321,6 +331,7 @@ def optimizer_step(
         max_value=max_value,
         check_finite=nonfinite != "ignore" or scaler.dynamic,
         accumulation=None if accum is None else accum.steps,
+        step=None if accum is None else accum.updates,
     )
     engine = engine_of(ctx)
     if engine is None:

@@ -12,12 +12,22 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from accel.comm import Call, adopt, agreed, all_gather_flat, all_reduce_flat, notes_of_ranks
+from accel.comm import Call, adopt, agreed, notes_of_ranks
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation, check_latest, elements_of, gradients, parameters_of, total_norm
+from accel.optim import (
+    Accumulation,
+    Carried,
+    check_latest,
+    elements_of,
+    gradients,
+    parameters_of,
+    reduce_power,
+    total_norm,
+)
 from accel.parallel._labels import check_exchanged, name_of
 from accel.parallel._leftovers import drop_unused, found_gradient
+from accel.parallel._same_batches import later_batches
 from accel.parallel._spread import average_
 from accel.parallel.axes.pipeline import is_tied_copy
 from accel.precision._amp import LossScale
@@ -243,27 +253,50 @@ def _leftovers(parameters: Sequence[torch.Tensor]) -> StepError:
 
 
 def whole_norm(
-    ctx: DistContext, grads: Sequence[torch.Tensor], parameters: Iterable[torch.Tensor], norm_type: float
+    ctx: DistContext,
+    grads: Sequence[torch.Tensor],
+    parameters: Iterable[torch.Tensor],
+    norm_type: float,
+    carried: Carried | None = None,
 ) -> float | torch.Tensor:
     """Return the total norm of gradients over all stages, equal on all ranks; see `accel.optim.total_norm`.
 
     A collective along the pipeline, and of DTensors' meshes. `parameters` include those of the gradients.
     """
     if ctx.axis("pp").size == 1:
-        return total_norm(grads, norm_type)
+        return total_norm(grads, norm_type, carried)
     group = group_of(ctx, "pp")
     assert group is not None
     # A tied parameter is on two stages, and its gradient is summed on both: it counts once.
     copies = {id(each.grad) for each in parameters if is_tied_copy(each)}
-    own = total_norm([grad for grad in grads if id(grad) not in copies], norm_type)
+    own = total_norm([grad for grad in grads if id(grad) not in copies], norm_type, carried)
     # In float64: the square of a large norm overflows float32.
     power = torch.as_tensor(own, dtype=torch.float64, device=ctx.device).reshape(1)
-    comm = adopt(group, ctx.device)
-    if norm_type == math.inf:
-        norm = all_gather_flat(comm, power).amax(0)  # a reduction by max need not keep NaN
+    comm, largest = adopt(group, ctx.device), norm_type == math.inf
+    power = power if largest else power**norm_type
+    if carried is None:
+        norm = reduce_power(comm, power, largest=largest)
     else:
-        norm = all_reduce_flat(comm, power**norm_type, "sum") ** (1 / norm_type)
+        norm = carried.reduce(comm, group, power, largest=largest)
+    norm = norm if largest else norm ** (1 / norm_type)
     return norm.item() if norm.is_cpu else norm.reshape(())
+
+
+def carried_batches(ctx: DistContext, *, read: bool) -> Carried | None:
+    """Take the figures of this rank's later batches, for norms to carry; forget them if none is read."""
+    if not ctx.comm.later_batches or (later := later_batches(ctx)) is None:
+        return None
+    if not read:
+        later.clear()
+        return None
+    return Carried(later.take(ctx.device), (group_of(ctx, "tp"), group_of(ctx, "pp")))
+
+
+def check_batches(ctx: DistContext, carried: Carried, sums: Sequence[float], step: int | None) -> None:
+    """Raise `DataError` if sums that norms carried show different batches, on all ranks that took part."""
+    later = later_batches(ctx)
+    assert later is not None
+    later.check(carried.own, sums, step)
 
 
 _SEEN = "losses"  # beside an accumulation's fields: the window's first loss, or what is not finite if another was not

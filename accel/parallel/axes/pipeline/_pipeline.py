@@ -183,7 +183,7 @@ class Pipeline:
         """Run the micro-batches of a batch; return the last stage's results, on its rank alone. A collective along the
         pipeline, and of the stages' axes."""
         watch = same_batches(model)
-        if watch is not None and watch.awaited:
+        if watch is not None and watch.looks(trains=trains):
             watch.look(_listed(work.micro_batches), trains=trains)
         stages = cast("Sequence[StageModule]", stage_modules(model))
         mains = [main_input(each) for each in work.micro_batches]

@@ -416,7 +416,7 @@ def test_wrong_inputs_are_refused_and_change_nothing(tmp_path: Path) -> None:
     )
 
     places = elsewhere(accel.engines.quantized.describe_quantized(empty(), four), "disk", "cpu")
-    refused(accel.errors.ConfigError, r"home in files.*save_model", empty(), full, four, device_map=places)
+    refused(accel.errors.ConfigError, r"homed in files.*save_model", empty(), full, four, device_map=places)
     plain = elsewhere(accel.bigmodel.describe(empty()), "cpu", "cpu:0")
     refused(
         accel.errors.ConfigError, r"before it is quantized.*describe_quantized", empty(), full, four, device_map=plain

@@ -330,7 +330,7 @@ EXITS = """
 import gc, os, sys, torch
 sys.path.insert(0, {helpers!r})
 from streamed import make_net, streamed_map, token_ids
-from accel.bigmodel import dispatch_model
+from accel import dispatch_model
 net = make_net()
 dispatch_model(net, streamed_map(net, "disk"), source={path!r}).close()  # imports are done once, before the forks
 gc.collect()

@@ -9,7 +9,7 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._script import Script
+from accel.migrate._script import ScopePass, Script
 from accel.migrate._tree import (
     Lines,
     Remarks,
@@ -134,23 +134,11 @@ def _skipped(script: Script, notes: Remarks, loop: cst.BaseStatement) -> cst.Bas
     return with_block(cast(cst.For, loop), lines.body)
 
 
-class Checkpoints(cst.CSTTransformer):
+class Checkpoints(ScopePass):
     """`save_state` and `load_state` of a scope that has a state."""
 
-    def __init__(self, script: Script, notes: Remarks) -> None:
-        super().__init__()
-        self._script = script
-        self._notes = notes
-
     @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        return cast(cst.FunctionDef, self._scope(updated_node))
-
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        return cast(cst.Module, self._scope(updated_node))
-
-    def _scope(self, node: cst.CSTNode) -> cst.CSTNode:
+    def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
         body = node.body if isinstance(node, cst.FunctionDef) else node
         made = any(f"{self._script.state} = accel.train_state" in text_of(each) for each in _lines(body))
         methods = {self._script.method(call) for call in calls(body)}

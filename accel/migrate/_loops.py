@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from accel.migrate._checkpoints import Items, restores
 from accel.migrate._reading import Body, Gathers, Reading, aliases_in, marked, read_loop, retarget
-from accel.migrate._script import Script
+from accel.migrate._script import ScopePass, Script
 from accel.migrate._tree import (
     Lines,
     Remarks,
@@ -56,23 +56,11 @@ def _own_loops(node: cst.CSTNode, outer: tuple[cst.CSTNode, ...] = ()) -> list[t
     return found
 
 
-class Training(cst.CSTTransformer):
+class Training(ScopePass):
     """Rewrite each function's training loop, and make the state above the outermost loop."""
 
-    def __init__(self, script: Script, notes: Remarks) -> None:
-        super().__init__()
-        self._script = script
-        self._notes = notes
-
     @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        return cast(cst.FunctionDef, self._scope(updated_node))
-
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        return cast(cst.Module, self._scope(updated_node))
-
-    def _scope(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
+    def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
         body = node.body if isinstance(node, cst.FunctionDef) else node
         chains = [chain for chain in _own_loops(body) if _holds_backward(self._script, chain)]
         if not chains:

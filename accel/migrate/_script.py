@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 import libcst as cst
+from typing_extensions import override
 
 from accel.migrate._tree import (
+    Remarks,
     argument,
     block,
     called,
@@ -404,3 +408,24 @@ def bound(call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.
 def iterated(node: cst.BaseExpression) -> list[str]:
     """Return the names of a target of a loop."""
     return names_in(node)
+
+
+class ScopePass(cst.CSTTransformer):
+    """A pass that rewrites each function, and the module, as one scope."""
+
+    def __init__(self, script: Script, notes: Remarks) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+
+    @abstractmethod
+    def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
+        """Return a scope with the changes of this pass; scopes inside of it have them already."""
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        return cast(cst.FunctionDef, self.rewritten(updated_node))
+
+    @override
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        return cast(cst.Module, self.rewritten(updated_node))

@@ -213,9 +213,7 @@ def _figures(tensor: torch.Tensor) -> tuple[float, ...]:
     """Return the figures of a floating-point tensor, in one wait for its device."""
     flat = _flat_reals(tensor)
     wide = wide_dtype(flat.device)
-    sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(wide)
-    places = torch.linspace(0, 1, sample.numel(), dtype=wide, device=flat.device)
-    sums = [flat.sum(dtype=wide), flat.abs().sum(dtype=wide), (sample * places).sum(), sample.abs().sum()]
+    sums = [flat.sum(dtype=wide), flat.abs().sum(dtype=wide), *_sampled(flat)]
     return tuple(cast("list[float]", cast(Any, torch.stack(sums)).tolist()))
 
 
@@ -318,20 +316,20 @@ class LaterBatches:
         """Raise `DataError` if sums over ranks show different batches: alike on all ranks that took part."""
         if not _differ(sums):
             return
-        told = f"the ranks along tp or pp of rank {self._rank}"
+        ranks = f"the ranks along tp or pp of rank {self._rank}"
         got = "others on some of them"
         if int(sums[0]) == self._comm.size:  # so all of them are here
             rows = exchange_values(
                 self._comm, _CALL, [float(self._rank), *cast("list[float]", cast(Any, own).tolist())], list[float]
             )
-            told = f"the ranks {', '.join(str(int(row[0])) for row in rows)}"
+            ranks = f"the ranks {', '.join(str(int(row[0])) for row in rows)}"
             others = [row for row in rows if _differ([a + b for a, b in zip(rows[0][1:], row[1:], strict=True)])]
             if others:
                 named = ", ".join(str(int(row[0])) for row in others)
                 got = f"others on rank {named} than on rank {int(rows[0][0])}"
         raise DataError(
             "ranks that share samples were given different batches",
-            expected=f"one batch on {told}, which share a model along tp or pp",
+            expected=f"one batch on {ranks}, which share a model along tp or pp",
             got=got,
             where="the model's training forwards since the step before"
             if step is None
@@ -368,6 +366,14 @@ def _flat_reals(tensor: torch.Tensor) -> torch.Tensor:
     return flat.float() if flat.itemsize == 1 else flat  # torch has no sum of them
 
 
+def _sampled(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of a sample of elements weighted by place, and the sample's absolute sum."""
+    wide = wide_dtype(flat.device)
+    sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(wide)
+    places = torch.linspace(0, 1, sample.numel(), dtype=wide, device=flat.device)
+    return (sample * places).sum(), sample.abs().sum()
+
+
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number of 64 bits, shape [1], that depends on every bit and its place, alike on all kinds of devices."""
     flat = tensor.contiguous().reshape(-1)
@@ -388,11 +394,10 @@ def _parts(tensor: torch.Tensor) -> torch.Tensor:
     flat = _flat_reals(tensor)
     wide = wide_dtype(tensor.device)
     near = torch.float32 if flat.itemsize < 4 else flat.dtype
-    sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(wide)
-    places = torch.linspace(0, 1, sample.numel(), dtype=wide, device=flat.device)
-    sizes = torch.stack([flat.abs().sum(dtype=near).to(wide), sample.abs().sum()])
+    by_place, size = _sampled(flat)
+    sizes = torch.stack([flat.abs().sum(dtype=near).to(wide), size])
     sizes += _TINY if wide is torch.float64 else 1e-30
-    sums = torch.stack([flat.sum(dtype=near).to(wide), (sample * places).sum()])
+    sums = torch.stack([flat.sum(dtype=near).to(wide), by_place])
     # what is not finite on every rank is alike
     return torch.cat([sums / sizes, sizes[:1].log()]).nan_to_num_(3.0, 5.0, -5.0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in a folder of each host: what a save asks of such folders, and which checkpoints all hosts have.
+"""Checkpoints in a folder of each host: the functions of a save, and the search for checkpoints common to all hosts.
 
 Each host gets, as a checkpoint of its own, every box that a rank of it reads again at the same layout: so it writes its
 own copy of what all ranks hold, and receives what only other hosts have. Its manifest names the files of other hosts

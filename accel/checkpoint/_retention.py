@@ -114,7 +114,7 @@ def sweep(out: Place, spare: str = "") -> None:
         out.abort_uploads()
     except CheckpointError as error:
         warn("unfinished uploads of dead writers stay in %s: %s", out, error)
-    # a store has no rename: what a dead writer left is among the objects of the step
+    # a store has no rename: leftovers of a dead writer are among the objects of the step
     for folder in wasteful_steps(out):
         sweep_step(folder)
     for left in out.leftovers():

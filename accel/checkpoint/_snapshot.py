@@ -143,7 +143,7 @@ def make_offer(content: Content, world_size: int) -> Offer:
             divided=content.divided,
             # a digest: the lines travel only if some rank's differ
             facts=hashlib.sha256(facts.encode()).digest(),
-            # one pass over memory, by which copies that drifted apart are found
+            # one pass over memory, to find copies that drifted apart
             checksum=checksum(shared) if world_size > 1 else 0,
             held=list(_held(sharded).values()),
             own=_own(content),
@@ -321,7 +321,7 @@ def _stubs(ranks: Sequence[Statement]) -> dict[str, torch.Tensor]:
                 where=own.name,
                 fix="Give what only some ranks hold the names that it has in the whole, each to one tensor.",
             )
-    # no memory: what other ranks hold counts here by its facts
+    # no memory: tensors of other ranks count by their facts
     return {name: torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="meta") for name, o in found.items()}
 
 

@@ -36,7 +36,7 @@ _STEPS = (
 
 
 class Names(cst.CSTTransformer):
-    """The last pass over expressions: what earlier passes left of Accelerate."""
+    """The last pass over expressions: the remaining names of Accelerate."""
 
     def __init__(self, script: Script, notes: Remarks) -> None:
         super().__init__()

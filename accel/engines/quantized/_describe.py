@@ -218,7 +218,7 @@ def _check_layers(chosen: list[tuple[str, nn.Linear]], config: Quantization) -> 
 
 
 def _matched(model: nn.Module, wanted: Collection[str], where: str) -> set[int]:
-    """Return the `id` of each module whose path, or that of a module around it, matches a pattern; each must match."""
+    """Return the `id` of each module with a path, or a parent's path, that matches a pattern; each must match."""
     paths = [(path, module) for path, module in named_modules(model, every_path=True) if path]
     found: set[int] = set()
     for pattern in wanted:

@@ -113,7 +113,7 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes that tensors can still take on an accelerator; what torch has cached counts as free.
 
     Raises:
-        RuntimeError, AssertionError, NotImplementedError: the backend does not report it.
+        RuntimeError, ValueError, AssertionError, NotImplementedError: the backend does not report it.
     """
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()

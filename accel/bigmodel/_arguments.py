@@ -52,7 +52,7 @@ def _device(device: int | str | torch.device) -> torch.device:
 def _device_bytes(device: torch.device) -> int:
     try:
         return free_memory(device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
         raise DeviceError(
             "the memory of the device is not known", got=str(device), where="available_memory", fix=f"torch: {error}"
         ) from error

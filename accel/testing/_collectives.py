@@ -44,7 +44,8 @@ def reduce_tensors(reduction: Reduction, tensors: Sequence[Tensor]) -> Tensor:
     """Combine one tensor of each rank, of one shape and dtype, in rank order; return a new tensor."""
     first = tensors[0]
     if first.is_sparse:  # sums alone, see `check_layouts`
-        return functools.reduce(torch.add, tensors).coalesce()
+        each_coalesced = [tensor.coalesce() for tensor in tensors]  # gloo too rounds a rank's repeated rows first
+        return functools.reduce(torch.add, each_coalesced).coalesce()
     match reduction:
         case Reduction.SUM:
             return _total(tensors)

@@ -156,7 +156,7 @@ if TYPE_CHECKING:
     from accel.training._train_state import TrainState as TrainState, train_state as train_state
     from accel.training._train_step import train_step as train_step
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "bigmodel._empty": ("init_empty_weights",),
@@ -324,6 +324,7 @@ _OTHERS = {  # names of Accelerate, Fabric and torch.distributed
     "find_tied_parameters": "Use accel.bigmodel.describe(model), whose weights have their ties.",
     "compute_module_sizes": "Use accel.bigmodel.describe(model), whose segments have nbytes.",
     "GeneralTracker": "Use accel.trackers.Tracker, a record of functions.",
+    "observe": "Use accel.trackers, or accel.metrics for numbers of a run.",
     "end_training": "Use the block of accel.tracking, or accel.end_trackers.",
     "init_process_group": _CONTEXT,
     "InitProcessGroupKwargs": "Use accel.session(backend=..., init_method=..., timeout_s=...).",

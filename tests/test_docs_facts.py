@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import accel
+from accel.checkpoint._manifest import FORMAT
 from accel.cli._launch import parser
 from accel.cli._parser import value_flags
 from accel.comm import Comm, blank
@@ -80,6 +81,9 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/clusters.md", r"up to (\d+) s \(--rdzv-timeout-s\)", lambda: LaunchConfig().rdzv_timeout_s),
     ("docs/clusters.md", r"waits for rank 0 at h0:29500, up to (\d+) s", lambda: accel.single().timeout_s),
     ("docs/data-parallel.md", r"`bucket_cap_mb` \| (\d+) \|", lambda: default("prepare_model", "bucket_cap_mb")),
+    ("docs/models.md", r"accel ([\d.]+), torch", lambda: accel.__version__),
+    ("docs/models.md", r"format (\d+), accel", lambda: FORMAT),
+    ("docs/check-setup.md", r"  accel-torch +([\d.]+)", lambda: accel.__version__),
     ("README.md", r"Needs Python ([\d.]+)", lambda: oldest("python")),
     ("README.md", r"and torch ([\d.]+) or newer", lambda: oldest("torch")),
 ]
@@ -111,7 +115,10 @@ def test_a_number_is_the_constants(page: str, pattern: str, constant: Callable[[
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_exist(page: Path) -> None:
     """`accel.name` and `accel.module.name`, in text and in code."""
-    for dotted in sorted(set(re.findall(r"(?<![\w./:@-])accel((?:\.[A-Za-z_]\w*)+)", page.read_text()))):
+    text = page.read_text()
+    if page.name == "upgrading.md":  # the first column has the names of before
+        text = re.sub(r"^\| [^|]*\|", "", text, flags=re.M)
+    for dotted in sorted(set(re.findall(r"(?<![\w./:@-])accel((?:\.[A-Za-z_]\w*)+)", text))):
         if dotted in (".toml", ".json"):
             continue
         found: Any = accel
@@ -138,6 +145,16 @@ def test_the_table_of_errors_has_each_class_with_its_bases() -> None:
     for name, base in rows:
         assert issubclass(getattr(accel.errors, name), (accel.AccelError,))
         assert issubclass(getattr(accel.errors, name), getattr(builtins, base)), f"{name} is no {base}"
+
+
+def test_names_of_the_page_on_upgrading_raise_the_errors_that_it_quotes() -> None:
+    rows = re.findall(r"^\| `(accel\.[\w.]+)\W.*\| (.+) \|$", (ROOT / "docs/upgrading.md").read_text(), flags=re.M)
+    assert len(rows) >= 6
+    for dotted, told in rows:
+        *module, name = dotted.split(".")
+        quoted = re.search(r'"(.+?)"', told)
+        with pytest.raises(AttributeError, match=re.escape(quoted[1]) if quoted else name):
+            getattr(eval(".".join(module), {"accel": accel}), name)
 
 
 def test_flags_of_launch_exist() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from processes import patience
 
+from accel import __version__
+from accel.cli import main
 from accel.run_folder import found_stranger
 
 ROOT = Path(__file__).parent.parent
@@ -64,3 +66,13 @@ def test_commands_say_that_a_stranger_has_written_their_folder(tmp_path: Path) -
         )
         assert done.returncode == 0, done.stderr
         assert "pip uninstall accel" in done.stdout + done.stderr, words
+
+
+def test_one_version_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"accel {__version__}\n"
+    assert "version" in PROJECT["dynamic"]  # of accel/__init__.py
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    headings = re.findall(r"^## (.+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
+    assert headings[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])

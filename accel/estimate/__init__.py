@@ -137,4 +137,5 @@ __getattr__ = exports(
             "EstimatedStep",
         ),
     },
+    {"Step": "The estimate of a step is `EstimatedStep`."},
 )

@@ -86,12 +86,7 @@ def _container_bytes() -> list[int]:
 def device_of(device: int | str | torch.device, *, where: str) -> torch.device:
     """Return a device with its number, as its tensors have it; the host is "cpu", also for "cpu:0".
 
-    Args:
-        device: a CUDA device's number, or a device of torch.
-        where: the function, for errors.
-
-    Raises:
-        DeviceError: there is no such device, or it holds no values, as "meta".
+    Raises `DeviceError` where there is no such device, or none that holds values, such as "meta".
     """
     try:
         found = torch.empty(0, device=device).device
@@ -104,11 +99,7 @@ def device_of(device: int | str | torch.device, *, where: str) -> torch.device:
 
 
 def check_model(model: object, *, where: str) -> None:
-    """Refuse other things than models, such as its class or the function that builds it.
-
-    Raises:
-        ConfigError: no module.
-    """
+    """Refuse other things than models, such as its class or the function that builds it, by a `ConfigError`."""
     if isinstance(model, nn.Module):
         return
     raise ConfigError(
@@ -131,11 +122,7 @@ def dtypes() -> dict[str, torch.dtype]:
 
 @functools.lru_cache(maxsize=64)
 def dtype_of(name: str) -> torch.dtype:
-    """Return torch's dtype of a name.
-
-    Raises:
-        ConfigError: torch has no such dtype.
-    """
+    """Return torch's dtype of a name; an unknown one is a `ConfigError`."""
     known = dtypes()
     if name not in known:
         raise ConfigError("torch has no such dtype", expected=", ".join(sorted(known)), got=repr(name))
@@ -143,11 +130,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check_dtype(dtype: object, *, where: str) -> None:
-    """Refuse texts, integers' dtypes and other things in the place of one that floating-point weights may have.
-
-    Raises:
-        ConfigError: not a dtype of torch, or none of floating-point numbers.
-    """
+    """Refuse all but None and torch's floating-point dtypes, by a `ConfigError`."""
     if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
         raise ConfigError(
             "invalid dtype of weights",
@@ -163,11 +146,7 @@ def check_dtype(dtype: object, *, where: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of torch's dtype.
-
-    Raises:
-        ConfigError: weights of the dtype cannot be stored.
-    """
+    """Return the name of torch's dtype; one that no file stores is a `ConfigError`."""
     for name, known in dtypes().items():
         if known == dtype:
             return name
@@ -175,11 +154,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def copy_in_range(target: torch.Tensor, source: torch.Tensor, *, name: str) -> None:
-    """Copy values to a tensor of any dtype; refuse those that a float of 8 bits would clip or lose.
-
-    Raises:
-        ConfigError: a value beyond the largest of a float8 target.
-    """
+    """Copy values to a tensor of any dtype; those that a float of 8 bits would clip or lose are a `ConfigError`."""
     if target.dtype.is_floating_point and target.itemsize == 1 and source.dtype != target.dtype and source.numel():
         largest = torch.finfo(target.dtype).max
         low, high = (source.float() if source.itemsize == 1 else source).aminmax()

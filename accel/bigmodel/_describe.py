@@ -26,11 +26,6 @@ def call_order(model: M, modules: Mapping[str, nn.Module], call: Callable[[M], o
     """Return the names of the modules in the order of their first calls. No gradients; hooks are removed at the end.
 
     Modules that are not called come before the module that they preceded.
-
-    Args:
-        model: the model.
-        modules: some of its modules by name.
-        call: calls the model once.
     """
     first: dict[str, int] = {}
 

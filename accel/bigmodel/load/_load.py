@@ -75,13 +75,9 @@ def broadcast_shared(
     made: Sequence[tuple[LoadTarget, torch.Tensor]],
     owners: Mapping[int, int],
 ) -> None:
-    """Broadcast each shared tensor from the rank that fetched it, a chunk at a time. A collective.
+    """Broadcast each shared tensor from its owner, the rank that fetched it, a chunk at a time. A collective.
 
-    Args:
-        comm: the run's handle.
-        targets: all targets of this rank.
-        made: targets with new memory; others are filled in their own.
-        owners: rank by number of the target.
+    `made` has the targets with new memory; others are filled in their own.
     """
     memory = {id(target): tensor for target, tensor in made}
     for at, owner in owners.items():
@@ -203,10 +199,7 @@ def _read(
 ) -> list[tuple[LoadTarget, torch.Tensor]]:
     """Read the tensors of this rank into memory of their own; of a prepared empty model into its own.
 
-    Those that `others` numbers get memory alone: other ranks fetch them.
-
-    Raises:
-        CheckpointError: a file is damaged, or a tied tensor has two values.
+    Raises `CheckpointError` for a damaged file, or for two values of a tied tensor.
     """
     made: list[tuple[LoadTarget, torch.Tensor]] = []
     straight: list[torch.Tensor] = []
@@ -223,7 +216,7 @@ def _read(
         else:
             memory = _memory(target, stored)
             made.append((target, memory))
-        if at in others:
+        if at in others:  # another rank fetches it, and broadcasts into this memory
             continue
         is_shared = has_peers and target.is_copied
         jobs += plan_jobs(stored, memory, name=names[0], is_shared=is_shared, has_peers=has_peers)

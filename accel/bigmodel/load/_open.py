@@ -64,15 +64,9 @@ class WeightFiles(NamedTuple):
 
 
 def find_files(path: str | os.PathLike[str] | RemotePath) -> WeightFiles:
-    """Find the weights at a path.
+    """Find the weights at a path: a file, an index, a folder with either, a checkpoint, or a run's folder with some.
 
-    Args:
-        path: a file, an index, a folder with either, a checkpoint of accel, or a run's folder with some, where
-            the newest counts; on a local disk or in a store.
-
-    Raises:
-        CheckpointError: an index cannot be read, or a file that it lists is missing.
-        ConfigError: there are none.
+    Raises `ConfigError` where there are none, `CheckpointError` where an index lists a missing file.
     """
     place = as_place(path)
     name = place.name
@@ -137,11 +131,7 @@ def _indexed(folder: Place, name: str) -> WeightFiles:
 
 
 def safetensors_in(ranges: ByteRanges, name: str, where: str) -> dict[str, Strided]:
-    """Return the tensors of a safetensors file, in the order of their bytes.
-
-    Raises:
-        CheckpointError: the header is damaged, or torch lacks a dtype.
-    """
+    """Return the tensors of a safetensors file, in the order of their bytes."""
     header = _header(ranges, name, where)
     known = dtypes()
     found: dict[str, Strided] = {}
@@ -157,8 +147,7 @@ def safetensors_in(ranges: ByteRanges, name: str, where: str) -> dict[str, Strid
 def pickled_in(path: Path) -> dict[str, Strided]:
     """Return the tensors of a file of torch.save, which is read as weights alone: no code of it runs.
 
-    Raises:
-        CheckpointError: the file is damaged, of the format before torch 1.6, or holds other things than tensors.
+    Raises `CheckpointError` for other content, and for the format before torch 1.6.
     """
     fake = import_module("torch._subclasses.fake_tensor").FakeTensorMode()
     try:
@@ -181,14 +170,7 @@ def pickled_in(path: Path) -> dict[str, Strided]:
 
 
 def checkpoint_tensors(ranges: ByteRanges, manifest: Manifest, where: str) -> dict[str, Strided]:
-    """Return the tensors of a module in a checkpoint of accel, by their names in the module.
-
-    The module is the item `model`, or the only module there.
-
-    Raises:
-        CheckpointError: a file does not hold what the manifest lists.
-        ConfigError: no module, or several without one named `model`.
-    """
+    """Return the tensors of a checkpoint's item `model`, or of its only module, by their names in the module."""
     headers = {name: _header(ranges, name, f"{where}/{name}") for name in manifest.files}
     prefix = f"{_module_of(manifest, where)}."
     found: dict[str, Strided] = {}
@@ -214,11 +196,7 @@ def checkpoint_tensors(ranges: ByteRanges, manifest: Manifest, where: str) -> di
 
 
 def merged(files: Iterable[Mapping[str, Strided]], where: str) -> dict[str, Strided]:
-    """Join the tensors of several files.
-
-    Raises:
-        CheckpointError: two files hold a tensor of the same name.
-    """
+    """Join the tensors of several files; a name in two of them is a `CheckpointError`."""
     found: dict[str, Strided] = {}
     for tensors in files:
         for name, stored in tensors.items():

@@ -25,14 +25,9 @@ _OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 def plan_jobs(
     stored: Strided, target: torch.Tensor, *, name: str, is_shared: bool = False, has_peers: bool = False
 ) -> Iterator[Wanted | Passed]:
-    """Plan the reads that fill a tensor; other dtypes, strides and devices cost a chunk of memory at a time.
+    """Plan the reads that fill a plain tensor; other dtypes, strides and devices cost a chunk of memory at a time.
 
-    Args:
-        stored: the stored tensor, or a box of one.
-        target: plain tensor of its shape, of any floating-point dtype for a floating-point one.
-        name: its name, for errors.
-        is_shared: whether other processes of the host read the same elements.
-        has_peers: whether other processes of the host read elements between these.
+    `is_shared`, `has_peers`: other processes of the host read the same elements, or elements between these.
     """
     dtype = dtype_of(stored.dtype)
     plain = target.device.type == "cpu" and target.dtype == dtype != torch.bool
@@ -128,24 +123,14 @@ class FileWeights:
     """
 
     def __init__(self, stored: Mapping[str, Strided], ranges: ByteRanges, where: str) -> None:
-        """Take over open files.
-
-        Args:
-            stored: tensors by name.
-            ranges: the open files; closed with the source.
-            where: the folder, for errors.
-        """
+        """Take over open files, which close with the source; `where` is their folder, for errors."""
         self._where = where
         self.stored = stored
         self.ranges = ranges
         self.entries: Mapping[str, StoredTensor] = {name: _entry(each, where) for name, each in stored.items()}
 
     def parts(self, boxes: Mapping[str, Box]) -> FileWeights:
-        """Return a source of parts of some tensors, of the same open files, which stay this one's to close.
-
-        Args:
-            boxes: part by name; other tensors are whole.
-        """
+        """Return a source of boxes of some tensors and the whole others; the open files stay this one's to close."""
         stored = {name: cut(each, boxes[name]) if name in boxes else each for name, each in self.stored.items()}
         return FileWeights(stored, self.ranges, self._where)
 
@@ -159,9 +144,7 @@ class FileWeights:
     def mapped(self, name: str) -> torch.Tensor:
         """Return a tensor in mapped memory: its pages are read when they are touched. It outlives `close`.
 
-        Raises:
-            CheckpointError: the file has changed since it was opened.
-            ConfigError: no such weight, or a weight in several parts or in a store.
+        Raises `ConfigError` for a weight in several parts or in a store, `CheckpointError` for a file that has changed.
         """
         entry = self.entries.get(name)
         if entry is None:
@@ -183,11 +166,7 @@ class FileWeights:
         return flat.as_strided(entry.shape, [stride // dtype.itemsize for stride in part.strides])
 
     def watch(self, names: Iterable[str]) -> None:
-        """Note some bytes of weights that are to be read again and again, or are mapped; of local files.
-
-        Raises:
-            CheckpointError: a file cannot be read, or has changed since it was opened.
-        """
+        """Note some bytes of weights that are to be read again and again, or are mapped; of local files."""
         if not isinstance(self.ranges, LocalRanges):
             return
         spans: list[tuple[str, int, int]] = []
@@ -197,11 +176,7 @@ class FileWeights:
         self.ranges.watch(spans)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise if files of weights have changed since they were opened, as `read` does; for mapped ones.
-
-        Raises:
-            CheckpointError: one of them has.
-        """
+        """Raise `CheckpointError` if files of mapped weights have changed since they were opened, as `read` does."""
         if isinstance(self.ranges, LocalRanges):
             self.ranges.check({part.file for name in names for part in self.stored[name].parts})
 

@@ -44,15 +44,9 @@ class Destination(NamedTuple):
 
 
 def find_destinations(device_map: DeviceChoice, default: torch.device) -> Callable[[str], Destination]:
-    """Return the function that gives the destination of a tensor by its name.
+    """Return the function that gives the destination of a tensor by its name; None for the default device.
 
-    Args:
-        device_map: home of each segment, or one device; None for `default`.
-        default: the context's device.
-
-    Raises:
-        ConfigError: neither a map nor a device. The function raises it for a tensor that the map does not have.
-        DeviceError: the device is not there.
+    The function raises `ConfigError` for a tensor that the map does not have.
     """
     if not isinstance(device_map, DeviceMap):
         everywhere = Destination(default if device_map is None else _one_device(device_map))
@@ -144,16 +138,7 @@ def find_targets(
 ) -> list[LoadTarget]:
     """List what a load fills: parameters and persistent buffers, tied ones once.
 
-    Args:
-        model: the model.
-        device_map: home of each segment, or one device; None for `default` where tensors are empty.
-        dtype: of floating-point tensors; None for that of each tensor.
-        default: the context's device.
-
-    Raises:
-        ConfigError: no model, a dtype that a tensor with values does not have, or a map of another model.
-        DeviceError: the device is not there.
-        StreamError: the model is dispatched.
+    `default` is the device of empty tensors without a map; a dtype of None keeps that of each tensor.
     """
     check_model(model, where="load_checkpoint_in_model")
     check_dtype(dtype, where="dtype=")
@@ -193,11 +178,7 @@ def find_targets(
 def place_others(model: nn.Module, device_map: DeviceChoice, filled: bool, default: torch.device) -> None:
     """Move tensors with values that no load fills, such as rotary frequencies, to the device of their module.
 
-    Args:
-        model: the model. Mutates it.
-        device_map: as for `find_targets`.
-        filled: whether the load gave memory to empty tensors.
-        default: the context's device.
+    `filled`: the load gave memory to empty tensors. Mutates the model.
     """
     if device_map is None and not filled:
         return
@@ -295,16 +276,7 @@ class Match(NamedTuple):
 
 
 def match(model: Sequence[TensorFacts], stored: Mapping[str, TensorFacts], allow_missing: Patterns) -> Match:
-    """Find the weights of a model's tensors.
-
-    Args:
-        model: its tensors.
-        stored: weights by name.
-        allow_missing: patterns of names of the model that may be missing, as of `fnmatch`.
-
-    Raises:
-        ConfigError: no patterns.
-    """
+    """Find the weights of a model's tensors; names that match `allow_missing`, by `fnmatch`, may be missing."""
     may_miss = _patterns(allow_missing, "allow_missing=")
     found: list[tuple[str, ...]] = []
     problems: list[str] = []
@@ -331,18 +303,7 @@ def match(model: Sequence[TensorFacts], stored: Mapping[str, TensorFacts], allow
 def refusal(
     matched: Match, unused: Sequence[str], stored: Mapping[str, TensorFacts], allow_unexpected: Patterns, where: str
 ) -> CheckpointError | None:
-    """Make the error that lists all differences; None if the weights fit.
-
-    Args:
-        matched: result of `match`.
-        unused: stored names that no rank takes.
-        stored: weights by name.
-        allow_unexpected: patterns of stored names that nothing has to take.
-        where: place of the weights.
-
-    Raises:
-        ConfigError: no patterns.
-    """
+    """Make the error that lists all differences, None if the weights fit; `unused` has the names that no rank takes."""
     allowed = _patterns(allow_unexpected, "allow_unexpected=")
     odd = [name for name in unused if not _allowed(name, allowed)]
     lines = [f"unexpected {name!r} {list(stored[name].shape)} in {stored[name].where}" for name in odd[:_MOST_LINES]]
@@ -379,11 +340,7 @@ def _allowed(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _patterns(given: object, where: str) -> tuple[str, ...]:
-    """Return names and patterns as a tuple.
-
-    Raises:
-        ConfigError: neither a text nor several.
-    """
+    """Return a name or pattern, or several, as a tuple."""
     listed: tuple[object, ...] = (given,)
     if isinstance(given, Iterable) and not isinstance(given, str):
         listed = tuple(cast("Iterable[object]", given))

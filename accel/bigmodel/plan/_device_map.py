@@ -147,11 +147,7 @@ def is_accelerator(place: str) -> bool:
 
 
 def check_map(device_map: object, *, where: str) -> None:
-    """Refuse other things than device maps, such as "auto", a dict of places or a skeleton.
-
-    Raises:
-        ConfigError: no map; with the call that makes one of it.
-    """
+    """Refuse other things than device maps, such as "auto", a dict of places or a skeleton, by a `ConfigError`."""
     if isinstance(device_map, DeviceMap):
         return
     make = "accel.infer_device_map(accel.bigmodel.describe(model), max_memory)"
@@ -253,11 +249,7 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_limits(max_memory: Limits, *, where: str) -> Places:
-    """Return the places of `max_memory`.
-
-    Raises:
-        ConfigError: no device, an unknown place, one with two names, or a limit that is none.
-    """
+    """Return the places of `max_memory`; unknown ones, two names of one, and no device are a `ConfigError`."""
     _check_is_mapping(max_memory, where)
     limits: dict[str, int | None] = {}
     for key, size in max_memory.items():
@@ -281,11 +273,7 @@ def read_limits(max_memory: Limits, *, where: str) -> Places:
 
 
 def place_name(key: int | str, *, where: str) -> str:
-    """Return the name of a place: of 1, "cuda:1".
-
-    Raises:
-        ConfigError: neither a number nor the name of a place.
-    """
+    """Return the name of a place: of 1, "cuda:1". Other keys are a `ConfigError`."""
     if type(key) is int and key >= 0:
         return f"cuda:{key}"
     if key in (HOST, *STORES) or (isinstance(key, str) and _DEVICE.fullmatch(key)):

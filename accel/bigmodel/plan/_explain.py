@@ -76,11 +76,7 @@ def pass_limit(device_map: DeviceMap, compute: Mapping[str, float], bandwidth: B
 
 
 def travel_seconds(device_map: DeviceMap, segment: Segment, bandwidth: Bandwidth) -> float:
-    """Return the seconds in which a segment reaches its device; 0 if it is there, or if only rows of it move.
-
-    Raises:
-        ConfigError: its home has no bandwidth above 0.
-    """
+    """Return the seconds in which a segment reaches its device; 0 if it is there, or if only rows of it move."""
     home = device_map.home[segment.name]
     if home == device_map.runs[segment.name] or segment.rows or not segment.home_memory:
         return 0.0
@@ -96,11 +92,7 @@ def travel_seconds(device_map: DeviceMap, segment: Segment, bandwidth: Bandwidth
 
 
 def check_compute(device_map: object, compute: object) -> None:
-    """Refuse other things than a map and seconds by its segments.
-
-    Raises:
-        ConfigError: no map, no mapping, or a segment that the map does not have.
-    """
+    """Refuse other things than a map and seconds by its segments, by a `ConfigError`."""
     check_map(device_map, where="pass_seconds")
     assert isinstance(device_map, DeviceMap)
     if not isinstance(compute, Mapping):

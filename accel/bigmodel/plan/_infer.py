@@ -49,17 +49,9 @@ class Homeless(NamedTuple):
 def choose_homes(
     segments: Sequence[Sizes], homes: Homes, placement: Placement, *, pinned: int, where: str
 ) -> dict[str, str] | Homeless:
-    """Return the home of each segment, or a refusal where no place is left for some.
+    """Return the home of each segment, or a refusal; a place that cannot hold all keeps as many as fit.
 
-    A place that cannot hold all keeps as many as fit. Blocks leave it before embeddings, in the order of
-    `placement`.
-
-    Args:
-        segments: segments that leave their device, in the order of execution.
-        homes: limits in bytes by place, in order; None for no limit.
-        placement: "spread" for segments of the next place as far apart as possible, "last" for the last ones.
-        pinned: bytes of the host's limit that the way to other devices takes.
-        where: source of the limits, for errors.
+    `homes` has limits by place, in order. The way to devices takes `pinned` bytes of the host's limit.
     """
     found = _place(segments, homes, placement, pinned)
     if found is not None:
@@ -96,7 +88,7 @@ def _place(segments: Sequence[Sizes], homes: Homes, placement: Placement, pinned
         room = limit if limit is None or place != HOST else limit - pinned
         if room is not None and room < 0:
             return None
-        leaving = _leaving(rest, room, placement)
+        leaving = _leaving(rest, room, placement)  # blocks before embeddings
         found |= dict.fromkeys((each.name for each in rest if each.name not in leaving), place)
         rest = [each for each in rest if each.name in leaving]
     return None if rest else found

@@ -75,24 +75,19 @@ def least_memory(segments: Sequence[Sizes], slots: int) -> int:
 def choose_streamed(segments: Sequence[Sizes], limit: int, slots: int, placement: Placement) -> Sequence[Sizes] | None:
     """Return the segments that leave a device, so that the rest and the slots fit; None if nothing makes them fit.
 
-    Embeddings leave first, as only rows of theirs move. Then slots of several sizes are tried, and the fewest bytes
-    stream.
-
-    Args:
-        segments: segments that the device computes, in the order of execution.
-        limit: bytes of the device.
-        slots: number of slots; 0 for segments that leave the device without passing through slots.
-        placement: "spread" for streamed segments as far apart as possible, "last" for the last ones.
+    Without slots, segments leave the device for good. "spread" leaves them as far apart as possible.
     """
     casting = casting_of(segments)
     needed = sum(each.resident + each.fixed for each in segments) - limit
     if needed + casting <= 0:
         return ()
+    # embeddings first: only rows of theirs move, and need no slot
     tables = fewest([each for each in segments if each.rows], needed + casting, placement)
     needed -= sum(table.resident for table in tables)
     if needed + casting <= 0:
         return tables
     movable = [each for each in segments if each.moving and not each.rows]
+    # a smaller slot frees memory, but then larger blocks stay: of several sizes, the fewest bytes stream
     best: Sequence[Sizes] | None = None
     least = 0
     for size in _slot_sizes(movable, needed, slots):
@@ -244,11 +239,7 @@ class TooSmall(NamedTuple):
 def divide_resident(units: Units, limits: Mapping[str, int], fill: Fill) -> Cuts | None:
     """Return the end of each device's units if all fit without streaming, None if they do not.
 
-    Args:
-        units: the model.
-        limits: bytes by device, in order.
-        fill: "sequential" fills one device after the other; "balanced" takes equal shares of their limits; "low_first"
-            leaves as much of the first device free as it can, and balances the others.
+    "low_first" leaves as much of the first device free as it can; "balanced" takes equal shares of the limits.
     """
     sizes = list(limits.values())
 
@@ -266,14 +257,7 @@ def divide_resident(units: Units, limits: Mapping[str, int], fill: Fill) -> Cuts
 
 
 def divide_streamed(units: Units, limits: Mapping[str, int], fill: Fill) -> Cuts | TooSmall:
-    """Return the end of each device's units if some must stream, or the device that lacks room.
-
-    Args:
-        units: the model.
-        limits: bytes by device, in order.
-        fill: "sequential" lets devices hold as many units as fit without streaming, and the last ones stream; others
-            divide units by the limits, so that devices stream alike.
-    """
+    """Return the end of each device's units if some must stream, or the device that lacks room."""
     earliest = [len(units)]  # where each device may begin at the earliest, from the last to the first
     for limit in reversed([*limits.values()]):
         earliest.append(units.earliest_streamed(earliest[-1], limit))
@@ -285,6 +269,7 @@ def divide_streamed(units: Units, limits: Mapping[str, int], fill: Fill) -> Cuts
         given += limit
         start = cuts[-1]
         share = units.at_share(given, sum(limits.values()))
+        # in sequence only the last units stream; elsewhere shares of the limits let devices stream alike
         wanted = units.longest_resident(start, limit) if fill == "sequential" else share
         end = max(wanted, least_end, start)
         cuts.append(end if units.least(start, end) <= limit else units.longest_streamed(start, limit))

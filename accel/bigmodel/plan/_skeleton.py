@@ -333,11 +333,7 @@ def torch_name(name: str) -> str:
 
 
 def format_name(dtype: torch.dtype | str, *, where: str) -> str:
-    """Return safetensors' name of a floating-point dtype: of torch.bfloat16 and of "bfloat16", "BF16".
-
-    Raises:
-        ConfigError: no such dtype.
-    """
+    """Return safetensors' name of a floating-point dtype, "BF16" of torch.bfloat16; others are a `ConfigError`."""
     name = str(dtype).removeprefix("torch.")
     if name in _NAMES.values():
         return name
@@ -362,17 +358,12 @@ class Entry(Protocol):
 def guess_skeleton(entries: Mapping[str, Entry]) -> Skeleton:
     """Return the skeleton of a model whose checkpoint holds these tensors. Pure.
 
-    Names up to their first number, such as "model.layers.7", are taken for blocks, and other tensors for modules by
-    their path. Segments stand in the order of their names with numbers as numbers. Names have no order of execution, no
-    embeddings, no ties and no buffers that are not stored: describe the model where it can be built.
-
-    Args:
-        entries: stored tensors by name.
+    Names give no order of execution, embeddings, ties or unstored buffers: describe the model where it can be built.
     """
     groups: dict[str, list[Weight]] = {}
     blocks = set[str]()
     for name, entry in entries.items():
-        match = _BLOCK.match(name)
+        match = _BLOCK.match(name)  # "model.layers.7" is taken for a block, other paths for modules
         path = name.rpartition(".")[0] if match is None else match[1]
         blocks |= {path} if match is not None else set()
         groups.setdefault(path, []).append(Weight(name=name, shape=entry.shape, dtype=entry.dtype))

@@ -49,20 +49,9 @@ def retry(
     notice: Callable[[OSError, float], bool],
     pause: Callable[[float], int | None] = time.sleep,
 ) -> int:
-    """Repeat an attempt, such as `probe`, until it succeeds; a name that does not resolve yet is waited for, too.
+    """Repeat an attempt until it returns no error, or `pause` ends the wait; return 0, or that result of `pause`.
 
-    Args:
-        attempt: returns its error, None if it succeeded; given the seconds that it may take.
-        timeout_s: seconds to wait.
-        notice: prints that the attempt fails, given the error and the seconds waited; returns whether it did so.
-        pause: waits between two attempts, given seconds; another result than 0 or None ends the wait.
-
-    Returns:
-        0 once the attempt succeeds; else the result of `pause` that ended the wait.
-
-    Raises:
-        OSError: there is no route, or no success in time.
-        UnicodeError: the host cannot be a name.
+    The last error is raised after `timeout_s`; an attempt gets the seconds left to it, `notice` prints that it fails.
     """
     began_s = time.monotonic()
     pause_s = _FIRST_PAUSE_S
@@ -70,7 +59,7 @@ def retry(
     while error := attempt(min(timeout_s, _PROBE_S if noticed else _FIRST_PROBE_S)):
         waited_s = time.monotonic() - began_s
         if not isinstance(error, OSError) or error.errno in NO_ROUTE or waited_s >= timeout_s:
-            raise error
+            raise error  # no route, no valid name, or too late; a name may still resolve later
         noticed = noticed or notice(error, waited_s)
         if stopped := pause(pause_s):
             return stopped

@@ -190,7 +190,7 @@ class _Tape(TorchDispatchMode):
         return tensor in self._numbers
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Compute a tensor by the notes that it depends on, in their order; a parameter among them is a `ConfigError`."""
+        """Compute a tensor by the notes that it depends on, in order; a parameter among them is a `ConfigError`."""
         if not tensor.is_meta:
             return tensor
         number = self._number(tensor).at

@@ -213,13 +213,12 @@ def shared_failure(comm: Comm, call: Call) -> Generator[None]:
 def notes_of_ranks(comm: Comm, subject: str, note: str) -> Mapping[int, str]:
     """Return a word of each rank that calls this, by rank; of this rank alone without a store.
 
-    Not a collective of processes: one that calls it alone waits a second. Ranks of one process exchange their words;
-    there a rank has its own.
+    Not a collective of processes: one that calls it alone waits a second.
     """
     if comm.size == 1:
         return {comm.rank: note}
     if comm.share is not None:
-        try:
+        try:  # ranks are threads here: each has a word of its own
             return dict(enumerate(exchange_values(comm, Call(subject, ordered=False), note, str)))
         except AccelError:
             return {comm.rank: note}
@@ -237,17 +236,9 @@ def barrier(comm: Comm, call: Call) -> None:
 
 @contextlib.contextmanager
 def foreign_call(comm: Comm, *, opens: bool = False) -> Generator[None]:
-    """Run a call of a library that communicates by itself. A collective.
+    """Run a call of a library that communicates by itself, and opens groups if `opens`. A collective.
 
-    An `AccelError` without a cause passes: it is raised before such a call communicates, alike on all ranks, or by a
-    call of this package, which informs the ranks itself. So does any error that all ranks have, or that a batch-size
-    search handles.
-
-    Args:
-        opens: whether the library opens groups in it.
-
-    Raises:
-        PeerError: another rank failed in the call, with its error, or was lost. Later calls on the handle raise it too.
+    Raises the `PeerError` of a rank that failed in it or was lost; later calls on the handle raise it too.
     """
     if comm.size == 1 or comm.share is not None:
         yield
@@ -266,6 +257,7 @@ def foreign_call(comm: Comm, *, opens: bool = False) -> Generator[None]:
         try:
             yield
         except Exception as error:
+            # without a cause, it was raised before the call communicates, alike on all ranks, or all ranks know it
             if isinstance(error, PeerError) or (isinstance(error, AccelError) and error.__cause__ is None):
                 raise
             raise_lost(comm, error)

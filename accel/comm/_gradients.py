@@ -63,8 +63,7 @@ def exchanged(x: Tensor, to: Sequence[int], back: Sequence[int], group: dist.Pro
 def start_shift(tensors: Sequence[Tensor], by: int, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
     """Send tensors to the rank `by` later, cyclically; return a function that waits for those of the rank `by` earlier.
 
-    A collective of one message, without a gradient. Tensors have one dtype, equal shapes on all ranks, and stay
-    unchanged until the wait.
+    A collective of one message. Tensors have one dtype, equal shapes on all ranks, and stay unchanged until the wait.
     """
     size = group.size()
     flat = torch.cat([each.reshape(-1) for each in tensors])

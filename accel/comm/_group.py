@@ -102,8 +102,7 @@ class ThreadExchange(Protocol):
     def __call__(self, mine: T, combine: Callable[[Sequence[T]], R], /) -> Callable[[], R]:
         """Begin to pass an object to all ranks; return a function that waits for the common result. A collective.
 
-        `mine` stays unchanged until the wait. `combine` maps the objects of all ranks, by rank, to the result. It is
-        called once; all ranks get one object.
+        `combine` maps the objects, by rank, to the result, once for all ranks; `mine` stays unchanged until the wait.
         """
         ...
 
@@ -331,14 +330,9 @@ def alone() -> Comm:
 
 
 def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s: float) -> Comm:
-    """Open the default process group, or adopt it if it is open. A collective.
+    """Open the default process group, of one process too, or adopt it if it is open. A collective.
 
-    A single process gets a group, too. XLA assigns ranks of its own. `backend` is c10d's for tensors on the device;
-    None for that of its kind, such as nccl on CUDA.
-
-    Raises:
-        ConfigError: an open default group disagrees with the environment or the backend; or XLA does not connect.
-        PeerError: other ranks cannot be reached.
+    `backend` is c10d's for tensors on the device; None for that of its kind, such as nccl on CUDA.
     """
     if dist.is_initialized():
         return _adopt_default(env, device, backend)

@@ -108,10 +108,9 @@ def group_along(comm: Comm, mesh: DeviceMesh, axes: Sequence[str], timeout_s: fl
 
 
 def group_of_rows(comm: Comm, rows: Sequence[Sequence[int]], name: str, timeout_s: float) -> dist.ProcessGroup | None:
-    """Return the group of this rank's row; None of a row of one. The first call opens it, a collective.
+    """Return the group of this rank's row; None of a row of one. The first call opens it, a collective of all ranks.
 
-    `comm` is the handle of all ranks, and owns the group. Rows have one length and no rank in common; a rank in no row
-    gets None.
+    Rows have one length and no rank in common; a rank in no row gets None.
     """
     if len(rows[0]) == 1:
         return None
@@ -223,8 +222,7 @@ MERGED = "+"  # between the names of merged dimensions
 def merged_mesh(comm: Comm, mesh: DeviceMesh, parts: Sequence[Sequence[int]], timeout_s: float) -> DeviceMesh:
     """Return the mesh around this rank with each set of another mesh's dimensions as one, such as "dp_shard+cp".
 
-    The first call opens the groups, which the handle owns: a collective, unless no dimensions are merged. An empty set
-    becomes a dimension of this rank alone.
+    An empty set becomes a dimension of this rank alone. Merging is a collective at first: it opens the handle's groups.
     """
     if all(len(part) == 1 for part in parts):
         return mesh_of_dims(mesh, [part[0] for part in parts])

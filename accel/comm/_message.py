@@ -184,13 +184,7 @@ def start(
 ) -> Callable[[], Answers]:
     """Send the first message of a call; return a function that waits for those of all ranks. A collective.
 
-    Args:
-        message: from `blank`, filled with as much of the payload as fits; None for no payload.
-        payload_bytes: size of the whole payload.
-        variant: facts that may differ between ranks of one call; a hash of them above 16 bytes.
-        combine: reduces payloads in a large group; None for no payload there.
-        failure: this rank's encoded error, sent in place of a payload; empty without one.
-        cause: the error itself, the cause of the error raised by the returned function.
+    `message` begins the payload (from `blank`); `variant` may differ between ranks; `failure` is sent in its place.
     """
     sent = blank(comm) if message is None else message
     if failure:

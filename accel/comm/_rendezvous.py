@@ -61,12 +61,7 @@ class _Member(msgspec.Struct, frozen=True, kw_only=True):
 def open_store(env: LaunchEnv, timeout_s: float) -> Store:
     """Return an empty store that every rank has reached. A collective.
 
-    A process may open one group after another. torchrun's store outlives them all, so each opening has a prefix of its
-    own in it. A store of rank 0 may be the previous one, about to close, so the other ranks try again.
-
-    Raises:
-        PeerError: a rank did not come in time; or the address cannot be served or reached.
-        EnvError: two processes have one rank, or settings differ between ranks; names the hosts.
+    Raises `EnvError`, with the hosts, where two processes have one rank or settings differ between ranks.
     """
     file = meeting_file(env.init_method)
     if file is not None and not os.path.isdir(os.path.dirname(file)):
@@ -78,6 +73,7 @@ def open_store(env: LaunchEnv, timeout_s: float) -> Store:
         try:
             return _meet(env, timeout_s)
         except dist.DistNetworkError as error:
+            # rank 0's store may be that of the previous group, about to close
             if env.rank == 0 or time.monotonic() - began > min(_RETRY_S, timeout_s):
                 raise _unreachable(env, error) from error
             time.sleep(0.1)
@@ -89,6 +85,7 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
     try:
         shared = _serve_here(env, timeout) or _join(env, timeout)
         # all ranks add once an opening, so the quotient is alike on all of them without a message
+        # torchrun's store outlives the groups opened in it, so each opening has a prefix of its own
         opening = (shared.add("accel/openings", 1) - 1) // env.world_size
         store = PrefixStore(f"accel/{opening}", shared)
         store.set_timeout(timeout)

@@ -47,13 +47,9 @@ class GatherRound(NamedTuple):
 
 
 def reduction_rounds(rank: int, size: int) -> list[ReduceRound]:
-    """Reduce on all ranks by recursive doubling.
-
-    Each value that travels is that of a run of neighbouring ranks, so all ranks combine the same values, in rank order.
-    Ranks beyond a power of two send their value to a neighbour and receive the result from it.
-    """
+    """Reduce on all ranks by recursive doubling, in rank order: each value is that of a run of neighbouring ranks."""
     power = 1 << (size.bit_length() - 1)
-    pairs = size - power
+    pairs = size - power  # ranks beyond a power of two: a neighbour sends their value, and returns the result
     if rank < 2 * pairs and rank % 2:
         return [ReduceRound(rank - 1, None), ReduceRound(None, rank - 1, final=True)]
     place = rank // 2 if rank < 2 * pairs else rank - pairs
@@ -120,10 +116,7 @@ def start_transfer(comm: Comm, begin: Callable[[], list[Any]]) -> Callable[[], N
 def start_rounds(comm: Comm, rounds: Iterator[list[Any]], *, cuts: bool = True) -> Callable[[], None]:
     """Begin the first round of transfers; return a function that waits for it and runs the others.
 
-    Args:
-        rounds: begins a round at each step, once the one before has ended; gives torch's handles.
-        cuts: whether a rank that loses a peer cuts its connections. A peer that waits for it in a later round has no
-            message under way with the lost rank, and would notice nothing.
+    `rounds` begins a round at each step and gives torch's handles; `cuts`: a rank that loses a peer disconnects.
     """
     # at the start, not at the wait: all ranks start their calls in one order
     number = comm.next_number()
@@ -138,6 +131,7 @@ def start_rounds(comm: Comm, rounds: Iterator[list[Any]], *, cuts: bool = True) 
             # a search for a batch size rings: its caller handles the error, and no rank is missing
             if comm.alarm is not None and comm.alarm.rung():
                 raise peer_error(error, public_call()) or error from error
+            # a peer that waits for this rank in a later round would notice nothing of the lost one
             if cuts and comm.alarm is not None:
                 comm.alarm.cut()
             raise absence(comm.roll, comm.rank, comm.size, number, time.monotonic() - began, error) from error
@@ -228,10 +222,9 @@ class Combine(Protocol):
 
 
 def start_reduction(comm: Comm, mine: torch.Tensor, combine: Combine) -> Callable[[], torch.Tensor]:
-    """Begin to reduce a small tensor on the CPU over all ranks; return a function that waits. A collective.
+    """Begin to reduce a small CPU tensor over all ranks, in rank order; return a function that waits. A collective.
 
-    Overwrites `mine`. The result is shared by ranks of one process: not to be changed. `combine` is associative, and
-    gets its operands in the order of ranks, so that all ranks compute the same bits.
+    Overwrites `mine`. `combine` is associative; the result belongs to all ranks of a process: not to be changed.
     """
     if comm.share is not None:
         return comm.share(mine, lambda values: reduce_rows(torch.stack(list(values)), combine))

@@ -176,9 +176,7 @@ class Imported(NamedTuple):
 def import_accelerate(path: str) -> Imported:
     """Read a configuration file of Accelerate, of any version: JSON if its name ends in `.json`, else YAML.
 
-    Raises:
-        ConfigError: it cannot be read, is malformed, or holds a value that it never takes.
-        MissingExtraError: it is in YAML, and PyYAML does not import.
+    Raises `ConfigError` for a value that it never takes, and `MissingExtraError` for YAML without PyYAML.
     """
     if path.lower().endswith(".toml"):
         fix = f"A file of accel needs no import: `accel launch --config {path}`."

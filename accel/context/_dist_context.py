@@ -165,10 +165,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 def context_first(function: F) -> F:
     """Decorate a public function of `ctx`: a call that begins with something else raises `ConfigError`.
 
-    Python reports a missing last argument before the body runs, so the check wraps the function. The error of an
-    unknown keyword names the right one.
+    The error of an unknown keyword names the right one.
     """
 
+    # wrapped, as Python reports a missing last argument before a body runs
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not isinstance(args[0] if args else kwargs.get("ctx"), DistContext):
             _refuse(function, args)

@@ -131,12 +131,7 @@ class LastPass:
         return LastPass, ()  # another process begins without a memory
 
     def check(self, start: Positioned | Cursor, cursor: Cursor) -> None:
-        """Raise `DataError` if a training pass would begin at the cursor of the previous complete pass.
-
-        Args:
-            start: record that the pass begins with.
-            cursor: its cursor.
-        """
+        """Raise `DataError` if a training pass would begin at the cursor of the previous complete pass."""
         passed = self._marks.find(cursor, "passed")
         if passed is None or not torch.is_grad_enabled():
             return

@@ -45,9 +45,7 @@ class SamplerDraw(msgspec.Struct, frozen=True, eq=False):
 def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> SamplerDraw:
     """Return the samples of one epoch, drawn from the user's sampler; the global random streams are restored.
 
-    Raises:
-        DataError: the sampler fails, or yields nothing, more than its length, no integers, or positions outside the
-            dataset.
+    Raises `DataError` where it fails, or yields nothing, too many, no integers or positions outside the dataset.
     """
     name = type(sampler).__name__
     given = array("q")

@@ -57,8 +57,7 @@ def integer(
 ) -> int:
     """Return the integer of a variable, from `least` to `most`; a missing or invalid one is an `EnvError`.
 
-    `default` is for a variable that is not set, None if it must be; `beside` names variables it belongs to, for the
-    error.
+    A `default` of None: the variable must be set. `beside` names variables it belongs to, for the error.
     """
     text = environ.get(name)
     if text is None:

@@ -138,13 +138,12 @@ _MPICH = _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNR
 def find_place(environ: Mapping[str, str]) -> LaunchEnv | None:
     """Return this process's place by the first launcher that left its variables; None if none did.
 
-    An MPI inside of Slurm's allocation comes first, for Slurm sees its daemons and not its ranks. Variables that are
-    incomplete, contradictory or invalid are an `EnvError`.
+    Incomplete, contradictory or invalid variables are an `EnvError`.
     """
     return (
         _kubernetes(environ)
         or _torchrun(environ)
-        or _mpi(environ, _OPEN_MPI)
+        or _mpi(environ, _OPEN_MPI)  # before Slurm, which sees an MPI's daemons and not its ranks
         or _mpi(environ, _MVAPICH)
         or _mpi(environ, _MPICH)
         or _slurm(environ)

@@ -132,10 +132,9 @@ def read_config(path: Path) -> DescribedModel:
 def measure(
     make: Callable[[], nn.Module], source: str, inputs: Sequence[Input] = (), *, labelled: bool = False
 ) -> Model:
-    """Return a model's shapes and, with inputs, its activations in each format.
+    """Return a model's shapes and, with inputs, its activations in each format; on fake tensors.
 
-    `make` and the model run unchanged, on fake tensors. `labelled` passes the first input as `labels` too, for models
-    that compute their loss.
+    `labelled` passes the first input as `labels` too, for models that compute their loss.
     """
     with built(make, source) as model:
         parameters = tuple(_parameter(name, each) for name, each in model.named_parameters())

@@ -292,11 +292,7 @@ def step_time(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, h
 
 
 def axis_bandwidth(axes: Axes, axis: str, hosts: Hosts) -> float:
-    """Return the bytes a second that a rank sends to its neighbour along an axis; several are joined by "+".
-
-    Ranks of one host send inside. Where some are on other hosts, all those of a host together use their links to
-    others.
-    """
+    """Return the bytes a second that a rank sends to its neighbour along an axis; several are joined by "+"."""
     if axis == "efsdp":  # ranks with the same experts are apart, with those of other experts between them
         return _bandwidth(axes.expert_ranks // axes.ep, axes.ep, hosts)
     names = axis.split("+")
@@ -307,6 +303,7 @@ def axis_bandwidth(axes: Axes, axis: str, hosts: Hosts) -> float:
 
 
 def _bandwidth(size: int, stride: int, hosts: Hosts) -> float:
+    # all ranks of a host together use its links to others
     together = max(1, min(size, hosts.ranks // stride))
     return hosts.inside if together == size else min(hosts.inside, together * hosts.between)
 
@@ -346,14 +343,12 @@ def _message_time(each: Traffic, axes: Axes, hosts: Hosts) -> float:
 
 
 def _exposed(each: Traffic, took: float, compute: float, attention: float, layers: int) -> float:
-    """Return the seconds of a message that no computation hides.
-
-    Parameters and gradients travel beside the computation of other blocks, keys and values of a ring beside attention.
-    Those of the first and the last block have nothing beside them.
-    """
+    """Return the seconds of a message that no computation hides."""
     if each.axis in ("tp", "ep", "pp") or (each.axis == "cp" and each.operation in ("all-gather", "reduce-scatter")):
         return took
     if each.axis == "cp" and each.operation == "all-to-all":
         return took
+    # keys and values of a ring travel beside attention, parameters and gradients beside other blocks; those of the
+    # first and the last block have nothing beside them
     beside = attention if each.operation == "send" else compute
     return max(took - beside, took / max(1, layers))

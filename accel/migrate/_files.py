@@ -32,11 +32,7 @@ class Notebook(NamedTuple):
 
 
 def migrate_notebook(text: str, where: str, rewrite: Callable[..., Any]) -> Notebook:
-    """Rewrite the code cells of a notebook; everything else keeps its place, cell ids and outputs too.
-
-    Raises:
-        ConfigError: not a notebook.
-    """
+    """Rewrite the code cells of a notebook; everything else keeps its place, cell ids and outputs too."""
     try:
         book = json.loads(text)
         cells = cast("list[dict[str, Any]]", book["cells"])
@@ -146,11 +142,7 @@ class FileResult(NamedTuple):
 
 
 def find_scripts(paths: Sequence[str]) -> Iterator[Path]:
-    """Yield the files that paths name: a file itself, the scripts and notebooks of a folder.
-
-    Raises:
-        ConfigError: a path does not exist.
-    """
+    """Yield the files that paths name: a file itself, the scripts and notebooks of a folder."""
     for text in paths:
         path = Path(text)
         if path.is_dir():
@@ -188,12 +180,7 @@ def launch_files(paths: Sequence[str]) -> list[Path]:
 
 
 def migrate_file(path: Path) -> FileResult:
-    """Read a file and return what it becomes; nothing is written.
-
-    Raises:
-        ConfigError: the file cannot be read, decoded or parsed.
-        MissingExtraError: libcst does not import.
-    """
+    """Read a file and return what it becomes; nothing is written. A file that is not Python is a `ConfigError`."""
     try:
         old = path.read_bytes()
     except OSError as error:
@@ -240,8 +227,7 @@ def rewriter(path: Path):
 def write(result: FileResult) -> Path:
     """Write a file by one rename, and keep the original beside it; return the original's place.
 
-    Raises:
-        ConfigError: there is an original already, the file has changed since it was read, or cannot be written.
+    Raises `ConfigError` where there is an original already, or the file has changed since it was read.
     """
     target = Path(os.path.realpath(result.path))  # a link stays a link
     kept = target.with_name(target.name + ORIGINAL)

@@ -454,11 +454,7 @@ class Migrated(NamedTuple):
 
 
 def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
-    """Return a script on accel; one without Accelerate, or with notes already, as it is.
-
-    Raises:
-        ConfigError: the text is not Python.
-    """
+    """Return a script on accel; one without Accelerate, or with notes already, as it is."""
     if DECIDE in text:
         return Migrated(text, tuple(decisions(text)), ())
     if "accelerat" not in text:

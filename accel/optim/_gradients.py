@@ -239,8 +239,7 @@ class _Pair(NamedTuple):
 def step_masters(optimizer: Optimizer) -> None:
     """Step an optimizer on float32 copies of its 16-bit parameters, and round the copies into these. Mutates both.
 
-    A copy begins with the parameter's values, and adopts elements that something else has changed since the latest
-    step, such as a load of the weights; torch does not count changes through `.data`.
+    A copy adopts elements that something else has changed since the latest step; torch counts none through `.data`.
     """
     stepped = [each for each in parameters_of([optimizer]) if each.grad is not None and has_wide_gradient(each)]
     pairs = [_pair(each, optimizer.state) for each in stepped]

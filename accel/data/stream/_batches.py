@@ -83,9 +83,7 @@ class IndependentReaders:
     def agree(self, steps: list[ReadStep]) -> list[AgreedStep]:
         """Agree on the next steps with the other ranks; return those known of every rank. A collective.
 
-        Raises:
-            DataError: ranks of one data-parallel rank read different streams; on every rank.
-            TreeError: a stand-in batch cannot be sent; on every rank.
+        On every rank, different streams of one data-parallel rank are a `DataError`, an unsendable batch a `TreeError`.
         """
         reports = exchange_values(self._ctx.comm, self._call, self._report(steps), _Report)
         if self._compares and self._ctx.is_main_process:
@@ -137,12 +135,9 @@ class IndependentReaders:
 
 
 def _agreed_totals(reports: list[_Report], data_ranks: list[int], *, drops: bool) -> list[tuple[int, bool]]:
-    """Return the steps that are known of every rank: real samples of all, and whether the epoch ends with it.
-
-    Every step of a rank with an ended stream is known. A rank with fewer steps than the others, and more to come,
-    reports its error in the next message.
-    """
+    """Return the steps that are known of every rank: real samples of all, and whether the epoch ends with it."""
     going = [len(report.counts) for report in reports if report.more]
+    # a stream that ended has no more steps to report; one that lags reports its error in the next message
     known = min(going) if going else max(len(report.counts) for report in reports)
     firsts = {data_rank: reports[data_ranks.index(data_rank)] for data_rank in data_ranks}
     for rank, (report, data_rank) in enumerate(zip(reports, data_ranks, strict=True)):

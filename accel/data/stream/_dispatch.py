@@ -303,11 +303,7 @@ class Dispatcher:
     def agree(self, steps: list[ReadStep]) -> list[AgreedStep]:
         """Send and receive the next steps, as many as all readers have read; return this rank's batches. A collective.
 
-        A reader that has read fewer steps reports its error in the next message.
-
-        Raises:
-            TreeError: a batch that cannot be sent; on every rank.
-            DataError: readers have read different streams; on every rank.
+        Raises on every rank: `TreeError` for a batch that cannot be sent, `DataError` for readers of different streams.
         """
         ctx = self._ctx
         with shared_failure(ctx.comm, Call("batches")):

@@ -74,16 +74,14 @@ def read_steps(
 ) -> Generator[ReadStep | Skipped]:
     """Read a stream from a position to the end of its epoch, in steps; workers take turns. No communication.
 
-    A step is yielded once one more element is known to follow; with tail `drop`, one more step. Without workers,
-    reading does not restore the global random streams. A reader that replays skipped elements yields its progress
-    first.
+    A step is yielded once one more element is known to follow; with tail `drop`, one more step.
     """
     _warn_of_replay(source, start, replay)
     steps = StreamSteps(at_epoch(source, epoch), plan, collate, (key, start.workers, replay))
     loader = DataLoader(steps, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options)
     turns = _WorkerTurns(iter(loader), start)
     try:
-        for skipped in turns.skip():
+        for skipped in turns.skip():  # progress, for a reader that replays
             _log().warning("skipped %d of %d elements (worker %d)", skipped.elements, skipped.of, skipped.worker)
             yield skipped
         while (step := turns.next()) is not None:

@@ -186,15 +186,7 @@ def read_deepspeed(config: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSp
 
 
 def from_json(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
-    """Return the record of the content of a DeepSpeed JSON.
-
-    Args:
-        values: its keys and values.
-        source: its path, for tables and errors.
-
-    Raises:
-        ConfigError: a value is none that its key takes.
-    """
+    """Return the record of a DeepSpeed JSON's content, of the path `source`; an invalid value is a `ConfigError`."""
     leaves = flat(values)
     fields: dict[str, Any] = {"stage": 0, **dict.fromkeys(_SIZES, "default")}
     for name, key in FIELD_KEYS.items():

@@ -119,14 +119,11 @@ def flat_parameters(zero: Any) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
 
 
 def link_weights(zero: Any) -> None:
-    """Let fp32 weights be found by parameter where gradients go round robin: their flat group has an order of its own.
-
-    DeepSpeed looks for each parameter at its place in the order of the optimizer's group, unless gaps for alignment are
-    between them.
-    """
+    """Let fp32 weights be found by parameter where gradients go round robin, in a flat group of another order."""
     if not getattr(zero, "round_robin_gradients", False):
         return
     link = package().utils.link_hp_params
+    # DeepSpeed itself looks for each parameter at its place in the order of the optimizer's group
     for at, flat in enumerate(zero.bit16_groups_flat):
         group = zero.real_dp_process_group[at]
         reordered = zip(zero.round_robin_bit16_groups[at], zero.round_robin_bit16_offsets[at], strict=True)
@@ -164,15 +161,12 @@ def holds_gradients(zero: Any) -> bool:
 
 
 def forget_gradients(zero: Any) -> None:
-    """Drop the gradients of a window, also those that are reduced already. Mutates it.
-
-    Buffers become zero, so that a parameter which the next window leaves out has no gradient of this one: DeepSpeed
-    overwrites the gradients of those parameters alone that a backward reaches.
-    """
+    """Drop the gradients of a window, also those that are reduced already. Mutates it."""
     zero.zero_grad(set_to_none=True)
     for key in zero.averaged_gradients:
         zero.averaged_gradients[key] = None
     if _is_third(zero):
+        # a backward overwrites only the gradients that it reaches; others would keep this window's
         zero.grad_partitions_flat_buffer.zero_()
         zero._offload_boundary_param_ids.clear()
         _clear_flat(zero)

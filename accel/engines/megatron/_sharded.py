@@ -44,8 +44,7 @@ class ShardNames:
     def _tensor(self, leaf: Any, held: Sequence[tuple[int, ...]]) -> tuple[str, torch.Tensor]:
         """Return name and tensor of a part.
 
-        `held` has the offsets of all parts of its row on this rank: several where a tensor joins several, as that of a
-        gated layer does. Each then is a tensor of its own.
+        `held`: offsets of its row's parts on this rank. Several, as of a gated layer, are a tensor each.
         """
         key, index = _row(leaf)
         name = key + "".join(f"[{each}]" for each in index)

@@ -369,11 +369,7 @@ def optimizer_step(
 
 
 def _exchange(group: ReplicaGroup, optimizers: Sequence[Optimizer], state: TrainState) -> float:
-    """Sum gradients over groups, bit for bit the same in each; return the weight of all groups together.
-
-    Units of windows differ between groups, so the sums are in none. If another group is lost, which the manager knows,
-    they are worthless.
-    """
+    """Sum gradients over groups, bit for bit the same in each; return the weight of all groups together."""
     parameters = parameters_of(optimizers)
     unit = state.accum.unit or 1.0
     device = group.ctx.device
@@ -386,11 +382,12 @@ def _exchange(group: ReplicaGroup, optimizers: Sequence[Optimizer], state: Train
     for dtype in kinds:
         parts = [each for each in parameters if each.dtype == dtype]
         grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in parts]
+        # units of windows differ between groups, so the sums are in none
         flats[dtype] = torch.cat([grad.detach().reshape(-1) for grad in grads]).mul_(unit)
         works.append(group.manager.allreduce(flats[dtype], reduce_op=ReduceOp.SUM))
     for work in works:
         _ = work.wait()
-    if group.manager.errored():
+    if group.manager.errored():  # another group was lost: the sums are worthless
         return 0.0
     total, *held = cast("list[float]", cast(Any, head).tolist())
     held_by = dict(zip(map(id, parameters), held, strict=True))

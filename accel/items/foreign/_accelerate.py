@@ -227,23 +227,9 @@ _STATEFUL = re.compile(r"(scheduler(?:_[0-9]+)?|custom_checkpoint_[0-9]+)\.(bin|
 def import_accelerate(
     folder: str | os.PathLike[str], out: str | os.PathLike[str] | RemotePath, *, step: int
 ) -> Path | RemotePath:
-    """Convert a folder of Accelerate's `save_state` to a checkpoint. No communication.
+    """Convert a folder of Accelerate's `save_state` to a checkpoint at `out`, and return its folder. No communication.
 
-    Items are named after the files: `model`, `model_1`, `scheduler`, `custom_checkpoint_0`. Optimizers are left out:
-    their files number parameters and do not name them, so only `load_accelerate_state`, with live ones, loads them. The
-    logger `accel.checkpoint` lists what is left out. Everything is in memory at once.
-
-    Args:
-        folder: folder such as `checkpoint_3`; its pickles are read by torch's weights-only loader, which runs no code.
-        out: folder or URL of the run's checkpoints.
-        step: step of the checkpoint.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        CheckpointError: no model as safetensors, a file that holds more than weights and plain values, or a disk that
-            failed.
+    Optimizers are left out: their files number parameters, so only `load_accelerate_state`, with live ones, loads them.
     """
     source = Path(folder)
     tensors: dict[str, torch.Tensor] = {}

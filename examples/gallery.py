@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run every recipe in full on two processes, check what each has learned, and draw the pictures of docs/gallery.md.
+
+    python examples/gallery.py
+    python examples/gallery.py text_classification --nproc 1
+
+A recipe whose package is not installed is skipped by name. The exit status is 1 if one failed or learned too little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import importlib.util
+import json
+import operator
+import shutil
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+FOLDER = Path(__file__).parent
+DOCS = FOLDER.parent / "docs"
+COMPARE = {">=": operator.ge, "<=": operator.le}
+WIDTH, HEIGHT, MARGIN = 320, 180, 30  # of a curve
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """An example of `examples/`, its result, and its flags in the tests.
+
+    Attributes:
+        name: the script's name, without `.py`.
+        learned: a condition on the last row of the full run's metrics, such as `accuracy >= 0.95`.
+        small: flags of a run of a second or two.
+        falls: the column of the metrics that falls in a small run; after a minus, one that rises.
+        needs: modules of extras.
+        metrics: path of the metrics in the run's folder.
+    """
+
+    name: str
+    learned: str
+    small: str
+    falls: str = "loss"
+    needs: tuple[str, ...] = ()
+    metrics: str = "metrics.jsonl"
+
+    @property
+    def missing(self) -> list[str]:
+        """The modules that are not installed."""
+        return [module for module in self.needs if importlib.util.find_spec(module) is None]
+
+
+RECIPES: tuple[Recipe, ...] = (Recipe("text_classification", "accuracy >= 0.9", small="--steps 12 --size 16"),)
+
+
+def main(names: Sequence[str], *, nproc: int, out: Path) -> int:
+    """Run recipes in full; return the exit status."""
+    failed: list[str] = []
+    for recipe in (each for each in RECIPES if not names or each.name in names):
+        if recipe.missing:
+            print(f"{recipe.name}: skipped, needs {', '.join(recipe.missing)}")
+            continue
+        began, folder = time.monotonic(), out / recipe.name
+        shutil.rmtree(folder, ignore_errors=True)
+        launch = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", str(nproc)]
+        done = subprocess.run([*launch, FOLDER / f"{recipe.name}.py", "--out", folder], check=False)
+        result = check(recipe, folder) if done.returncode == 0 else f"failed with status {done.returncode}"
+        failed += [recipe.name] * (not result.startswith("learned"))
+        print(f"{recipe.name}: {result}, {time.monotonic() - began:.0f} s", flush=True)
+    if not names and not failed:
+        (DOCS / "gallery.md").write_text(page())
+    return int(bool(failed))
+
+
+def check(recipe: Recipe, folder: Path) -> str:
+    """Compare the last row of a full run's metrics with what the recipe learns, and draw its picture."""
+    rows = read_metrics(folder / recipe.metrics)
+    column, sign, bound = recipe.learned.split()
+    value = next(row[column] for row in reversed(rows) if column in row)
+    (DOCS / "gallery").mkdir(exist_ok=True)
+    (DOCS / "gallery" / f"{recipe.name}.svg").write_text(draw(recipe, rows, folder / "pictures.safetensors"))
+    learned = COMPARE[sign](value, float(bound))
+    return f"{'learned' if learned else 'learned too little'}: {column} {value:.4g}, expected {sign} {bound}"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows that a run logged, without clock readings."""
+    rows = map(json.loads, path.read_text().splitlines())
+    return [{name: value for name, value in row.items() if name != "time"} for row in rows]
+
+
+def draw(recipe: Recipe, rows: list[dict[str, Any]], pictures: Path) -> str:
+    """Return an SVG of the curves that `falls` and `learned` name, and of the images that the run has saved."""
+    names = dict.fromkeys((recipe.falls.lstrip("-"), recipe.learned.split()[0]))
+    curves = {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
+    parts = [curve(name, points, WIDTH * at) for at, (name, points) in enumerate(curves.items())]
+    width = WIDTH * len(parts)
+    if pictures.exists():
+        image = base64.b64encode(png(load_file(pictures)["pictures"])).decode()
+        parts.append(
+            f'<image x="{width}" width="{HEIGHT}" height="{HEIGHT}" style="image-rendering: pixelated"'
+            f' href="data:image/png;base64,{image}"/>'
+        )
+        width += HEIGHT
+    style = "text { font: 12px sans-serif; fill: gray } path { fill: none; stroke: #4070d0; stroke-width: 2 }"
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}"><style>{style}</style>'
+    )
+    return "\n".join([head, *parts, "</svg>\n"])
+
+
+def curve(name: str, points: list[tuple[int, float]], left: int) -> str:
+    """Return a curve with its name and its last value."""
+    steps, values = zip(*points, strict=True)
+    low, high, last = min(values), max(values), steps[-1]
+    across, up = (WIDTH - 2 * MARGIN) / last, (HEIGHT - 2 * MARGIN) / ((high - low) or 1)
+    line = " L ".join(
+        f"{left + MARGIN + step * across:.1f} {HEIGHT - MARGIN - (value - low) * up:.1f}" for step, value in points
+    )
+    return (
+        f'<path d="M {line}"/><text x="{left + MARGIN}" y="18">{name}: {values[0]:.3g} to {values[-1]:.3g}</text>'
+        f'<text x="{left + WIDTH - MARGIN}" y="{HEIGHT - 10}" text-anchor="end">step {last}</text>'
+    )
+
+
+def png(images: Tensor) -> bytes:
+    """Return images of shape [n, height, width] or [n, 3, height, width], from 0 to 1, as a square sheet."""
+    images = (images if images.dim() == 4 else images.unsqueeze(1).expand(-1, 3, -1, -1)).clamp(0, 1)
+    side = int(len(images) ** 0.5)
+    sheet = torch.cat([torch.cat(list(row), dim=2) for row in images[: side * side].split(side)], dim=1)
+    rows = (sheet * 255).round().byte().permute(1, 2, 0).flatten(1)
+    body = b"".join(b"\0" + row.numpy().tobytes() for row in rows)  # each row is stored as it is: filter 0
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    size = struct.pack(">IIBBBBB", sheet.shape[2], sheet.shape[1], 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(body)) + chunk(b"IEND", b"")
+
+
+def page() -> str:
+    """Return docs/gallery.md."""
+    parts = [
+        "# Gallery\n",
+        "Recipes by task. Each is a script of at most 150 lines in `examples/` on any number of processes that goes",
+        "on after a crash; `--help` lists its flags. Pictures are of full runs on two processes, drawn by",
+        "`python examples/gallery.py`.\n",
+    ]
+    for recipe in RECIPES:
+        text = (FOLDER / f"{recipe.name}.py").read_text().split('"""')[1].strip()
+        parts += [f"## {recipe.name.replace('_', ' ').capitalize()}\n", f"{text.splitlines()[0]}\n"]
+        parts += ["```bash", f"accel launch --nproc-per-node 2 examples/{recipe.name}.py", "```\n"]
+        parts += [f"![Curves of {recipe.name}](gallery/{recipe.name}.svg)\n"]
+        needs = f" It needs {', '.join(f'`{module}`' for module in recipe.needs)}." if recipe.needs else ""
+        parts += [f"The full run ends with `{recipe.learned}`.{needs}\n"]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="recipes to run (default: all)")
+    parser.add_argument("--nproc", type=int, default=2, help="processes of each run")
+    parser.add_argument("--out", type=Path, default=Path("runs/gallery"), help="folder of the runs, made anew")
+    flags = parser.parse_args()
+    sys.exit(main(flags.names, nproc=flags.nproc, out=flags.out))

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes of `examples/`: each runs small on two processes, dies once, and ends as a run that never died.
+
+A recipe is a script of at most 150 lines with a row in `RECIPES` of `examples/gallery.py`. Its contract:
+
+- `main(ctx, *, steps, size, out)`, and the flags `--steps` (optimizer steps of the whole run), `--size` (what it costs:
+  the width of the model, or the number of samples) and `--out`. Their defaults are the full run, two minutes at most.
+- Each row of `metrics.jsonl` under `--out` has the loss of all processes, or what the gallery's row names in `falls`.
+- `save_state(ctx, out, ..., step=state.updates, keep=2)`, four times a run or more, and at its end. `trackers` is an
+  item.
+- The same command goes on. A run whose rank 0 is killed as the first checkpoint of its second half commits, and that is
+  started again, leaves the metrics of one that was never killed, and the same tensors in its last checkpoint.
+- Images to show are saved by `accel.save(ctx, {"pictures": images}, f"{out}/pictures.safetensors")`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from processes import job, patience, script_ranks
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where msgspec looks up the types of fields
+    spec.loader.exec_module(module)
+    return module
+
+
+GALLERY = load("gallery")
+RECIPES = {recipe.name: recipe for recipe in GALLERY.RECIPES}
+
+KILLER = """
+import os, re, runpy, signal, sys
+
+def die(event, values):
+    found = re.search(r"/step-(\\d{8})$", str(values[1])) if event == "os.rename" else None
+    if found and 2 * int(found[1]) > last:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+script, last = sys.argv[1], int(sys.argv[sys.argv.index("--steps") + 1])
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(script))
+sys.addaudithook(die)
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def run(recipe: Any, out: Path, folder: Path) -> str:
+    """Run a recipe small on two processes to its end; return what rank 0 printed."""
+    folder.mkdir()
+    with script_ranks(EXAMPLES / f"{recipe.name}.py", job(2), *words(recipe, out), folder=folder) as ranks:
+        assert not any(rank.wait(60) for rank in ranks), [rank.said() for rank in ranks]
+        return ranks[0].said()
+
+
+def kill_in_the_second_half(recipe: Any, out: Path, folder: Path) -> None:
+    """Run a recipe whose rank 0 dies by SIGKILL as a checkpoint of the second half commits."""
+    folder.mkdir()
+    killer = folder / "killer.py"
+    killer.write_text(KILLER)
+    with script_ranks(killer, job(2), EXAMPLES / f"{recipe.name}.py", *words(recipe, out), folder=folder) as ranks:
+        assert ranks[0].wait(60) == -signal.SIGKILL, ranks[0].said()
+
+
+def words(recipe: Any, out: Path) -> list[str]:
+    return [*recipe.small.split(), "--out", str(out)]
+
+
+def saved(out: Path) -> dict[str, bytes]:
+    """Return the bytes of all tensors of the last checkpoint but the random streams, which may begin anywhere."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in max(out.rglob("step-" + "[0-9]" * 8)).rglob("*.safetensors"):
+        tensors |= load_file(path)
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items() if name != "$rng"}
+
+
+def assert_falls(rows: list[dict[str, Any]], column: str) -> None:
+    """The mean of a run's last quarter is below that of its first; above it if a minus stands before the column."""
+    values = [row[column.lstrip("-")] * (-1 if column.startswith("-") else 1) for row in rows]
+    assert len(values) >= 4
+    quarter = len(values) // 4
+    assert sum(values[-quarter:]) < sum(values[:quarter]), values
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
+def test_a_recipe_killed_once_ends_as_one_that_was_not(recipe: Any, tmp_path: Path) -> None:
+    if recipe.missing:
+        pytest.skip(f"needs {', '.join(recipe.missing)}")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(recipe, whole, tmp_path / "first")
+    rows = GALLERY.read_metrics(whole / recipe.metrics)
+    assert_falls(rows, recipe.falls)
+
+    kill_in_the_second_half(recipe, killed, tmp_path / "second")
+    run(recipe, killed, tmp_path / "third")
+    assert GALLERY.read_metrics(killed / recipe.metrics) == rows
+    ends, expected = saved(killed), saved(whole)
+    assert [name for name in expected if ends.pop(name, None) != expected[name]] == []
+    assert not ends
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_recipe_runs_by_its_own_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", "--cpu"]
+    script = EXAMPLES / "text_classification.py"
+    done = subprocess.run(
+        [*command, script, *words(RECIPES["text_classification"], tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[rank 0] step 12: " in done.stdout
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
+def test_a_recipe_reads_like_a_page(recipe: Any) -> None:
+    text = (EXAMPLES / f"{recipe.name}.py").read_text()
+    assert len(text.splitlines()) <= 150
+    tree = ast.parse(text)
+    assert f"accel launch --nproc-per-node 2 examples/{recipe.name}.py" in (ast.get_docstring(tree) or "")
+    [main] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    assert [each.arg for each in (*main.args.args, *main.args.kwonlyargs)] == ["ctx", "steps", "size", "out"]
+    assert set(recipe.small.split()[::2]) == {"--steps", "--size"}
+
+
+def test_the_gallery_lists_recipes_by_name() -> None:
+    assert list(RECIPES) == sorted(RECIPES)
+    assert len(RECIPES) == len(GALLERY.RECIPES)

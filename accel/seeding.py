@@ -45,7 +45,7 @@ def rank_key(ctx: DistContext, key: Key, *, along: Sequence[str] | None = None, 
     Raises:
         ConfigError: an index outside of the world, an unknown axis, or `along` beside `data_rank`.
 
-    Example:
+    Examples:
         >>> accel.seeding.rank_key(accel.single(), accel.seeding.Key(0), along=("dp", "tp"))
         Key(seed=0, path=('rank', 0))
     """

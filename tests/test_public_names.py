@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public names: each has one place and stands on a page of docs/, and the verbs of the loop have examples that run.
 
-`python tests/test_public_names.py` writes tests/public_names.txt anew, the names with their signatures, and the tables
-of docs/modules.md.
+`python tests/test_public_names.py` writes tests/public_names.txt anew, the names with their signatures, the tables of
+docs/modules.md, and the pages of docs/api/.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import doctest
 import importlib
 import inspect
 import re
+import runpy
 from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
@@ -285,3 +286,4 @@ def test_the_public_names_and_signatures_are_those_on_record() -> None:
 if __name__ == "__main__":
     _ = SNAPSHOT.write_text(snapshot())
     _ = MODULES_PAGE.write_text(listed(MODULES_PAGE.read_text()))
+    runpy.run_path(str(PAGES / "build.py"))["record"]()

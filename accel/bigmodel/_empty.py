@@ -330,7 +330,7 @@ def initialize_weights(
     Raises:
         PrepareError: modules without `reset_parameters`, or values that the function did not give; named.
 
-    Example:
+    Examples:
         >>> with torch.device("meta"):
         ...     net = nn.Linear(4, 2)
         >>> net = accel.bigmodel.initialize_weights(ctx, accel.prepare_model(ctx, net), accel.seeding.Key(0))

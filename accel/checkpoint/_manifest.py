@@ -299,7 +299,7 @@ def latest_checkpoint(out: str | os.PathLike[str] | RemotePath, *, verify: bool 
     Raises:
         CheckpointError: the folder cannot be read.
 
-    Example:
+    Examples:
         >>> accel.latest_checkpoint("runs/demo") is None
         True
         >>> path = accel.save_state(ctx, "runs/demo", items, step=3)

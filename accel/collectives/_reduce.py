@@ -304,7 +304,7 @@ def broadcast_from_holder(ctx: DistContext, tree: T | None) -> T:
         ConfigError: no rank has a tree, or several have; on every rank.
         TreeError: a container or a leaf of another kind, or a tensor that cannot be sent, by its path; on every rank.
 
-    Example:
+    Examples:
         >>> table = torch.arange(3) if ctx.is_main_process else None
         >>> accel.broadcast_from_holder(ctx, table)
         tensor([0, 1, 2])

@@ -136,7 +136,7 @@ class DistContext:
         Raises:
             ConfigError: no mesh has an axis of that name.
 
-        Example:
+        Examples:
             >>> accel.single().axis("tp")
             Axis(rank=0, size=1)
         """
@@ -232,7 +232,7 @@ def group_of(ctx: DistContext, *axes: str) -> dist.ProcessGroup | None:
         PeerError: another rank was lost.
         ContextClosedError: the context is closed.
 
-    Example:
+    Examples:
         >>> accel.group_of(accel.single(), "dp_shard", "cp") is None
         True
     """

@@ -348,7 +348,7 @@ def session(
     Arguments and errors are those of `from_env`. After the block the context refuses to communicate. The end of the
     block waits for a save in the background and raises what went wrong with it; after an exception it only waits.
 
-    Example:
+    Examples:
         >>> with accel.session() as ctx:
         ...     ctx.rank, ctx.world_size
         (0, 1)

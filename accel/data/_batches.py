@@ -122,7 +122,7 @@ def batches(
             rank.
         ContextClosedError: the context is closed.
 
-    Example:
+    Examples:
         >>> [int(batch.valid) for batch in accel.batches(ctx, loader)]
         [4, 4, 2]
         >>> state = accel.train_state(ctx, seed=0)

@@ -374,7 +374,7 @@ def prepare_loader(
         DataError: a loader that cannot be sharded exactly; the error names the reason and a way out.
         ConfigError: an argument outside its range, or without an effect.
 
-    Example:
+    Examples:
         >>> loader = accel.prepare_loader(ctx, DataLoader(dataset, batch_size=4), global_batch=4)
         >>> [int(batch.valid) for batch in accel.batches(ctx, loader)]
         [4, 4, 2]

@@ -124,7 +124,7 @@ def skip_first_batches(state: P, steps: int, loader: Loader) -> P:
         StepError: a state that waits for `backward` or `optimizer_step`.
         DataError: the epoch has fewer steps, the position is another dataset's, or the loader reads a stream.
 
-    Example:
+    Examples:
         >>> state = accel.train_state(ctx, seed=0)
         >>> accel.skip_first_batches(state, 2, loader).cursor.consumed
         8
@@ -172,7 +172,7 @@ def total_steps(
         ConfigError: a number below 1; a DataLoader without `ctx`; or arguments of a DataLoader beside a prepared one.
         DataError: a stream, a loader that cannot be sharded, or one whose epochs have no fixed number of steps.
 
-    Example:
+    Examples:
         >>> rows = torch.utils.data.TensorDataset(torch.arange(100))
         >>> loader = accel.prepare_loader(accel.single(), torch.utils.data.DataLoader(rows, batch_size=8))
         >>> accel.total_steps(loader, accumulation=4, epochs=3)  # 13 batches are 4 windows
@@ -265,7 +265,7 @@ def gather_for_metrics(
         CollectiveMismatch, TreeError: as `gather`. Tensors that differ in another dimension than the first need
             `pad_across_processes` before.
 
-    Example:
+    Examples:
         >>> counted = 0
         >>> for batch in accel.batches(ctx, loader):
         ...     inputs, targets = batch.data

@@ -43,7 +43,7 @@ class Folder:
         scratch: parent of the temporary folders, on a disk with room for the files; None for the system's folder of
             temporary files.
 
-    Example:
+    Examples:
         >>> load = lambda path: load_adapter(peft_model, path)
         >>> adapter = accel.items.Folder(save=peft_model.save_pretrained, load=load)
         >>> accel.save_state(ctx, "runs/demo", {"adapter": adapter, "optimizer": optimizer}, step=3)

@@ -129,7 +129,7 @@ def load_state(
             after all checks, which the error reports.
         ConfigError: no items, a name that is no identifier, or a wrong result of the transform.
 
-    Example:
+    Examples:
         >>> path = accel.save_state(ctx, "runs/demo", {"model": model, "best": 0.25}, step=3)
         >>> loaded = accel.load_state(ctx, path, {"model": model, "best": 0.0})
         >>> loaded["best"]

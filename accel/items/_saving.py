@@ -176,7 +176,7 @@ def save_state(
             "async", `result` raises it.
         CollectiveMismatch: ranks passed other steps or differently shaped items.
 
-    Example:
+    Examples:
         >>> path = accel.save_state(ctx, "runs/demo", {"model": model, "optimizer": optimizer}, step=3, keep=2)
         >>> path.name
         'step-00000003'

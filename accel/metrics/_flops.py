@@ -55,7 +55,7 @@ def count_flops(model: nn.Module, *args: Any, **kwargs: Any) -> FlopCount:
     Returns:
         The count for this input; `per_sample` is what `StepStatistics.read(flops_per_sample=)` takes.
 
-    Example:
+    Examples:
         >>> accel.metrics.count_flops(torch.nn.Linear(16, 32, bias=False), torch.zeros(4, 16, requires_grad=True))
         FlopCount(forward=4096, total=12288, unknown='')
 

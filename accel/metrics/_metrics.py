@@ -72,7 +72,7 @@ class Metrics(msgspec.Struct, frozen=True, eq=False):
             DataError: values of another form than before, or without a row for each weight.
             TreeError: a container that cannot be taken apart, or a leaf that is no real number.
 
-        Example:
+        Examples:
             >>> metrics = accel.metrics.running_metrics(loss="mean", lr="last")
             >>> metrics = metrics.add(3, loss=2.0, lr=0.1).add(1, loss=6.0, lr=0.05)
             >>> metrics.read(accel.single())[0]
@@ -250,7 +250,7 @@ def running_metrics(*, by_rank: Sequence[str] = (), **kinds: Kind) -> Metrics:
     Raises:
         ConfigError: no metric, an unknown kind, a reserved name ("step", "time"), or one in `by_rank` without a kind.
 
-    Example:
+    Examples:
         >>> metrics = accel.metrics.running_metrics(loss="mean", tokens="count")
         >>> metrics = metrics.add(8, loss=torch.tensor(0.5), tokens=4096)
         >>> metrics.read(accel.single())[0]

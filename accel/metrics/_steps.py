@@ -105,7 +105,7 @@ def straggler(values: Mapping[str, Any]) -> str | None:
     Args:
         values: result of `StepStatistics.read`.
 
-    Example:
+    Examples:
         >>> time = {"step_s": 0.026, "own_s": 0.005, "data_wait_s": 0.001}
         >>> time |= {"slowest_rank": 1, "slowest_own_s": 0.026, "slowest_data_wait_s": 0.021}
         >>> print(accel.metrics.straggler({"time": time}))
@@ -302,7 +302,7 @@ def step_statistics(**kinds: Kind) -> StepStatistics:
     Raises:
         ConfigError: as `running_metrics`, or a name that the statistics have themselves.
 
-    Example:
+    Examples:
         >>> statistics = accel.metrics.step_statistics(loss="mean")
         >>> statistics = statistics.add(batch, loss=0.5)
         >>> values, statistics = statistics.read(ctx)

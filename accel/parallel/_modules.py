@@ -105,7 +105,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     Args:
         model: from `prepare_model`, or compiled, or plain.
 
-    Example:
+    Examples:
         >>> model = accel.prepare_model(ctx, net)
         >>> accel.unwrap_model(model) is net
         True

@@ -96,7 +96,7 @@ def autocast(
         DeviceError: the device does not support the format.
         ConfigError: an unknown precision.
 
-    Example:
+    Examples:
         >>> with accel.autocast(ctx, "bf16"):
         ...     outputs = model(inputs)
         >>> outputs.dtype
@@ -212,7 +212,7 @@ def loss_scale(ctx: DistContext, *, initial: float = 2.0**16, growth_interval: i
         ConfigError: a value outside its range.
         DeviceError: the device does not support the context's precision.
 
-    Example:
+    Examples:
         >>> accel.loss_scale(ctx).scale
         1.0
         >>> accel.loss_scale(accel.replace(ctx, precision="fp16")).scale

@@ -196,7 +196,7 @@ class HostFolder:
     Raises:
         ConfigError: no path, an empty one, or a URL.
 
-    Example:
+    Examples:
         >>> path = accel.save_state(ctx, accel.checkpoint.HostFolder("runs/local"), {"model": model}, step=3)
         >>> accel.load_state(ctx, accel.checkpoint.HostFolder("runs/local"), {"model": model}).path == path
         True

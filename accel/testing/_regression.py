@@ -27,7 +27,7 @@ class RegressionDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         seed: seed of the points; equal arguments give equal points on any machine.
         dtype: dtype of x and y.
 
-    Example:
+    Examples:
         >>> dataset = accel.testing.RegressionDataset(64, noise=0.0)
         >>> dataset.best()
         Line(slope=2.0, intercept=3.0)

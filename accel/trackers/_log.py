@@ -163,7 +163,7 @@ def log(ctx: DistContext, trackers: Trackers, values: Mapping[str, object], *, s
             ended; on every rank. Values that differ between ranks, with `debug`.
         TrackerError: a tracker lost records, with `strict`; on every rank.
 
-    Example:
+    Examples:
         >>> with accel.tracking(ctx, "demo", to=[accel.trackers.csv()], dir="runs/demo") as trackers:
         ...     accel.log(ctx, trackers, {"train": {"loss": torch.tensor(0.5)}}, step=1)
         >>> Path("runs/demo/metrics.csv").read_text()[:15]

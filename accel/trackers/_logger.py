@@ -143,7 +143,7 @@ def get_logger(name: str, ctx: DistContext, level: int | str | None = None) -> R
     Raises:
         ConfigError: no such level, or no context.
 
-    Example:
+    Examples:
         >>> log = accel.get_logger("train", accel.single(), level="info")
         >>> log.info("%d samples", 8)
         >>> log.info("on each rank", main_process_only=False, in_order=True)
@@ -166,7 +166,7 @@ def rich_handler(ctx: DistContext, **options: Any) -> logging.Handler:
     Raises:
         MissingExtraError: rich is not installed.
 
-    Example:
+    Examples:
         >>> handler = accel.trackers.rich_handler(accel.single(), show_path=False)
         >>> logging.getLogger("train").addHandler(handler)
     """

@@ -117,7 +117,7 @@ def profile(
         ConfigError: no such rank, a folder at a URL, `memory` without CUDA, or several simulated ranks, which share one
             profiler; on every rank.
 
-    Example:
+    Examples:
         >>> with accel.profile(ctx, out="runs/demo") as profile:
         ...     for batch in profile.data(batches):
         ...         profile.step()

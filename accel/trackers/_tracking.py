@@ -150,7 +150,7 @@ def tracking(
         MissingExtraError: the package of a tracker is missing; on every rank.
         TrackerError: records were lost and `strict` is set; on every rank.
 
-    Example:
+    Examples:
         >>> with accel.tracking(ctx, "demo", to=[accel.trackers.jsonl()], dir="runs/demo") as trackers:
         ...     accel.log(ctx, trackers, {"loss": 0.5}, step=1)
         >>> Path("runs/demo/metrics.jsonl").read_text()[:22]

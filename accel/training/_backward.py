@@ -262,7 +262,7 @@ def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.M
         PeerError: another rank was lost within the block.
         ContextClosedError: the context is closed.
 
-    Example:
+    Examples:
         >>> state = state.next(batch)
         >>> with accel.accumulate(ctx, state, model):
         ...     state = accel.backward(ctx, model(batch.data[0]).square().mean(), state)
@@ -375,7 +375,7 @@ def backward(
             another; `create_graph` or `inputs` where ranks exchange or divide what they are about.
         PeerError: another rank was lost while gradients were exchanged.
 
-    Example:
+    Examples:
         >>> state = accel.backward(ctx, model(batch.data[0]).square().mean(), state.next(batch))
         >>> state.sync
         True

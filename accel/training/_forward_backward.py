@@ -127,7 +127,7 @@ def forward_backward(
         DataError: inputs without rows, or with different numbers of rows.
         PeerError: another rank was lost.
 
-    Example:
+    Examples:
         >>> state = state.next(batch)
         >>> loss_sum = lambda output: output.square().sum()
         >>> loss, state = accel.forward_backward(ctx, model, state, batch.data[0], loss_fn=loss_sum)
@@ -306,7 +306,7 @@ def forward(
         DataError: inputs without rows, or with different numbers of rows.
         PeerError: another rank was lost.
 
-    Example:
+    Examples:
         >>> accel.training.forward(accel.single(), nn.Linear(2, 3), torch.ones(4, 2)).shape
         torch.Size([4, 3])
     """

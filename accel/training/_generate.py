@@ -308,7 +308,7 @@ def generate(
             front, or a cache of a model that has none.
         StageError, PeerError: as of `forward`.
 
-    Example:
+    Examples:
         >>> class Next(nn.Module):
         ...     def forward(self, ids):
         ...         return nn.functional.one_hot((ids + 1) % 5, 5).float()

@@ -209,7 +209,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
         DeviceError, PrepareError, DataError: as `prepare_model` and `prepare_loader`.
         ContextClosedError: the context is closed.
 
-    Example:
+    Examples:
         >>> net = nn.Linear(4, 1)
         >>> adam = torch.optim.Adam(net.parameters())
         >>> model, optimizer, loader = accel.prepare(ctx, net, adam, DataLoader(dataset, batch_size=4))

@@ -52,7 +52,7 @@ def resume(
         CheckpointError: as `load_state`; or the checkpoint holds no state, or several.
         ConfigError: a record among the items, or another seed than the run's; nothing was changed.
 
-    Example:
+    Examples:
         >>> ctx, model = accel.single(), torch.nn.Linear(2, 1)
         >>> state = accel.resume(ctx, "runs/new", {"model": model}, accel.train_state(ctx))
         >>> state.updates

@@ -305,7 +305,7 @@ def optimizer_step(
             was changed.
         ContextClosedError: the context is closed.
 
-    Example:
+    Examples:
         >>> state = accel.backward(ctx, model(batch.data[0]).square().mean(), state.next(batch))
         >>> state = accel.optimizer_step(ctx, optimizer, state, max_norm=1.0)
         >>> state.updates, state.stepped

@@ -252,7 +252,7 @@ def train_state(
         ConfigError: an argument outside its range.
         DeviceError: the device does not compute in the context's precision.
 
-    Example:
+    Examples:
         >>> ctx = accel.single()
         >>> state = accel.train_state(ctx, seed=0, accumulation=4)
         >>> state.epoch, state.updates, state.sync
@@ -281,7 +281,7 @@ def discard(state: TrainState, *models: nn.Module) -> TrainState:
     Raises:
         ConfigError: no model.
 
-    Example:
+    Examples:
         >>> ctx, model = accel.single(), torch.nn.Linear(2, 1)
         >>> state = accel.training.discard(accel.train_state(ctx), model)
         >>> state.sync

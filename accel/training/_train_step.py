@@ -66,7 +66,7 @@ def train_step(
         NonFiniteError: a gradient is inf or NaN, on every rank; parameters did not change.
         PeerError: another rank was lost.
 
-    Example:
+    Examples:
         >>> loss_sum = lambda output, targets: (output - targets).square().sum()
         >>> state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum)
         >>> state.updates, loss.shape

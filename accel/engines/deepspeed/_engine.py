@@ -117,7 +117,7 @@ def build_sharded(ctx: DistContext, make: Callable[[], M]) -> M:
         ConfigError: another stage than 3.
         MissingExtraError: DeepSpeed is missing.
 
-    Example:
+    Examples:
         >>> model = build_sharded(ctx, lambda: Llama(config))
     """
     config = config_of(ctx)

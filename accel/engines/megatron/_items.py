@@ -107,7 +107,7 @@ def megatron_items(
         MissingExtraError: Megatron-core does not import.
         ConfigError: its parallel state is not initialized, or the context has another one.
 
-    Example:
+    Examples:
         >>> items = megatron_items(ctx, model, optimizer)  # doctest: +SKIP
         >>> accel.save_state(ctx, "runs/gpt", items | {"cursor": cursor}, step=3)  # doctest: +SKIP
     """

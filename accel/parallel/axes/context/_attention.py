@@ -313,7 +313,7 @@ def context_attention(
         PeerError: another rank was lost.
         ContextClosedError: the context is closed.
 
-    Example:
+    Examples:
         >>> q = k = v = torch.randn(1, 4, 6, 8)
         >>> accel.parallel.context_attention(ctx, q, k, v).shape
         torch.Size([1, 4, 6, 8])

@@ -180,7 +180,7 @@ def split_sequence(
         DataError: a length that cannot be cut, or tensors of different lengths.
         ConfigError: names that the batch does not have, or a tensor without a value of padding.
 
-    Example:
+    Examples:
         >>> ids = torch.tensor([[5, 6, 7]])
         >>> part = accel.parallel.split_sequence(ctx, {"ids": ids, "labels": ids})
         >>> part["labels"], part["position_ids"]

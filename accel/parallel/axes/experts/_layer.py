@@ -106,7 +106,7 @@ def dispatch_tokens(
     Raises:
         ConfigError: an index of another shape, or a number of experts that the ranks cannot share.
 
-    Example:
+    Examples:
         >>> tokens = torch.tensor([[1.0], [2.0], [3.0]])
         >>> sent = accel.parallel.dispatch_tokens(tokens, torch.tensor([[1], [0], [1]]), experts=2)
         >>> sent.rows.flatten().tolist(), sent.counts
@@ -149,7 +149,7 @@ def combine_tokens(outputs: Tensor, dispatched: DispatchedTokens, weights: Tenso
     Raises:
         ConfigError: another number of rows or weights than was dispatched.
 
-    Example:
+    Examples:
         >>> sent = accel.parallel.dispatch_tokens(torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]]), experts=2)
         >>> accel.parallel.combine_tokens(sent.rows * 10, sent, torch.tensor([[0.5], [1.0]])).flatten().tolist()
         [5.0, 20.0]

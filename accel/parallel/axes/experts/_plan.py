@@ -41,7 +41,7 @@ def expert_plan(model: nn.Module) -> dict[str, str]:
     Args:
         model: not yet spread.
 
-    Example:
+    Examples:
         >>> accel.parallel.expert_plan(torch.nn.Linear(2, 2))
         {}
     """

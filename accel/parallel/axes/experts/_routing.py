@@ -40,7 +40,7 @@ def route_tokens(logits: Tensor, k: int, *, normalize: bool = True) -> Routing:
 
     Reference: Shazeer et al. 2017, arXiv:1701.06538.
 
-    Example:
+    Examples:
         >>> routing = accel.parallel.route_tokens(torch.tensor([[0.0, 2.0, 1.0]]), 2)
         >>> routing.indices.tolist(), float(routing.weights.sum())
         ([[1, 2]], 1.0)
@@ -86,7 +86,7 @@ def balance_loss(ctx: DistContext, probabilities: Tensor, indices: Tensor, *, ma
 
     Reference: Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, equations 4 to 6.
 
-    Example:
+    Examples:
         >>> routing = accel.parallel.route_tokens(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 1)
         >>> float(accel.parallel.balance_loss(accel.single(), routing.probabilities, routing.indices))
         1.0

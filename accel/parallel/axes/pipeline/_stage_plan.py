@@ -130,7 +130,7 @@ def stage_plan(model: nn.Module, stages: int, *, costs: Mapping[str, float] | No
             no module of the chain; all of them are listed.
         ConfigError: not a number of stages, or costs that are no numbers from 0, or of other modules.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> accel.parallel.stage_plan(model, 2)
         (('0', '1'), ('2',))

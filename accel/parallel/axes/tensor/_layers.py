@@ -424,7 +424,7 @@ def vocab_cross_entropy(
     Reference:
         Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3.
 
-    Example:
+    Examples:
         >>> logits = torch.zeros(2, 4)
         >>> float(accel.parallel.vocab_cross_entropy(accel.single(), logits, torch.tensor([1, -100])).exp())
         4.0

@@ -240,7 +240,7 @@ def tensor_plan(model: nn.Module, *, sequence: bool = False, head: HeadStyle | N
             as its head.
         ConfigError: an unknown style of the head.
 
-    Example:
+    Examples:
         >>> net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
         >>> accel.parallel.tensor_plan(net)
         {'0': 'colwise', '2': 'rowwise'}

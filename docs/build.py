@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the documentation's site, strictly: `python docs/build.py [--with zensical] [--to FOLDER]`.
+
+`mkdocs.yml` at the root is the one configuration; the extra `docs` installs the builder. The site of this version is
+written into FOLDER/VERSION (by default `build/site`), and FOLDER/versions.json lists the versions for the chooser.
+A dead link, a page outside the navigation, a public name without its entry, or a resource of another host is an error.
+
+`python docs/build.py --record` writes the pages of the API reference, `docs/api/`, from `tests/public_names.txt`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "api"
+NAMES = ROOT / "tests" / "public_names.txt"
+BUILDERS = {"mkdocs": ("mkdocs", "build", "--strict"), "zensical": ("zensical", "build", "--strict")}
+BUILT = ROOT / "build" / "next-site"  # `site_dir` of mkdocs.yml
+_LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
+_KEPT_LINKS = {"canonical", "next", "prev", "alternate"}  # links that a browser does not load
+
+
+def public_names() -> dict[str, list[str]]:
+    """Return the recorded public names of each module, in their order."""
+    found: dict[str, list[str]] = {}
+    for dotted in re.findall(r"^(?:class )?(accel[\w.]+)\(", NAMES.read_text(), flags=re.M):
+        module, _, name = dotted.rpartition(".")
+        found.setdefault(module, []).append(name)
+    return found
+
+
+def api_pages() -> dict[str, str]:
+    """Return the text of each page of the reference, by its file name: one page a public module."""
+    return {f"{module}.md": _page(module, names) for module, names in public_names().items()}
+
+
+def _page(module: str, names: Sequence[str]) -> str:
+    source = ROOT.joinpath(*module.split("."))
+    file = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
+    summary = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+    entries = "\n\n".join(f"::: {module}.{name}" for name in names)
+    return f"# {module}\n\n{summary}\n\n{entries}\n"
+
+
+def record() -> None:
+    """Write the pages of the reference anew."""
+    pages = api_pages()
+    PAGES.mkdir(exist_ok=True)
+    for old in PAGES.glob("*.md"):
+        if old.name not in pages:
+            old.unlink()
+    for name, text in pages.items():
+        _ = (PAGES / name).write_text(text)
+
+
+class Resources(HTMLParser):
+    """The addresses that a page makes a browser load, and its anchors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        """Note the address of a tag that loads one, and its id."""
+        values: Mapping[str, str | None] = dict(attrs)
+        self.anchors.add(values.get("id") or "")
+        address = values.get(_LOADED.get(tag, ""))
+        if address and not (tag == "link" and _KEPT_LINKS & set((values.get("rel") or "").split())):
+            self.loaded.append(address)
+
+
+def problems(site: Path) -> Iterator[str]:
+    """Yield public names without an entry, and resources that a browser would load from another host."""
+    anchors: set[str] = set()
+    for page in sorted(site.rglob("*.html")):
+        read = Resources()
+        read.feed(page.read_text())
+        anchors |= read.anchors
+        foreign = [each for each in read.loaded if re.match(r"(https?:)?//", each)]
+        yield from (f"{page.relative_to(site)}: loads {each} from another host" for each in foreign)
+    for sheet in sorted(site.rglob("*.css")):
+        found = re.findall(r"""(?:url\(|@import )["']?((?:https?:)?//[^"')]+)""", sheet.read_text())
+        yield from (f"{sheet.relative_to(site)}: loads {each} from another host" for each in found)
+    for module, names in public_names().items():
+        yield from (f"{module}.{name} has no entry" for name in names if f"{module}.{name}" not in anchors)
+
+
+def list_version(folder: Path, version: str) -> None:
+    """Add a version to the list that the chooser of each version reads, the newest first."""
+    file = folder / "versions.json"
+    known = {each["version"] for each in json.loads(file.read_text())} if file.exists() else set()
+    newest = sorted(known | {version}, key=lambda each: [int(part) for part in re.findall(r"\d+", each)], reverse=True)
+    rows = [{"version": each, "title": each, "aliases": list[str]()} for each in newest]
+    _ = file.write_text(json.dumps(rows, indent=2) + "\n")
+    _ = (folder / "index.html").write_text(f'<meta http-equiv="refresh" content="0; url={newest[0]}/">\n')
+
+
+def version_of_source() -> str:
+    """Return the version that `accel/__init__.py` has."""
+    found = re.search(r'^__version__ = "([^"]+)"$', (ROOT / "accel" / "__init__.py").read_text(), flags=re.M)
+    assert found
+    return found[1]
+
+
+def build(builder: str, folder: Path) -> int:
+    """Build, check and place the site of this version; return 1 where something is missing."""
+    pages = api_pages()
+    if old := [name for name in pages if not (PAGES / name).exists() or (PAGES / name).read_text() != pages[name]]:
+        print(f"docs/api: {', '.join(old)}: record them by python docs/build.py --record", file=sys.stderr)
+        return 1
+    program, *words = BUILDERS[builder]
+    if status := subprocess.run([sys.executable, "-m", program, *words], cwd=ROOT).returncode:
+        return status
+    if found := [*problems(BUILT)]:
+        print("\n".join(found), file=sys.stderr)
+        return 1
+    version = version_of_source()
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / version, ignore_errors=True)
+    _ = shutil.move(BUILT, folder / version)
+    list_version(folder, version)
+    print(f"{folder / version}: {sum(1 for _ in (folder / version).rglob('*.html'))} pages")
+    return 0
+
+
+def main() -> int:
+    """Build the site, or record the reference."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    _ = parser.add_argument("--with", dest="builder", choices=BUILDERS, default="mkdocs")
+    _ = parser.add_argument("--to", type=Path, default=ROOT / "build" / "site", help="folder of all versions")
+    _ = parser.add_argument("--record", action="store_true", help="write docs/api/ anew, and build nothing")
+    asked = parser.parse_args()
+    if asked.record:
+        record()
+        return 0
+    return build(asked.builder, asked.to)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -76,13 +76,9 @@ class RngState(msgspec.Struct, frozen=True):
 
 
 def capture_rng(*devices: torch.device) -> RngState:
-    """Return the state of the global streams of python, numpy, torch and devices.
+    """Return the state of the global streams of python, numpy, torch and some devices of this rank.
 
-    Args:
-        devices: devices of this rank, beside the CPU; other devices' streams are not touched.
-
-    Raises:
-        DeviceError: a type of device without access to its stream in torch.
+    A type of device without access to its stream in torch is a `DeviceError`.
     """
     version, words, gauss = python_random.getstate()
     return RngState(
@@ -96,12 +92,7 @@ def capture_rng(*devices: torch.device) -> RngState:
 def restore_rng(state: RngState, *devices: torch.device) -> None:
     """Restore all global streams to a captured state. Mutates them.
 
-    Args:
-        state: from `capture_rng`.
-        devices: of the captured types, in the same order; their indices may differ.
-
-    Raises:
-        ConfigError: devices of other types than captured; no stream was touched.
+    `devices` are of the captured types, in the same order, or a `ConfigError` before any stream is touched.
     """
     kinds = [kind for kind, _ in state.devices]
     own = _own(devices)

@@ -43,8 +43,7 @@ def not_installed(problem: str, where: str, otherwise: str = "") -> MissingExtra
 def join(local_rank: int, local_world_size: int, world_size: int) -> int:
     """Connect this process to one device of its host, and return the device's rank among those of all hosts.
 
-    The hardware determines that order, not the launcher's order of processes. On TPUs this waits for the processes of
-    all hosts. `ConfigError` if XLA does not connect one device of each process.
+    The hardware determines that rank. On TPUs this waits for the processes of all hosts.
     """
     _ = _package("torch_xla.distributed.xla_backend")  # registers the backend with torch.distributed
     if world_size > 1:

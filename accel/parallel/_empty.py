@@ -25,8 +25,7 @@ _EXPECTS = "accel_expects_values"  # attribute of modules that were spread empty
 def stays_empty(comm: Comm, model: nn.Module) -> bool:
     """Return whether no rank has values of a model that is not spread, so that they come later. A collective.
 
-    Raises `PrepareError`, the same on every rank, where only the first rank has none, or nobody has those of a buffer
-    that no checkpoint holds.
+    On every rank, no values on the first rank alone, or of a buffer that no checkpoint holds, are a `PrepareError`.
     """
     held_here = [not each.is_meta for each in model.parameters()]
     missing_first = held_here.count(False) if comm.rank == 0 else 0

@@ -23,8 +23,7 @@ _DROPPED = "accel_dropped"
 def label_parameters(model: nn.Module, *, needed: bool = False, viewed: bool = False) -> None:
     """Label the model's parameters with their names. Mutates them by one attribute, which nothing computes with.
 
-    `needed`: a step needs a gradient of each, because ranks exchange all or none. `viewed`: an exchanged gradient is a
-    view of its bucket.
+    `needed`: a step needs the gradient of each. `viewed`: an exchanged gradient is a view of its bucket.
     """
     for name, parameter in model.named_parameters():
         setattr(parameter, _LABEL, (name, needed, viewed))
@@ -68,12 +67,7 @@ def heir_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise if ranks cannot have exchanged the gradients of parameters. No communication.
-
-    Raises:
-        StepError: DDP waits for a missing gradient, or has not exchanged one; the parameter is named.
-        PrepareError: nobody exchanges a parameter's gradient, or no model has the parameter any longer.
-    """
+    """Refuse parameters whose gradients ranks cannot have exchanged, by name. No communication."""
     unused: list[str] = []
     own: list[str] = []
     for each in parameters:

@@ -31,8 +31,7 @@ Select = Literal["repeated"] | type[nn.Module] | tuple[type[nn.Module], ...] | C
 def selected(model: nn.Module, select: Select, where: str) -> dict[str, nn.Module]:
     """Return the chosen modules by name, outermost ones only; the model itself has the name "".
 
-    `select` is a class, several, a function of name and module, or "repeated": the blocks that a ModuleList or
-    Sequential holds at least two of, of one class that has modules of its own. No choice is a `ConfigError`.
+    `select` is a class, several, a function of name and module, or "repeated"; an empty choice is a `ConfigError`.
     """
     if select == "repeated":
         blocks = repeated(model)

@@ -71,9 +71,7 @@ def unspread(ctx: DistContext, model: nn.Module) -> Sequence[Spread]:
 def check_axes(ctx: DistContext, *, spreads: bool = True) -> None:
     """Raise `PrepareError` for a pipeline or expert axis whose ranks would hold replicas.
 
-    Stages and experts often have equal names and shapes, so every one of them would begin with rank 0's values and
-    would be averaged with the others. `spreads`: the model is about to be spread along the axes that something here
-    knows.
+    `spreads`: the model is about to be spread along the known axes.
     """
     for name, axis in ctx.position.axes:
         dimension = dimension_of(name)
@@ -81,6 +79,7 @@ def check_axes(ctx: DistContext, *, spreads: bool = True) -> None:
         if axis.size == 1 or dimension not in ("pipeline", "expert") or known:
             continue
         held = "stage" if dimension == "pipeline" else "experts"
+        # names and shapes of stages and experts are often equal, so nothing later would notice
         raise PrepareError(
             f"every rank would begin with rank 0's {held}, and average gradients with all others",
             expected="a mesh without pipeline and expert dimensions of more than one rank",

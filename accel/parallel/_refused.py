@@ -119,13 +119,7 @@ def check_bare(model: nn.Module) -> None:
 def check_sparse(model: nn.Module, obstacles: Mapping[str, bool], where: str) -> None:
     """Refuse sparse gradients where nothing exchanges them, or where they meet dense ones of the same parameter.
 
-    Args:
-        model: the model, without wrappers.
-        obstacles: things that do not take sparse gradients, and whether each of them is there.
-        where: place of the error.
-
-    Raises:
-        PrepareError: such a model, on any number of ranks; the first parameters are named.
+    `obstacles`: things that do not take sparse gradients, and whether each of them is there.
     """
     tables = sparse_tables(model)
     if not tables:

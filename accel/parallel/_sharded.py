@@ -60,11 +60,9 @@ def spans_all(ctx: DistContext, model: nn.Module) -> bool:
 
 
 def check_sharded(ctx: DistContext, model: nn.Module) -> None:
-    """Reshard parameters left gathered by an evaluation forward; raise unless ranks with the same parameters exchange
-    gradients.
+    """Reshard parameters left gathered by an evaluation forward; refuse ranks that do not exchange their gradients.
 
-    Raises:
-        PrepareError: a mesh that leaves ranks out, or a trainable parameter that `fully_shard` did not take; named.
+    A mesh that leaves ranks out, and a trainable parameter that `fully_shard` did not take, are a `PrepareError`.
     """
     if _left_out(ctx, model) is None:
         return
@@ -101,16 +99,15 @@ def check_adopted(ctx: DistContext, model: nn.Module) -> None:
 
 
 def check_replicated(ctx: DistContext, replica: DistributedDataParallel) -> None:
-    """Raise `PrepareError` unless a DDP of the user's exchanges gradients between the ranks with the same parameters
-    alone.
+    """Refuse a DDP of the user's that exchanges gradients between others than the ranks with the same parameters.
 
-    Along axes of the user's own both are adopted: ranks may hold replicas along them, or other parts. So is a group
-    that torch has not opened, whose ranks its manager knows. No communication.
+    No communication: a group that torch has not opened is adopted, as its manager alone knows its ranks.
     """
     group = cast(Any, replica).process_group
     if group is ctx.comm.group and ctx.mesh is None:
         return
     found = ranks_of_group(group)
+    # ranks may hold replicas along axes of the user's own, or other parts: both are adopted
     least, most = (_replica_ranks(ctx, named_alone=each) or ranks_of_group(ctx.comm.group) for each in (True, False))
     if found is None or least is None or most is None or least <= found <= most:
         return

@@ -68,9 +68,7 @@ def no_sync(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None
 def exchanging(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None]:
     """Let ranks exchange gradients in this block, and check at its end that they have.
 
-    Raises, out of the block:
-        StepError: a parameter took no part in it, so that nothing was exchanged.
-        PeerError: another rank was lost in it.
+    Raises out of the block: `StepError` for a parameter without a part in it, `PeerError` for a lost rank.
     """
     engine = engine_of(ctx)
     if engine is not None:

@@ -33,12 +33,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def check_masters(model: nn.Module, formats: Mapping[int, torch.dtype]) -> None:
-    """Raise unless master weights have an effect on a model, and all of its gradients fit float32.
-
-    Raises:
-        ConfigError: no parameter in 16 bits.
-        PrepareError: a sharded parameter in 16 bits, or a trainable one in another format than 16 or 32 bits.
-    """
+    """Refuse master weights without an effect on the model, or of parameters that are sharded or do not fit float32."""
     halves = False
     for name, parameter in model.named_parameters():
         dtype = formats.get(id(parameter), parameter.dtype)

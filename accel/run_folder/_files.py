@@ -17,15 +17,7 @@ T = TypeVar("T")
 
 
 def write_json(path: str | os.PathLike[str], value: object) -> None:
-    """Write a value as JSON so that a reader finds all of it or nothing.
-
-    Args:
-        path: the file; its folder must exist, and one process alone writes it.
-        value: a record, or what msgspec encodes.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a value as JSON to a file of this process alone, so that a reader finds all of it or nothing."""
     partial = f"{os.fspath(path)}.partial"
     with open(partial, "wb") as file:
         _ = file.write(msgspec.json.encode(value))
@@ -35,8 +27,7 @@ def write_json(path: str | os.PathLike[str], value: object) -> None:
 def append_rest(path: str | os.PathLike[str], content: bytes | bytearray) -> None:
     """Append what a file lacks of its content so far, whole lines at once; one process alone writes it.
 
-    Raises:
-        OSError: the file cannot be written, or not all of it; the next call goes on where it ends.
+    After an error the next call goes on where the file ends.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
@@ -98,13 +89,6 @@ def read_new(path: str | os.PathLike[str], position: Position = Position()) -> N
     """Return whole lines behind a position, some 16 MiB at most; no lines once all have been read.
 
     A torn last line stays for the next read. A file that does not exist has no lines.
-
-    Args:
-        path: the file.
-        position: result of the last read.
-
-    Raises:
-        OSError: the file exists, but cannot be read.
     """
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below
@@ -143,16 +127,7 @@ class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_line(step: int, values: Mapping[str, float], time: Mapping[str, float] | None = None) -> bytes:
-    """Return a line with its newline.
-
-    Args:
-        step: optimizer step, 0 or above.
-        values: numbers by name, in the order of the line.
-        time: readings of clocks by name.
-
-    Raises:
-        ConfigError: a value is no number, or its name is "step" or "time".
-    """
+    """Return a line with its newline; other values than numbers, or named "step" or "time", are a `ConfigError`."""
     for taken in values.keys() & {_STEP, _TIME}:
         raise ConfigError("a metric has a name that the line uses itself", got=repr(taken), fix="Rename the metric.")
     line = {

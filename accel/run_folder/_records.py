@@ -46,10 +46,9 @@ class SourceState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ask_git(folder: str) -> Callable[[], SourceState | None]:
-    """Ask git for the state of the repository around a folder, and return at once.
+    """Ask git for the state of the repository around a folder; return a function that waits, 5 seconds at most.
 
-    Returns:
-        A function that waits for the answer, 5 seconds at most; None without git, without a repository or in time.
+    That returns None without git, without a repository or an answer in time.
     """
     command = [*_GIT, "-C", folder or ".", "status", "--porcelain=v2", "--branch", "-z"]
     try:
@@ -374,18 +373,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_run(folder: Path, launches: Sequence[LaunchRecord] | None = None) -> RunRecord | None:
-    """Return the record of a run; None if the folder has none.
-
-    Rank 0 writes it and may know less than its launcher: its own error may only report a lost peer, and a killed rank 0
-    writes none. So the error that ended its attempt is taken from the launch's log.
-
-    Args:
-        folder: folder of the run.
-        launches: result of `read_launches`; None to read them.
-    """
+    """Return the record of a run, with the error that ended it from the launch's log; None if the folder has none."""
     run = read_json(folder / RUN, RunRecord)
     if run is None or run.status == "finished":
         return run
+    # rank 0 wrote it: its own error may only report a lost peer, and a killed rank 0 writes none
     last_s = max((run.started_s, *run.resumed_s))
     for launch in read_launches(folder) if launches is None else launches:
         for attempt in launch.attempts:

@@ -167,14 +167,9 @@ def hide_in_words(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def hide_in_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a configuration with stars in place of credentials.
+    """Return a nested configuration with stars in place of credentials, and the dotted names of what was replaced.
 
-    Args:
-        config: values by name, nested in mappings and sequences.
-
-    Returns:
-        The configuration, its texts bounded, and the dotted names of the values that were replaced. Below the name of a
-        credential every text is one; a number is never a credential.
+    Texts are bounded. Below the name of a credential every text is one; a number is never a credential.
     """
     hidden: list[str] = []
     return {name: _shown(value, is_secret_name(name), name, hidden) for name, value in config.items()}, tuple(hidden)
@@ -214,12 +209,7 @@ def _is_plain(value: str) -> bool:
 
 
 def bounded(text: str, most: int = MOST_TEXT) -> str:
-    """Return the beginning of a text that is too long, without the half of a word that may be a credential.
-
-    Args:
-        text: any text.
-        most: number of characters that stay.
-    """
+    """Return the beginning of a text that is too long, without the half of a word that may be a credential."""
     if len(text) <= most:
         return text
     kept = text[:most]

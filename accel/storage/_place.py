@@ -163,8 +163,7 @@ class Place(Protocol):
     def commit(self, name: str, last: str, data: bytes, files: Mapping[str, FileEntry]) -> Place | None:
         """Write a stage's last file, without which the folder counts for nothing, and give the stage its name.
 
-        Returns the former holder of the name, moved aside; None without one. In a store, that is this place itself if
-        it holds other objects than these.
+        Returns the name's former holder, moved aside, or None; in a store this place itself if it holds other objects.
         """
         ...
 

@@ -57,18 +57,13 @@ def plan_requests(
 ) -> list[Request]:
     """Plan the requests that fill memory with pieces of one file, each wanted byte once, in order of the file.
 
-    Pieces may overlap in the file, not in memory. Neighbours in the file are joined. Whole pages whose address has the
-    file's alignment go straight to memory; the rest is staged, several pieces by one request.
-
-    Args:
-        chunk: largest request in bytes, a multiple of `PAGE`.
-        gap: largest number of unwanted bytes to read between two staged pieces.
-        least: smallest number of bytes to read straight to memory.
+    Pieces may overlap in the file, not in memory. Small and unaligned ones are staged, `gap` unwanted bytes apart.
     """
     straight: list[Request] = []
     staged: list[WantedBytes] = []
     for piece in _merged(sorted(each for each in wanted if each.nbytes)):
         first, last = _whole_pages(piece)
+        # whole pages go straight to memory, past the page cache, where addresses have the file's alignment
         if (piece.address - piece.start) % PAGE or last - first < least:
             staged.append(piece)
             continue

@@ -106,10 +106,7 @@ def header_size(data: bytes | memoryview, size: int, where: str) -> int:
 def read_header(data: memoryview, where: str, names: Collection[str] | None = None, size: int | None = None) -> Header:
     """Read a header and check it against itself and the file's length; fast and in little memory for any bytes.
 
-    Args:
-        data: the file's first bytes, at least those of the header; others are not touched.
-        names: tensors that a manifest lists for this file; None for a file without a manifest.
-        size: bytes of the file; None for those of `data`.
+    `data` begins the file; `names` are the tensors that a manifest lists for it.
     """
     size = len(data) if size is None else size
     after = header_size(data, size, where)

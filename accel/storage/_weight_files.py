@@ -145,19 +145,16 @@ def publish_file(stage: Path, name: str, target: Path) -> None:
 
 
 def publish_weights(stage: Path, files: Sequence[str], index: bytes | None) -> None:
-    """Move new weights out of their stage and delete those that they replace; after an error, either set is whole.
-
-    Readers follow either `model.safetensors` or the index; each appears by one rename, after the files it refers to.
-    Older files are deleted only where their names are of this format and the old index lists them.
-    """
+    """Move new weights out of their stage and delete those that they replace; after an error, either set is whole."""
     folder = stage.parent
     names, listed = _read_index(folder)
-    old = replaceable(names, listed)
+    old = replaceable(names, listed)  # of this format's names, and listed: others are not ours
     if index is not None:
         write_file(stage, INDEX, [index])
     sync_folder(stage)
     old |= _make_way(stage, listed, old & set(files))
     with disk_errors(folder):
+        # readers follow either `model.safetensors` or the index, so that comes after the files it refers to
         for name in [*files, INDEX] if index is not None else files:
             if name == INDEX:
                 sync_folder(folder)

@@ -61,9 +61,7 @@ Enter = Callable[[SimulatedGroup], AbstractContextManager[object]]
 def default_groups() -> Generator[Enter]:
     """Let ranks have default groups of their own inside of the block, and leave torch as it was after it.
 
-    Yields a scope for each rank's thread and its group of all ranks: inside, that is `dist.group.WORLD`. Several
-    simulations may do so at once, from threads or inside of each other. A torch without the hooks is a
-    `SimulationError`.
+    Yields a scope for each rank's thread and its group. Several simulations may do so at once, or inside each other.
     """
     check_hooks()
     with _CHANGING:

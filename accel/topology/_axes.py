@@ -164,11 +164,8 @@ def coordinates(axes: Axes, rank: int) -> Mapping[str, int]:
 
 
 def rank_rows(axes: Axes, *along: str) -> tuple[tuple[int, ...], ...]:
-    """Return rows of ranks that differ along some axes alone, one for each position on the others.
-
-    "ep" divides the ranks along dp or dp_shard, cp and tp anew: with it, `along` may have these, and "efsdp" for those
-    of them that hold the same experts.
-    """
+    """Return rows of ranks that differ along some axes alone, one for each position on the others."""
+    # "ep" divides the ranks along dp or dp_shard, cp and tp anew; "efsdp" are those with the same experts
     if {"ep", "efsdp"} & set(along):
         shape = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "efsdp": axes.expert_ranks // axes.ep, "ep": axes.ep}
     else:
@@ -351,8 +348,7 @@ class MeshPosition:
     def find(self, name: str, data: Dimension = "data") -> tuple[str, ...]:
         """Return the mesh's own names of an axis, which may be others of the same dimension; none without one.
 
-        "dp" of a mesh of both `dp_replicate` and `dp_shard` is both. `data` is the dimension of an axis such as "dp",
-        by the strategy: "replicate" or "shard"; "data" where it is not known.
+        `data`: dimension of "dp" by the strategy, "replicate" or "shard"; "data" where it is not known.
         """
         names = [own for own, _ in self.axes]
         if name in names:
@@ -386,17 +382,9 @@ def mesh_position(
     coordinate: Sequence[int],
     data_dims: Sequence[str] | None = None,
 ) -> MeshPosition:
-    """Return a rank's position on a mesh.
+    """Return a rank's position on a mesh; ranks whose coordinates differ in a data dimension have samples of their own.
 
-    Ranks whose coordinates differ in a data dimension have samples of their own, ranks that differ in other dimensions
-    alone share them. Shares are numbered in the order of the mesh, its last data dimension fastest.
-
-    Args:
-        names: of the mesh's axes; None for a mesh without, which is data parallel if it has one axis.
-        data_dims: names of the data dimensions; None for those in `DATA_DIMS`, all others being in `SHARED_DIMS`.
-
-    Raises:
-        ConfigError: an axis of unknown meaning, or `data_dims` that the mesh does not have.
+    Shares are numbered in the order of the mesh. Without `data_dims`, the axes' names say which are data dimensions.
     """
     data = _known(names, len(shape)) if data_dims is None else _stated(names or (), len(shape), data_dims)
     axes = tuple(Axis(here, size) for here, size in zip(coordinate, shape, strict=True))

@@ -26,22 +26,14 @@ def is_begun(window: Accumulation) -> bool:
 
 
 def begun_window(window: Accumulation, call: str) -> Accumulation:
-    """Return a window within a micro-batch.
-
-    Raises:
-        StepError: no batch was begun.
-    """
+    """Return a window within a micro-batch; one without a begun batch is a `StepError`."""
     if not window.micro:
         raise _not_begun(call)
     return window
 
 
 def ended_window(window: Accumulation, call: str) -> Accumulation:
-    """Return a window that waits for its optimizer step.
-
-    Raises:
-        StepError: no batch was begun, it had no backward pass, or the window goes on.
-    """
+    """Return a window that waits for its optimizer step; one without a backward, or that goes on, is a `StepError`."""
     if not window.micro:
         raise _not_begun(
             call, fix="Optimizers that end one window step in one call: optimizer_step(ctx, [first, second], state)."
@@ -304,8 +296,7 @@ def weight_of(
 ) -> float | torch.Tensor | None:
     """Return the weight of a backward pass: the batch's real samples, unless the caller gives another.
 
-    Raises:
-        StepError: no batch was begun, or an earlier pass of this batch had the same samples.
+    A second pass without `same_units` or a weight is a `StepError`: it may count samples twice.
     """
     begun_window(state.accum, "accel.backward")
     if weight is not None:
@@ -322,13 +313,7 @@ def weight_of(
 
 
 def after_backward(state: TrainState, accum: Accumulation, began: float | None = None) -> TrainState:
-    """Return the state after a backward pass.
-
-    Args:
-        state: state before it.
-        accum: accumulation after it.
-        began: time at which it began, of `time.perf_counter`; kept of a batch's first pass.
-    """
+    """Return the state after a backward pass that `began` at a `perf_counter`; a batch keeps its first pass's time."""
     after = _replaced(state, accum=accum)
     if began is not None:
         _ = vars(after).setdefault("backward_at", began)

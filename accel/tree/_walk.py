@@ -94,18 +94,9 @@ _ATOMS = (torch.Tensor, str, bytes, bytearray, memoryview, int, float, complex, 
 
 
 def leaves(tree: object, containers: Containers = (), *, is_leaf: Callable[[object], bool] | None = None) -> list[Leaf]:
-    """List the leaves of a tree with their paths, depth first, in the containers' own order.
+    """List the leaves of a tree with their paths, such as `$.inputs[0]`, depth first, in the containers' own order.
 
-    Args:
-        tree: any nesting of containers.
-        containers: further kinds of containers.
-        is_leaf: returns whether a node is a leaf; checked before containers, of known or unknown kind.
-
-    Returns:
-        Pairs of path (such as `$.inputs[0]`) and leaf.
-
-    Raises:
-        TreeError: a container of an unknown kind, or one that contains itself; with the path.
+    `is_leaf` comes before containers. One of an unknown kind, or that contains itself, is a `TreeError` with the path.
     """
     try:
         return [(path, node) for path, node, ends in _nodes(tree, None, containers, is_leaf) if ends]
@@ -157,15 +148,7 @@ def map_leaves(
 ) -> T:
     """Return a copy of the tree in which every leaf is replaced by `function(leaf)`; containers keep type and order.
 
-    Args:
-        function: maps a leaf to its replacement.
-        tree: any nesting of containers.
-        containers: further kinds of containers.
-        is_leaf: returns whether a node is a leaf; checked before containers, of known or unknown kind.
-        skip_keys: keys of mappings and names of fields whose values are kept as they are, of whatever kind.
-
-    Raises:
-        TreeError: as `leaves`; or a `Container` returned a value of another class.
+    Values of `skip_keys`, keys of mappings and names of fields, are kept as they are. Errors as of `leaves`.
     """
     try:
         return cast(T, _map(function, tree, None, containers, is_leaf, skip_keys))

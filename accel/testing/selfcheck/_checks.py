@@ -341,8 +341,7 @@ def run_checks(
 ) -> list[Outcome]:
     """Run checks, each to its end on all ranks; return their outcomes, the same on every rank. A collective.
 
-    `folder` is on a file system that all hosts share; None leaves out the checks that need one. `note` gets the
-    outcomes so far, before and after each check. An error of this rank alone is raised: ranks cannot agree any more.
+    `folder` is shared by all hosts, None leaves out checks of files; `note` gets the outcomes before and after each.
     """
     outcomes: list[Outcome] = []
     for check in checks:

@@ -44,8 +44,7 @@ def gather_attention(
 ) -> Tensor:
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
-    Keys and values travel in one message, before heads are repeated. Under a causal mask each half of the queries is
-    multiplied with the keys up to its own end, so no rank has more work than another.
+    Keys and values travel in one message, before heads are repeated.
     """
     both = gathered_summed(torch.cat((k, v), -1), 2, group)
     all_documents = None if documents is None else gathered(documents, 1, group)
@@ -59,6 +58,7 @@ def gather_attention(
     own = q.shape[2] // 2
     halves: list[Tensor] = []
     for at, piece in enumerate(pieces(group.rank(), group.size())):
+        # keys up to the piece's own end: with an early and a late piece each, no rank has more work than another
         end = (piece + 1) * own
         rows = slice(at * own, (at + 1) * own)
         pair = None
@@ -80,10 +80,10 @@ def heads_attention(
 ) -> Tensor:
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
-    Queries, keys and values travel in one all-to-all, the output in another. The number of ranks divides that of heads;
-    fewer key heads than ranks are repeated before, as often as needed for each rank to have one.
+    Queries, keys and values travel in one all-to-all, the output in another; the ranks' number divides the heads'.
     """
     size = group.size()
+    # fewer key heads than ranks are repeated, until each rank has one
     times = size // math.gcd(k.shape[1], size)
     k = repeated(k, k.shape[1] * times)
     v = repeated(v, v.shape[1] * times)
@@ -145,8 +145,7 @@ def ring_attention(
 ) -> Tensor:
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
-    No rank ever holds more than two ranks' keys and values. The next ones travel while a block is computed; the
-    backward passes them round again, with their gradients.
+    No rank ever holds more than two ranks' keys and values; the next ones travel while a block is computed.
     """
     everywhere = None
     if documents is not None:

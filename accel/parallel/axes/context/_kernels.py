@@ -175,13 +175,9 @@ Documents = tuple[Tensor, Tensor]
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, documents: Documents | None = None
 ) -> Tensor:
-    """Return the attention of queries [batch, heads, queries, head dim] to keys. No communication.
+    """Return the attention of queries [batch, heads, queries, head dim] to keys of fewer or as many heads.
 
-    Args:
-        k, v: keys and values, [batch, key heads, keys, head dim]; the number of key heads divides that of the heads.
-        causal: whether the last query sees all keys, the one before it all but the last, and so on.
-        documents: numbers of the documents of queries [batch, queries] and keys [batch, keys]. A query sees keys of its
-            own document.
+    Causal: the last query sees all keys, the one before it all but the last. Documents: keys of its own alone.
     """
     k = repeated(k, q.shape[1])
     v = repeated(v, q.shape[1])

@@ -107,11 +107,7 @@ def note_cut(ctx: DistContext) -> None:
 
 
 def check_context_used(ctx: DistContext) -> None:
-    """Raise `ConfigError` for a step on a mesh with an axis cp that nothing has used, so that its ranks computed the
-    same.
-
-    A mesh that the user made is not checked: its axes may be used in other ways. No communication.
-    """
+    """Refuse a step on an axis cp that nothing has used: its ranks computed the same. No communication."""
     if not ctx.position.opened or (_ATTENDED in ctx.comm.notes and _CUT in ctx.comm.notes):
         return
     axes = {name: axis.size for name, axis in ctx.position.axes if dimension_of(name) == "context"}

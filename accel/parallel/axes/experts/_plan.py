@@ -58,11 +58,9 @@ def expert_plan(model: nn.Module) -> dict[str, str]:
 
 
 def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["model"], ranks: int) -> dict[str, str]:
-    """Return the style of each module of experts, by path; `experts` has styles by pattern, or is "model" for
-    `expert_plan`.
+    """Return the style of each module of experts, by path; `experts` has styles by pattern, "model" is `expert_plan`.
 
-    Raises `PrepareError` for patterns that match nothing, unknown styles, modules whose experts cannot be spread, or no
-    experts at all; every problem at once.
+    Raises `PrepareError` with every problem at once.
     """
     if experts != "model" and not isinstance(experts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
         raise _refused(ranks, f"{experts!r}", fix='Pass styles by pattern, or "model".')
@@ -182,10 +180,9 @@ _ROWS = ("dp_replicate", "efsdp", EP)  # along the first two, ranks hold the sam
 
 
 def open_expert_mesh(ctx: DistContext) -> DeviceMesh:
-    """Return the mesh of the ranks of this rank's pipeline stage for parameters of experts. A collective at first.
+    """Return the mesh of this rank's pipeline stage for parameters of experts. A collective at first.
 
-    Its last dimension is "ep"; before it one for shards, "efsdp", and where there are replicas one for them, first.
-    Under the strategy `ddp` all ranks with the same experts are replicas.
+    Its dimensions are "dp_replicate" where there are replicas, "efsdp" for shards, and "ep".
     """
     sizes = expert_mesh_sizes(ctx)
     return grid_mesh(ctx.comm, rank_rows(ctx.axes, *_ROWS), sizes, ctx.device.type, ctx.timeout_s)
@@ -228,11 +225,7 @@ def expert_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def shard_experts(ctx: DistContext, module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-    """Call `fully_shard` on a module of experts, spread along `ep`. Mutates it.
-
-    Fewer ranks average the gradients of experts than those of other parameters, and each of them has the tokens of
-    several ranks, so the mean is brought to the number that other gradients are divided by.
-    """
+    """Call `fully_shard` on a module of experts, spread along `ep`. Mutates it."""
     from torch.distributed.fsdp import fully_shard  # its import takes most of a second
     from torch.distributed.tensor import Shard
 
@@ -244,6 +237,7 @@ def shard_experts(ctx: DistContext, module: nn.Module, mesh: DeviceMesh, **optio
         return None if own[0] % shards == 0 or len(own) < 2 or own[1] % shards else Shard(1)
 
     _ = fully_shard(module, mesh=mesh, shard_placement_fn=placement, **options)
+    # fewer ranks average gradients of experts than others, and each has the tokens of several ranks
     factor = mesh.size() / gradient_ranks(ctx)
 
     def rescale(shard: Tensor) -> None:

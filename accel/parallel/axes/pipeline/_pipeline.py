@@ -98,9 +98,7 @@ def sum_tied_gradients(
 ) -> None:
     """Sum the gradients of tied parameters over the ranks that have a copy. A collective of these ranks.
 
-    Args:
-        before: gradients of ties that an earlier call of this window has summed, by name; added afterwards.
-        may_be_unused: whether ranks ask each other first if one of them has used a parameter, in one more message each.
+    `before`: sums of an earlier call of this window, to add. `may_be_unused`: ranks ask first if one has used it.
     """
     for tie in ties:
         parameter = model.get_parameter(tie.name)

@@ -104,9 +104,7 @@ class StageSchedule:
     def run(self, main: torch.Tensor) -> list[torch.Tensor]:
         """Run all micro-batches, whose inputs only the first stage uses; return their losses on the last. A collective.
 
-        Raises:
-            StageError: a stage failed; with its number, micro-batch and rank.
-            PeerError: another rank was lost.
+        A failed stage is a `StageError`, with its number, micro-batch and rank.
         """
         losses: list[torch.Tensor] = []
         inputs = (main,) if self._first else ()

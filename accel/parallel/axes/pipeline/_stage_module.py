@@ -67,8 +67,7 @@ def plan_rows(rows: int, count: int, *, equal: bool) -> list[Rows]:
 def split_batch(inputs: Any, targets: Any, count: int, *, equal: bool, containers: Containers = ()) -> list[MicroBatch]:
     """Split a batch, tensors or arguments of the model with targets, into micro-batches along dimension 0.
 
-    Tensors of one row, or without a dimension, and other values go to every micro-batch as they are. No rows to split,
-    or different numbers of them, are a `DataError`.
+    Tensors of one row, or without a dimension, and other values go to every micro-batch as they are.
     """
     args, kwargs = arguments(inputs)
     listed = [*tensors((args, dict(kwargs)), containers), *tensors(targets, containers)]

@@ -35,8 +35,7 @@ class Chain(NamedTuple):
 def find_chain(model: nn.Module) -> Chain:
     """Return the chain of a model: its repeated blocks, or the modules of its outermost Sequential or ModuleList.
 
-    Modules without parameters are in the chain where torch has their class, as that of Dropout. Others, such as rotary
-    embeddings, are not, and run on every rank. No list of blocks, or several, are a `PrepareError`.
+    No list of blocks, or several, are a `PrepareError`.
     """
     holder = _holder(model)
     listed = cast("nn.Sequential | nn.ModuleList", model.get_submodule(holder))
@@ -98,6 +97,8 @@ def _walk(module: nn.Module, path: str, holder: str) -> Iterator[str]:
 
 def _is_link(parent: nn.Module, child: nn.Module) -> bool:
     """Whether a module outside of the blocks belongs to one place of the chain."""
+    # a module without parameters is one if torch has its class, as Dropout; others, such as rotary embeddings, run on
+    # every rank
     has_parameters = any(True for _ in child.parameters())
     is_torchs = type(child).__module__.startswith("torch.nn.")
     return has_parameters or is_torchs or isinstance(parent, nn.Sequential)

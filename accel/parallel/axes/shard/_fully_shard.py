@@ -78,16 +78,13 @@ def reshard_after_evaluation(units: Sequence[nn.Module]) -> None:
 
 
 def follow_first(stage: Comm, model: nn.Module) -> None:
-    """Replace buffers by those of the stage's first rank before each forward, as DDP does.
-
-    For a stage of a pipeline, before each batch: the backward of one micro-batch may need what the forward of the next
-    would replace.
-    """
+    """Replace buffers by those of the stage's first rank, as DDP does: before each forward, or a pipeline's batch."""
 
     def follow(module: nn.Module, _inputs: Any = None) -> None:
         follow_first_(stage, filterfalse(is_dtensor, module.buffers()))
 
     if hasattr(model, "before_batch"):
+        # not before each forward: a micro-batch's backward may need what the next forward would replace
         cast(Any, model).before_batch = functools.partial(follow, model)
         return
     _ = model.register_forward_pre_hook(cast(Any, torch.compiler).disable(follow))
@@ -213,16 +210,9 @@ def _shard(
     *,
     is_empty: bool,
 ) -> Sequence[nn.Module]:
-    """Shard one unit after another, so that the device needs room for one whole one at a time, and return them.
-
-    Parameters of a pipeline's stages stay whole between micro-batches. Those of experts do where a schedule computes
-    gradients of weights later: it looks for the parameters that the forward has used.
-    """
-    from torch.distributed.fsdp import (  # its import takes most of a second
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-    )
+    """Shard one unit after another, so that the device needs room for one whole one at a time, and return them."""
+    # its import takes most of a second
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
     below = ignored_ids(model, options.ignored)
     alone = [each for each in undivided(root) if id(each) not in below]
@@ -249,6 +239,8 @@ def _shard(
             make_room([*own, *unit.buffers()], ctx.device)
             _move([*own, *unit.buffers()], ctx.device)
             begin_alike(ctx, stage, along, own)
+        # a stage stays whole between micro-batches; experts do where gradients of weights come later, as that looks for
+        # the parameters that the forward has used
         stays = is_pipelined(model) and (name not in experts or _splits_backward(model))
         reshard = False if stays else reshard_setting(options.reshard_after_forward, along.size(along.ndim - 1))
         how: dict[str, Any] = {

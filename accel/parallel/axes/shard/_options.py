@@ -110,16 +110,7 @@ def shard_axes(
 ) -> ShardAxes:
     """Return the axes to shard a model along, so that its gradients cross every axis of more than one rank.
 
-    Axes with a name for shards, such as `dp_shard`; elsewhere those that are neither for replicas nor for ranks that
-    share samples. In either case also axes along which ranks share a sequence, as they need the same parameters. Ranks
-    of another pipeline stage have no part in it.
-
-    Args:
-        taken: names of axes over which tensor parallelism has spread the model.
-        whole: whether every rank is to hold whole parameters: all axes are for replicas then.
-
-    Raises:
-        PrepareError: no axis is left to shard along, and the mesh has none for parts of the model either.
+    `taken`: axes of tensor parallelism. `whole`: every rank holds whole parameters, so all axes are for replicas.
     """
     listed = list(names) if names is not None else [""] * len(sizes)
     large = [at for at in range(len(listed)) if sizes[at] > 1]
@@ -127,7 +118,9 @@ def shard_axes(
     if whole:
         return ShardAxes(tuple(free), ())
     data = [at for at in free if dimension_of(listed[at]) == "shard"]
+    # without an axis named for shards, those that are neither for replicas nor for ranks that share samples
     data = data or [at for at in free if dimension_of(listed[at]) in ("data", "expert", None)]
+    # ranks that share a sequence need the same parameters
     shards = sorted({*data, *(at for at in free if dimension_of(listed[at]) in _SEQUENCE)})
     if not shards and not any(dimension_of(listed[at]) in MODEL_DIMENSIONS for at in large):
         raise PrepareError(
@@ -159,13 +152,7 @@ def check_mesh(ctx: DistContext, model: nn.Module, reshard: bool | int | None = 
 def open_shard_mesh(ctx: DistContext, model: nn.Module) -> DeviceMesh | None:
     """Return the mesh to shard a model over; None where no rank but this one has the same parameters. A collective.
 
-    It has one dimension for shards, or two: for replicas, and for shards, which is this rank alone under the strategy
-    `ddp`.
-
-    Raises:
-        DeviceError: the context's mesh is of another kind of device than the context.
-        PrepareError: a mesh without an axis to shard along, one whose axes torch cannot combine, or a model that tensor
-            parallelism has spread over an unknown mesh or only in part.
+    One dimension for shards, or two: for replicas, and for shards, under the strategy `ddp` this rank alone.
     """
     parts = _parts(ctx, model, _taken(model))
     if not parts and any(map(is_expert_parameter, model.parameters())):

@@ -122,21 +122,13 @@ def plan_units(
 ) -> tuple[str, ...]:
     """Return the names of the modules to shard, inner ones first and the model itself, "", last. No communication.
 
-    By themselves they are the blocks that the model, or one of its modules, names in `_no_split_modules`, as those of
-    Hugging Face do; elsewhere the outermost blocks that a ModuleList or Sequential holds at least two of, of one class.
-    A block whose parameters are used outside of it too stays with the model. Gradients of one unit travel together, so
-    modules whose parameters have another dtype than most around them are units of their own.
-
-    Args:
-        apart: names of modules that are units of their own in any case, such as experts.
-        wide: the `id` of each parameter that travels in its own format, beside others in a narrower one. Their modules
-            are units of their own too, where they can be.
-        ignored: the `id` of each parameter that is not sharded.
+    `apart`: further units. `wide`, `ignored`: the `id` of parameters in wider formats, and of those not sharded.
     """
     _check_model(model, ignored)
     paths = _paths(model, wide)
     apart_ids = ignored | {id(each) for each in model.parameters() if each.ndim == 0}
     blocks = [name for name in _chosen(model, units, paths) if _parameter_ids(model, name) - apart_ids]
+    # gradients of a unit travel together, in one dtype
     inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, (*blocks, *apart), paths)]
     chosen = {*inner, *blocks, *apart} - {""}
     return (*sorted(chosen, key=lambda name: (-name.count("."), name)), "")
@@ -154,6 +146,7 @@ def _chosen(model: nn.Module, units: Literal["auto"] | Sequence[str] | int, path
         return units_named(model, units, lambda module: _unit_problem(module, paths))
     declared = {name for module in model.modules() for name in _declared(module)}
     found = _blocks(model, declared, repeated(model))
+    # a block whose parameters are used outside of it too stays with the model
     return [name for name, module in found if _is_closed(module, paths)]
 
 

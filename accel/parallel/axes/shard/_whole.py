@@ -94,8 +94,7 @@ def undivided(model: nn.Module) -> list[nn.Parameter]:
 def see_plain(root: nn.Module, units: Sequence[str], kept: frozenset[int]) -> Mapping[int, Sequence[_Group]]:
     """Let modules with parameters without a dimension, and their units, compute with plain tensors.
 
-    Called before `fully_shard` gives the modules classes of its own. Returns groups by the parameter's `id`, for
-    `keep_whole` to fill; parameters of `kept` stay unchanged.
+    Returns groups by the parameter's `id`, for `keep_whole` to fill; parameters of `kept` stay unchanged.
     """
     groups: dict[str, _Group] = {}
     by_parameter: dict[int, list[_Group]] = {}

@@ -29,8 +29,7 @@ _DROPOUTS = (
 def dropout_marks(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Mark]:
     """Return the modules at which ranks begin and end to draw apart, by path. Pure.
 
-    A "holder" contains layers that divide the features ("divides") and layers that join them ("joins"); a "divided"
-    module works on a part of the tokens. Those without a rate of dropout need no mark.
+    A "holder" has layers that divide the features and ones that join them, a "divided" module a part of the tokens.
     """
     modules = dict(named_modules(model))
     found: dict[str, Mark] = {}

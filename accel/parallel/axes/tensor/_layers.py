@@ -205,8 +205,7 @@ class Around(Mixin):
 def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
     """Return this rank's part of a parameter, from which gradients flow back to the whole.
 
-    A replicated parameter of a rule with summands gets a gradient that awaits its sum over ranks. One that
-    `fully_shard` has not gathered is a `PrepareError`.
+    Under a rule with summands, a replicated parameter's gradient awaits its sum over ranks.
     """
     if not is_dtensor(parameter):
         return parameter

@@ -59,12 +59,7 @@ def _of_as_many_outputs(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def with_sequence(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
-    """Return styles by which the blocks of a model work on parts of the tokens.
-
-    The first block divides the tokens; attention and MLP gather them, and scatter what they sum; norms between work on
-    the parts; the norm that follows the blocks gathers them, so that all others see the whole sequence. A model of
-    another form, or with parameters between its layers that are not a norm's, is a `PrepareError`.
-    """
+    """Return styles by which the blocks of a model work on parts of the tokens; another form is a `PrepareError`."""
     blocks = _blocks(model, styles)
     problems: list[str] = []
     found = dict(styles)
@@ -76,7 +71,7 @@ def with_sequence(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[s
                 problems.append(f"{path}.{name}")
             found |= own or {}
         if at == 0:
-            found[path] = "split_sequence"
+            found[path] = "split_sequence"  # from here to the norm after the blocks, ranks have parts of the tokens
     if not blocks:
         problems.append("no ModuleList of blocks that the plan divides")
     else:

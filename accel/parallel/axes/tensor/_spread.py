@@ -59,9 +59,7 @@ def rules_of(
 ) -> dict[str, Rule]:
     """Return the rule of each module that has parameters or that the plan names, by path.
 
-    Raises `PrepareError` with all patterns that match nothing, modules that two match, unknown styles, and modules that
-    cannot be divided among so many ranks. `is_stage`: modules without parameters are those of other stages, without a
-    rule.
+    Raises `PrepareError` with all problems. `is_stage`: modules without parameters are other stages', without a rule.
     """
     styles, problems = match(plan, [path for path, _ in named_modules(model)])
     if is_stage:

@@ -237,12 +237,7 @@ _UNKNOWN = ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
 def with_lora(model: nn.Module, styles: Mapping[str, str], problems: list[str]) -> dict[str, str]:
-    """Return styles where those of adapted layers have become those of their parts; `problems` gets undividable
-    adapters.
-
-    Of a column-wise layer the second factor is divided as the layer is; of a row-wise one the first is, whose few
-    outputs are summed as the layer's are.
-    """
+    """Return the styles, of adapted layers those of their parts; `problems` gets adapters that cannot be divided."""
     found: dict[str, str] = {}
     for path, style in styles.items():
         module = model.get_submodule(path)
@@ -264,6 +259,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 def _parts(module: nn.Module, style: str) -> Iterator[tuple[str, str]]:
     yield "base_layer", style
+    # of a column-wise layer the second factor is divided as the layer is; of a row-wise one the first, with few outputs
     if style in COLWISE:
         first, second = "replicated_with_grad_allreduce", style
     else:

@@ -18,6 +18,7 @@ ROOMS = [
 ]
 PAGES = {"docs/design.md": ROOT, "CONTRIBUTING.md": ROOT, "tests/README.md": ROOT / "tests"}
 MOST_LINES = 8
+MOST_LISTED = 50  # lines of a listing: a screen
 WIDTH = 120  # of a line, where Markdown does not need it longer
 _FIRST = re.compile(r"\b[Bb]egin with|\bRead `\w+\.py` first")
 
@@ -47,6 +48,16 @@ def test_pages_name_files_that_exist(page: str) -> None:
     bases = (PAGES[page], ROOT, ROOT / "accel")
     lost = [name for name in names if not any((base / name).exists() for base in bases)]
     assert not lost, f"{page} names {', '.join(lost)}"
+
+
+def test_the_window_written_out_names_files_that_exist() -> None:
+    listing = re.search(r"## A window's life.*?```python\n(.*?)```", (ROOT / "docs/design.md").read_text(), flags=re.S)
+    assert listing
+    assert len(listing[1].splitlines()) <= MOST_LISTED
+    names = re.findall(r"(?<=# )(?:\w+/)+(?:\w+\.py)?(?=:)", listing[1])
+    assert len(names) > 5
+    lost = [name for name in names if not (ROOT / "accel" / name).exists()]
+    assert not lost, f"docs/design.md names {', '.join(lost)}"
 
 
 def test_the_path_of_a_save_names_files_of_its_rooms() -> None:

@@ -336,11 +336,13 @@ def kept_by(
 ) -> Kept:
     """Return what one micro-batch keeps on a rank with so many blocks: by sizes, or as measured in equal parts.
 
-    `fully_shard` computes with parameters in the compute format, other engines by autocast.
+    `fully_shard` gives autocast parameters in the compute format, other engines fp32 ones.
     """
     if (sizes := sizes_of(model)) is not None:
         return _kept_by_sizes(sizes, axes, plan, step, engine)
-    compute = "pure-bf16" if step.stored_bytes == 2 else precision(step.precision).compute
+    # autocast over parameters of 16 bits, as stored or as gathered, keeps no fp32 stream
+    is_low = step.stored_bytes == 2 or (engine == "fully_shard" and step.compute_bytes == 2)
+    compute = "pure-bf16" if is_low else precision(step.precision).compute
     found = model.activations.get(compute) if isinstance(model, Model) else None
     if found is None:
         return Kept(0, 0, 0, 0, 0, 0)

@@ -20,7 +20,17 @@ from torch import nn
 
 import accel
 from accel.cli import main
-from accel.estimate import OPTIMIZERS, STRATEGIES, EstimatedStep, Input, from_config, measure, rank_memory
+from accel.estimate import (
+    OPTIMIZERS,
+    STRATEGIES,
+    EstimatedStep,
+    Input,
+    from_config,
+    largest_parts,
+    measure,
+    rank_memory,
+    read_config,
+)
 from accel.topology import Axes
 
 
@@ -148,6 +158,19 @@ def test_weights_of_a_configuration_are_those_of_its_device_map(name: str) -> No
         assert (found.sizes is None) == (name not in ("of a class", "of no class"))
         assert built.sizes is None
         assert (built.count, built.weight_bytes()) == (found.count, found.weight_bytes())
+
+
+def test_activations_of_a_configuration_are_those_of_its_code() -> None:
+    _ = pytest.importorskip("transformers")
+    wide = {"model_type": "llama", **SIZES, "hidden_size": 256, "num_key_value_heads": 4, "intermediate_size": 512}
+    with config(wide) as path:
+        made, sizes = read_config(path), from_config(path)
+        code = measure(made.make, "code", [Input((2, 256), "int64")], labelled=True)
+    for precision in ("fp32", "bf16", "pure-bf16"):
+        for name, how in STRATEGIES.items():
+            step = how.of(EstimatedStep(precision=precision, rows=2, tokens=256))
+            found = [largest_parts(each, Axes(dp=4), step, how.plan)["activations"] for each in (code, sizes)]
+            assert found[0] == pytest.approx(found[1], rel=0.02), (precision, name)
 
 
 shapes = st.lists(st.integers(0, 9), max_size=3)

@@ -27,6 +27,14 @@ def show_size(count: float) -> str:
     raise AssertionError
 
 
+def show_count(count: int) -> str:
+    """Return a number for people: "2.87 million"."""
+    for size, unit in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return str(count)
+
+
 def show_age(seconds: float) -> str:
     """Return a duration for people: "5 min", in the largest unit that it has one of."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):

@@ -23,7 +23,7 @@ from accel.cli._estimate_tables import (
     run_device_map,
     run_mesh,
 )
-from accel.cli._parser import Parser
+from accel.cli._parser import RESERVED, RESERVED_FOR, Parser, memory_limit
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate import (
@@ -43,8 +43,7 @@ from accel.estimate import (
     units_of,
 )
 from accel.formats import PrecisionName
-from accel.storage import parse_size
-from accel.terminal import show_size, show_table
+from accel.terminal import show_count, show_size, show_table
 from accel.topology import Axes
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     check_without_device_map(known)
     if known.nproc < 1:
         raise ConfigError("not a number of ranks", expected="1 or above", got=str(known.nproc), where="--nproc")
-    limit = None if known.memory is None else _limit(known.memory, known.reserve)
+    limit = None if known.memory is None else memory_limit(known.memory, known.reserve)
     if known.mesh is not None:
         return run_mesh(known, limit)
     check_without_mesh(known)
@@ -135,7 +134,7 @@ def parser() -> Parser:
         metavar="SIZE",
         help="memory of one GPU, such as 24GB: rows show what fits",
     )
-    _ = add("--reserve", default="1GB", metavar="SIZE", help="part of it for CUDA and fragments (default: 1GB)")
+    _ = add("--reserve", default=RESERVED, metavar="SIZE", help=f"part of it for {RESERVED_FOR} (default: {RESERVED})")
     _ = add("--optimizer", default="adamw", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
     _ = add("--precision", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(_PRECISIONS)})")
     _ = add("--strategy", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(STRATEGIES)})")
@@ -143,14 +142,6 @@ def parser() -> Parser:
     add_mesh_flags(built)
     add_device_map_flags(built)
     return built
-
-
-def _limit(memory: str, reserve: str) -> int:
-    left = parse_size(memory, "--memory") - parse_size(reserve, "--reserve")
-    if left <= 0:
-        got = f"--memory {memory} --reserve {reserve}"
-        raise ConfigError("nothing is left of the memory", got=got, fix="Reserve less.")
-    return left
 
 
 def _located(source: str, environ: Mapping[str, str]) -> str:
@@ -239,7 +230,7 @@ def _text(model: Model, step: EstimatedStep, known: argparse.Namespace, rows: Se
     parts = units_of(model.parameters)
     units = {name: sum(each.count for each in each_of) for name, each_of in parts.items() if name}
     largest = max(units, key=lambda name: units[name], default="")
-    blocks = f"; largest of {len(units)} blocks: {largest} with {_short(units[largest])}" if units else ""
+    blocks = f"; largest of {len(units)} blocks: {largest} with {show_count(units[largest])}" if units else ""
     weights = _weights(model)
     formats = [name for name in weights if name != "stored" or weights["stored"] not in (weights["fp32"], 0)]
     sizes = ", ".join(f"{show_size(weights[name])} {'as' if name == 'stored' else 'in'} {name}" for name in formats)
@@ -248,7 +239,7 @@ def _text(model: Model, step: EstimatedStep, known: argparse.Namespace, rows: Se
     given = f", called with {' '.join(called)}" if called else ""
     lines = [
         model.source,
-        f"{_short(model.count)} parameters in {len(model.parameters)} tensors{blocks}",
+        f"{show_count(model.count)} parameters in {len(model.parameters)} tensors{blocks}",
         f"weights alone: {sizes}",
         "",
         f"A step with {known.optimizer} on {ranks}{given}:",
@@ -262,10 +253,3 @@ def _text(model: Model, step: EstimatedStep, known: argparse.Namespace, rows: Se
 def _cells(row: EstimateRow) -> list[str]:
     sizes = ["?" if part is None else show_size(part) for part in (*row.largest.values(), row.total)]
     return [row.precision, row.strategy, *sizes, row.memory.moment, row.verdict]
-
-
-def _short(count: int) -> str:
-    for size, unit in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return str(count)

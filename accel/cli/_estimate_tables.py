@@ -45,7 +45,7 @@ from accel.estimate import (
 )
 from accel.formats import PrecisionName, StrategyName
 from accel.storage import parse_size
-from accel.terminal import show_size, show_table
+from accel.terminal import show_count, show_size, show_table
 from accel.topology import Axes, ContextMethod, Plan, fit_axes, mesh_sizes
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ def _mesh_text(report: MeshReport, model: Transformer, step: EstimatedStep, limi
     ranks = f"{report.ranks} rank{'' if report.ranks == 1 else 's'}"
     work = f"{several}{step.rows} x {step.tokens} tokens in {step.precision} with {step.optimizer}"
     lines = [
-        f"{report.source}: {report.parameters / 1e9:.2f} billion parameters, {model.layers} blocks",
+        f"{report.source}: {show_count(report.parameters)} parameters, {model.layers} blocks",
         f"A step of {work} on {ranks}, {step.strategy}:",
         "",
     ]

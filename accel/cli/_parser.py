@@ -17,6 +17,8 @@ from accel.formats import precision_fix
 
 CONFIG_FLAG = "--config"
 HOSTS = "several hosts"
+RESERVED = "3GB"
+RESERVED_FOR = "CUDA, NCCL and fragments"
 _GROUPS = {
     "processes": ("nproc_per_node", "device", "gpu_ids", "threads_per_process", "bind_cores"),
     "training": (
@@ -181,6 +183,17 @@ def _translated(flag: str, value: str) -> str:
     """Another launcher's value as ours."""
     fix = precision_fix(value) if flag == "--precision" else ""
     return fix.split('"')[1] if fix else value
+
+
+def memory_limit(memory: str, reserve: str) -> int:
+    """Return the bytes of a GPU that a step may take, of the values of `--memory` and `--reserve`."""
+    from accel.storage import parse_size  # `accel launch` has no use for it
+
+    left = parse_size(memory, "--memory") - parse_size(reserve, "--reserve")
+    if left <= 0:
+        got = f"--memory {memory} --reserve {reserve}"
+        raise ConfigError("nothing is left of the memory", got=got, fix="Reserve less.")
+    return left
 
 
 _CLOSE = 0.8  # likeness of a misspelt flag; one of a script may be as like as 0.75

@@ -11,7 +11,7 @@ from typing import get_args
 
 import msgspec
 
-from accel.cli._parser import Parser
+from accel.cli._parser import RESERVED, RESERVED_FOR, Parser, memory_limit
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate import (
@@ -28,7 +28,7 @@ from accel.estimate import (
 )
 from accel.formats import PrecisionName
 from accel.storage import parse_size
-from accel.terminal import show_size, show_table
+from accel.terminal import show_count, show_size, show_table
 
 _COLUMNS = 80
 _NEAREST = 3
@@ -40,7 +40,7 @@ def show_choices(
 ) -> str:
     """Return the answer as text; `more` is a larger number of ranks with which the model fits, and its best mesh."""
     batch = job.ranks * job.rows if job.batch is None else job.batch
-    head = f"{source}: {model.count / 1e9:.2f} billion parameters, {model.layers} blocks"
+    head = f"{source}: {show_count(model.count)} parameters, {model.layers} blocks"
     work = f"A step of {batch} x {job.tokens} tokens in {job.precision} with {job.optimizer}"
     lines = [head, f"{work} on {job.ranks} ranks of {show_size(job.memory)}:", ""]
     if found.fitting:
@@ -243,7 +243,7 @@ def parser() -> Parser:
     _ = add("config", metavar="CONFIG", help=argparse.SUPPRESS)
     _ = add("--ranks", type=int, required=True, metavar="N", help="number of GPUs")
     _ = add("--memory", required=True, metavar="SIZE", help="memory of one GPU, such as 80GB")
-    _ = add("--reserve", default="3GB", metavar="SIZE", help="part of it for CUDA, NCCL and fragments (default: 3GB)")
+    _ = add("--reserve", default=RESERVED, metavar="SIZE", help=f"part of it for {RESERVED_FOR} (default: {RESERVED})")
     _ = add("--tokens", type=int, default=4096, metavar="N", help="length of a sequence (default: 4096)")
     _ = add("--batch", type=int, metavar="N", help="sequences of a step, of all ranks (default: one for each rank)")
     _ = add("--rows", type=int, default=1, metavar="N", help="sequences of a micro-batch (default: 1)")
@@ -281,13 +281,9 @@ def _job(known: argparse.Namespace) -> Job:
         raise ConfigError(
             "too many ranks to list meshes of", expected=f"{_MOST_RANKS} at most", got=got, where="--ranks"
         )
-    limit = parse_size(known.memory, "--memory") - parse_size(known.reserve, "--reserve")
-    if limit <= 0:
-        got = f"--memory {known.memory} --reserve {known.reserve}"
-        raise ConfigError("nothing is left of the memory", got=got, fix="Reserve less.")
     return Job(
         ranks=known.ranks,
-        memory=limit,
+        memory=memory_limit(known.memory, known.reserve),
         tokens=known.tokens,
         batch=known.batch,
         rows=known.rows,

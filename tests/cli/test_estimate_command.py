@@ -79,7 +79,7 @@ def test_a_function_tells_activations_and_programs_can_read_the_answer(
 def test_what_fits_is_told_and_the_status_says_whether_anything_does(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["estimate", "estimated_nets:net", "--memory", "2GB"]) == 0
+    assert main(["estimate", "estimated_nets:net", "--memory", "4GB"]) == 0
     assert "  yes" in capsys.readouterr().out
     assert main(["estimate", "estimated_nets:net", "--memory", "10KB", "--reserve", "6KB", "--precision", "fp32"]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -29,6 +29,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_step_and_a_plan_leave_equal_memory_of_a_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", ".", "--mesh", "dp=2", "--memory", "80GB"]) == 0
+    step = capsys.readouterr().out
+    assert main(["plan", ".", "--ranks", "2", "--memory", "80GB"]) == 0
+    plan = capsys.readouterr().out
+    assert "within 77.0 GB" in step
+    assert "on 2 ranks of 77.0 GB" in plan
+    assert step.splitlines()[0] == plan.splitlines()[0] == ".: 2.87 million parameters, 4 blocks"
+
+
 def test_programs_read_what_the_formulas_give(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--mesh dp_replicate=2,dp_shard=4,cp=2,tp=4 --input 2x512 --context ring --sequence --recompute"
     assert main(["estimate", "config.json", *flags.split(), "--micro-batches", "3", "--json"]) == 0
@@ -47,7 +57,7 @@ def test_programs_read_what_the_formulas_give(folder: Path, capsys: pytest.Captu
 def test_the_text_has_each_kind_and_axis_and_is_as_wide_as_a_terminal(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["estimate", ".", "--mesh", "pp=2,dp=-1,tp=2", "--nproc", "16", "--memory", "2GB"]) == 0
+    assert main(["estimate", ".", "--mesh", "pp=2,dp=-1,tp=2", "--nproc", "16", "--memory", "4GB"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
     for kind in ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "total"):
@@ -56,7 +66,7 @@ def test_the_text_has_each_kind_and_axis_and_is_as_wide_as_a_terminal(
     assert {line.split()[0] for line in lines[lines.index("") + 1 :] if "all-" in line} == {"dp", "tp"}
     assert any(line.split()[:3] == ["pp", "2", "send"] for line in lines)
     assert all(len(line) <= 80 for line in lines)
-    assert main(["estimate", ".", "--mesh", "dp=2", "--memory", "1.01GB", "--input", "4x4096"]) == 1
+    assert main(["estimate", ".", "--mesh", "dp=2", "--memory", "3.01GB", "--input", "4x4096"]) == 1
     assert "more than 10.0 MB" in capsys.readouterr().out
 
 

@@ -18,7 +18,7 @@ import accel
 from accel.testing import simulate
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "concepts").glob("*.md")])
 
 
 def blocks(page: Path, language: str = "python") -> list[str]:
@@ -37,7 +37,10 @@ def load_dataset() -> TensorDataset:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.slow] * (page.name == "notebooks.md"), id=page.name) for page in PAGES],
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page.name in ("notebooks.md", "tutorial.md")), id=page.name)
+        for page in PAGES
+    ],
 )
 def test_docs_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

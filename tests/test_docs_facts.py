@@ -31,7 +31,7 @@ from accel.launching.local import _supervisor
 from accel.storage._files import SPAN_BYTES
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/concepts").glob("*.md"))]
 
 
 def message_bytes(ranks: int) -> int:

@@ -57,6 +57,12 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: files.read(name) for name in files.namelist() if not name.endswith("/RECORD")}
 
 
+def check_metadata(wheel: dict[str, bytes]) -> None:
+    [text] = [value.decode() for name, value in wheel.items() if name.endswith("/METADATA")]
+    assert "# accel\n" in text, "the wheel lacks the README"
+    assert "](docs/" not in text, "links to files of the repository lead nowhere on a package index"
+
+
 def check_files(names: set[str]) -> None:
     tracked = run("git", "ls-files", where=ROOT).splitlines()
     expected = {name for name in tracked if not name.startswith(".ci/")}
@@ -123,6 +129,7 @@ def main() -> None:
         shutil.rmtree(ROOT / "build", ignore_errors=True)  # files of an earlier build would go into the wheel
         wheel = build(ROOT, "wheel", folder / "tree")
         assert contents(build(unpacked, "wheel", folder / "again")) == contents(wheel)
+        check_metadata(contents(wheel))
         print(f"{sdist.name}: {len(names)} files, and the same wheel as the tree's")
         tests = collected(unpacked)
         assert tests == collected(ROOT), "the sdist collects other tests than the tree"

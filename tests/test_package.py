@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -76,3 +77,54 @@ def test_one_version_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     headings = re.findall(r"^## (.+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
     assert headings[0] == "[Unreleased]"
     assert re.fullmatch(rf"\[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def index_page(text: str, site: str | None) -> str:
+    """The README as setup.py hands it to the package index."""
+    spec = importlib.util.spec_from_file_location("accel_setup", ROOT / "setup.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.index_page(text, site)
+
+
+def links(text: str) -> list[str]:
+    """Targets of a page's links, without those in its code."""
+    return LINK.findall(re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.M | re.S))
+
+
+def sections(page: Path) -> set[str]:
+    """Anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_of_the_readme_lead_somewhere_on_an_index_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    found = links(index_page(readme, "https://example.org/accel/"))
+    assert "https://example.org/accel/train/" in found
+    assert not [link for link in found if not link.startswith(("https://", "#"))]
+    without = index_page(readme, None)
+    assert not [link for link in links(without) if not link.startswith(("https://", "#"))]
+    assert "- Training: from a plain loop" in without
+    assert index_page("[a](docs/b-c.md#d-e), [f](#g)", "https://h") == "[a](https://h/b-c/#d-e), [f](#g)"
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_links_lead_to_pages_and_sections(page: Path) -> None:
+    """Of docs/ alone, so that they work in the repository and in a site made of docs/."""
+    for link in links(page.read_text()):
+        if link.startswith("https://"):
+            continue
+        name, _, section = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.is_file(), f"{page.name}: no file {link}"
+        assert not name or target.resolve().is_relative_to(ROOT / "docs"), f"{page.name}: {link} is outside of docs/"
+        assert not section or section in sections(target), f"{page.name}: no section {link}"

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README as the page of a package index shows it, where links to files of the repository lead nowhere.
+
+Links to docs/ become those of the documentation, at the URL `Documentation` of `[project.urls]` in pyproject.toml.
+While there is none, their text alone stays. All else of the package is declared in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+PAGE = re.compile(r"\[([^\]]+)\]\(docs/([\w-]+)\.md(#[\w-]+)?\)")
+
+
+def index_page(text: str, site: str | None) -> str:
+    """Point links to pages of docs/ at a site; without one, keep their text.
+
+    Args:
+        text: Markdown.
+        site: URL of the documentation, in which docs/train.md is `train/`.
+    """
+    if site is None:
+        return PAGE.sub(r"\1", text)
+    return PAGE.sub(lambda found: f"[{found[1]}]({site.rstrip('/')}/{found[2]}/{found[3] or ''})", text)
+
+
+if __name__ == "__main__":
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    setup(
+        long_description=index_page((ROOT / "README.md").read_text(), urls.get("Documentation")),
+        long_description_content_type="text/markdown",
+    )

@@ -60,7 +60,22 @@ class Recipe(msgspec.Struct, frozen=True):
         return [module for module in self.needs if importlib.util.find_spec(module) is None]
 
 
-RECIPES: tuple[Recipe, ...] = (Recipe("text_classification", "accuracy >= 0.9", small="--steps 12 --size 16"),)
+RECIPES: tuple[Recipe, ...] = (
+    Recipe("contrastive", "right >= 0.8", small="--steps 12 --size 8", needs=("sklearn",)),
+    Recipe(
+        "cross_validation",
+        "accuracy >= 0.9",
+        small="--steps 12 --size 16",
+        needs=("sklearn",),
+        metrics="fold-0/metrics.jsonl",
+    ),
+    Recipe("diffusion", "right >= 0.9", small="--steps 12 --size 32", needs=("sklearn",)),
+    Recipe("gan", "modes >= 7", small="--steps 12 --size 16", falls="critic_loss"),
+    Recipe("images", "accuracy >= 0.95", small="--steps 12 --size 8", needs=("sklearn",)),
+    Recipe("local_sgd", "accuracy >= 0.95", small="--steps 32 --size 16", needs=("sklearn",)),
+    Recipe("reinforcement", "return >= 150", small="--steps 16 --size 16", falls="-return"),
+    Recipe("text_classification", "accuracy >= 0.9", small="--steps 12 --size 16"),
+)
 
 
 def main(names: Sequence[str], *, nproc: int, out: Path) -> int:

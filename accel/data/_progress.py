@@ -151,6 +151,7 @@ def total_steps(
     lengths: Lengths | None = None,
     batches_per_step: int | None = None,
     data_parallel: tuple[int, int] | None = None,
+    seed_samples: bool | None = None,
     accumulation: int = 1,
     epochs: int = 1,
 ) -> int:
@@ -163,8 +164,8 @@ def total_steps(
     Args:
         loader: from `prepare_loader`; or a DataLoader over a map-style dataset, with `ctx`.
         ctx: the context, for a DataLoader alone.
-        global_batch, tail, batch_tokens, lengths, batches_per_step, data_parallel: for a DataLoader alone, as for
-            `prepare_loader`.
+        global_batch, tail, batch_tokens, lengths, batches_per_step, data_parallel, seed_samples: for a DataLoader
+            alone, as for `prepare_loader`.
         accumulation: micro-batches in a full window.
         epochs: passes over the loader.
 
@@ -187,6 +188,7 @@ def total_steps(
         "lengths": lengths,
         "batches_per_step": batches_per_step,
         "data_parallel": data_parallel,
+        "seed_samples": seed_samples,
     }
     prepared = _prepared(loader, ctx, {name: value for name, value in cut.items() if value is not None})
     return epochs * -(-len(prepared) // accumulation)
@@ -221,6 +223,7 @@ def _prepared(loader: object, ctx: DistContext | None, cut: dict[str, Any]) -> L
             where="total_steps",
             fix="Pass ctx=ctx, and the keywords that prepare_loader gets.",
         )
+    check_kind(ctx, DistContext, "not a context", expected="the `ctx` of a session", where="total_steps(ctx=)")
     return cast("Loader", prepare_loader(ctx, raw, **cut))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,8 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         accel.total_steps(loader, epochs=1.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(accel.errors.ConfigError, match=r"expected total_steps\(loader, ctx=ctx, \.\.\.\)"):
         accel.total_steps(plain)
+    with pytest.raises(accel.errors.ConfigError, match=r"not a context.*got int - at total_steps\(ctx=\)"):
+        accel.total_steps(plain, ctx=5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(accel.errors.ConfigError, match=r"cut already.*got ctx=, global_batch=.*Leave them out"):
         accel.total_steps(loader, ctx=accel.single(), global_batch=4)
     with pytest.raises(accel.errors.DataError, match="give the schedule a number of steps"):
@@ -77,6 +80,14 @@ def test_a_plain_loader_has_the_steps_of_the_prepared_one(
     loader = accel.prepare_loader(accel.single(), plain, **cut)
     prepared = accel.total_steps(loader, accumulation=accumulation, epochs=3)
     assert accel.total_steps(plain, ctx=accel.single(), accumulation=accumulation, epochs=3, **cut) == prepared
+
+
+def test_keywords_of_a_prepared_loader_are_taken() -> None:
+    own, prepared = (inspect.signature(each).parameters.keys() for each in (accel.total_steps, accel.prepare_loader))
+    assert prepared - own == {"stream", "replay", "steps_per_message"}  # streams have no number of steps
+    plain = DataLoader(TensorDataset(torch.arange(23)), batch_size=3)
+    for seeds in (False, True):
+        assert accel.total_steps(plain, ctx=accel.single(), seed_samples=seeds) == 8
 
 
 def test_a_schedule_precedes_one_prepare_of_everything() -> None:

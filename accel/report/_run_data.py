@@ -162,6 +162,11 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     profile: str = ""
 
     @property
+    def damaged(self) -> int:
+        """The number of lines of its files that could not be read."""
+        return self.curves.damaged + sum(each.damaged for each in self.launches)
+
+    @property
     def is_empty(self) -> bool:
         """Whether the folder has no file of a run."""
         return self.curves.last_step is None and not (self.run or self.launches or self.checkpoints or self.profile)

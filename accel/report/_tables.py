@@ -118,7 +118,6 @@ def _facts(run: RunData, state: RunState) -> dict[str, str]:
     end_s = state.ended_s or _last_reading(run)
     speed = run.curves.speed()
     whole = [each for each in run.checkpoints if not each.problem]
-    damaged = run.curves.damaged + sum(each.damaged for each in run.launches)
     source = (launch and launch.source) or (run.run and run.run.source) or None
     return {
         "state": state.text,
@@ -137,7 +136,7 @@ def _facts(run: RunData, state: RunState) -> dict[str, str]:
         "host": ", ".join(dict.fromkeys(each.host for each in run.launches)) or NONE,
         "folder": str(run.folder),
         "lost records": (run.run.lost if run.run else "") or NONE,
-        "unreadable lines": str(damaged) if damaged else NONE,
+        "unreadable lines": str(run.damaged) if run.damaged else NONE,
     }
 
 

@@ -55,6 +55,19 @@ def test_one_line_tells_step_values_speed_ranks_and_state(tmp_path: Path) -> Non
     assert line.isprintable()
 
 
+def test_the_line_counts_what_cannot_be_read(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 20)
+    write_launch(tmp_path)
+    run = follow(tmp_path).look()
+    assert "unreadable" not in status_line(run, state_of(run.run, run.launches))
+    (log,) = (tmp_path / "launches").iterdir()
+    for file, text in ((tmp_path / "metrics.jsonl", b"{]\n"), (log, b"?\n{torn")):
+        with file.open("ab") as stream:
+            stream.write(text)
+    run = follow(tmp_path).look()
+    assert "unreadable lines: 3" in status_line(run, state_of(run.run, run.launches))
+
+
 def test_ranks_of_all_hosts_of_the_newest_launch_are_listed(tmp_path: Path) -> None:
     assert rank_rows([]) == []
     write_launch(tmp_path, failed="OSError: old", pid=1, offset_s=-9000)

@@ -75,6 +75,7 @@ def status_line(run: RunData, state: RunState) -> str:
     parts += [f"ranks: {counted}"] if counted else []
     whole = [each.name for each in run.checkpoints if not each.problem]
     parts += [whole[-1]] if whole else []
+    parts += [f"unreadable lines: {run.damaged}"] if run.damaged else []
     return show_text("  ".join([*parts, state.text + _message(run, state)]))
 
 

@@ -14,7 +14,7 @@ import accel
 from accel.errors import PrepareError
 from accel.parallel import expert_plan
 from accel.parallel._modules import matching, named_modules
-from accel.parallel.axes.experts._plan import resolve_experts
+from accel.parallel.axes.experts._expert_plan import resolve_experts
 from accel.testing import simulate
 
 

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert parallelism: tokens are routed to experts, travel to the ranks that hold them, and back.
 
-Begin with `_spread.py`. `_plan.py` finds a model's experts and their mesh; in the forward, `_routing.py` chooses
+Begin with `_spread.py`. `_expert_plan.py` finds a model's experts and their mesh; in the forward, `_routing.py` chooses
 experts for tokens and `_layer.py` dispatches tokens and combines outputs.
 """
 
-from accel.parallel.axes.experts._layer import (
-    DispatchedTokens as DispatchedTokens,
-    combine_tokens as combine_tokens,
-    dispatch_tokens as dispatch_tokens,
-)
-from accel.parallel.axes.experts._plan import (
+from accel.parallel.axes.experts._expert_plan import (
     exchange_mesh as exchange_mesh,
     expert_modules as expert_modules,
     expert_plan as expert_plan,
     is_expert_parameter as is_expert_parameter,
     shard_experts as shard_experts,
+)
+from accel.parallel.axes.experts._layer import (
+    DispatchedTokens as DispatchedTokens,
+    combine_tokens as combine_tokens,
+    dispatch_tokens as dispatch_tokens,
 )
 from accel.parallel.axes.experts._routing import (
     Routing as Routing,

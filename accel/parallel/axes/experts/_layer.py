@@ -18,7 +18,7 @@ from accel.comm import exchanged, gathered, own_part
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel._private import is_view
-from accel.parallel.axes.experts._plan import EP
+from accel.parallel.axes.experts._expert_plan import EP
 from accel.tensors import is_dtensor
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from accel.parallel._empty import values_or_room
 from accel.parallel._labels import replace_parameter
 from accel.parallel._modules import unwrap_model
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
-from accel.parallel.axes.experts._layer import DispatchedExperts, LocalExperts, run_dispatched, run_local
-from accel.parallel.axes.experts._plan import (
+from accel.parallel.axes.experts._expert_plan import (
     EP,
     STYLES,
     expert_modules,
@@ -26,6 +25,7 @@ from accel.parallel.axes.experts._plan import (
     open_expert_mesh,
     resolve_experts,
 )
+from accel.parallel.axes.experts._layer import DispatchedExperts, LocalExperts, run_dispatched, run_local
 from accel.topology import dimension_of
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from accel.parallel._spread import Spread, SpreadOptions, compare_models, stage_
 from accel.parallel.axes.tensor._dropout import drop_apart
 from accel.parallel.axes.tensor._layers import Attention, Layer, mixin_for
 from accel.parallel.axes.tensor._pairs import guard_pairs
-from accel.parallel.axes.tensor._plan import found_pairs, patterns_of, tensor_plan
 from accel.parallel.axes.tensor._styles import (
     COLWISE,
     COPYING,
@@ -39,6 +38,7 @@ from accel.parallel.axes.tensor._styles import (
     uneven_heads,
     with_lora,
 )
+from accel.parallel.axes.tensor._tensor_plan import found_pairs, patterns_of, tensor_plan
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import TensorStyle, dimension_of
 

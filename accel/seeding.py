@@ -17,6 +17,7 @@ import torch
 from accel.comm import Call, broadcast_bytes, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
+from accel.errors._checks import check_count
 from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rng_scope, seed_rng
 from accel.tensors import integers
 from accel.topology import AXIS_NAMES, DATA_DIMS, data_dimension
@@ -52,13 +53,7 @@ def rank_key(ctx: DistContext, key: Key, *, along: Sequence[str] | None = None, 
     if along is not None:
         return _key_along(ctx, key, along, data_rank)
     share = ctx.data_parallel[0] if data_rank is None else data_rank
-    if type(share) is not int or not 0 <= share < ctx.world_size:
-        raise ConfigError(
-            "no such share of the samples",
-            expected=f"an integer from 0 to {ctx.world_size - 1}",
-            got=repr(share),
-            where="data_rank=",
-        )
+    check_count(share, "no such share of the samples", least=0, most=ctx.world_size - 1, where="data_rank=")
     return key.fold_in("rank", share)
 
 

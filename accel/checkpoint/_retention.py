@@ -26,7 +26,7 @@ from accel.checkpoint._manifest import (
     step_of,
 )
 from accel.errors import AccelError, CheckpointError, ConfigError
-from accel.errors._checks import check_choice
+from accel.errors._checks import check_choice, check_count
 from accel.storage import FileEntry, OpenDirectory, Place, as_place, remove_flat
 
 BestMode = Literal["min", "max"]
@@ -63,13 +63,11 @@ def check_keep(keep: int | Keep | None) -> Keep | None:
         return None
     asked = keep if isinstance(keep, Keep) else Keep(newest=keep)
     where = "save_state, keep="
-    if type(asked.newest) is not int or asked.newest < 1:
-        expected = f"{'newest' if asked is keep else 'keep'} of 1 or above, or keep=None to keep all"
-        raise ConfigError("no checkpoint would stay", expected=expected, got=repr(asked.newest), where=where)
-    if asked.every is not None and (type(asked.every) is not int or asked.every < 1):
-        raise ConfigError("not a distance of steps", expected="every of 1 or above", got=repr(asked.every), where=where)
-    if type(asked.best) is not int or asked.best < 0:
-        raise ConfigError("not a number of checkpoints", expected="best from 0", got=repr(asked.best), where=where)
+    expected = f"{'newest' if asked is keep else 'keep'} of 1 or above, or keep=None to keep all"
+    check_count(asked.newest, "no checkpoint would stay", expected=expected, where=where)
+    if asked.every is not None:
+        check_count(asked.every, "not a distance of steps", expected="every of 1 or above", where=where)
+    check_count(asked.best, "not a number of checkpoints", least=0, expected="best from 0", where=where)
     if (asked.best > 0) != (asked.by != ""):
         fix = "Write Keep(best=1, by='loss'), and save_state(..., metrics={'loss': loss})."
         raise ConfigError("best= and by= need each other", got=repr(asked), where=where, fix=fix)

@@ -18,7 +18,7 @@ from accel.config._resolve import CHANGES, FORMAT_KEY, ConfigFile, resolve, take
 from accel.config._schema import Field, section_values, to_text, toml_key, toml_value
 from accel.config._settings import FIELDS, LaunchConfig
 from accel.errors import ConfigError
-from accel.errors._checks import did_you_mean
+from accel.errors._checks import check_kind, did_you_mean
 
 DEFAULT_FILE = "accel.toml"
 _PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.S)
@@ -136,8 +136,7 @@ def _decode_json(text: str, path: str) -> dict[str, Any]:
         raise
     except (RecursionError, ValueError):
         raise _malformed("JSON", path, "nested too deeply, or a number with too many digits", 1, 1) from None
-    if not isinstance(values, dict):
-        raise ConfigError("not a JSON object", expected="{ key: value, ... }", got=type(values).__name__, where=path)
+    check_kind(values, dict, "not a JSON object", expected="{ key: value, ... }", where=path)
     return cast(dict[str, Any], values)
 
 

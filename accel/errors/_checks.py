@@ -59,10 +59,13 @@ def check_choice(
         )
 
 
-def check_count(value: object, problem: str, *, least: int = 1, expected: str = "", where: str) -> None:
-    """Raise `ConfigError` unless a value is an integer from `least`; True is none."""
-    if type(value) is not int or value < least:
-        raise ConfigError(problem, expected=expected or f"an integer from {least}", got=repr(value), where=where)
+def check_count(
+    value: object, problem: str, *, least: int = 1, most: int | None = None, expected: str = "", where: str
+) -> None:
+    """Raise `ConfigError` unless a value is an integer from `least` to `most`; True is none."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        end = "" if most is None else f" to {most}"
+        raise ConfigError(problem, expected=expected or f"an integer from {least}{end}", got=repr(value), where=where)
 
 
 def check_kind(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from accel.errors import AccelError, ConfigError, MissingExtraError
+from accel.errors._checks import check_kind
 from accel.estimate._model import KINDS, Activations, Model, Parameter, read_fields, transformer_from
 from accel.storage import DTYPE_NAMES, FLOATS, dtype_name
 
@@ -160,8 +161,7 @@ def built(make: Callable[[], nn.Module], source: str) -> Generator[nn.Module]:
     with fake, _without_values(source):
         model = make()
         nn: Any = import_module("torch.nn")
-        if not isinstance(model, nn.Module):
-            raise ConfigError("not a model", expected="an nn.Module", got=type(model).__name__, where=source)
+        check_kind(model, nn.Module, "not a model", expected="an nn.Module", where=source)
         yield model
 
 

@@ -10,6 +10,7 @@ import torch
 
 from accel.comm._group import carry_mark, find_mark
 from accel.errors import ConfigError, StepError
+from accel.errors._checks import check_count
 
 
 class Accumulation(msgspec.Struct, frozen=True, dict=True, weakref=True):
@@ -54,13 +55,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True, weakref=True):
     weighted: bool | None = None
 
     def __post_init__(self) -> None:
-        if type(self.steps) is not int or self.steps < 1:
-            raise ConfigError(
-                "not a number of micro-batches",
-                expected="an integer of at least 1",
-                got=repr(self.steps),
-                where="Accumulation.steps",
-            )
+        check_count(self.steps, "not a number of micro-batches", where="Accumulation.steps")
 
     def next(self, *, last: bool = False) -> Accumulation:
         """Return the record for the next micro-batch.

@@ -17,6 +17,7 @@ import msgspec
 from accel.comm import Call, agreed_values, call_site, exchange_values
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, TrackerError
+from accel.errors._checks import check_count, check_kind
 from accel.run_folder import hide_in_config
 from accel.trackers._tracked_run import SavedRun, TrackedRun, run_file
 from accel.trackers._tracker import Ending, Ranks, Run, Tracker
@@ -306,13 +307,8 @@ def _make_folder(folder: str) -> None:
 
 def _check(project: str, to: Sequence[Tracker], run: str | None, room_bytes: int) -> None:
     for tracker in to:
-        if not isinstance(tracker, Tracker):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                "not a tracker",
-                expected="records such as accel.trackers.jsonl()",
-                got=f"{type(tracker).__name__} {tracker!r:.40}",
-                where="tracking, to=",
-            )
+        expected = "records such as accel.trackers.jsonl()"
+        check_kind(tracker, Tracker, "not a tracker", expected=expected, where="tracking, to=")
     names = [tracker.name for tracker in to]
     if len(set(names)) < len(names):
         fix = 'Give one another name: msgspec.structs.replace(tracker, name="second").'
@@ -320,5 +316,4 @@ def _check(project: str, to: Sequence[Tracker], run: str | None, room_bytes: int
     for text, where in ((project, "project"), (run, "run=")):
         if text is not None and (not isinstance(text, str) or not text or not text.isprintable()):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError("not a name", expected="printable text", got=repr(text), where=f"tracking, {where}")
-    if room_bytes < 1:
-        raise ConfigError("no room for records", expected="1 or above", got=str(room_bytes), where="room_bytes=")
+    check_count(room_bytes, "no room for records", where="room_bytes=")

@@ -103,5 +103,5 @@ def test_an_unfinished_window_cannot_be_saved():
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_a_step_has_micro_batches(steps):
-    with pytest.raises(ConfigError, match=f"at least 1, got {steps}"):
+    with pytest.raises(ConfigError, match=f"an integer from 1, got {steps}"):
         Accumulation(steps=steps)

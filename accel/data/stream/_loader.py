@@ -14,7 +14,7 @@ from accel.data._cursor import Coordinates, LastPass
 from accel.data._shards import Tail
 from accel.data.stream._reader import StepPlan
 from accel.errors import ConfigError, DataError
-from accel.errors._checks import check_choice, check_count
+from accel.errors._checks import check_choice, check_count, check_kind
 from accel.tree import Container
 
 StreamMode = Literal["shards", "own", "elements", "dispatch"]
@@ -195,14 +195,15 @@ def _sizes(
 def _source(place: tuple[int, int], dataset: Any, mode: StreamMode) -> Iterable[Any]:
     if mode != "shards":
         return dataset
-    if not isinstance(dataset, _Shardable):
-        raise DataError(
-            "the dataset cannot be divided by source",
-            expected="a method shard(num_shards, index), as Hugging Face's iterable datasets have",
-            got=type(dataset).__name__,
-            where="prepare_loader",
-            fix="Add one, or choose another mode. " + _MODES,
-        )
+    check_kind(
+        dataset,
+        _Shardable,
+        "the dataset cannot be divided by source",
+        expected="a method shard(num_shards, index), as Hugging Face's iterable datasets have",
+        where="prepare_loader",
+        fix="Add one, or choose another mode. " + _MODES,
+        error=DataError,
+    )
     for name in ("num_shards", "n_shards"):
         shards = getattr(dataset, name, None)
         if isinstance(shards, int) and shards < place[1]:
@@ -217,13 +218,14 @@ def _source(place: tuple[int, int], dataset: Any, mode: StreamMode) -> Iterable[
 
 
 def _check_torch(loader: Any) -> None:
-    if not isinstance(loader.dataset, IterableDataset):
-        raise DataError(
-            "a dataset with positions is sharded by its order, not read as a stream",
-            got=f"stream= and {type(loader.dataset).__name__}",
-            where="prepare_loader",
-            fix="Leave stream= out.",
-        )
+    check_kind(
+        loader.dataset,
+        IterableDataset,
+        "a dataset with positions is sharded by its order, not read as a stream",
+        where="prepare_loader(stream=)",
+        fix="Leave stream= out.",
+        error=DataError,
+    )
     refused = {
         "workers do not persist from one epoch to the next": (loader.persistent_workers, "persistent_workers=True"),
         "batches come in their order": (not getattr(loader, "in_order", True), "in_order=False"),

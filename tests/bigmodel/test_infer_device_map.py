@@ -154,7 +154,7 @@ def test_maps_keep_every_limit_and_refusals_name_the_smallest_that_works(case: C
 
 
 @pytest.mark.slow
-@settings(max_examples=2000)
+@settings(max_examples=800)
 @given(cases())
 def test_the_laws_hold_of_many_models(case: Case) -> None:
     check_laws(case)
@@ -251,7 +251,7 @@ def test_no_way_that_can_be_named_has_fewer_bytes_in_files(case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=3000)
+@settings(max_examples=1200)
 @given(cases())
 def test_no_way_has_fewer_bytes_in_files_of_many_models(case: Case) -> None:
     check_choice(case)

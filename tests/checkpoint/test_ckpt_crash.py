@@ -134,7 +134,7 @@ def kill_one_save(out: Path, run: Run, delay: float, keep: int) -> None:
     os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("trials", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [20, pytest.param(50, marks=pytest.mark.slow)])
 def test_random_kills_lose_nothing(trials: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     rng, run = random.Random(trials), Run()
@@ -164,7 +164,7 @@ def keep_saving(rank: int, port: int, out: Path, run: Run, start: int) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("trials", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [3, pytest.param(15, marks=pytest.mark.slow)])
 def test_random_kills_of_two_processes_lose_nothing(trials: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     rng, run, last = random.Random(trials), Run(), 1

@@ -68,7 +68,7 @@ DAMAGES: list[Callable[[Path, random.Random], None]] = [flip, flip, truncate, ze
 DAMAGES += [swap_in_stale]
 
 
-@pytest.mark.parametrize("trials", [100, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [100, pytest.param(300, marks=pytest.mark.slow)])
 def test_no_damage_is_accepted_wrong_and_the_older_checkpoint_is_found(
     trials: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -271,7 +271,7 @@ def mutate(value: Any, rng: random.Random) -> Any:
     return value
 
 
-@pytest.mark.parametrize("trials", [150, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [150, pytest.param(300, marks=pytest.mark.slow)])
 def test_mutated_manifests_with_valid_digests_raise_or_load_but_never_in_part(trials: int, tmp_path: Path) -> None:
     run, rng = Run(), random.Random(trials)
     run.step(1)
@@ -387,7 +387,7 @@ def test_a_manifest_mutated_by_hypothesis_is_refused_with_a_typed_error_or_loads
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(change=mutations())
 def test_many_mutated_manifests(sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]) -> None:
     check_mutation(sealed, change)

@@ -111,7 +111,7 @@ def cut_at(moment: int, loss: Loss, out: Path, run: Run, step: int, *, names: bo
 
 CASES: list[Any] = [("emptied", True, "keep_1", "sync", 3)]  # every third operation
 ALL = [
-    (loss, names, layout, mode, 3 if mode == "async" else 2)
+    (loss, names, layout, mode, 6 if mode == "async" else 4)
     for loss in ("emptied", "torn")
     for names in (True, False)
     for layout in ("keep_1", "same_step", "fresh")

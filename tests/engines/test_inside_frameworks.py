@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import free_port, job, patience, same_path, script_ranks
+from processes import job, patience, same_path, script_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "inside-frameworks.md"
 SCRIPTS: dict[str, str] = dict(re.findall(r"^```python (\w+)\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S))
@@ -49,7 +49,12 @@ def test_ray_train_opens_the_group(tmp_path: Path) -> None:
     script = tmp_path / "raytrain.py"
     script.write_text(SCRIPTS["raytrain"])
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=same_path(), capture_output=True, text=True, timeout=patience(120)
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=same_path(),
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(PRINTED["raytrain"], done.stdout + done.stderr, flags=re.M), done.stdout + done.stderr

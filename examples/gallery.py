@@ -32,6 +32,7 @@ from torch import Tensor
 FOLDER = Path(__file__).parent
 DOCS = FOLDER.parent / "docs"
 COMPARE = {">=": operator.ge, "<=": operator.le}
+TINY = "--depth 4 --length 64 --vocabulary 1024"
 WIDTH, HEIGHT, MARGIN = 320, 180, 30  # of a curve
 
 
@@ -42,6 +43,7 @@ class Recipe(msgspec.Struct, frozen=True):
         name: the script's name, without `.py`.
         learned: a condition on the last row of the full run's metrics, such as `accuracy >= 0.95`.
         small: flags of a run of a second or two.
+        full: flags of the full run, where the script's own defaults are for accelerators.
         falls: the column of the metrics that falls in a small run; after a minus, one that rises.
         needs: modules of extras.
         metrics: path of the metrics in the run's folder.
@@ -50,6 +52,7 @@ class Recipe(msgspec.Struct, frozen=True):
     name: str
     learned: str
     small: str
+    full: str = ""
     falls: str = "loss"
     needs: tuple[str, ...] = ()
     metrics: str = "metrics.jsonl"
@@ -61,6 +64,7 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 RECIPES: tuple[Recipe, ...] = (
+    Recipe("causal_lm", "loss <= 2.6", small="--steps 8 --size 16", needs=("transformers",)),
     Recipe("contrastive", "right >= 0.8", small="--steps 12 --size 8", needs=("sklearn",)),
     Recipe(
         "cross_validation",
@@ -70,9 +74,13 @@ RECIPES: tuple[Recipe, ...] = (
         metrics="fold-0/metrics.jsonl",
     ),
     Recipe("diffusion", "right >= 0.9", small="--steps 12 --size 32", needs=("sklearn",)),
+    Recipe("distillation", "accuracy >= 0.9", small="--steps 12 --size 4", needs=("sklearn",)),
     Recipe("gan", "modes >= 7", small="--steps 12 --size 16", falls="critic_loss"),
+    Recipe("generation", "right >= 0.95", small="--steps 12 --size 16"),
     Recipe("images", "accuracy >= 0.95", small="--steps 12 --size 8", needs=("sklearn",)),
     Recipe("local_sgd", "accuracy >= 0.95", small="--steps 32 --size 16", needs=("sklearn",)),
+    Recipe("lora", "gain >= 0.2", small="--steps 8 --size 16", needs=("transformers", "peft")),
+    Recipe("preference", "upwards >= 0.9", small="--steps 16 --size 16"),
     Recipe("reinforcement", "return >= 150", small="--steps 16 --size 16", falls="-return"),
     Recipe("text_classification", "accuracy >= 0.9", small="--steps 12 --size 16"),
 )
@@ -88,12 +96,13 @@ def main(names: Sequence[str], *, nproc: int, out: Path) -> int:
         began, folder = time.monotonic(), out / recipe.name
         shutil.rmtree(folder, ignore_errors=True)
         launch = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", str(nproc)]
-        done = subprocess.run([*launch, FOLDER / f"{recipe.name}.py", "--out", folder], check=False)
+        done = subprocess.run(
+            [*launch, FOLDER / f"{recipe.name}.py", *recipe.full.split(), "--out", folder], check=False
+        )
         result = check(recipe, folder) if done.returncode == 0 else f"failed with status {done.returncode}"
         failed += [recipe.name] * (not result.startswith("learned"))
         print(f"{recipe.name}: {result}, {time.monotonic() - began:.0f} s", flush=True)
-    if not names and not failed:
-        (DOCS / "gallery.md").write_text(page())
+    (DOCS / "gallery.md").write_text(page())
     return int(bool(failed))
 
 
@@ -174,8 +183,13 @@ def page() -> str:
     for recipe in RECIPES:
         text = (FOLDER / f"{recipe.name}.py").read_text().split('"""')[1].strip()
         parts += [f"## {recipe.name.replace('_', ' ').capitalize()}\n", f"{text.splitlines()[0]}\n"]
-        parts += ["```bash", f"accel launch --nproc-per-node 2 examples/{recipe.name}.py", "```\n"]
-        parts += [f"![Curves of {recipe.name}](gallery/{recipe.name}.svg)\n"]
+        parts += [
+            "```bash",
+            f"accel launch --nproc-per-node 2 examples/{recipe.name}.py {recipe.full}".rstrip(),
+            "```\n",
+        ]
+        if (DOCS / "gallery" / f"{recipe.name}.svg").exists():
+            parts += [f"![Curves of {recipe.name}](gallery/{recipe.name}.svg)\n"]
         needs = f" It needs {', '.join(f'`{module}`' for module in recipe.needs)}." if recipe.needs else ""
         parts += [f"The full run ends with `{recipe.learned}`.{needs}\n"]
     return "\n".join(parts)

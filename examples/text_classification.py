@@ -86,7 +86,7 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
 
     with accel.tracking(ctx, "text_classification", to=[accel.trackers.jsonl()], dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
-        state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0))
+        state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         metrics, every = accel.metrics.running_metrics(loss="mean"), max(1, steps // 20)
         while state.updates < steps:
             for batch in accel.batches(ctx, loader, state):

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Teach a model which of its answers people prefer, by direct preference optimization (DPO) against a reference.
+
+    accel launch --nproc-per-node 2 examples/preference.py
+
+First the model learns to sort digits, up or down as it likes. Then it sees pairs of answers of which the one that goes
+up is preferred, and a frozen copy of itself keeps it near what it knew. In the end it sorts upwards. Both parts go on
+from their checkpoints. Rafailov et al. 2023, arXiv:2305.18290.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, logsigmoid
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+
+Objective = Callable[[nn.Module, list[Tensor]], tuple[Tensor, Tensor]]
+DIGITS, TURN = 10, 10  # digits, and the token that asks for the answer
+LONG = 4  # digits of a prompt
+BETA = 0.5  # how much the reference holds the model back
+
+
+def make_pairs(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return prompts with the preferred answer and with the other one, each of shape [count, 2 * LONG + 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.rand(count, DIGITS, generator=generator).argsort(1)[:, :LONG]  # no digit twice
+    turns, up = torch.full((count, 1), TURN), prompts.sort(1).values
+    return torch.cat([prompts, turns, up], 1), torch.cat([prompts, turns, up.flip(1)], 1)
+
+
+class Decoder(nn.Module):
+    """A transformer in which no place sees those behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.tokens, self.places = nn.Embedding(DIGITS + 1, width), nn.Embedding(2 * LONG + 1, width)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, DIGITS + 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device, dtype=hidden.dtype)
+        return self.head(self.layers(hidden, mask=mask, is_causal=True))
+
+
+def log_probabilities(model: nn.Module, rows: Tensor) -> Tensor:
+    """Return the log probability of each row's answer."""
+    logits, answers = model(rows[:, :-1])[:, LONG:], rows[:, LONG + 1 :]
+    losses = cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), reduction="none")
+    return -losses.view_as(answers).sum(1)
+
+
+def imitate(model: nn.Module, data: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the mean loss of answers of both kinds, and how often the preferred one is the more probable."""
+    up, down = log_probabilities(model, torch.cat(data)).chunk(2)
+    return -(up + down).mean() / (2 * LONG), (up > down).double().mean()
+
+
+def prefer(reference: nn.Module, model: nn.Module, data: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the loss of DPO: the preferred answer should gain more on the reference than the other one."""
+    rows = torch.cat(data)
+    with torch.no_grad():
+        before = log_probabilities(reference, rows)
+    after = log_probabilities(model, rows)
+    (won, lost), (up, down) = (after - before).chunk(2), after.chunk(2)
+    return -logsigmoid(BETA * (won - lost)).mean(), (up > down).double().mean()
+
+
+def fit(
+    ctx: accel.DistContext, model: nn.Module, objective: Objective, *, steps: int, lr: float, out: str
+) -> nn.Module:
+    """Train a model for so many optimizer steps; return it without what `prepare` puts around it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, accel.schedules.Cosine(steps))
+    pairs = DataLoader(TensorDataset(*make_pairs(3000, seed=0)), 64, shuffle=True)
+    loader = accel.prepare_loader(ctx, pairs, global_batch=64)
+    test_loader = accel.prepare_loader(ctx, DataLoader(make_pairs(100, seed=1)[0], 50))
+    model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
+    with accel.tracking(ctx, "preference", to=[accel.trackers.jsonl()], dir=out) as trackers:
+        items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
+        state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
+        metrics, every = accel.metrics.running_metrics(loss="mean", preferred="mean"), max(1, steps // 20)
+        while state.updates < steps:
+            for batch in accel.batches(ctx, loader, state):
+                state = state.next(batch)
+                with accel.accumulate(ctx, state, model):
+                    with accel.autocast(ctx):
+                        loss, preferred = objective(model, batch.data)
+                    state = accel.backward(ctx, loss, state)
+                state = accel.optimizer_step(ctx, optimizer, state, scheduler=scheduler, max_norm=1.0)
+                metrics = metrics.add(batch.weight, loss=loss, preferred=preferred)
+                if state.updates % every == 0 or state.updates == steps:
+                    values, metrics = metrics.read(ctx)
+                    values["upwards"] = sorts_upwards(ctx, model, test_loader)
+                    accel.log(ctx, trackers, values, step=state.updates)
+                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
+                    accel.print(ctx, f"{out}, step {state.updates}: {values}", flush=True)
+                if state.updates == steps:
+                    break
+    return accel.unwrap_model(model)
+
+
+@torch.no_grad()
+def sorts_upwards(ctx: accel.DistContext, model: nn.Module, loader: accel.Loader) -> float:
+    """Return the share of prompts that the model answers with their digits in rising order."""
+    metrics = accel.metrics.running_metrics(upwards="mean")
+    with accel.evaluating(model):
+        for batch in accel.batches(ctx, loader):
+            answers = accel.training.generate(ctx, model, batch.data[:, : LONG + 1], max_new_tokens=LONG)
+            metrics = metrics.add(batch.weights, upwards=(answers == batch.data).all(1).double())
+    return metrics.read(ctx)[0]["upwards"]
+
+
+def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
+    """Train to imitate for so many optimizer steps, then to prefer for as many."""
+    with accel.seeding.seeded(ctx, 0):  # the first weights are the same on any number of processes
+        model = Decoder(size)
+    model = fit(ctx, model, imitate, steps=steps, lr=2e-3, out=f"{out}/reference")
+    reference = copy.deepcopy(model).requires_grad_(False).eval()
+    fit(ctx, model, functools.partial(prefer, reference), steps=steps, lr=3e-5, out=out)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each part")
+    parser.add_argument("--size", type=int, default=64, help="width of the model")
+    parser.add_argument("--out", default="runs/preference", help="folder of checkpoints and metrics")
+    flags = parser.parse_args()
+    with accel.session() as context:
+        main(context, **vars(flags))

@@ -14,7 +14,7 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
-PAGE = re.compile(r"\[([^\]]+)\]\(docs/([\w-]+)\.md(#[\w-]+)?\)")
+PAGE = re.compile(r"\[([^\]]+)\]\(docs/([\w/-]+)\.md(#[\w-]+)?\)")
 
 
 def index_page(text: str, site: str | None) -> str:

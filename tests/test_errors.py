@@ -19,7 +19,7 @@ import accel
 from accel import errors
 from accel.errors import AccelError, PeerError
 from accel.errors._base import ErrorRecord, describe, rebuild
-from accel.errors._checks import did_you_mean, not_unpickled
+from accel.errors._checks import did_you_mean, not_unpickled, with_article
 from accel.testing import Simulator
 
 KINDS = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, AccelError)]
@@ -123,3 +123,12 @@ def test_a_prepared_model_that_left_its_ranks_has_the_call_that_unwraps_it(ranks
         pickle.loads(sent)
     assert "accel.unwrap_model(model)" in not_unpickled(caught.value, "launch").fix
     assert "import its class" in not_unpickled(ImportError("no module named cell"), "launch").fix
+
+
+ARTICLES = """an object, an AdamW, an SGD, an LSTM, an AutoModel, an UninitializedBuffer, an Event, a function, a list,
+a OneCycleLR, a UserDict, a UnionType, a Module, a StepLR"""
+
+
+@pytest.mark.parametrize("noun", ARTICLES.replace("\n", " ").split(", "))
+def test_the_article_follows_the_name(noun: str) -> None:
+    assert with_article(noun.partition(" ")[2]) == noun

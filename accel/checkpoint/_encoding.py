@@ -33,6 +33,7 @@ from accel.checkpoint._records import (
     record_tag,
 )
 from accel.errors import CheckpointError, MissingExtraError
+from accel.errors._checks import with_article
 from accel.storage import stored_dtype
 
 _PURE = {"PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
@@ -261,7 +262,7 @@ def _unsaveable(value: object, path: str) -> CheckpointError:
     if callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
         known = "Pass it as an item of its own, or what its state_dict() returns."
     return CheckpointError(
-        f"a {name} cannot be stored",
+        f"{with_article(name)} cannot be stored",
         expected="None, bool, int, float, complex, str, bytes, a tensor, a record, an enum, a path, a scalar or array "
         "of numpy, or a list, tuple, deque, set or dict of such",
         got=f"{name} of {type(value).__module__}",
@@ -308,7 +309,8 @@ class Making:
             shown = name.removeprefix("accel.")
             if not found:
                 expected = f"a live {shown} in its place or as an item, which gives the class"
-                raise MisfitError(path, expected=expected, got=f"a {shown} in the file, and no such value passed")
+                got = f"{with_article(shown)} in the file, and no such value passed"
+                raise MisfitError(path, expected=expected, got=got)
             expected = f"one class {shown} among the values that are passed"
             raise MisfitError(path, expected=expected, got=f"{len(found)} such classes")
         return found[0]

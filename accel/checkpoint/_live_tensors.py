@@ -11,6 +11,7 @@ import torch
 from accel import xla
 from accel.checkpoint._boxes import Box, Split, local_box, whole
 from accel.errors import CheckpointError
+from accel.errors._checks import with_article
 from accel.storage import stored_dtype
 from accel.tensors import integers, is_absent, is_dtensor, is_partial, local_part
 
@@ -59,7 +60,7 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
     # a class that rewrites operations has no bytes of its own that a file could hold
     if not is_absent(tensor) and _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
         problem, fix = (
-            f"a {type(tensor).__name__}",
+            f"{with_article(type(tensor).__name__)}",
             "Store the wrapped tensor, plain or in a DTensor.",
         )
     elif tensor.is_meta or torch.nn.parameter.is_lazy(tensor):

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self, TypeGuard, cast, runtime_checkable
 import msgspec
 
 from accel.errors import CheckpointError
+from accel.errors._checks import with_article
 
 Classes = Mapping[str, tuple[type, ...]]
 
@@ -85,7 +86,7 @@ def fields_of(record: object, path: str) -> dict[str, object]:
     unset = [name for name in names if not hasattr(record, name)]
     if beside or unset:
         raise CheckpointError(
-            f"a {type(record).__name__} that its fields do not describe",
+            f"{with_article(type(record).__name__)} that its fields do not describe",
             expected=f"a value for each of {', '.join(names)}, and no other attributes",
             got=f"also {', '.join(beside)}" if beside else f"none for {', '.join(unset)}",
             where=path,
@@ -97,7 +98,7 @@ def fields_of(record: object, path: str) -> dict[str, object]:
         _ = make_record(type(record), fields, path)
     except MisfitError as error:
         raise CheckpointError(
-            f"a {type(record).__name__} that its own class refuses, so that it could not be loaded",
+            f"{with_article(type(record).__name__)} that its own class refuses, so that it could not be loaded",
             expected=error.expected,
             got=error.got,
             where=path,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import UnionType
 
@@ -31,6 +32,16 @@ def not_unpickled(error: Exception, where: str) -> ConfigError:
         if prepared
         else "Let every rank be able to import its class.",
     )
+
+
+# "a one", "a European", "a unit" and "a user" begin with a consonant
+_VOWEL = re.compile(r"(?!one|eu|uni(?!n)|us)[aeiou]", re.I)
+_SPELT = re.compile(r"[FHLMNRSX](?=[A-Z])")  # "an SGD", "an LSTM": letters said by their names
+
+
+def with_article(noun: str) -> str:
+    """Return a noun or the name of a class behind "a" or "an"."""
+    return f"an {noun}" if _VOWEL.match(noun) or _SPELT.match(noun) else f"a {noun}"
 
 
 def did_you_mean(name: str, valid: Iterable[str], otherwise: str = "") -> str:

@@ -15,6 +15,7 @@ from accel.checkpoint._encoding import Kept, Making, decode, encode
 from accel.checkpoint._live_tensors import memory_id
 from accel.checkpoint._manifest import Item, has_records, is_object, tensors_in
 from accel.errors import CheckpointError
+from accel.errors._checks import with_article
 from accel.items import _packed_state
 from accel.items._packed_state import is_zero, local_optimizer
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, is_floating
@@ -175,7 +176,7 @@ def _state_of(optimizer: torch.optim.Optimizer, item: str) -> dict[str, Any]:
         return state_dict(optimizer)
     except RuntimeError as error:  # such as of an optimizer whose state is spread over ranks in a way of its own
         raise CheckpointError(
-            f"a {type(optimizer).__name__} that does not give its state: {error}",
+            f"{with_article(type(optimizer).__name__)} that does not give its state: {error}",
             where=item,
             fix="Shard the model by fully_shard: any optimizer's state is sharded then, and can be saved.",
         ) from error

@@ -13,6 +13,7 @@ from ckpt_helpers import CPU, Cursor, Run, Window, equal, network, streams
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
+import accel
 from accel import DistContext, latest_checkpoint, load_state, save_state
 from accel.errors import CheckpointError, ConfigError
 from accel.storage import LOCK
@@ -142,6 +143,8 @@ def test_a_path_that_no_file_system_takes_is_refused_on_every_rank(tmp_path: Pat
 
 
 def test_what_cannot_be_saved_is_named_by_its_path(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^an object cannot be stored"):
+        save_state(accel.single(), tmp_path, {"x": object()}, step=0)
     run = Run()
     run.optimizer.param_groups[0]["decay"] = lambda step: step
     with pytest.raises(CheckpointError, match=r"a function cannot be stored.*optimizer\.param_groups\[0\]\.decay"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in a folder of each host: the functions of a save, and the search for checkpoints common to all hosts.
+"""Checkpoints in a folder of each host: the functions of a save, and the checkpoint of all hosts that a load holds.
 
 Each host gets, as a checkpoint of its own, every box that a rank of it reads again at the same layout: so it writes its
 own copy of what all ranks hold, and receives what only other hosts have. Its manifest names the files of other hosts
@@ -8,11 +8,12 @@ where a tensor goes on, so that the folders of all hosts, copied together, are a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +23,7 @@ import torch
 
 from accel.checkpoint._boxes import NamedBox, plan_writes
 from accel.checkpoint._manifest import HostPart, Item, candidates, committed, step_name
+from accel.checkpoint._newest import Held, SkippedCheckpoints, all_damaged, is_checkpoint, open_same
 from accel.checkpoint._read import open_checkpoint
 from accel.checkpoint._retention import sweep
 from accel.checkpoint._snapshot import (
@@ -33,7 +35,7 @@ from accel.checkpoint._snapshot import (
     WritePlan,
     tensor_facts,
 )
-from accel.comm import Call, agreed, barrier, broadcast_value, gather_bytes
+from accel.comm import Call, agreed, barrier, broadcast_value, exchange_values, gather_bytes, shared_failure
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import Place, as_place, host_name
@@ -226,6 +228,53 @@ def note_of(place: Place, node: int) -> HostNote:
         except CheckpointError as error:
             logging.getLogger("accel.checkpoint").warning("%s cannot be loaded and is skipped: %s", path, error)
     return HostNote(node, host_name(), found)
+
+
+@contextlib.contextmanager
+def hold_on_hosts(
+    ctx: DistContext, path: Place, call: Call, skipped: SkippedCheckpoints, error: Exception | None = None
+) -> Generator[Held | None]:
+    """Hold the newest checkpoint that every host has open for the block, each its own part; else as `hold_newest`."""
+    call = Call(call.name, f"{path.name} per host\n{call.detail}", call.site)
+    with contextlib.ExitStack() as stack:
+        yield _hold(ctx, stack, path, call, skipped, error)
+
+
+def _hold(
+    ctx: DistContext,
+    stack: contextlib.ExitStack,
+    path: Place,
+    call: Call,
+    skipped: SkippedCheckpoints,
+    error: Exception | None,
+) -> Held | None:
+    with shared_failure(ctx.comm, call):
+        if error is not None:
+            raise error
+        is_newest = not is_checkpoint(path)
+        run = path if is_newest else path.parent
+        note = note_of(run, ctx.node_rank)
+        bad = skipped.reasons.keys() | skipped.gone
+        wanted = [(name, save) for name, save in note.commits if is_newest or name == path.name]
+        note = msgspec.structs.replace(note, commits=[each for each in wanted if each not in bad])
+    # by numbers of saves: one step's name may be that of different saves on two hosts
+    notes = exchange_values(ctx.comm, call, note, HostNote)
+    common = on_all_hosts(notes)
+    for name, save in notes[ctx.rank].commits:
+        if save in common:  # in the order of steps, which is the same on all hosts
+            opened = open_same(stack, run / name, save)
+            return Held(run / name, save, is_newest, is_own_choice=True, opened=opened, node=ctx.node_rank)
+    if reasons := [f"{name}: {reason}" for (name, _), reason in skipped.reasons.items()]:
+        raise all_damaged(path, reasons)
+    if is_newest and not any(each.commits for each in notes):
+        return None
+    raise CheckpointError(
+        "no checkpoint is whole on every host",
+        expected="one that each host has its part of",
+        got=describe_hosts(notes),
+        where=str(path),
+        fix="Bring the folder of a host that lacks it back, start on the hosts that saved, or pass another folder.",
+    )
 
 
 def check_notes(notes: Sequence[HostNote]) -> None:

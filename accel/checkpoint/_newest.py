@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from accel.checkpoint._hosts import HostNote, describe_hosts, note_of, on_all_hosts
+from accel.checkpoint._boxes import main_readers
 from accel.checkpoint._manifest import MANIFEST, candidates, step_of, tell_skipped
 from accel.checkpoint._read import Saved, open_checkpoint
-from accel.comm import Call, Comm, broadcast_value, exchange, exchange_values, reduce_ints, shared_failure
+from accel.comm import Call, Comm, broadcast_value, exchange, reduce_ints, shared_failure
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import Place
@@ -91,16 +91,11 @@ def hold_newest(
     call: Call,
     skipped: SkippedCheckpoints,
     error: Exception | None = None,
-    *,
-    per_host: bool = False,
 ) -> Generator[Held | None]:
     """Hold a checkpoint open for the block: the one at a path, or the newest that can be read in a run's folder. A
     collective. Yields None for a folder without checkpoints; `error` is this rank's failure so far; `skipped` grows."""
-    call = Call(call.name, f"{path.name}{' per host' * per_host}\n{call.detail}", call.site)
+    call = Call(call.name, f"{path.name}\n{call.detail}", call.site)
     with contextlib.ExitStack() as stack:
-        if per_host:
-            yield _hold_on_hosts(ctx, stack, path, call, skipped)
-            return
         opened, pick = None, _Pick()
         with shared_failure(ctx.comm, call):
             if error is not None:
@@ -110,51 +105,20 @@ def hold_newest(
         # one choice for all ranks: a writer may change the folder between two looks
         pick = broadcast_value(ctx.comm, call, pick, _Pick)
         if pick.damaged:
-            raise _all_damaged(path, pick.damaged)
+            raise all_damaged(path, pick.damaged)
         if not pick.digest:
             yield None
             return
         chosen = path / pick.name if pick.name else path
         # each rank holds the folder open itself, which keeps retention on its host away
-        opened = opened or _open_same(stack, chosen, pick.digest)
+        opened = opened or open_same(stack, chosen, pick.digest)
         # one plain path may name the part of each host
         is_part = isinstance(opened, Saved) and opened.manifest.host is not msgspec.UNSET
         node = ctx.node_rank if is_part else None
         yield Held(chosen, pick.digest, bool(pick.name), ctx.is_main_process, opened, node)
 
 
-def _hold_on_hosts(
-    ctx: DistContext, stack: contextlib.ExitStack, path: Place, call: Call, skipped: SkippedCheckpoints
-) -> Held | None:
-    """Hold the newest checkpoint that every host has, each its own part. A collective; see `hold_newest`."""
-    with shared_failure(ctx.comm, call):
-        is_newest = not _is_checkpoint(path)
-        run = path if is_newest else path.parent
-        note = note_of(run, ctx.node_rank)
-        bad = skipped.reasons.keys() | skipped.gone
-        wanted = [(name, save) for name, save in note.commits if is_newest or name == path.name]
-        note = msgspec.structs.replace(note, commits=[each for each in wanted if each not in bad])
-    # by numbers of saves: one step's name may be that of different saves on two hosts
-    notes = exchange_values(ctx.comm, call, note, HostNote)
-    common = on_all_hosts(notes)
-    for name, save in notes[ctx.rank].commits:
-        if save in common:  # in the order of steps, which is the same on all hosts
-            opened = _open_same(stack, run / name, save)
-            return Held(run / name, save, is_newest, is_own_choice=True, opened=opened, node=ctx.node_rank)
-    if reasons := [f"{name}: {reason}" for (name, _), reason in skipped.reasons.items()]:
-        raise _all_damaged(path, reasons)
-    if is_newest and not any(each.commits for each in notes):
-        return None
-    raise CheckpointError(
-        "no checkpoint is whole on every host",
-        expected="one that each host has its part of",
-        got=describe_hosts(notes),
-        where=str(path),
-        fix="Bring the folder of a host that lacks it back, start on the hosts that saved, or pass another folder.",
-    )
-
-
-def _is_checkpoint(path: Place) -> bool:
+def is_checkpoint(path: Place) -> bool:
     """Return whether a path is that of a checkpoint, not of a run's folder."""
     return _is_of_step(path) or MANIFEST in (path.names() if path.exists() else ())
 
@@ -166,7 +130,7 @@ def _is_of_step(path: Place) -> bool:
 def _pick(stack: contextlib.ExitStack, path: Place, skipped: SkippedCheckpoints) -> tuple[Saved | None, _Pick]:
     """Open the checkpoint at a path, or the newest of a run's folder."""
     look = path if _is_of_step(path) else path.listed()
-    if _is_checkpoint(look):
+    if is_checkpoint(look):
         saved = stack.enter_context(open_checkpoint(path))
         return saved, _Pick("", saved.digest)
     if (saved := _open_newest(stack, path, look, skipped)) is not None:
@@ -208,8 +172,8 @@ def _note_broken(path: Place, error: CheckpointError, skipped: SkippedCheckpoint
         tell_skipped(path, error)
 
 
-def _open_same(stack: contextlib.ExitStack, path: Place, digest: str) -> Saved | CheckpointError:
-    """Open the checkpoint that rank 0 has chosen."""
+def open_same(stack: contextlib.ExitStack, path: Place, digest: str) -> Saved | CheckpointError:
+    """Open the checkpoint that ranks have chosen, by the digest of its manifest."""
     try:
         saved = stack.enter_context(open_checkpoint(path))
     except CheckpointError as error:
@@ -225,7 +189,8 @@ def _open_same(stack: contextlib.ExitStack, path: Place, digest: str) -> Saved |
     )
 
 
-def _all_damaged(path: Place, reasons: Sequence[str]) -> CheckpointError:
+def all_damaged(path: Place, reasons: Sequence[str]) -> CheckpointError:
+    """Make the error for a run's folder without a checkpoint that can be loaded."""
     return CheckpointError(
         "no checkpoint of this run can be loaded",
         expected="one that is whole",
@@ -233,6 +198,23 @@ def _all_damaged(path: Place, reasons: Sequence[str]) -> CheckpointError:
         where=str(path),
         fix="Restore one of them, or pass another folder to start anew.",
     )
+
+
+def divide_files(
+    comm: Comm, call: Call, held: Held, mine: Sequence[int], said: Sequence[tuple[int | None, Sequence[int]]]
+) -> list[list[int]]:
+    """Return the ranks that check each file: its `main_readers` among those that read the same files.
+
+    `mine` are the bytes that this rank reads of each file, `said` the node of `Held` and the bytes of each rank. A
+    collective in a large group, where ranks say no bytes.
+    """
+    if not comm.is_large:
+        beside = [rank for rank, (node, _) in enumerate(said) if node == held.node]
+        return main_readers([said[rank][1] for rank in beside], beside)
+    if held.node is not None:
+        # files of one host have few readers: each checks all that it reads
+        return [[comm.rank] if nbytes else [] for nbytes in mine]
+    return agree_on_readers(comm, call, mine)
 
 
 def agree_on_readers(comm: Comm, call: Call, mine: Sequence[int]) -> list[list[int]]:

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from accel.checkpoint._boxes import Box, main_readers, plan_checks
+from accel.checkpoint._boxes import Box, plan_checks
+from accel.checkpoint._hosts import hold_on_hosts
 from accel.checkpoint._live_tensors import held_box
 from accel.checkpoint._manifest import Manifest
-from accel.checkpoint._newest import Held, SkippedCheckpoints, agree_on_readers, hold_newest
+from accel.checkpoint._newest import Held, SkippedCheckpoints, divide_files, hold_newest
 from accel.checkpoint._read import Saved
 from accel.checkpoint._records import MisfitError
 from accel.comm import Call, agreed, agreed_values, call_site
@@ -56,7 +57,7 @@ from accel.parallel import LocalSgd
 from accel.parallel._engines import ENGINES, engine_loaded
 from accel.precision._amp import LossScale
 from accel.random import Key, RngState
-from accel.storage import HostFolder, RemotePath, Span, as_place, lag_of
+from accel.storage import RemotePath, Span, as_place, folder_of, lag_of
 from accel.tensors import local_part
 
 _OWN_RECORDS = (
@@ -159,16 +160,16 @@ def load_newest(
 ) -> Loaded | None:
     """Load as `load_state`, into items that may depend on the manifest; None where there is no checkpoint. Every rank
     calls `items_for` with the agreed manifest, and again if another checkpoint takes its place."""
-    folder, error = as_place(""), None
+    folder, per_host, error = as_place(""), False, None
     try:
-        folder = as_place(path)
+        folder, per_host = folder_of(path)
     except Exception as failure:
         error = failure
     call = Call(verb, f"verify {verify}\nstrict {options.strict}", site)
-    per_host = isinstance(path, HostFolder)
+    hold = hold_on_hosts if per_host else hold_newest
     skipped = SkippedCheckpoints()
     while True:
-        with hold_newest(ctx, folder, call, skipped, error, per_host=per_host) as held:
+        with hold(ctx, folder, call, skipped, error) as held:
             if held is None:
                 return None
             loading = _Loading(ctx, held, verify, options, site, verb)
@@ -247,13 +248,8 @@ class _Loading:
             return ""
         saved = self._held.opened
         assert isinstance(saved, Saved)  # `compare` reported otherwise
-        beside = [rank for rank, wish in enumerate(self._wishes) if wish.node == self._held.node]
-        if not self._ctx.comm.is_large:
-            readers = main_readers([self._wishes[rank].bytes_of_files for rank in beside], beside)
-        elif self._held.node is not None:  # each checks all that it reads
-            readers = [[self._ctx.rank] if nbytes else [] for nbytes in self._bytes_of_files]
-        else:
-            readers = agree_on_readers(self._ctx.comm, self._call("dividing"), self._bytes_of_files)
+        said = [(wish.node, wish.bytes_of_files) for wish in self._wishes]
+        readers = divide_files(self._ctx.comm, self._call("dividing"), self._held, self._bytes_of_files, said)
 
         def verify() -> str:
             try:

@@ -37,7 +37,7 @@ from accel.items._kinds import (
 from accel.items._module import capture_tensors, module_states
 from accel.items._rng import capture_row
 from accel.items._source import Captured, SaveTransform
-from accel.storage import HostFolder, RemotePath, as_place
+from accel.storage import RemotePath, folder_of
 from accel.tensors import local_part
 
 
@@ -183,8 +183,7 @@ def save_state(
     """
     ctx.comm.finish()
     with shared_failure(ctx.comm, Call("save_state", site=call_site())):
-        place = as_place(out)
-        per_host = isinstance(out, HostFolder)
+        place, per_host = folder_of(out)
         _check_folder(place.name)
         _check_step(step)
         check_choice(mode, get_args(SaveMode), "unknown mode", where="save_state, mode=")

@@ -28,6 +28,7 @@ from accel.storage._place import (
     Place as Place,
     as_place as as_place,
     commit as commit,
+    folder_of as folder_of,
     lag_of as lag_of,
     leftovers as leftovers,
     make_folder as make_folder,

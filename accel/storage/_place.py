@@ -223,6 +223,11 @@ def lag_of(where: str | os.PathLike[str] | RemotePath) -> str:
     return f" {LAG}" if isinstance(as_place(where).path, RemotePath) else ""
 
 
+def folder_of(where: str | os.PathLike[str] | RemotePath) -> tuple[Place, bool]:
+    """Return the place of a run's folder, and whether each host has such a folder of its own. Raises as `as_place`."""
+    return as_place(where), isinstance(where, HostFolder)
+
+
 def as_place(where: str | os.PathLike[str] | RemotePath) -> Place:
     """Return the place of a path or URL; `file://` is a path. Raises `ConfigError` if no file system takes it."""
     if isinstance(where, RemotePath):

@@ -115,10 +115,10 @@ class Positioned(Protocol):
 
 
 class LastPass:
-    """Start of the last complete training pass over a loader, and where the last one was left.
+    """Starts of the complete training passes over a loader, and where the last one was left.
 
-    A pass trains if gradients are enabled. Only the same object counts: an equal new cursor means a new start, or a
-    resumed run, and so does a copy of a state.
+    A pass trains if gradients are enabled. Only the same object counts, however many passes came since: an equal new
+    cursor means a new start, or a resumed run, and so does a copy of a state.
     """
 
     __slots__ = ("_marks", "_told")
@@ -131,7 +131,7 @@ class LastPass:
         return LastPass, ()  # another process begins without a memory
 
     def check(self, start: Positioned | Cursor, cursor: Cursor) -> None:
-        """Raise `DataError` if a training pass would begin at the cursor of the previous complete pass."""
+        """Raise `DataError` if a training pass would begin at the cursor of a complete one."""
         passed = self._marks.find(cursor, "passed")
         if passed is None or not torch.is_grad_enabled():
             return
@@ -140,7 +140,7 @@ class LastPass:
         raise DataError(
             "the loop has dropped the cursor after each batch, and would repeat the epoch",
             expected="state = state.next(batch) for each batch",
-            got=f"the cursor of the previous pass: epoch {cursor.epoch}, {cursor.consumed} consumed",
+            got=f"the cursor of a former pass: epoch {cursor.epoch}, {cursor.consumed} consumed",
             where="batches",
             fix="Write `state = state.next(batch)` in the loop, or `cursor = batch.next` where it carries a Cursor. To"
             " read the epoch again, pass a state from a train_state of its own, or a new Cursor; to evaluate, leave it"
@@ -150,7 +150,6 @@ class LastPass:
     def complete(self, start: Positioned | Cursor, cursor: Cursor) -> None:
         """Note a complete pass. Evaluation leaves the memory as it is."""
         if torch.is_grad_enabled():
-            self._marks.clear("passed")
             self._marks.put(start, "passed")
             self._marks.put(cursor, "passed", _beside(start))
 

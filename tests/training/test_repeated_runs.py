@@ -149,6 +149,19 @@ def test_a_run_from_an_equal_state_on_the_same_loader_is_the_same_run(
     ranks.run(rank, world_size)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_run_from_the_same_object_is_refused_after_any_number_of_epochs(epochs: int, way: type[ByState]) -> None:
+    ctx = accel.single()
+    case = WHOLE_EPOCH._replace(epochs=epochs, way=way)
+    loader, start = loader_of(ctx), afresh(accel.train_state(ctx, seed=3, accumulation=case.accumulation))
+    first = train(ctx, loader, case, start)
+    for _ in range(2):
+        with pytest.raises(accel.errors.DataError, match="would repeat the epoch"):
+            train(ctx, loader, case, start)
+        assert train(ctx, loader, case, afresh(start)) == first
+
+
 class Slip(NamedTuple):
     """A slip, in a context and a loader of its own.
 

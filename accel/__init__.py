@@ -99,7 +99,7 @@ if TYPE_CHECKING:
     from accel.items._models import save as save, save_model as save_model
     from accel.items._saving import save_state as save_state
     from accel.items._whole import get_state_dict as get_state_dict
-    from accel.launching import (
+    from accel.launching._function import (
         debug_launcher as debug_launcher,
         launch as launch,
         notebook_launcher as notebook_launcher,
@@ -215,7 +215,7 @@ _HOMES = {
     ),
     "items._saving": ("save_state",),
     "items._whole": ("get_state_dict",),
-    "launching": (
+    "launching._function": (
         "debug_launcher",
         "launch",
         "notebook_launcher",
@@ -289,10 +289,13 @@ _MODULES = {
     for name in (
         "bigmodel",
         "checkpoint",
+        "config",
         "data",
         "engines",
         "errors",
+        "estimate",
         "items",
+        "launching",
         "metrics",
         "parallel",
         "precision",

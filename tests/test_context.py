@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import accel
 from accel.comm import Call, agreed_values
-from accel.config import Settings
+from accel.config._settings import Settings
 from accel.errors import ConfigError, ContextClosedError, DeviceError, EnvError
 from accel.formats import precision
 from accel.testing import simulate, simulate_groups

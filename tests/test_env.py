@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from accel import LaunchEnv, read_env
-from accel.config import SETTINGS
+from accel.config._settings import SETTINGS
 from accel.errors import ConfigError, EnvError
 
 TORCHRUN = {

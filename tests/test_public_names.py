@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel import config
+from accel.config import _settings
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs"
@@ -189,7 +189,7 @@ def plain(annotation: Any) -> Any:
     tree = Unannotated().visit(ast.parse(annotation, mode="eval"))
     text = ast.unparse(tree)
     if found := re.fullmatch(r"Unpack\[(\w+)\]", text):
-        listed = annotations(getattr(config, found[1]))
+        listed = annotations(getattr(_settings, found[1]))
         text = f"{{{', '.join(f'{name}: {kind.__forward_arg__}' for name, kind in listed.items())}}}"
     return text.replace("'", '"')
 

@@ -13,7 +13,7 @@ from accel.cli._config import SUBCOMMANDS
 from accel.cli._launch import parser, split_words
 from accel.cli._main import COMMANDS
 from accel.cli._parser import Parser, value_flags
-from accel.config import FIELDS
+from accel.config._settings import FIELDS
 from accel.errors._checks import check_choice
 
 _SCRIPTS = {

@@ -10,24 +10,15 @@ from pathlib import Path
 
 from accel.cli._parser import Parser, add_fields, resolve_flags
 from accel.cli._questions import Option, choose, describe_machine, has_arrow_keys, interview, suggest
-from accel.config import (
-    DEFAULT_FILE,
-    FIELDS,
-    ConfigFile,
-    LaunchConfig,
-    decode_values,
-    encode,
-    import_accelerate,
-    read_config,
-    read_text,
-    refuse_yaml,
-    resolve,
-    to_text,
-    update_values,
-)
+from accel.config import ConfigFile, LaunchConfig, encode, read_config, resolve
+from accel.config._accelerate import import_accelerate
+from accel.config._files import DEFAULT_FILE, decode_values, read_text, refuse_yaml
+from accel.config._resolve import update_values
+from accel.config._schema import to_text
+from accel.config._settings import FIELDS
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
-from accel.launching import read_machine
+from accel.launching.local._machine import read_machine
 from accel.terminal import show_text
 
 

@@ -17,9 +17,11 @@ import msgspec
 
 from accel import __version__
 from accel.cli._parser import CONFIG_FLAG, Parser, find_file
-from accel.config import FIELDS, resolve, to_text
+from accel.config import resolve
+from accel.config._schema import to_text
+from accel.config._settings import FIELDS
 from accel.errors import AccelError
-from accel.launching import read_machine
+from accel.launching.local._machine import read_machine
 from accel.run_folder import found_stranger, hide_in_text, hide_variable
 from accel.terminal import show_size
 

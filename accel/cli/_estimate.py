@@ -26,22 +26,11 @@ from accel.cli._estimate_tables import (
 from accel.cli._parser import RESERVED, RESERVED_FOR, Parser, memory_limit
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
-from accel.estimate import (
-    OPTIMIZERS,
-    PARTS,
-    STRATEGIES,
-    EstimatedStep,
-    Model,
-    RankMemory,
-    cached_model,
-    fewest_ranks,
-    find_source,
-    is_model_name,
-    largest_parts,
-    rank_memory,
-    read_source,
-    units_of,
-)
+from accel.estimate import EstimatedStep, find_source, rank_memory, read_source
+from accel.estimate._memory import PARTS, STRATEGIES, RankMemory, fewest_ranks, largest_parts
+from accel.estimate._model import Model, units_of
+from accel.estimate._sources import cached_model, is_model_name
+from accel.estimate._step import OPTIMIZERS
 from accel.formats import PrecisionName
 from accel.terminal import show_count, show_size, show_table
 from accel.topology import Axes

@@ -29,20 +29,17 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate import (
     EstimatedStep,
-    RankMemory,
-    Traffic,
     Transformer,
-    built,
-    describe_source,
     find_source,
-    largest_parts,
     mesh_problem,
-    name_headers,
     rank_memory,
-    read_headers,
     read_transformer,
     step_traffic,
 )
+from accel.estimate._build import built
+from accel.estimate._cost import Traffic
+from accel.estimate._memory import RankMemory, largest_parts
+from accel.estimate._sources import describe_source, name_headers, read_headers
 from accel.formats import PrecisionName, StrategyName
 from accel.storage import parse_size
 from accel.terminal import show_count, show_size, show_table

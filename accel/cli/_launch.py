@@ -10,28 +10,24 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from accel.cli._parser import HOSTS, Parser, add_fields, resolve_flags, value_flags
-from accel.config import Resolved
+from accel.config._resolve import Resolved
 from accel.errors import ConfigError, LaunchError
-from accel.launching import (
-    HostPosition,
-    LaunchPlan,
-    LaunchTarget,
+from accel.launching import run_launch
+from accel.launching._launch import plan_here
+from accel.launching._target import LaunchTarget, check_target
+from accel.launching.hosts._hostfile import (
     batch_script,
-    check_endpoint,
-    check_target,
-    check_tasks,
     choose_hosts,
-    describe_cores,
     exported,
     host_commands,
-    on_pod,
-    plan_here,
     read_hostfile,
     read_hosts,
-    run_launch,
     run_on_hosts,
     submit,
 )
+from accel.launching.hosts._hosts import check_endpoint, check_tasks
+from accel.launching.local._launch_plan import HostPosition, LaunchPlan
+from accel.launching.local._machine import describe_cores, on_pod
 
 _USAGE = "accel launch [flags] script.py [args...]"
 _OURS_ALONE = ("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--gpu-ids")

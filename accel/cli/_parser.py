@@ -10,7 +10,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-from accel.config import CONFIG_VARIABLE, DEFAULT_FILE, FIELDS, ConfigFile, Field, Resolved, resolve, to_text
+from accel.config import ConfigFile, resolve
+from accel.config._files import DEFAULT_FILE
+from accel.config._resolve import CONFIG_VARIABLE, Resolved
+from accel.config._schema import Field, to_text
+from accel.config._settings import FIELDS
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
 from accel.formats import precision_fix

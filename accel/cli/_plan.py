@@ -14,18 +14,10 @@ import msgspec
 from accel.cli._parser import RESERVED, RESERVED_FOR, Parser, memory_limit
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
-from accel.estimate import (
-    OPTIMIZERS,
-    PARTS,
-    Choice,
-    Choices,
-    Hosts,
-    Job,
-    Refusal,
-    Transformer,
-    choose_meshes,
-    read_transformer,
-)
+from accel.estimate import Hosts, Job, Transformer, choose_meshes, read_transformer
+from accel.estimate._choices import Choice, Choices, Refusal
+from accel.estimate._memory import PARTS
+from accel.estimate._step import OPTIMIZERS
 from accel.formats import PrecisionName
 from accel.storage import parse_size
 from accel.terminal import show_count, show_size, show_table

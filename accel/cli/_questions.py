@@ -12,10 +12,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from accel.config import FIELDS, Field, LaunchConfig, from_text, to_text
+from accel.config import LaunchConfig
+from accel.config._schema import Field, from_text, to_text
+from accel.config._settings import FIELDS
 from accel.errors import AccelError, ConfigError
 from accel.formats import PrecisionName
-from accel.launching import Machine
+from accel.launching.local._machine import Machine
 
 _UP, _DOWN = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j")
 _ESCAPE_S = 0.05  # what follows an escape comes at once, or it was the key of that name

@@ -26,8 +26,11 @@ _WIDTH = 100
 
 
 def read_config(path: str) -> ConfigFile:
-    """Read a file, TOML or `.json`, unchecked but for its syntax; `resolve` checks its values. Errors have line and
-    column."""
+    """Read a file, TOML or `.json`, unchecked but for its syntax; `resolve` checks its values.
+
+    Raises:
+        ConfigError: the file is missing or malformed, with line and column; or YAML.
+    """
     refuse_yaml(path, fix=f"Turn one of Accelerate's into ours with `accel config import {path}`.")
     return ConfigFile(path=path, values=take_format(decode_values(read_text(path), path), path)[1])
 
@@ -55,6 +58,10 @@ def decode_values(text: str, path: str) -> dict[str, Any]:
 
 def decode(text: str, path: str = DEFAULT_FILE) -> LaunchConfig:
     """Return the record that a file's text describes; the inverse of `encode`.
+
+    Args:
+        text: the text.
+        path: its suffix decides the format, and errors name it.
 
     Raises:
         ConfigError: the text is malformed, or holds what no record can.

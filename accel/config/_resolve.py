@@ -230,6 +230,18 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFi
 
     Variables are `ACCEL_*`, or else torchrun's `PET_*`, which Kubeflow's jobs set; others are ignored. A value equal to
     its default is still a value. An empty variable counts as unset. Values that lose are checked too.
+
+    Args:
+        flags: texts of flags, by field.
+        environ: the variables.
+        file: the content of a file; None for none.
+
+    Returns:
+        The record, and the source of each field.
+
+    Raises:
+        ConfigError: an unknown name or an invalid value, with its place; or two settings that contradict each other.
+        EnvError: a variable with nearly a known name.
     """
     _check_names(flags, "unknown field", "flags")
     check_spelling(environ, [CONFIG_VARIABLE, SOURCES_VARIABLE, *(field.variable for field in FIELDS)])

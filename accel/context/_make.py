@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from accel import xla
 from accel.brought import keyword_fix
 from accel.comm import adopt, alone, connect, mesh_group, open_mesh, position_on_mesh
-from accel.config import SETTINGS, GroupKeywords, SettingKeywords, Settings, from_plain
+from accel.config._schema import from_plain
+from accel.config._settings import SETTINGS, GroupKeywords, SettingKeywords, Settings
 from accel.context._dist_context import DistContext, build, context_first
 from accel.devices import count_devices, find_accelerator, kind_of_device
 from accel.env import LaunchEnv, read_env

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from accel.config import Settings
+from accel.config._settings import Settings
 from accel.errors import EnvError
 
 

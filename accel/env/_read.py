@@ -9,7 +9,8 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from accel.config import SETTINGS, SOURCES_VARIABLE, from_text
+from accel.config._schema import from_text
+from accel.config._settings import SETTINGS, SOURCES_VARIABLE
 from accel.env._launch_env import LaunchEnv, integer
 from accel.env._launchers import check_unplaced, find_place, pod_hosts
 from accel.errors import ConfigError, EnvError

@@ -14,128 +14,47 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.estimate._build import (
-        DescribedModel as DescribedModel,
-        Input as Input,
-        built as built,
-        from_config as from_config,
-        function_of as function_of,
-        measure as measure,
-        read_config as read_config,
-        timm_maker as timm_maker,
-    )
-    from accel.estimate._choices import (
-        Choice as Choice,
-        Choices as Choices,
-        Job as Job,
-        Refusal as Refusal,
-        choose_meshes as choose_meshes,
-        list_meshes as list_meshes,
-        mesh_problem as mesh_problem,
-    )
-    from accel.estimate._cost import (
-        Hosts as Hosts,
-        StepTime as StepTime,
-        Traffic as Traffic,
-        step_time as step_time,
-        step_traffic as step_traffic,
-    )
-    from accel.estimate._memory import (
-        PARTS as PARTS,
-        STRATEGIES as STRATEGIES,
-        RankMemory as RankMemory,
-        Strategy as Strategy,
-        fewest_ranks as fewest_ranks,
-        largest_parts as largest_parts,
-        rank_memory as rank_memory,
-        strategy_memory as strategy_memory,
-    )
-    from accel.estimate._model import (
-        Activations as Activations,
-        Model as Model,
-        Parameter as Parameter,
-        Transformer as Transformer,
-        read_transformer as read_transformer,
-        units_of as units_of,
-    )
-    from accel.estimate._sources import (
-        ModelSource as ModelSource,
-        cached_model as cached_model,
-        describe_source as describe_source,
-        find_source as find_source,
-        from_headers as from_headers,
-        is_model_name as is_model_name,
-        name_headers as name_headers,
-        read_headers as read_headers,
-        read_source as read_source,
-    )
-    from accel.estimate._step import (
-        OPTIMIZERS as OPTIMIZERS,
-        EstimatedStep as EstimatedStep,
-    )
+    from accel.estimate._build import Input, measure
+    from accel.estimate._choices import Job, choose_meshes, list_meshes, mesh_problem
+    from accel.estimate._cost import Hosts, step_time, step_traffic
+    from accel.estimate._memory import rank_memory, strategy_memory
+    from accel.estimate._model import Transformer, read_transformer
+    from accel.estimate._sources import find_source, read_source
+    from accel.estimate._step import EstimatedStep
+
+__all__ = [
+    "EstimatedStep",
+    "Hosts",
+    "Input",
+    "Job",
+    "Transformer",
+    "choose_meshes",
+    "find_source",
+    "list_meshes",
+    "measure",
+    "mesh_problem",
+    "rank_memory",
+    "read_source",
+    "read_transformer",
+    "step_time",
+    "step_traffic",
+    "strategy_memory",
+]
 
 __getattr__ = exports(
     __name__,
     {
-        "_build": (
-            "DescribedModel",
-            "Input",
-            "built",
-            "from_config",
-            "function_of",
-            "measure",
-            "read_config",
-            "timm_maker",
-        ),
-        "_choices": (
-            "Choice",
-            "Choices",
-            "Job",
-            "Refusal",
-            "choose_meshes",
-            "list_meshes",
-            "mesh_problem",
-        ),
-        "_cost": (
-            "Hosts",
-            "StepTime",
-            "Traffic",
-            "step_time",
-            "step_traffic",
-        ),
-        "_memory": (
-            "PARTS",
-            "STRATEGIES",
-            "RankMemory",
-            "Strategy",
-            "fewest_ranks",
-            "largest_parts",
-            "rank_memory",
-            "strategy_memory",
-        ),
-        "_model": (
-            "Activations",
-            "Model",
-            "Parameter",
-            "Transformer",
-            "read_transformer",
-            "units_of",
-        ),
-        "_sources": (
-            "ModelSource",
-            "cached_model",
-            "describe_source",
-            "find_source",
-            "from_headers",
-            "is_model_name",
-            "name_headers",
-            "read_headers",
-            "read_source",
-        ),
-        "_step": (
-            "OPTIMIZERS",
-            "EstimatedStep",
-        ),
+        "_build": ("Input", "measure"),
+        "_choices": ("Job", "choose_meshes", "list_meshes", "mesh_problem"),
+        "_cost": ("Hosts", "step_time", "step_traffic"),
+        "_memory": ("rank_memory", "strategy_memory"),
+        "_model": ("Transformer", "read_transformer"),
+        "_sources": ("find_source", "read_source"),
+        "_step": ("EstimatedStep",),
     },
     {"Step": "The estimate of a step is `EstimatedStep`."},
 )
+
+
+def __dir__() -> list[str]:
+    return __all__

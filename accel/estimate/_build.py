@@ -135,7 +135,14 @@ def measure(
 ) -> Model:
     """Return a model's shapes and, with inputs, its activations in each format; on fake tensors.
 
-    `labelled` passes the first input as `labels` too, for models that compute their loss.
+    Args:
+        make: makes the model; its code runs unchanged.
+        source: origin, in words, for errors.
+        inputs: inputs of one rank, to count activations.
+        labelled: whether the first input is passed as `labels` too, for models that compute their loss.
+
+    Raises:
+        ConfigError: not a model, or one that cannot be built and called without values.
     """
     with built(make, source) as model:
         parameters = tuple(_parameter(name, each) for name, each in model.named_parameters())

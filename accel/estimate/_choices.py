@@ -22,6 +22,9 @@ def list_meshes(ranks: int, *, experts: int = 0) -> Iterator[Axes]:
     """Yield each mesh of so many ranks once; `ep` takes the sizes that divide `experts`.
 
     Data parallelism of one kind has the axis `dp`; `dp_replicate` and `dp_shard` appear together.
+
+    Raises:
+        ConfigError: a number of ranks below 1.
     """
     if ranks < 1:
         raise ConfigError("not a number of ranks", expected="1 or above", got=str(ranks), where="ranks")
@@ -42,7 +45,14 @@ def divisors(count: int) -> list[int]:
 
 
 def mesh_problem(axes: Axes, model: Transformer, plan: Plan, *, tokens: int) -> ConfigError | None:
-    """Return why a model cannot be spread over a mesh, for sequences of `tokens`; None if it can."""
+    """Return why a model cannot be spread over a mesh, for sequences of `tokens`; None if it can.
+
+    Args:
+        axes: the mesh.
+        model: sizes of the model.
+        plan: options of the spreading.
+        tokens: length of a sequence.
+    """
     for what, count, name, divisor in _demands(axes, model, plan, tokens):
         if count % divisor:
             wanted = f"{name} that divides {count}" if divisor == getattr(axes, name) else f"a multiple of {divisor}"
@@ -154,7 +164,16 @@ class Choices(NamedTuple):
 
 
 def choose_meshes(model: Transformer, job: Job) -> Choices:
-    """Return the meshes for a job, with the options that serve each best."""
+    """Return the meshes for a job, with the options that serve each best.
+
+    Args:
+        model: sizes of the model.
+        job: the training.
+
+    Returns:
+        Meshes that fit, the fastest first; those that need more memory, the smallest need first; and those that the
+        model cannot be divided by.
+    """
     fitting: list[Choice] = []
     too_large: list[Choice] = []
     refused: list[Refusal] = []

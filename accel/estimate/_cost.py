@@ -61,7 +61,15 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 def step_traffic(
     model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan | None = None, *, stage: int = 0
 ) -> tuple[Traffic, ...]:
-    """Return the messages of a step, axis by axis, for the ranks at one index along pp."""
+    """Return the messages of a step, axis by axis, for the ranks at one index along pp.
+
+    Args:
+        model: sizes of the model.
+        axes: the mesh.
+        step: the step.
+        plan: options of the spreading; those of `Plan()` by default.
+        stage: the index along pp.
+    """
     chosen = plan or Plan()
     copies = copies_of(axes, step.strategy)
     held = held_by(model, axes, chosen, step, copies, stage)
@@ -285,7 +293,15 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_time(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, hosts: Hosts) -> StepTime:
-    """Return the time of a step on the slowest rank along pp."""
+    """Return the time of a step on the slowest rank along pp.
+
+    Args:
+        model: sizes of the model.
+        axes: the mesh.
+        step: the step.
+        plan: options of the spreading.
+        hosts: speeds of the machine.
+    """
     ranks = {0, min(1, axes.pp - 1), axes.pp - 1}
     found = [_rank_time(model, axes, step, plan, hosts, rank) for rank in ranks]
     return max(found, key=lambda each: each.total)

@@ -76,7 +76,14 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 def rank_memory(model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan | None = None) -> RankMemory:
     """Return the memory of the rank that needs most, at the moment when it does.
 
-    A model without the sizes of a transformer fits meshes of data parallelism alone; others are a `ConfigError`.
+    Args:
+        model: the description of a model, or sizes of a transformer.
+        axes: the mesh.
+        step: the step.
+        plan: options of the spreading; those of `Plan()` by default.
+
+    Raises:
+        ConfigError: a mesh of more than data parallelism for a model without the sizes of a transformer.
     """
     return max(_moments(model, axes, step, plan), key=lambda each: each.total)
 
@@ -309,7 +316,17 @@ _MOST_RANKS = 1 << 16
 
 
 def strategy_memory(model: Model, strategy: str, step: EstimatedStep, nproc: int = 1) -> RankMemory:
-    """Return the memory of a rank of a mesh with the one axis `dp`; `strategy` replaces that of the step."""
+    """Return the memory of a rank of a mesh with the one axis `dp`.
+
+    Args:
+        model: the description of a model.
+        strategy: "ddp", "ddp-zero", "fsdp" or "fsdp-keep", in place of that of the step.
+        step: the step.
+        nproc: number of ranks.
+
+    Raises:
+        ConfigError: an unknown strategy.
+    """
     check_choice(strategy, list(STRATEGIES), "unknown strategy", where="strategy")
     how = STRATEGIES[strategy]
     return rank_memory(model, Axes(dp=nproc), how.of(step), how.plan)

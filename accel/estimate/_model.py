@@ -274,7 +274,11 @@ def is_expert(parameter: Parameter) -> bool:
 
 
 def read_transformer(path: Path) -> Transformer:
-    """Return the sizes in a `config.json` of Hugging Face's transformers, given the file or its folder."""
+    """Return the sizes in a `config.json` of Hugging Face's transformers, given the file or its folder.
+
+    Raises:
+        ConfigError: no such file, or a kind of model whose blocks are not known.
+    """
     path = path / "config.json" if path.is_dir() else path
     return transformer_from(read_fields(path), where=str(path))
 

@@ -58,7 +58,12 @@ class ModelSource(NamedTuple):
 def find_source(text: str, *, by_config: bool = True) -> ModelSource:
     """Return the source that a text names: module:function, timm/NAME, or a path.
 
-    `by_config`: in a folder with weights, the configuration counts too.
+    Args:
+        text: the text.
+        by_config: whether the configuration counts in a folder with weights, too.
+
+    Raises:
+        ConfigError: no such path.
     """
     path = Path(text)
     if text.startswith(_TIMM) and not path.exists():
@@ -85,7 +90,15 @@ def describe_source(source: ModelSource) -> DescribedModel:
 
 
 def read_source(source: ModelSource, inputs: Sequence[Input] = ()) -> Model:
-    """Return the description of a source's model; inputs, which headers do not take, count activations."""
+    """Return the description of a source's model.
+
+    Args:
+        source: from `find_source`.
+        inputs: inputs of one rank, to count activations; headers take none.
+
+    Raises:
+        ConfigError: a source that cannot be read, or headers with inputs.
+    """
     if source.kind == "headers":
         if inputs:
             fix = "Name a config.json or module:function, or leave --input out."

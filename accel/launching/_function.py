@@ -16,7 +16,9 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import msgspec
 
 from accel.brought import answered
-from accel.config import TORCHRUN_VARIABLES, LaunchConfig, Resolved, Source, resolve, to_text
+from accel.config import LaunchConfig, resolve
+from accel.config._resolve import TORCHRUN_VARIABLES, Resolved, Source
+from accel.config._schema import to_text
 from accel.errors import ConfigError, LaunchError
 from accel.errors._base import escaped
 from accel.formats import PrecisionName

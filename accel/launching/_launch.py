@@ -19,7 +19,8 @@ from typing import Literal
 
 import msgspec
 
-from accel.config import LaunchConfig, Source, resolve
+from accel.config import LaunchConfig, resolve
+from accel.config._resolve import Source
 from accel.errors import LaunchError
 from accel.launching._target import LaunchTarget, check_target
 from accel.launching.hosts._hosts import await_first_host, await_name, check_endpoint, check_tasks, run_agent

@@ -14,7 +14,9 @@ from typing import Literal
 
 import msgspec
 
-from accel.config import SETTINGS, LaunchConfig, to_text
+from accel.config import LaunchConfig
+from accel.config._schema import to_text
+from accel.config._settings import SETTINGS
 from accel.errors import LaunchError
 from accel.errors._checks import did_you_mean
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import accel
 from accel.cli import main
-from accel.estimate import PARTS
+from accel.estimate._memory import PARTS
 from accel.storage import write_tensors
 
 NETS = """

@@ -12,7 +12,7 @@ from accel.cli._checkpoint import _VERBS
 from accel.cli._config import SUBCOMMANDS
 from accel.cli._launch import parser
 from accel.cli._main import COMMANDS
-from accel.config import FIELDS
+from accel.config._settings import FIELDS
 
 HELPS = [
     [],

@@ -7,8 +7,9 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from accel.config import FIELDS, Field, LaunchConfig
-from accel.config._settings import LogLevel
+from accel.config import LaunchConfig
+from accel.config._schema import Field
+from accel.config._settings import FIELDS, LogLevel
 from accel.errors import ConfigError
 from accel.formats import PrecisionName, StrategyName
 

@@ -15,7 +15,7 @@ from processes import patience
 from accel.cli import main
 from accel.cli._completion import complete
 from accel.cli._main import COMMANDS
-from accel.config import FIELDS
+from accel.config._settings import FIELDS
 
 
 def test_every_field_and_its_names_are_completed() -> None:

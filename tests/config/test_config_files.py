@@ -11,7 +11,8 @@ import pytest
 from configs import VALUES, configs
 from hypothesis import given, strategies as st
 
-from accel.config import FIELDS, LaunchConfig, decode, encode, read_config
+from accel.config import LaunchConfig, decode, encode, read_config
+from accel.config._settings import FIELDS
 from accel.errors import ConfigError
 
 

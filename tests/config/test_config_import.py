@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from accel import Compile
-from accel.config import LaunchConfig, import_accelerate
+from accel.config import LaunchConfig
+from accel.config._accelerate import import_accelerate
 from accel.errors import ConfigError
 from accel.parallel import Plan
 from accel.precision import Fp8, Precision

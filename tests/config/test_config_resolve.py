@@ -9,7 +9,10 @@ import pytest
 from configs import VALUES, by_name, configs, some_values
 from hypothesis import assume, given, strategies as st
 
-from accel.config import FIELDS, ConfigFile, LaunchConfig, Source, from_plain, from_text, resolve, to_text
+from accel.config import ConfigFile, LaunchConfig, resolve
+from accel.config._resolve import Source
+from accel.config._schema import from_plain, from_text, to_text
+from accel.config._settings import FIELDS
 from accel.errors import ConfigError, EnvError
 
 

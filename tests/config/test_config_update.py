@@ -12,7 +12,8 @@ from configs import configs
 from hypothesis import given, strategies as st
 
 from accel.cli import main
-from accel.config import LaunchConfig, _resolve, decode, decode_values, encode, read_config
+from accel.config import LaunchConfig, _resolve, decode, encode, read_config
+from accel.config._files import decode_values
 from accel.config._resolve import CHANGES, FormatChange, is_old, take_format, update_values
 from accel.errors import ConfigError
 

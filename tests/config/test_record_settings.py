@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 import accel
 from accel import Compile
-from accel.config import ConfigFile, LaunchConfig, decode, encode, resolve, to_text
+from accel.config import ConfigFile, LaunchConfig, decode, encode, resolve
+from accel.config._schema import to_text
 from accel.errors import ConfigError
 from accel.formats import CompileMode
 from accel.parallel import Plan

@@ -13,7 +13,8 @@ import pytest
 from processes import patience
 
 import accel
-from accel.config import SETTINGS, ConfigFile, GroupKeywords, SettingKeywords, Settings, resolve
+from accel.config import ConfigFile, resolve
+from accel.config._settings import SETTINGS, GroupKeywords, SettingKeywords, Settings
 
 KEYWORDS = "    timeout_s: float | None\n"
 FIELD = """    label: Annotated[

@@ -12,8 +12,7 @@ import yaml
 from hypothesis import given, strategies as st
 
 from accel.cli import main
-from accel.config import import_accelerate
-from accel.config._accelerate import decode_yaml
+from accel.config._accelerate import decode_yaml, import_accelerate
 from accel.errors import ConfigError, MissingExtraError
 
 SCALARS = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text("ab '\"#:-{,", max_size=6)

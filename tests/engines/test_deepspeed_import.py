@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel.config import translate_deepspeed
+from accel.config._accelerate_sections import translate_deepspeed
 from accel.engines.deepspeed import DeepSpeed, Offload, RunFacts, resolve
 from accel.engines.deepspeed._options import from_section
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accel.estimate import Choice, Job, Transformer, choose_meshes
+from accel.estimate import Job, Transformer, choose_meshes
+from accel.estimate._choices import Choice
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "plan.md"
 LLAMA = {

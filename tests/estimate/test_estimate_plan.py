@@ -12,23 +12,11 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import accel
-from accel.estimate import (
-    OPTIMIZERS,
-    PARTS,
-    STRATEGIES,
-    Activations,
-    EstimatedStep,
-    Model,
-    Parameter,
-    RankMemory,
-    fewest_ranks,
-    measure,
-    strategy_memory,
-    units_of,
-)
+from accel.estimate import EstimatedStep, measure, strategy_memory
 from accel.estimate._build import Input, kept_by_forward
-from accel.estimate._memory import Moment, memory_by_moment
-from accel.estimate._step import shard_count
+from accel.estimate._memory import PARTS, STRATEGIES, Moment, RankMemory, fewest_ranks, memory_by_moment
+from accel.estimate._model import Activations, Model, Parameter, units_of
+from accel.estimate._step import OPTIMIZERS, shard_count
 from accel.formats import PrecisionName
 from accel.topology import Axes
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from accel.cli._estimate import run
 from accel.errors import AccelError, CheckpointError, ConfigError, MissingExtraError
-from accel.estimate import cached_model, from_headers
+from accel.estimate._sources import cached_model, from_headers
 from accel.storage import parse_size
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import accel
-from accel.estimate import STRATEGIES, EstimatedStep, Input, measure, strategy_memory
+from accel.estimate import EstimatedStep, Input, measure, strategy_memory
+from accel.estimate._memory import STRATEGIES
 from accel.tensors import local_part
 from accel.topology import Axes
 

@@ -20,17 +20,10 @@ from torch import nn
 
 import accel
 from accel.cli import main
-from accel.estimate import (
-    OPTIMIZERS,
-    STRATEGIES,
-    EstimatedStep,
-    Input,
-    from_config,
-    largest_parts,
-    measure,
-    rank_memory,
-    read_config,
-)
+from accel.estimate import EstimatedStep, Input, measure, rank_memory
+from accel.estimate._build import from_config, read_config
+from accel.estimate._memory import STRATEGIES, largest_parts
+from accel.estimate._step import OPTIMIZERS
 from accel.topology import Axes
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import accel
-from accel.estimate import EstimatedStep, Input, Transformer, measure, read_config, read_transformer
+from accel.estimate import EstimatedStep, Input, Transformer, measure, read_transformer
+from accel.estimate._build import read_config
 from accel.estimate._memory import memory_by_moment
 from accel.estimate._model import transformer_from
 from accel.topology import Axes, Plan

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from launching import Workspace, missed_backward
 
-from accel.launching import FailureRecord
 from accel.launching.local._children import Children, Relay
 from accel.launching.local._hang import RankAnswer, Watch, absent_report, locate
-from accel.launching.reports._failure import EnteredCollective, Failure, culprit, repeats
+from accel.launching.reports._failure import EnteredCollective, Failure, FailureRecord, culprit, repeats
 
 LOADING = """Current thread 0x00007f (most recent call first):
   File "/lib/site-packages/torch/utils/data/dataloader.py", line 9 in wait

@@ -11,10 +11,14 @@ from hypothesis import given, strategies as st
 
 from accel.cli._launch import describe_plan
 from accel.config import LaunchConfig
-from accel.launching import Gpu, LaunchPlan, LaunchTarget, Machine, describe_cores, plan_launch
+from accel.launching._target import LaunchTarget
+from accel.launching.local._launch_plan import LaunchPlan, plan_launch
 from accel.launching.local._machine import (
+    Gpu,
+    Machine,
     bind_processes,
     bound,
+    describe_cores,
     list_cores,
     read_memory_node,
     read_memory_nodes,

@@ -16,9 +16,8 @@ from launching import HERE, REST, Workspace
 from processes import patience
 
 import accel
-from accel.launching import FailureRecord
 from accel.launching.local._hang import RankAnswer, absent_report, hang_report, locate
-from accel.launching.reports._failure import Failure, without_own
+from accel.launching.reports._failure import Failure, FailureRecord, without_own
 from accel.launching.reports._report import describe_end, failure_report, last_line, last_message, notify
 from accel.run_folder import read_launches
 

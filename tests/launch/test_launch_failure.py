@@ -14,8 +14,10 @@ import pytest
 from launching import HERE, Workspace, alive
 from processes import wait_for
 
-from accel.launching import Children, Failure, LaunchPlan, ProcessPlan
+from accel.launching.local._children import Children
+from accel.launching.local._launch_plan import LaunchPlan, ProcessPlan
 from accel.launching.local._supervisor import run_to_end
+from accel.launching.reports._failure import Failure
 
 pytestmark = pytest.mark.multiprocess
 

@@ -19,7 +19,7 @@ from processes import patience, wait_for
 
 import accel
 from accel.config import LaunchConfig
-from accel.launching import launch_placed
+from accel.launching._function import launch_placed
 from accel.launching.local import _function_rank
 
 E2E = pytest.mark.multiprocess

@@ -15,7 +15,8 @@ from processes import free_ports, wait_for
 
 from accel.config import LaunchConfig
 from accel.errors import ConfigError, LaunchError
-from accel.launching import HostSlots, LaunchTarget, choose_hosts, exported, host_commands, read_hosts
+from accel.launching._target import LaunchTarget
+from accel.launching.hosts._hostfile import HostSlots, choose_hosts, exported, host_commands, read_hosts
 
 FILE = "# two of them\nnode0 slots=4\n\nnode1  slots = 4 # the new one\n"
 HOSTS = read_hosts(FILE, "hosts")

@@ -14,7 +14,7 @@ from launching import HERE, Workspace
 from processes import patience, wait_for
 
 from accel.cli._launch import parser, split_words
-from accel.config import FIELDS
+from accel.config._settings import FIELDS
 
 SPEAK = """
 import os, sys

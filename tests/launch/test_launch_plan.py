@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from accel import launching
-from accel.config import FIELDS, SETTINGS, TORCHRUN_VARIABLES, LaunchConfig
+from accel.config import LaunchConfig
+from accel.config._resolve import TORCHRUN_VARIABLES
+from accel.config._settings import FIELDS, SETTINGS
 from accel.env import read_env
 from accel.errors import ConfigError, EnvError, LaunchError
-from accel.launching import Gpu, LaunchPlan, LaunchTarget, Machine, plan_launch, visible_gpus
-from accel.launching.local._launch_plan import HostPosition
-from accel.launching.local._machine import read_gpus
+from accel.launching._target import LaunchTarget
+from accel.launching.local._launch_plan import HostPosition, LaunchPlan, plan_launch
+from accel.launching.local._machine import Gpu, Machine, read_gpus, visible_gpus
 from accel.topology import fit_axes
 
 

@@ -21,8 +21,8 @@ from msgspec.structs import replace
 from processes import patience, wait_for
 
 from accel.config import LaunchConfig, resolve
-from accel.launching import FailureRecord, LaunchTarget
-from accel.launching.reports._failure import Failure, file_beside
+from accel.launching._target import LaunchTarget
+from accel.launching.reports._failure import Failure, FailureRecord, file_beside
 from accel.launching.reports._journal import Description, Journal, first_record
 from accel.run_folder import (
     LaunchRecord,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from accel.launching import FailureRecord
-from accel.launching.reports._failure import Failure, culprit, exit_code, file_beside, read_failure
+from accel.launching.reports._failure import Failure, FailureRecord, culprit, exit_code, file_beside, read_failure
 from accel.launching.reports._report import failure_report, last_line, stop_report
 from accel.run_folder import write_json
 

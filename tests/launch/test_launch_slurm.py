@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from accel.cli import main
-from accel.config import FIELDS, LaunchConfig
-from accel.launching import LaunchTarget, batch_script
+from accel.config import LaunchConfig
+from accel.config._settings import FIELDS
+from accel.launching._target import LaunchTarget
+from accel.launching.hosts._hostfile import batch_script
 
 SRUN = """#!/bin/sh
 while [ "${1#--kill}" != "$1" ] || [ "${1#--cpus}" != "$1" ]; do shift; done

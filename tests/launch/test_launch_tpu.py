@@ -10,8 +10,9 @@ import pytest
 from accel.cli import main
 from accel.config import LaunchConfig, resolve
 from accel.errors import EnvError, LaunchError
-from accel.launching import LaunchTarget, Machine, on_pod, plan_launch
-from accel.launching.local._machine import count_chips
+from accel.launching._target import LaunchTarget
+from accel.launching.local._launch_plan import plan_launch
+from accel.launching.local._machine import Machine, count_chips, on_pod
 
 POD = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "tpu-0.tpu,tpu-1.tpu"}
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel.launching import FailureRecord
-from accel.launching.reports._failure import Failure
+from accel.launching.reports._failure import Failure, FailureRecord
 from accel.launching.reports._report import failure_report
 
 MISMATCH = "ranks disagree about the call they make together: expected rank 0: gather" + 300 * "x"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 import msgspec
 from msgspec import Meta
 
-from accel.config import decode_values
+from accel.config._files import decode_values
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
 from accel.formats import Precision

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel.config import GroupKeywords
+from accel.config._settings import GroupKeywords
 from accel.context import DistContext, from_mesh
 from accel.errors import ConfigError, MissingExtraError
 

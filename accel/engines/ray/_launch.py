@@ -20,20 +20,11 @@ import msgspec
 from accel.config import LaunchConfig
 from accel.errors import AccelError, ConfigError, LaunchError, MissingExtraError
 from accel.errors._checks import check_choice
-from accel.launching import (
-    Children,
-    Failure,
-    FailureRecord,
-    LaunchPlan,
-    PlacedRank,
-    RankNews,
-    RankPosition,
-    Relay,
-    launch_placed,
-    open_logs,
-    read_failure,
-    start_relay,
-)
+from accel.launching._function import launch_placed
+from accel.launching._launch import PlacedRank, RankNews, RankPosition
+from accel.launching.local._children import Children, Relay, open_logs, start_relay
+from accel.launching.local._launch_plan import LaunchPlan
+from accel.launching.reports._failure import Failure, FailureRecord, read_failure
 
 _LOOK_S = 0.2
 _SIGNAL_S = 5.0

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from accel.config import FIELDS, LaunchConfig, to_text
+from accel.config import LaunchConfig
+from accel.config._schema import to_text
+from accel.config._settings import FIELDS
 from accel.errors import ConfigError, LaunchError
 from accel.errors._checks import did_you_mean
 from accel.launching._target import LaunchTarget

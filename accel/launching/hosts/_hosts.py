@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from accel.config import LaunchConfig, Source
+from accel.config import LaunchConfig
+from accel.config._resolve import Source
 from accel.endpoints import probe, retry, split_endpoint, unresolved
 from accel.env import read_tasks
 from accel.errors import LaunchError

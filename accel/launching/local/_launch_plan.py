@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from accel.config import FIELDS, SETTINGS, TORCHRUN_VARIABLES, LaunchConfig, to_text
+from accel.config import LaunchConfig
+from accel.config._resolve import TORCHRUN_VARIABLES
+from accel.config._schema import to_text
+from accel.config._settings import FIELDS, SETTINGS
 from accel.env import read_env
 from accel.errors import LaunchError
 from accel.launching._target import LaunchTarget

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from accel.config import LaunchConfig, Resolved
+from accel.config import LaunchConfig
+from accel.config._resolve import Resolved
 from accel.env import read_pod
 from accel.errors import LaunchError
 

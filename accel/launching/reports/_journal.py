@@ -16,7 +16,10 @@ from typing import Self
 import msgspec
 from msgspec.structs import replace
 
-from accel.config import FIELDS, Field, LaunchConfig, Source, to_text
+from accel.config import LaunchConfig
+from accel.config._resolve import Source
+from accel.config._schema import Field, to_text
+from accel.config._settings import FIELDS
 from accel.errors import AccelError
 from accel.launching._target import LaunchTarget
 from accel.launching.reports._failure import Failure, file_beside

@@ -14,19 +14,23 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
-PAGE = re.compile(r"\[([^\]]+)\]\(docs/([\w/-]+)\.md(#[\w-]+)?\)")
+LINK = re.compile(r"\[([^\]]+)\]\((?!https://|#)(?:docs/([\w/-]+)\.md(#[\w-]+)?|[^)\s]+)\)")
 
 
 def index_page(text: str, site: str | None) -> str:
-    """Point links to pages of docs/ at a site; without one, keep their text.
+    """Point links to pages of docs/ at a site; without one, and of links to other files, keep the text.
 
     Args:
         text: Markdown.
         site: URL of the documentation, in which docs/train.md is `train/`.
     """
-    if site is None:
-        return PAGE.sub(r"\1", text)
-    return PAGE.sub(lambda found: f"[{found[1]}]({site.rstrip('/')}/{found[2]}/{found[3] or ''})", text)
+
+    def lead(found: re.Match[str]) -> str:
+        if site is None or not found[2]:
+            return found[1]
+        return f"[{found[1]}]({site.rstrip('/')}/{found[2]}/{found[3] or ''})"
+
+    return LINK.sub(lead, text)
 
 
 if __name__ == "__main__":

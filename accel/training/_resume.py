@@ -15,7 +15,7 @@ from accel.context import DistContext, context_first
 from accel.data._cursor import Cursor
 from accel.errors import CheckpointError, ConfigError
 from accel.errors._checks import check_kind
-from accel.items import Part, TrainableOnly
+from accel.items import Folder, Part, TrainableOnly
 from accel.items._kinds import check_mapping, kind_of
 from accel.items._loading import load_newest
 from accel.items._source import LoadOptions
@@ -87,7 +87,11 @@ def _check_items(items: Mapping[str, object], start: object) -> None:
     )
     check_mapping(items, "resume, items")
     for name, item in items.items():
-        if item is not None and not isinstance(item, Part | TrainableOnly) and kind_of(item) in ("record", "value"):
+        if (
+            item is not None
+            and not isinstance(item, Folder | Part | TrainableOnly)
+            and kind_of(item) in ("record", "value")
+        ):
             raise ConfigError(
                 "a value among the items, which resume would load and not return",
                 expected="live objects: modules, optimizers, schedulers",

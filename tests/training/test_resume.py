@@ -114,6 +114,18 @@ def test_values_that_would_be_loaded_and_not_returned_are_refused(tmp_path: Path
         accel.resume(ctx, tmp_path, {"model": nn.Linear(1, 1)}, accel.Cursor())  # pyright: ignore[reportArgumentType]
 
 
+def test_a_folder_among_the_items_is_read_back(tmp_path: Path) -> None:
+    read: list[str] = []
+    start = accel.train_state(accel.single())
+    folder = accel.items.Folder(
+        save=lambda place: (place / "notes").write_text("kept"),
+        load=lambda place: read.append((place / "notes").read_text()),
+    )
+    ctx, model = _save(tmp_path / "run", state=start, hooks=folder)
+    assert accel.resume(ctx, tmp_path / "run", {"model": model, "hooks": folder}, start) == start
+    assert read == ["kept"]
+
+
 def test_items_without_names_are_refused(tmp_path: Path) -> None:
     ctx, items = accel.single(), [nn.Linear(1, 1)]
     with pytest.raises(accel.errors.ConfigError, match=r"items have no names.*got list - at resume"):

@@ -155,6 +155,12 @@ class TrackedRun:
         self._gaps = dict[str, str]()
         self._writers = self._make_writers()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the trackers for which this rank writes, without the run's own file."""
+        mine = {tracker.name for tracker in self._mine}
+        return tuple(tracker.name for tracker in self.all if tracker.name in mine)
+
     def advance(self, step: int, where: str) -> None:
         """Take the step of a record; raise `ConfigError` if the run has ended, the step goes back, or an earlier run
         was not loaded."""

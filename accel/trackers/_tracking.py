@@ -70,6 +70,11 @@ class Trackers:
         return f"Trackers({', '.join(tracker.name for tracker in self.tracked.all)}; run {self.run.name})"
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the trackers for which this rank writes, as `get_tracker` takes them."""
+        return self.tracked.names
+
+    @property
     def run(self) -> Run:
         """The run."""
         return self.tracked.run

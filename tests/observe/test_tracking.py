@@ -175,6 +175,7 @@ def test_a_tracker_says_which_ranks_write(where: Any, writing: list[int], ranks:
         with accel.tracking(ctx, "p", to=[recorded.tracker]) as trackers:
             accel.log(ctx, trackers, {"rank": ctx.rank}, step=1)
             has = accel.get_tracker(trackers, "recorded") is recorded
+            assert trackers.names == (("recorded",) if has else ())
         assert [values["rank"] for _, values in recorded.rows] == ([ctx.rank] if has else [])
         return recorded.runs, has
 

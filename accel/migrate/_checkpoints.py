@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: items and a step for `save_state`, the state from `load_state`"""
+"""Checkpoints: their items, hooks as folders of files, a step for `save_state`, the state from `load_state`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._script import ScopePass, Script
+from accel.migrate._script import ScopePass, Script, prepared
 from accel.migrate._tree import (
     Lines,
     Remarks,
@@ -32,6 +32,7 @@ from accel.migrate._tree import (
 )
 
 _POSITION = "the state holds the position in the data: nothing is skipped by hand"
+_HOOKS = {"register_save_state_pre_hook": "save", "register_load_state_pre_hook": "load"}
 _NEWEST = "accel.resume finds the newest checkpoint, or begins anew: the search by hand is left out"
 _FOLDER = (
     "checkpoints are folders step-N of one folder, named by optimizer steps; folders of Accelerate are not read here"
@@ -64,36 +65,60 @@ class Items:
         self._scope = scope
 
     def made(self) -> list[cst.BaseStatement]:
-        """Return the line that makes the items, if the scope saves or loads any."""
+        """Return the lines that make the items, if the scope saves or loads any."""
         if not self.used:
             return []
-        pairs = [f'"{_item_name(self._script, name)}": {name}' for name in self._names()]
+        held = self._held()
+        pairs = [f'"{_item_name(self._script, name)}": {name}' for name, test in held.items() if not test]
         line = f"items = {{{', '.join(pairs)}}}"
         if len(line) > 100:
             line = "items = {\n" + "".join(f"    {pair},\n" for pair in pairs) + "}"
         made: list[cst.BaseStatement] = [cst.parse_statement(line)]
+        for test in dict.fromkeys(test for test in held.values() if test):
+            names = [name for name, each in held.items() if each == test]
+            lines = "".join(f'    items["{_item_name(self._script, name)}"] = {name}\n' for name in names)
+            made.append(cst.parse_statement(f"if {test}:\n{lines}"))
+        made += self._hooks(held)
         script = self._script
         if any(script.method(call) == "init_trackers" for call in calls(self._scope)):
             kept = f'items["trackers"] = {script.trackers}'
             made.append(cst.parse_statement(f"if {script.tracked_if}:\n    {kept}\n" if script.tracked_if else kept))
         return made
 
-    def _names(self) -> list[str]:
+    def _held(self) -> dict[str, str]:
+        """Return what is prepared or registered, with the condition under which it is; empty where it always is."""
         script = self._script
-        found: dict[str, None] = {}
-        for node in walk(self._scope):
-            if isinstance(node, cst.Call) and script.method(node).startswith("prepare"):
-                found.update(dict.fromkeys(full_name(arg.value) for arg in node.args))
-            if isinstance(node, cst.Call) and script.method(node) == "register_for_checkpointing":
-                found.update(dict.fromkeys(full_name(arg.value) for arg in node.args))
-        return [name for name in found if name and name not in script.loaders and "." not in name]
+        found = prepared(script, self._scope)
+        return {name: test for name, test in found.items() if name and name not in script.loaders and "." not in name}
+
+    def _hooks(self, held: dict[str, str]) -> list[cst.BaseStatement]:
+        """Return the item that calls the hooks of saves and loads on a folder of files."""
+        script, options = self._script, dict[str, str]()
+        models = [name for name in held if name in script.models]
+        given = [f"[{', '.join(name for name in models if not held[name])}]"]
+        given += [f"([{name}] if {held[name]} else [])" for name in models if held[name]]
+        for call in calls(self._scope):
+            kind = _HOOKS.get(script.method(call), "")
+            hook = full_name(call.args[0].value) if kind and call.args else ""
+            function = script.functions.get(hook)
+            if function is None or len(function.params.params) != (3 if kind == "save" else 2) or kind in options:
+                continue
+            parts = [" + ".join(given), "folder"]
+            if kind == "save":
+                parts.insert(1, _weights(script, function, models, held))
+            options[kind] = f"lambda folder: {hook}({', '.join(parts)})"
+            script.hooked.add(hook)
+        if not options:
+            return []
+        lines = "".join(f"    {kind}={value},\n" for kind, value in options.items())
+        return [cst.parse_statement(f'items["hooks"] = accel.items.Folder(\n{lines})')]
 
     def outer(self, loop: cst.BaseStatement) -> cst.BaseStatement:
         """Begin the loop over epochs at the state's epoch, and leave out what skips batches."""
         if not self._loads:
             return loop
         loop = _skipped(self._script, self._notes, loop)
-        call = _range(loop)
+        call = counted(loop)
         if call is not None and len(call.args) == 1:
             begin = cst.Arg(expression(f"{self._script.state}.epoch"))
             args = [begin, call.args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
@@ -105,7 +130,7 @@ class Items:
         return loop
 
 
-def _range(loop: cst.CSTNode) -> cst.Call | None:
+def counted(loop: cst.CSTNode) -> cst.Call | None:
     """Return the call of `range` that a loop counts by."""
     call = loop.iter if isinstance(loop, cst.For) else None
     return call if isinstance(call, cst.Call) and full_name(call.func) == "range" else None
@@ -132,6 +157,25 @@ def _skipped(script: Script, notes: Remarks, loop: cst.BaseStatement) -> cst.Bas
         else:
             lines.add(node)
     return with_block(cast(cst.For, loop), lines.body)
+
+
+def _weights(script: Script, function: cst.FunctionDef, models: list[str], held: dict[str, str]) -> str:
+    """Return the state dicts that a hook of saves gets; where it only drops them, as many empty ones."""
+    name = function.params.params[1].name.value
+    reads = 0
+    for node in walk(function.body):
+        if isinstance(node, cst.Call):
+            dropped = full_name(node.func) in (f"{name}.pop", f"{name}.clear")
+            reads -= dropped or (full_name(node.func) == "len" and full_name(node.args[0].value) == name)
+        elif isinstance(node, cst.If):
+            reads -= text_of(node.test) == name
+        elif isinstance(node, cst.Name):
+            reads += node.value == name
+    always = [each for each in models if not held[each]]
+    value = f"accel.get_state_dict({script.ctx}, {{}})" if reads else "{{}}"
+    texts = [f"[{', '.join(value.format(each) for each in always)}]"]
+    texts += [f"([{value.format(each)}] if {held[each]} else [])" for each in models if held[each]]
+    return " + ".join(texts)
 
 
 class Checkpoints(ScopePass):
@@ -181,7 +225,7 @@ class _Scope(cst.CSTTransformer):
     def _starts(self, scope: cst.CSTNode) -> set[str]:
         found: set[str] = set()
         for loop in walk(scope):
-            call = _range(loop)
+            call = counted(loop)
             if call is not None and len(call.args) > 1 and "accel.backward(" in text_of(loop):
                 found.add(full_name(call.args[0].value))
         return found
@@ -239,22 +283,31 @@ class _Scope(cst.CSTTransformer):
         """Leave out the names of folders that nothing else reads, and what asks for a batch to skip."""
         lines = Lines()
         saves = any("accel.save_state(" in text_of(each) for each in updated_node.body)
-        keep = ""
+        keep = path = ""
         for node in cast("tuple[cst.BaseStatement, ...]", updated_node.body):
+            if text_of(node).startswith("accel.save_state("):
+                node = _saved(cast(cst.SimpleStatementLine, node), keep, path)
             if saves and (limit := _rotation(node)):
                 keep = limit
                 lines.drop(node)
             elif (saves and self._is_path(node)) or self._skips(node):
                 lines.drop(node)
-            elif keep and text_of(node).startswith("accel.save_state(") and "keep=" not in text_of(node):
-                made = cst.parse_statement(f"{text_of(led_by(node, []))[:-1]}, keep={keep})")
-                lines.add(led_by(made, leading(node)))
+            elif saves and self._names_save(node):
+                path = targets(node)[0]
+                lines.hold(leading(node))
             else:
                 lines.add(node)
-        if len(lines.body) == len(updated_node.body) and not keep:
+        if len(lines.body) == len(updated_node.body) and not keep and not path:
             return updated_node
         body = lines.body or [cst.SimpleStatementLine([cst.Pass()])]
         return updated_node.with_changes(body=body, footer=[*lines.rest(), *updated_node.footer])
+
+    def _names_save(self, node: cst.BaseStatement) -> bool:
+        """Whether a line makes the path of a save, which other lines read too."""
+        if len(targets(node)) != 1 or _folder(value_of(node)) is None:
+            return False
+        saves = (call for call in calls(self._scope) if self._script.method(call) == "save_state" and call.args)
+        return any(full_name(call.args[0].value) == targets(node)[0] for call in saves)
 
     def _is_path(self, node: cst.BaseStatement) -> bool:
         names = targets(node)
@@ -370,6 +423,15 @@ class _Scope(cst.CSTTransformer):
             cst.parse_statement(f"{names} = {values}"),
         ]
         return _like(updated_node, lines, [])
+
+
+def _saved(node: cst.SimpleStatementLine, keep: str, path: str) -> cst.BaseStatement:
+    """Return a save with a limit on the checkpoints that are kept, and with its path for other lines."""
+    text = text_of(node)
+    if keep and "keep=" not in text:
+        text = f"{text[:-1]}, keep={keep})"
+    made = cst.parse_statement(f"{path} = {text}" if path else text)
+    return made.with_changes(leading_lines=node.leading_lines, trailing_whitespace=node.trailing_whitespace)
 
 
 def _rotation(node: cst.BaseStatement) -> str:

@@ -19,6 +19,7 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
+    children,
     expression,
     full_name,
     leading,
@@ -35,6 +36,10 @@ from accel.migrate._tree import (
 from accel.migrate._window import Step, is_division, split_step, undivided, whole_loss
 
 _ROWS = "a mean loss is weighed by the batch's samples; pass weight= to accel.backward where it is one over tokens"
+_OUTPUTS = (
+    "under bf16 and fp16 the model's outputs keep that format; Accelerate converts them to fp32: "
+    'Precision(outputs="fp32"), or .float()'
+)
 _SHARE = "batch_size= is that of each rank, as before; prepare_loader(global_batch=) cuts one batch over all ranks"
 
 
@@ -45,7 +50,7 @@ def _backwards(script: Script, node: cst.CSTNode) -> list[cst.Call]:
 def _own_loops(node: cst.CSTNode, outer: tuple[cst.CSTNode, ...] = ()) -> list[tuple[cst.CSTNode, ...]]:
     """Return the chains of loops below a node, outermost first, without those of functions inside."""
     found: list[tuple[cst.CSTNode, ...]] = []
-    for child in node.children:
+    for child in children(node):
         if isinstance(child, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
             continue
         if isinstance(child, (cst.For, cst.While)):
@@ -151,6 +156,10 @@ class _Loop(cst.CSTTransformer):
         lines = [*self._items.made(), made]
         first = [line for line in leading(loop)[:1] if line.comment is None]
         marks = [self._notes.change(_SHARE)]
+        own = self._scope.name.value if isinstance(self._scope, cst.FunctionDef) else ""
+        if len(self._chain) == 1 and own in self._script.looped:
+            what = f"the state that {own} takes and returns: one made here begins the same epoch at each call"
+            marks.append(self._notes.decide(what, "loop"))
         lines[0] = led_by(lines[0], [*first, *marks, *leading(lines[0])])
         return [*lines, loop]
 
@@ -231,11 +240,13 @@ class _Loop(cst.CSTTransformer):
                 inside.add(whole_loss(script, each, length, loads(call.args[0].value)))
         loss = undivided(script, call.args[0].value, length)
         names = models or [name for name in _models_of(script, inside.body) if name]
-        start, end = _forward(script, inside.body, loss, names)
+        running = [name for name in names if not name.startswith("*")]
+        running += _models_of(script, inside.body) if len(running) < len(names) else []
+        start, end = _forward(script, inside.body, loss, running)
         start = start if begin is None else min(begin, start)
         held = [*early.rest(), *inside.rest()]
         window = self._accumulated(
-            inside.body[start:], end - start, led_by(backward, [*held, *leading(backward)]), loss, names
+            inside.body[start:], end - start, led_by(backward, [*held, *leading(backward)]), loss, names, running
         )
         head = [*body.head, statement(f"{script.state} = {script.state}.next({body.batch})")]
         every = (*inside.body, *rest)
@@ -254,6 +265,7 @@ class _Loop(cst.CSTTransformer):
         backward: cst.BaseStatement,
         loss: cst.BaseExpression,
         names: list[str],
+        running: list[str],
     ) -> cst.BaseStatement:
         script = self._script
         call = cast(cst.Call, called(backward))
@@ -271,17 +283,22 @@ class _Loop(cst.CSTTransformer):
         )
         autocast = any(script.method(each) == "autocast" for node in nodes for each in calls(node))
         lines: list[cst.BaseStatement] = list(nodes)
-        first = next((at for at, each in enumerate(nodes[:end]) if _runs(script, each, names)), None)
+        first = next((at for at, each in enumerate(nodes[:end]) if _runs(script, each, running)), None)
         if first is not None and not autocast:
+            marks = [self._notes.change(_OUTPUTS)]
             inner_lines = list(nodes[first:end])
             lead = leading(inner_lines[0])
             inner_lines[0] = led_by(inner_lines[0], [])
             made_with = statement(f"with accel.autocast({script.ctx}):\n    pass")
-            block_with = led_by(with_block(made_with, inner_lines), lead)
+            block_with = led_by(with_block(made_with, inner_lines), [*lead, *marks])
             lines = [*nodes[:first], block_with, *nodes[end:]]
         lines.append(written)
         wrapped = [name for name in names if name not in script.local.values()]
         outer = statement(f"with accel.accumulate({', '.join([script.ctx, script.state, *wrapped])}):\n    pass")
+        opened = self._begin is not None and block(self._chain[-1])[self._begin]
+        if isinstance(opened, cst.With) and isinstance(opened.body, cst.IndentedBlock):
+            outer = cast(cst.With, outer)
+            outer = outer.with_changes(body=outer.body.with_changes(header=opened.body.header))
         blanks = [each for each in leading(lines[0])[:1] if each.comment is None]
         lines[0] = led_by(lines[0], leading(lines[0])[len(blanks) :])
         return led_by(with_block(outer, lines), blanks)
@@ -334,8 +351,7 @@ def _flattened(
             continue
         if len(inner.items) > 1:
             return lines, models, "where the other managers of this block belong"
-        given = [arg for arg in cast(cst.Call, found[0].item).args if not arg.star]
-        models += [text_of(arg.value) for arg in given]
+        models += [arg.star + text_of(arg.value) for arg in cast(cst.Call, found[0].item).args]
         body = block(inner)
         header = list(leading(inner))
         body[0] = led_by(body[0], [*header, *leading(body[0])])

@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from accel.migrate._script import ATTRIBUTES, AVAILABLE, DISTRIBUTED, FUNCTIONS, KEYWORDS, METHODS, Script
 from accel.migrate._tree import (
-    Lines,
     Remarks,
     argument,
     called,
@@ -20,7 +19,6 @@ from accel.migrate._tree import (
     leading,
     led_by,
     loads,
-    method_of,
     small,
     statement,
     targets,
@@ -437,64 +435,3 @@ class Names(cst.CSTTransformer):
 
 def _unique(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
     return list({line.comment.value: line for line in lines if line.comment}.values())
-
-
-class Dropped(cst.CSTTransformer):
-    """Leave out statements that nothing takes the place of; their comments stay."""
-
-    def __init__(self, script: Script) -> None:
-        super().__init__()
-        self._script = script
-
-    @override
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        body, rest = self._kept(updated_node.body)
-        lines = [*rest, *updated_node.footer] if rest else updated_node.footer
-        return updated_node.with_changes(body=body or [cst.SimpleStatementLine([cst.Pass()])], footer=lines)
-
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        body, rest = self._kept(updated_node.body)
-        return updated_node.with_changes(body=body, footer=[*rest, *updated_node.footer])
-
-    def _kept(self, nodes: Sequence[object]) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
-        lines = Lines()
-        for node in cast("Sequence[cst.BaseStatement]", nodes):
-            if self._goes(node):
-                lines.drop(node)
-            else:
-                lines.add(node)
-        return lines.body, lines.rest()
-
-    def _goes(self, node: cst.BaseStatement) -> bool:
-        script = self._script
-        inner = small(node)
-        if isinstance(inner, (cst.Nonlocal, cst.Global)):
-            return all(each.name.value in script.holders for each in inner.names)
-        if isinstance(inner, cst.Assign) and script.is_attribute(inner.targets[0].target, "native_amp"):
-            return True  # autocast asks the device
-        if len(targets(node)) == 1 and targets(node)[0] in script.taken:
-            made = script.configures(script.assigned[targets(node)[0]])
-            return all(script.origin(each.func) in _CONFIGURES for each in made)
-        call = called(node)
-        if call is None:
-            return False
-        method = script.method(call)
-        if method == "end_training" and not script.tracks:
-            return True
-        if method == "register_for_checkpointing":
-            return True
-        owner, name = method_of(call)
-        moved = full_name(owner) if owner is not None else ""
-        if name == "to" and moved in script.models | script.loaders and len(call.args) == 1:
-            return targets(node) in ([], [moved]) and script.is_device(call.args[0].value) and moved in script.prepared
-        return False
-
-
-_CONFIGURES = (
-    *("DataLoaderConfiguration", "ProjectConfiguration", "GradientAccumulationPlugin"),
-    *("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "FullyShardedDataParallelPlugin"),
-    *("DDPCommunicationHookType", "GradScalerKwargs", "AutocastKwargs", "ProfileKwargs"),
-)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over a loader: `accel.batches`, the data of a batch along its flow, moves to the device left out."""
+"""Loops over a loader, and its length: `accel.batches`, a batch's data along its flow, moves to the device left out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._script import Script
+from accel.migrate._script import Script, is_rate
 from accel.migrate._tree import (
     Lines,
     Remarks,
@@ -303,3 +303,118 @@ class _Forward(cst.CSTTransformer):
 def marked(node: cst.BaseStatement, *lines: cst.EmptyLine) -> cst.BaseStatement:
     """Return a statement with notes right before it."""
     return led_by(node, [*leading(node), *lines])
+
+
+class Lengths(cst.CSTTransformer):
+    """`len(loader)` before `prepare` to steps on this number of ranks; factors of processes in schedules left out."""
+
+    def __init__(self, script: Script, notes: Remarks) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        return with_block(updated_node, self._before_prepare(block(updated_node)))
+
+    @override
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        return updated_node.with_changes(
+            body=self._before_prepare(cast("list[cst.BaseStatement]", list(updated_node.body)))
+        )
+
+    def _before_prepare(self, body: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
+        at = [index for index, node in enumerate(body) if self._script.method(called(node)) == "prepare"]
+        if not at:
+            return body
+        change = _Length(self._script)
+        lines: list[cst.BaseStatement] = []
+        for index, node in enumerate(body):
+            if index < at[-1] and not isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+                node = cast(cst.BaseStatement, node.visit(change))
+            lines.append(node)
+        return lines
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        if self._script.feeds_schedule(original_node):
+            return cast(cst.SimpleStatementLine, updated_node.visit(_Shrink(self._script)))
+        return updated_node
+
+
+class _Length(cst.CSTTransformer):
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self._script = script
+
+    @override
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        if full_name(original_node.func) in ("math.ceil", "ceil") and _is_total(updated_node.args[0].value):
+            return updated_node.args[0].value
+        if full_name(original_node.func) == "len" and len(original_node.args) == 1:
+            value = original_node.args[0].value
+            if isinstance(value, cst.Name) and value.value in self._script.loaders:
+                return expression(f"accel.total_steps({{loader}}, ctx={self._script.ctx})", loader=value)
+        return updated_node
+
+    @override
+    def leave_BinaryOperation(
+        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
+    ) -> cst.BaseExpression:
+        """Write `len(loader) * epochs // accumulation` as one call, and without a division by the ranks."""
+        right, left = updated_node.right, updated_node.left
+        if isinstance(original_node.operator, (cst.Divide, cst.FloorDivide)) and _is_total(left):
+            if self._script.is_attribute(right, "num_processes"):
+                return left
+            right = without_ranks(self._script, right)
+            updated_node = updated_node.with_changes(right=right)
+        if isinstance(original_node.operator, cst.Multiply):
+            for total, epochs in ((left, right), (right, left)):
+                if _is_total(total) and len(cast(cst.Call, total).args) == 2:
+                    return self._with(cast(cst.Call, total), original_node, epochs=epochs)
+        divided = isinstance(original_node.operator, cst.FloorDivide) and _is_total(left)
+        if divided and "epochs" in {arg.keyword.value for arg in cast(cst.Call, left).args if arg.keyword}:
+            return self._with(cast(cst.Call, left), original_node, accumulation=right)
+        return updated_node
+
+    @staticmethod
+    def _with(call: cst.Call, node: cst.BinaryOperation, **options: cst.BaseExpression) -> cst.Call:
+        made = [
+            cast(cst.Call, expression(f"f({name}={{value}})", value=value.with_changes(lpar=[], rpar=[]))).args[0]
+            for name, value in options.items()
+        ]
+        args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in (*call.args, *made)]
+        return call.with_changes(args=args, lpar=[], rpar=[])
+
+
+def _is_total(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.Call) and full_name(node.func) == "accel.total_steps"
+
+
+class _Shrink(cst.CSTTransformer):
+    """Leave `* accelerator.num_processes` out of a schedule."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self._script = script
+
+    @override
+    def leave_BinaryOperation(
+        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
+    ) -> cst.BaseExpression:
+        return without_ranks(self._script, updated_node)
+
+    @override
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        return original_node if is_rate(original_node) else updated_node
+
+
+def without_ranks(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
+    """Return an expression without `* accelerator.num_processes`."""
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Multiply):
+        for part, other in ((node.right, node.left), (node.left, node.right)):
+            if script.is_attribute(part, "num_processes"):
+                return other if other.lpar or not node.lpar else other.with_changes(lpar=node.lpar, rpar=node.rpar)
+    return node

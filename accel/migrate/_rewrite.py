@@ -12,12 +12,13 @@ from typing_extensions import override
 from accel.errors import ConfigError
 from accel.migrate._checkpoints import Checkpoints
 from accel.migrate._loops import Training
-from accel.migrate._names import Dropped, Names
-from accel.migrate._reading import Evaluation
+from accel.migrate._names import Names
+from accel.migrate._reading import Evaluation, Lengths
 from accel.migrate._script import Script
 from accel.migrate._session import Sessions
 from accel.migrate._tree import (
     DECIDE,
+    MARK,
     Fit,
     Lines,
     Remarks,
@@ -32,12 +33,16 @@ from accel.migrate._tree import (
     leading,
     led_by,
     loads,
+    method_of,
     small,
     statement,
     targets,
+    text_of,
     walk,
     with_block,
+    with_comments,
 )
+from accel.migrate._window import HandedTrackers
 
 _STAND_INS = ("DummyOptim", "DummyScheduler")
 
@@ -111,7 +116,7 @@ class Before(cst.CSTTransformer):
     @override
     def leave_If(
         self, original_node: cst.If, updated_node: cst.If
-    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel:
         script = self._script
         body = block(updated_node)
         if isinstance(updated_node.orelse, cst.Else):
@@ -121,6 +126,11 @@ class Before(cst.CSTTransformer):
                     return cst.FlattenSentinel(
                         [led_by(mine[0], [*leading(updated_node), *leading(mine[0])]), *mine[1:]]
                     )
+        if (newer := _asks_version(original_node.test)) is not None:
+            chosen = body if newer else block(updated_node.orelse) if updated_node.orelse is not None else []
+            if not chosen:
+                return cst.RemoveFromParent()
+            return cst.FlattenSentinel([led_by(chosen[0], [*leading(updated_node), *leading(chosen[0])]), *chosen[1:]])
         if not any(script.is_attribute(each, "is_main_process") for each in walk(original_node.test)):
             return updated_node
         if updated_node.orelse is None and _calls_all(script, original_node):
@@ -130,6 +140,16 @@ class Before(cst.CSTTransformer):
             first = led_by(body[0], [*leading(updated_node), *leading(body[0])])
             return cst.FlattenSentinel([first, *body[1:]])
         return updated_node
+
+
+def _asks_version(test: cst.BaseExpression) -> bool | None:
+    """Whether a condition asks for a new Accelerate; False for an old one, None for another condition."""
+    if not isinstance(test, cst.Comparison) or "accelerate.__version__" not in text_of(test.left):
+        return None
+    operator = test.comparisons[0].operator
+    if isinstance(operator, (cst.GreaterThan, cst.GreaterThanEqual)):
+        return True
+    return False if isinstance(operator, (cst.LessThan, cst.LessThanEqual)) else None
 
 
 def _without_rank(script: Script, test: cst.BaseExpression) -> cst.BaseExpression | None:
@@ -180,104 +200,73 @@ def drop_scaffolds(module: cst.Module, script: Script, notes: Remarks) -> cst.Mo
     return module.visit(_Scaffold(notes))
 
 
-class Lengths(cst.CSTTransformer):
-    """`len(loader)` before `prepare` to steps on this number of ranks; factors of processes in schedules left out."""
+class Dropped(cst.CSTTransformer):
+    """Leave out statements that nothing takes the place of; their comments stay."""
 
-    def __init__(self, script: Script, notes: Remarks) -> None:
+    def __init__(self, script: Script) -> None:
         super().__init__()
         self._script = script
-        self._notes = notes
 
     @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        return with_block(updated_node, self._before_prepare(block(updated_node)))
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        body, rest = self._kept(updated_node.body)
+        lines = [*rest, *updated_node.footer] if rest else updated_node.footer
+        return updated_node.with_changes(body=body or [cst.SimpleStatementLine([cst.Pass()])], footer=lines)
+
+    @override
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If | cst.RemovalSentinel:
+        """Leave out a condition with all of its lines."""
+        gone = original_node.orelse is None and all(self._goes(each) for each in block(original_node))
+        return cst.RemoveFromParent() if gone else updated_node
 
     @override
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        return updated_node.with_changes(
-            body=self._before_prepare(cast("list[cst.BaseStatement]", list(updated_node.body)))
-        )
+        body, rest = self._kept(updated_node.body)
+        return updated_node.with_changes(body=body, footer=[*rest, *updated_node.footer])
 
-    def _before_prepare(self, body: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
-        at = [index for index, node in enumerate(body) if self._script.method(called(node)) == "prepare"]
-        if not at:
-            return body
-        change = _Length(self._script)
-        lines: list[cst.BaseStatement] = []
-        for index, node in enumerate(body):
-            if index < at[-1] and not isinstance(node, (cst.FunctionDef, cst.ClassDef)):
-                node = cast(cst.BaseStatement, node.visit(change))
-            lines.append(node)
-        return lines
+    def _kept(self, nodes: Sequence[object]) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
+        lines = Lines()
+        for node in cast("Sequence[cst.BaseStatement]", nodes):
+            if self._goes(node):
+                lines.drop(node)
+            else:
+                lines.add(node)
+        return lines.body, lines.rest()
 
-    @override
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine:
-        if self._script.feeds_schedule(original_node):
-            return cast(cst.SimpleStatementLine, updated_node.visit(_Shrink(self._script)))
-        return updated_node
-
-
-class _Length(cst.CSTTransformer):
-    def __init__(self, script: Script) -> None:
-        super().__init__()
-        self._script = script
-
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        if full_name(original_node.func) == "len" and len(original_node.args) == 1:
-            value = original_node.args[0].value
-            if isinstance(value, cst.Name) and value.value in self._script.loaders:
-                return expression(f"accel.total_steps({{loader}}, ctx={self._script.ctx})", loader=value)
-        return updated_node
-
-    @override
-    def leave_BinaryOperation(
-        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
-    ) -> cst.BaseExpression:
-        """Write `len(loader) * epochs // accumulation` as one call."""
-        right, left = updated_node.right, updated_node.left
-        if isinstance(original_node.operator, cst.Multiply):
-            for total, epochs in ((left, right), (right, left)):
-                if _is_total(total) and len(cast(cst.Call, total).args) == 2:
-                    return self._with(cast(cst.Call, total), original_node, epochs=epochs)
-        divided = isinstance(original_node.operator, cst.FloorDivide) and _is_total(left)
-        if divided and "epochs" in {arg.keyword.value for arg in cast(cst.Call, left).args if arg.keyword}:
-            return self._with(cast(cst.Call, left), original_node, accumulation=right)
-        return updated_node
-
-    @staticmethod
-    def _with(call: cst.Call, node: cst.BinaryOperation, **options: cst.BaseExpression) -> cst.Call:
-        made = [
-            cast(cst.Call, expression(f"f({name}={{value}})", value=value.with_changes(lpar=[], rpar=[]))).args[0]
-            for name, value in options.items()
-        ]
-        args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in (*call.args, *made)]
-        return call.with_changes(args=args, lpar=[], rpar=[])
+    def _goes(self, node: cst.BaseStatement) -> bool:
+        script = self._script
+        inner = small(node)
+        if isinstance(inner, (cst.Nonlocal, cst.Global)):
+            return all(each.name.value in script.holders for each in inner.names)
+        if isinstance(inner, cst.Assign) and script.is_attribute(inner.targets[0].target, "native_amp"):
+            return True  # autocast asks the device
+        if len(targets(node)) == 1 and targets(node)[0] in script.taken:
+            made = script.configures(script.assigned[targets(node)[0]])
+            return all(script.origin(each.func) in _CONFIGURES for each in made)
+        call = called(node)
+        if call is None:
+            return False
+        method = script.method(call)
+        if method == "end_training" and not script.tracks:
+            return True
+        if method == "register_for_checkpointing":
+            return True
+        if method.startswith("register_") and call is not None and call.args:
+            return full_name(call.args[0].value) in script.hooked
+        owner, name = method_of(call)
+        moved = full_name(owner) if owner is not None else ""
+        if name == "to" and moved in script.models | script.loaders and len(call.args) == 1:
+            return targets(node) in ([], [moved]) and script.is_device(call.args[0].value) and moved in script.prepared
+        return False
 
 
-def _is_total(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.Call) and full_name(node.func) == "accel.total_steps"
-
-
-class _Shrink(cst.CSTTransformer):
-    """Leave `* accelerator.num_processes` out of a schedule."""
-
-    def __init__(self, script: Script) -> None:
-        super().__init__()
-        self._script = script
-
-    @override
-    def leave_BinaryOperation(
-        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
-    ) -> cst.BaseExpression:
-        if isinstance(original_node.operator, cst.Multiply):
-            if self._script.is_attribute(original_node.right, "num_processes"):
-                return updated_node.left
-            if self._script.is_attribute(original_node.left, "num_processes"):
-                return updated_node.right
-        return updated_node
+_CONFIGURES = (
+    *("DataLoaderConfiguration", "ProjectConfiguration", "GradientAccumulationPlugin"),
+    *("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "FullyShardedDataParallelPlugin"),
+    *("DDPCommunicationHookType", "GradScalerKwargs", "AutocastKwargs", "ProfileKwargs"),
+)
 
 
 class Imports(cst.CSTTransformer):
@@ -362,7 +351,7 @@ class Imports(cst.CSTTransformer):
             if not kept:
                 return []
             kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-            note = [] if _noted(kept) else [self._notes.decide("names of Accelerate that are left", "names")]
+            note = [self._notes.decide("names of Accelerate that are left", "names")]
             line = cast(cst.SimpleStatementLine, node)
             return [line.with_changes(body=[inner.with_changes(names=kept)], leading_lines=note)]
         if isinstance(inner, cst.Import):
@@ -407,10 +396,6 @@ class Imports(cst.CSTTransformer):
             if name in loads(node) and not makes:
                 return False
         return True
-
-
-def _noted(names: Sequence[cst.ImportAlias]) -> bool:
-    return False
 
 
 def _imports(module: cst.Module, name: str) -> bool:
@@ -471,6 +456,7 @@ def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
     passes: list[cst.CSTTransformer] = [
         Before(script, notes),
         Lengths(script, notes),
+        HandedTrackers(script, notes, module),
         Evaluation(script, notes),
         Training(script, notes),
         Checkpoints(script, notes),
@@ -483,5 +469,5 @@ def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
     module = drop_scaffolds(module, script, notes)
     for each in passes:
         module = module.visit(each)
-    written, changes = notes.finish(module.code)
+    written, changes = notes.finish(with_comments(text, module.code, MARK))
     return Migrated(written, tuple(decisions(written)), changes)

@@ -16,10 +16,11 @@ from accel.migrate._tree import (
     argument,
     block,
     called,
+    calls,
+    children,
     full_name,
     loads,
     method_of,
-    names_in,
     targets,
     text_of,
     value_of,
@@ -174,9 +175,10 @@ class Script:
         self.searched = self._searched(module)
         self.classes = {node.name.value for node in walk(module) if isinstance(node, cst.ClassDef)}
         self.taken = self._taken()
-        schedules = [called(line) for line in walk(module) if self.schedules(line)]
-        given = [arg.value for call in schedules if call is not None for arg in call.args]
-        self._numbers = {value.value for value in given if isinstance(value, cst.Name)} & self.assigned.keys()
+        self._numbers = self._scheduled(module)
+        self.clipped = _clipped(module)
+        self.looped = _called_in_loops(module)
+        self.hooked: set[str] = set()  # functions of hooks that an item calls
         self.windows = "accumulate" in methods or self.accumulation is not None
         self.trackers = self._free(("trackers", "run_trackers"), module)
 
@@ -306,6 +308,23 @@ class Script:
                         if isinstance(value, cst.Name) and value.value in kind:
                             kind.add(name)
 
+    def _scheduled(self, module: cst.Module) -> set[str]:
+        """Return variables that a schedule is made of, however many lines make them; rates are none."""
+        makers: dict[str, set[str]] = {}
+        kinds = self.loaders | self.models | self.optimizers | self.schedulers
+        for node in walk(module):
+            if isinstance(node, cst.SimpleStatementLine) and (value := value_of(node)) is not None:
+                for name in set(targets(node)) - kinds:
+                    makers.setdefault(name, set()).update(loads(value))
+        schedules = [called(line) for line in walk(module) if self.schedules(line)]
+        given = [arg for call in schedules if call is not None for arg in call.args]
+        found: set[str] = set()
+        waiting = {name for arg in given if not is_rate(arg) for name in loads(arg.value)}
+        while waiting:
+            found |= waiting & makers.keys()
+            waiting = {name for each in waiting for name in makers.get(each, ())} - found
+        return found
+
     def _guard(self, module: cst.Module) -> str:
         """Return the condition under which trackers begin, empty where they always do."""
         for node in walk(module):
@@ -329,9 +348,9 @@ class Script:
     def configures(self, value: cst.BaseExpression) -> list[cst.Call]:
         """Return the calls of Accelerate's records that a value is, or a list of them; empty for others."""
         parts = [each.value for each in value.elements] if isinstance(value, (cst.List, cst.Tuple)) else [value]
-        calls = [each for each in parts if isinstance(each, cst.Call) and self.origin(each.func)]
+        made = [each for each in parts if isinstance(each, cst.Call) and self.origin(each.func)]
         named = [each for each in parts if isinstance(each, cst.Name) and each.value in self.assigned]
-        return calls if len(calls) + len(named) == len(parts) else []
+        return made if len(made) + len(named) == len(parts) else []
 
     def _taken(self) -> set[str]:
         """Return variables that an Accelerator alone reads."""
@@ -405,9 +424,51 @@ def bound(call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.
             yield names[at], arg.value
 
 
-def iterated(node: cst.BaseExpression) -> list[str]:
-    """Return the names of a target of a loop."""
-    return names_in(node)
+def _clipped(module: cst.Module) -> set[str]:
+    """Return variables that the one call that clips gradients alone reads."""
+    clips = [call for call in calls(module) if method_of(call)[1].startswith("clip_grad_") and call.args]
+    if len(clips) != 1:
+        return set()
+    found = loads(clips[0].args[0].value)
+    reads = [node.value for node in walk(module) if isinstance(node, cst.Name) and node.value in found]
+    made = [name for node in walk(module) for name in targets(node)]
+    return {name for name in found if name in made and reads.count(name) == made.count(name) + 1}
+
+
+def _called_in_loops(module: cst.Module) -> set[str]:
+    """Return the functions that are called within loops."""
+    loops = [node for node in walk(module) if isinstance(node, (cst.For, cst.While))]
+    return {method_of(call)[1] for loop in loops for call in calls(loop)}
+
+
+def is_rate(arg: cst.Arg) -> bool:
+    """Whether an argument of a schedule is a learning rate."""
+    return arg.keyword is not None and "lr" in arg.keyword.value.split("_")
+
+
+def prepared(script: Script, node: cst.CSTNode) -> dict[str, str]:
+    """Return names that a node prepares or registers, with the conditions of the branches that do."""
+    found: dict[str, str] = {}
+    if isinstance(node, cst.If):
+        body = prepared(script, node.body)
+        other = prepared(script, node.orelse) if node.orelse is not None else {}
+        test = text_of(node.test)
+        test = f"({test})" if isinstance(node.test, cst.BooleanOperation) and not node.test.lpar else test
+        for name in {**body, **other}:
+            if name in body and name in other:
+                found[name] = body[name] if body[name] == other[name] else ""
+            else:
+                own, inner = (test, body[name]) if name in body else (f"not {test}", other[name])
+                found[name] = f"{own} and {inner}" if inner else own
+        return found
+    if isinstance(node, cst.Call):
+        method = script.method(node)
+        if method.startswith("prepare") or method == "register_for_checkpointing":
+            return {full_name(arg.value): "" for arg in node.args}
+    for each in children(node):
+        for name, test in prepared(script, each).items():
+            found[name] = "" if not found.get(name, test) else test
+    return found
 
 
 class ScopePass(cst.CSTTransformer):

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small tools over libcst's nodes, and the notes that passes leave in a tree."""
+"""Small tools over libcst's nodes, the notes that passes leave in a tree, and comments that none carried on."""
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
 from typing import TypeVar, cast
 
 import libcst as cst
@@ -14,6 +19,15 @@ from typing_extensions import override
 Statement = cst.BaseStatement | cst.BaseSmallStatement
 Compound = cst.If | cst.For | cst.While | cst.With | cst.Try | cst.FunctionDef | cst.ClassDef
 N = TypeVar("N", bound=cst.CSTNode)
+# fields of nodes that hold whitespace, comments and punctuation alone
+_LAYOUT = frozenset(
+    name
+    for kind in vars(cst).values()
+    if isinstance(kind, type) and issubclass(kind, cst.CSTNode) and hasattr(kind, "__dataclass_fields__")
+    for name in kind.__dataclass_fields__
+    if name.startswith(("whitespace", "leading", "trailing", "lines_after", "lpar", "rpar", "lbr", "rbr"))
+    or name in ("header", "footer", "indent", "comma", "semicolon", "equal", "first_line", "empty_lines")
+)
 
 
 def expression(text: str, **parts: cst.BaseExpression) -> cst.BaseExpression:
@@ -28,6 +42,10 @@ def statement(text: str, **parts: cst.BaseExpression) -> cst.BaseStatement:
 
 def text_of(node: cst.CSTNode) -> str:
     """Return a node's code, without comments at its ends."""
+    if isinstance(node, cst.SimpleStatementLine):
+        node = node.with_changes(leading_lines=[], trailing_whitespace=cst.TrailingWhitespace())
+    elif getattr(node, "leading_lines", None):
+        node = node.with_changes(leading_lines=[])
     return cst.Module([]).code_for_node(node).strip()
 
 
@@ -37,10 +55,27 @@ def full_name(node: cst.CSTNode) -> str:
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yield a node and all below it, in order of the text."""
+    """Yield a node and all below it, without whitespace and comments."""
+    yield node
+    for child in children(node):
+        yield from walk(child)
+
+
+def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield the nodes right below a node, without whitespace and comments; libcst's `children` copies each node."""
+    for name in node.__dataclass_fields__:
+        if name not in _LAYOUT:
+            value: object = getattr(node, name)
+            for each in cast("Sequence[object]", value) if type(value) in (list, tuple) else (value,):
+                if hasattr(each, "__dataclass_fields__"):
+                    yield cast(cst.CSTNode, each)
+
+
+def _walk_all(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield a node and all below it, layout too, in order of the text."""
     yield node
     for child in node.children:
-        yield from walk(child)
+        yield from _walk_all(child)
 
 
 def calls(node: cst.CSTNode) -> Iterator[cst.Call]:
@@ -160,7 +195,7 @@ def led_by(node: cst.BaseStatement, lines: Sequence[cst.EmptyLine]) -> cst.BaseS
 
 def comments(node: cst.CSTNode) -> list[cst.EmptyLine]:
     """Return all comments of a node, each as a line of its own."""
-    return [cst.EmptyLine(comment=each) for each in walk(node) if isinstance(each, cst.Comment)]
+    return [cst.EmptyLine(comment=each) for each in _walk_all(node) if isinstance(each, cst.Comment)]
 
 
 class Lines:
@@ -198,10 +233,6 @@ class _Renames(cst.CSTTransformer):
     def __init__(self, change: Callable[[cst.Name], cst.BaseExpression]) -> None:
         super().__init__()
         self._change = change
-
-    @override
-    def visit_Attribute_attr(self, node: cst.Attribute) -> None:
-        pass
 
     @override
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
@@ -243,11 +274,6 @@ def _bare(node: cst.CSTNode) -> str:
     return text
 
 
-def bare_expression(node: cst.BaseExpression) -> cst.BaseExpression:
-    """Return an expression without parentheses around it that span no lines."""
-    return node.with_changes(lpar=[], rpar=[]) if hasattr(node, "lpar") else node
-
-
 DECIDE = "# accel: decide"
 # pages that decide-notes name
 PAGES: Mapping[str, str] = {
@@ -272,7 +298,8 @@ PAGES: Mapping[str, str] = {
     "notebooks": "docs/notebooks.md",
 }
 
-_MARK = re.compile(r"^\s*#@accel-change (\d+)$")
+MARK = "#@accel-change"
+_MARK = re.compile(rf"^\s*{MARK} (\d+)$")
 
 
 class Remarks:
@@ -289,7 +316,7 @@ class Remarks:
         """Return the mark for a change in meaning, a line before the statement."""
         if text not in self._texts:
             self._texts.append(text)
-        return cst.EmptyLine(comment=cst.Comment(f"#@accel-change {self._texts.index(text)}"))
+        return cst.EmptyLine(comment=cst.Comment(f"{MARK} {self._texts.index(text)}"))
 
     def finish(self, text: str) -> tuple[str, tuple[tuple[int, str], ...]]:
         """Take the marks out of a written script; return it, and the changes with their lines."""
@@ -374,3 +401,98 @@ class Fit(cst.CSTTransformer):
             args = [arg.with_changes(comma=cst.Comma(whitespace_after=inside)) for arg in args[:-1]] + args[-1:]
             args[-1] = args[-1].with_changes(comma=cst.Comma(whitespace_after=after))
         return call.with_changes(args=args, whitespace_before_args=inside)
+
+
+_NO_CODE = (tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT)
+
+
+class _Source:
+    """A script's comments by line, its lines without those beside code, and the lines where statements begin."""
+
+    def __init__(self, text: str) -> None:
+        self.lines = text.splitlines(keepends=True)
+        self.comments: list[tuple[int, str]] = []
+        self.code = [line.strip() for line in self.lines]
+        self.starts: list[int] = []
+        fresh = True
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            at = token.start[0] - 1
+            if token.type == tokenize.COMMENT:
+                self.comments.append((at, token.string))
+                self.code[at] = self.lines[at][: token.start[1]].strip() or token.string
+                if fresh and self.code[at] == token.string:
+                    self.starts.append(at)
+            elif fresh and token.type not in (*_NO_CODE, tokenize.ENDMARKER):
+                self.starts.append(at)
+            if token.type not in _NO_CODE:
+                fresh = token.type == tokenize.NEWLINE
+
+    def statement_at(self, line: int) -> int:
+        """Return the first line of the statement that a line belongs to; the text's end behind the last."""
+        if line >= len(self.lines):
+            return len(self.lines)
+        found = bisect_left(self.starts, line + 1) - 1
+        return self.starts[max(found, 0)] if self.starts else len(self.lines)
+
+
+def with_comments(before: str, after: str, mark: str) -> str:
+    """Return a written script with all comments of its source, each as often as there.
+
+    Lines that begin with `mark` stay right before the line that they are of.
+    """
+    old = _Source(before)
+    new = _Source(after)
+    missing = _missing(old.comments, new.comments)
+    if not missing:
+        return after
+    pairs = _pairs(old.code, new.code)
+    added: dict[int, list[str]] = {}
+    for line, comment in missing:
+        at = new.statement_at(_place(pairs, line, new))
+        while at and new.lines[at - 1].strip().startswith(mark):
+            at -= 1
+        added.setdefault(at, []).append(comment)
+    return _inserted(new, added)
+
+
+def _missing(old: Sequence[tuple[int, str]], new: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Return the comments that are fewer in the new text, by those that are not in line with it."""
+    texts = [text for _, text in old]
+    others = [text for _, text in new]
+    lost = Counter(texts) - Counter(others)
+    if not lost:
+        return []
+    kept = {at for at, _ in _pairs(texts, others)}
+    found: list[tuple[int, str]] = []
+    for at, (line, text) in enumerate(old):
+        if at not in kept and lost[text]:
+            lost[text] -= 1
+            found.append((line, text))
+    return found
+
+
+def _pairs(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
+    """Return places of equal entries, empty ones left out, in order."""
+    blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    found = [(block.a + at, block.b + at) for block in blocks for at in range(block.size)]
+    return [(one, other) for one, other in found if old[one]]
+
+
+def _place(pairs: Sequence[tuple[int, int]], line: int, new: _Source) -> int:
+    """Return the line of the new text that follows what preceded a line of the old one."""
+    at = bisect_left(pairs, (line, -1))
+    begin = pairs[at - 1][1] + 1 if at else 0
+    return next((each for each in range(begin, len(new.lines)) if new.code[each]), len(new.lines))
+
+
+def _inserted(new: _Source, added: dict[int, list[str]]) -> str:
+    written: list[str] = []
+    newline = "\r\n" if new.lines and new.lines[0].endswith("\r\n") else "\n"
+    for at, line in enumerate([*new.lines, ""]):
+        held = added.get(at, [])
+        blank = line[: len(line) - len(line.lstrip())] if line.strip() else ""
+        if held and written and not written[-1].endswith(newline):
+            written[-1] += newline
+        written += [f"{blank}{comment}{newline}" for comment in held]
+        written.append(line)
+    return "".join(written)

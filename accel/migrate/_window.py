@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statements of a training step, sorted: backward, clipping, step, the `if` around them; calls that log values."""
+"""Statements of a training step, sorted: backward, clipping, step, the `if` around it; trackers, calls that log."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import libcst as cst
+from typing_extensions import override
 
 from accel.migrate._script import TRACKERS, Script
 from accel.migrate._tree import (
     Lines,
+    Remarks,
     argument,
     block,
     called,
     calls,
+    comments,
     expression,
     full_name,
     leading,
     led_by,
+    loads,
     matches_code,
     method_of,
     small,
@@ -26,6 +30,7 @@ from accel.migrate._tree import (
     targets,
     text_of,
     walk,
+    with_block,
 )
 
 _CLIPS = {"clip_grad_norm_": "max_norm", "clip_grad_value_": "max_value"}
@@ -49,6 +54,8 @@ class Step:
         """Take a statement that `optimizer_step` replaces; whether it was one."""
         if isinstance(node, cst.If) and node.orelse is None:
             return self._takes_guarded(node)
+        if targets(node) and set(targets(node)) <= self.script.clipped:
+            return True
         call = called(node)
         if call is None:
             return False
@@ -173,7 +180,7 @@ def split_step(
         elif step.takes(node):
             if step.optimizers and at < 0:
                 at = len(rest.body)
-            step.held += [*_blank(node), *_comments(node)]
+            step.held += [*_blank(node), *comments(node)]
         elif guarded and at == len(rest.body) and asks_sync(script, cast(cst.If, node).test):
             inner = block(node)
             inside += [led_by(inner[0], [*[x for x in leading(node) if x.comment], *leading(inner[0])]), *inner[1:]]
@@ -188,10 +195,6 @@ def split_step(
 
 def _blank(node: cst.BaseStatement) -> list[cst.EmptyLine]:
     return [line for line in leading(node)[:1] if line.comment is None]
-
-
-def _comments(node: cst.BaseStatement) -> list[cst.EmptyLine]:
-    return [cst.EmptyLine(comment=each) for each in walk(node) if isinstance(each, cst.Comment)]
 
 
 def _local(script: Script, node: cst.BaseStatement) -> str | None:
@@ -288,6 +291,9 @@ class Tracking:
             elif name in ("all", ""):
                 self._change('log_with="all": no tracker is on because it is installed; jsonl() writes metrics.jsonl')
                 names.append("accel.trackers.jsonl()")
+            elif isinstance(each, (cst.Name, cst.Attribute, cst.Subscript)):
+                self._change(f'log_with={name} names one tracker; None, a list and "all" are none')
+                names.append(f"getattr(accel.trackers, {text_of(each)})()")
             else:
                 self._decide(f"the trackers in place of log_with={name}", "trackers")
                 names.append("accel.trackers.jsonl()")
@@ -328,3 +334,132 @@ def _keywords(value: cst.BaseExpression) -> str:
     if isinstance(value, cst.Dict) and len(pairs) == len(elements) and all(key.isidentifier() for key, _ in pairs):
         return ", ".join(f"{key}={text}" for key, text in pairs)
     return f"**{text_of(value)}"
+
+
+_USES = ("log", "log_images", "get_tracker", "end_training")
+_RUNS = ("tracker", "writer", "run")  # attributes of Accelerate's trackers that are the package's own object
+
+
+class HandedTrackers(cst.CSTTransformer):
+    """Hand the trackers to functions that take the context and log; write loops over all trackers by their names."""
+
+    def __init__(self, script: Script, notes: Remarks, module: cst.Module) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+        self._needing = _needing(script, module)
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        if original_node.name.value not in self._needing:
+            return updated_node
+        params: list[cst.Param] = []
+        for param in updated_node.params.params:
+            params.append(param.with_changes(comma=cst.MaybeSentinel.DEFAULT))
+            if param.name.value in self._script.holders:
+                params.append(cst.Param(cst.Name(self._script.trackers)))
+        return updated_node.with_changes(params=updated_node.params.with_changes(params=params))
+
+    @override
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        if full_name(original_node.func) not in self._needing:
+            return updated_node
+        args: list[cst.Arg] = []
+        name = cst.Name(self._script.trackers)
+        for arg in updated_node.args:
+            args.append(arg)
+            if self._script.holds(arg.value):
+                keyed = cast(cst.Call, expression(f"f({name.value}={name.value})")).args[0]
+                args.append((cst.Arg(name) if arg.keyword is None else keyed).with_changes(comma=arg.comma))
+                args[-2] = arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) if arg is updated_node.args[-1] else arg
+        return updated_node.with_changes(args=args)
+
+    @override
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+        """Begin a run without trackers where a condition leaves them out and functions are handed them."""
+        begins = any(self._script.method(call) == "init_trackers" for call in calls(original_node.body))
+        if not begins or not self._needing or original_node.orelse is not None or not self._script.tracked_if:
+            return updated_node
+        none = statement(f'{self._script.trackers} = accel.init_trackers({self._script.ctx}, "none", to=[])')
+        return updated_node.with_changes(orelse=cst.Else(body=cst.IndentedBlock([none])))
+
+    @override
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
+        script = self._script
+        if not script.is_attribute(original_node.iter, "trackers") or not isinstance(original_node.target, cst.Name):
+            return updated_node
+        tracker = original_node.target.value
+        change = _Runs(tracker, f"{tracker}_name")
+        body = with_block(updated_node, [cast(cst.BaseStatement, each.visit(change)) for each in block(updated_node)])
+        if change.unknown:
+            return updated_node
+        lines = block(body)
+        if tracker in loads(body.body):
+            own = statement(f"{tracker} = accel.get_tracker({script.trackers}, {tracker}_name)")
+            lines = [own, *lines]
+        names = expression(f"{script.trackers}.names")
+        return with_block(body, lines).with_changes(target=cst.Name(f"{tracker}_name"), iter=names)
+
+
+class _Runs(cst.CSTTransformer):
+    """Uses of a tracker of Accelerate, written for its package's own object."""
+
+    def __init__(self, tracker: str, name: str) -> None:
+        super().__init__()
+        self.unknown = False
+        self._tracker = tracker
+        self._name = name
+        self._known = 0
+        self._kinds: list[str] = []
+
+    @override
+    def visit_If_body(self, node: cst.If) -> None:
+        self._kinds.append(text_of(node.test))
+
+    @override
+    def leave_If_body(self, node: cst.If) -> None:
+        _ = self._kinds.pop()
+
+    @override
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        if not (isinstance(node.value, cst.Name) and node.value.value == self._tracker):
+            return True
+        logs = node.attr.value == "log" and any("wandb" in kind for kind in self._kinds)
+        self.unknown = self.unknown or not (node.attr.value in (*_RUNS, "name") or logs)
+        return False
+
+    @override
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+        if isinstance(original_node.value, cst.Name) and original_node.value.value == self._tracker:
+            if original_node.attr.value == "name":
+                return cst.Name(self._name)
+            return original_node.value if original_node.attr.value in _RUNS else original_node
+        return updated_node
+
+    @override
+    def visit_Name(self, node: cst.Name) -> None:
+        self.unknown = self.unknown or node.value == self._tracker
+
+
+def _needing(script: Script, module: cst.Module) -> set[str]:
+    """Return functions that take an Accelerator and use its trackers, or call one that does, without beginning them."""
+    if not script.tracks:
+        return set()
+    begin = [node for node in script.functions.values() if _methods(script, node) & {"init_trackers"}]
+    inside = {each.name.value for node in begin for each in walk(node) if isinstance(each, cst.FunctionDef)}
+    own = {
+        name: node
+        for name, node in script.functions.items()
+        if name not in inside and any(param.name.value in script.holders for param in node.params.params)
+    }
+    found = {name for name, node in own.items() if _methods(script, node) & {*_USES, "trackers"}}
+    while more := {
+        name for name, node in own.items() if name not in found and {full_name(c.func) for c in calls(node)} & found
+    }:
+        found |= more
+    return found
+
+
+def _methods(script: Script, node: cst.CSTNode) -> set[str]:
+    """Return the attributes and methods of an Accelerator that a node uses."""
+    return {each.attr.value for each in walk(node) if isinstance(each, cst.Attribute) and script.holds(each.value)}

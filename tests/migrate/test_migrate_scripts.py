@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import json
 import re
 import sys
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,8 +25,26 @@ PAIRS = sorted((Path(__file__).parent / "pairs").glob("*.before"))
 SOURCES = sorted((Path(accel.__file__).parent / "migrate").glob("*.py"))
 
 
+@functools.cache
 def migrated(text: str, name: str = "script.py") -> FileResult:
     return migrate_bytes(text.encode(), Path(name))
+
+
+def commented(text: str) -> str:
+    """A script with a comment of its own before and after each line of a statement."""
+    lines = text.splitlines()
+    trailing: dict[int, str] = {}
+    begun = True
+    before: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        at = token.start[0] - 1
+        if token.type in (tokenize.NEWLINE, tokenize.NL) and lines[at].strip() and "#" not in lines[at]:
+            trailing[at] = f"  # after {at}"
+        if begun and token.type not in (tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT):
+            before[at] = f"{lines[at][: token.start[1]]}# before {at}\n" if at < len(lines) else ""
+            begun = False
+        begun = begun or token.type == tokenize.NEWLINE
+    return "".join(f"{before.get(at, '')}{line}{trailing.get(at, '')}\n" for at, line in enumerate(lines))
 
 
 def comments_of(text: str) -> list[str]:
@@ -36,9 +57,17 @@ def test_a_script_is_written_as_recorded_and_its_comments_survive(path: Path) ->
     before = path.read_text()
     after = migrated(before)
     assert after.new.decode() == path.with_suffix(".after").read_text()
-    assert set(comments_of(before)) <= set(comments_of(after.new.decode()))
+    assert not Counter(comments_of(before)) - Counter(comments_of(after.new.decode()))
     for note in (*after.notes, *after.changes):
         assert 1 <= note.line <= after.new.decode().count("\n")
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
+def test_every_line_may_carry_comments(path: Path) -> None:
+    before = commented(path.read_text())
+    after = migrated(before).new.decode()
+    assert not Counter(comments_of(before)) - Counter(comments_of(after))
+    compile(after, path.name, "exec")
 
 
 @pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
@@ -49,11 +78,28 @@ def test_migrating_twice_changes_nothing(path: Path) -> None:
     assert again.notes == first.notes
 
 
+def run_written(name: str, *words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+    text = (Path(__file__).parent / "pairs" / f"{name}.after").read_text()
+    exec(compile(text, f"{name}.py", "exec"), {"__name__": "__main__"})
+
+
 def test_a_written_script_trains(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["plain.py"])
-    text = PAIRS[[path.stem for path in PAIRS].index("plain")].with_suffix(".after").read_text()
-    exec(compile(text, "plain.py", "exec"), {"__name__": "__main__"})
+    run_written("plain", monkeypatch=monkeypatch)
     assert re.search(r"epoch 2: \d+ right\ndone\n", capsys.readouterr().out)
+
+
+def test_a_long_script_saves_by_its_hooks_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    words = ["--output_dir", str(out), "--report_to", "jsonl", "--use_ema", "--seed", "1", "--train_batch_size", "4"]
+    words += ["--checkpointing_steps", "2", "--checkpoints_total_limit", "2", "--gradient_accumulation_steps", "2"]
+    run_written("diffusion", *words, "--max_train_steps", "4", monkeypatch=monkeypatch)
+    assert [path.name for path in sorted(out.glob("step-*"))] == ["step-00000002", "step-00000004"]
+    again = ["--resume_from_checkpoint", "latest", "--max_train_steps", "6"]
+    run_written("diffusion", *words, *again, monkeypatch=monkeypatch)
+    assert [path.name for path in sorted(out.glob("step-*"))] == ["step-00000004", "step-00000006"]
+    steps = [json.loads(line)["step"] for line in (out / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
 
 
 @given(

@@ -74,11 +74,20 @@ class Items:
         if len(line) > 100:
             line = "items = {\n" + "".join(f"    {pair},\n" for pair in pairs) + "}"
         made: list[cst.BaseStatement] = [cst.parse_statement(line)]
+        models = [name for name in held if name in self._script.models]
+        listed = self._script.free("prepared", "prepared_models") if any(held[name] for name in models) else ""
+        hooks = self._hooks(models, listed)
+        if hooks and listed:
+            made.append(cst.parse_statement(f"{listed} = [{', '.join(name for name in models if not held[name])}]"))
         for test in dict.fromkeys(test for test in held.values() if test):
             names = [name for name, each in held.items() if each == test]
             lines = "".join(f'    items["{_item_name(self._script, name)}"] = {name}\n' for name in names)
+            if hooks:
+                lines += "".join(f"    {listed}.append({name})\n" for name in names if name in models)
             made.append(cst.parse_statement(f"if {test}:\n{lines}"))
-        made += self._hooks(held)
+        if hooks:
+            text = "".join(f"    {kind}=lambda folder: {call},\n" for kind, call in hooks.items())
+            made.append(cst.parse_statement(f'items["hooks"] = accel.items.Folder(\n{text})'))
         script = self._script
         if any(script.method(call) == "init_trackers" for call in calls(self._scope)):
             kept = f'items["trackers"] = {script.trackers}'
@@ -91,27 +100,21 @@ class Items:
         found = prepared(script, self._scope)
         return {name: test for name, test in found.items() if name and name not in script.loaders and "." not in name}
 
-    def _hooks(self, held: dict[str, str]) -> list[cst.BaseStatement]:
-        """Return the item that calls the hooks of saves and loads on a folder of files."""
-        script, options = self._script, dict[str, str]()
-        models = [name for name in held if name in script.models]
-        given = [f"[{', '.join(name for name in models if not held[name])}]"]
-        given += [f"([{name}] if {held[name]} else [])" for name in models if held[name]]
+    def _hooks(self, models: list[str], listed: str) -> dict[str, str]:
+        """Return the calls of the hooks of saves and loads, on a new list of models that a hook may empty."""
+        script = self._script
+        given = f"list({listed})" if listed else f"[{', '.join(models)}]"
+        found: dict[str, str] = {}
         for call in calls(self._scope):
             kind = _HOOKS.get(script.method(call), "")
             hook = full_name(call.args[0].value) if kind and call.args else ""
             function = script.functions.get(hook)
-            if function is None or len(function.params.params) != (3 if kind == "save" else 2) or kind in options:
+            if function is None or len(function.params.params) != (3 if kind == "save" else 2) or kind in found:
                 continue
-            parts = [" + ".join(given), "folder"]
-            if kind == "save":
-                parts.insert(1, _weights(script, function, models, held))
-            options[kind] = f"lambda folder: {hook}({', '.join(parts)})"
+            weights = f"{_weights(script, function, models, listed)}, " if kind == "save" else ""
+            found[kind] = f"{hook}({given}, {weights}folder)"
             script.hooked.add(hook)
-        if not options:
-            return []
-        lines = "".join(f"    {kind}={value},\n" for kind, value in options.items())
-        return [cst.parse_statement(f'items["hooks"] = accel.items.Folder(\n{lines})')]
+        return found
 
     def outer(self, loop: cst.BaseStatement) -> cst.BaseStatement:
         """Begin the loop over epochs at the state's epoch, and leave out what skips batches."""
@@ -159,7 +162,7 @@ def _skipped(script: Script, notes: Remarks, loop: cst.BaseStatement) -> cst.Bas
     return with_block(cast(cst.For, loop), lines.body)
 
 
-def _weights(script: Script, function: cst.FunctionDef, models: list[str], held: dict[str, str]) -> str:
+def _weights(script: Script, function: cst.FunctionDef, models: list[str], listed: str) -> str:
     """Return the state dicts that a hook of saves gets; where it only drops them, as many empty ones."""
     name = function.params.params[1].name.value
     reads = 0
@@ -171,11 +174,11 @@ def _weights(script: Script, function: cst.FunctionDef, models: list[str], held:
             reads -= text_of(node.test) == name
         elif isinstance(node, cst.Name):
             reads += node.value == name
-    always = [each for each in models if not held[each]]
-    value = f"accel.get_state_dict({script.ctx}, {{}})" if reads else "{{}}"
-    texts = [f"[{', '.join(value.format(each) for each in always)}]"]
-    texts += [f"([{value.format(each)}] if {held[each]} else [])" for each in models if held[each]]
-    return " + ".join(texts)
+    if listed:
+        return (
+            f"[accel.get_state_dict({script.ctx}, each) for each in {listed}]" if reads else f"[{{}} for _ in {listed}]"
+        )
+    return f"[{', '.join(f'accel.get_state_dict({script.ctx}, {each})' if reads else '{}' for each in models)}]"
 
 
 class Checkpoints(ScopePass):
@@ -218,9 +221,12 @@ class _Scope(cst.CSTTransformer):
                 for line in _lines(node):
                     inner = small(line)
                     if isinstance(inner, cst.AugAssign) and text_of(inner.value) == "1" and targets(line):
-                        synced = isinstance(node, cst.If) and text_of(node.test) == f"{self._script.state}.sync"
+                        synced = isinstance(node, cst.If) and self._is_sync(node.test)
                         found[targets(line)[0]] = synced
         return found
+
+    def _is_sync(self, test: cst.BaseExpression) -> bool:
+        return text_of(test) in (f"{self._script.state}.sync", self._script.synced)
 
     def _starts(self, scope: cst.CSTNode) -> set[str]:
         found: set[str] = set()
@@ -274,7 +280,7 @@ class _Scope(cst.CSTTransformer):
         loops = [at for at, each in enumerate(self._around) if each in ("loop", "for")]
         if not self._script.windows or not loops or self._around[loops[-1]] != "loop":
             return False
-        return f"{self._script.state}.sync" not in self._around[loops[-1] :]
+        return not {f"{self._script.state}.sync", self._script.synced} & set(self._around[loops[-1] :])
 
     @override
     def leave_IndentedBlock(
@@ -390,6 +396,8 @@ class _Scope(cst.CSTTransformer):
             )
             return led_by(line, [*leading(line), what])
         made = cst.parse_statement(f"{state} = accel.resume({ctx}, {text_of(folder)}, items, {state})")
+        if targets(line) == ["loaded"]:  # with counters, which resume does not return
+            made = cst.parse_statement(text_of(line).replace(text_of(call.args[1].value), text_of(folder), 1))
         return led_by(made, [*leading(line), self._notes.change(_NEWEST)])
 
     def _set_elsewhere(self, name: str, node: cst.If) -> bool:

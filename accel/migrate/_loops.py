@@ -228,6 +228,8 @@ class _Loop(cst.CSTTransformer):
         if at < 0 or not step.optimizers:
             _ = self._give_up(self._chain[-1], "where the optimizer takes its step", "step")  # type: ignore[arg-type]
             return []
+        behind = _Synced(script)
+        rest = [*rest[:at], *(cast(cst.BaseStatement, each.visit(behind)) for each in rest[at:])]
         length = step.accumulation or script.accumulation
         script.windows = script.windows or step.by_hand
         call = cast(cst.Call, called(backward))
@@ -249,6 +251,8 @@ class _Loop(cst.CSTTransformer):
             inside.body[start:], end - start, led_by(backward, [*held, *leading(backward)]), loss, names, running
         )
         head = [*body.head, statement(f"{script.state} = {script.state}.next({body.batch})")]
+        if behind.found:
+            head.append(statement(f"{script.synced} = {script.state}.sync"))
         every = (*inside.body, *rest)
         if any(script.method(call) == "set_trigger" for each in every for call in calls(each)):
             head.append(statement("trigger = False"))
@@ -302,6 +306,22 @@ class _Loop(cst.CSTTransformer):
         blanks = [each for each in leading(lines[0])[:1] if each.comment is None]
         lines[0] = led_by(lines[0], leading(lines[0])[len(blanks) :])
         return led_by(with_block(outer, lines), blanks)
+
+
+class _Synced(cst.CSTTransformer):
+    """`accelerator.sync_gradients` behind the step, after which the state waits for the next window."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self._script = script
+        self.found = False
+
+    @override
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+        if not self._script.is_attribute(original_node, "sync_gradients"):
+            return updated_node
+        self.found = True
+        return cst.Name(self._script.synced)
 
 
 class _Leave(cst.CSTTransformer):

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._script import ATTRIBUTES, AVAILABLE, DISTRIBUTED, FUNCTIONS, KEYWORDS, METHODS, Script
+from accel.migrate._script import ATTRIBUTES, DISTRIBUTED, FUNCTIONS, KEYWORDS, METHODS, Script
 from accel.migrate._tree import (
     Remarks,
     argument,
     called,
+    calls,
     expression,
     full_name,
     leading,
@@ -27,6 +28,14 @@ from accel.migrate._tree import (
 )
 from accel.migrate._window import Tracking
 
+# functions that ask for a device
+AVAILABLE: Mapping[str, str] = {
+    "is_xpu_available": "torch.xpu.is_available()",
+    "is_npu_available": 'hasattr(torch, "npu")',
+    "is_cuda_available": "torch.cuda.is_available()",
+    "is_mps_available": "torch.backends.mps.is_available()",
+    "is_torch_xla_available": "False",
+}
 _SEEDING = "set_seed: python, numpy and torch are seeded by other numbers than Accelerate's"
 _STEPS = (
     "a schedule steps once an optimizer step; in Accelerate once a process: divide constants in steps by their number"
@@ -360,6 +369,12 @@ class Names(cst.CSTTransformer):
 
     @override
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+        script = self._script
+        if any(script.is_attribute(each, "is_main_process") for each in walk(original_node.test)):
+            for call in calls(original_node.body):
+                name = script.method(call) or full_name(call.func)
+                if name in ("save", "save_model", "get_state_dict") or name in script.collective:
+                    self._decide(f"which lines of this block rank 0 alone runs: every rank calls {name}")
         if updated_node.test.lpar and not original_node.test.lpar:
             return updated_node.with_changes(test=updated_node.test.with_changes(lpar=[], rpar=[]))
         return updated_node

@@ -104,14 +104,6 @@ FUNCTIONS: Mapping[str, tuple[str, bool]] = {
     "extract_model_from_parallel": ("accel.unwrap_model", False),
     "synchronize_rng_states": ("accel.seeding.synchronize_rng", True),
 }
-# functions that ask for a device
-AVAILABLE: Mapping[str, str] = {
-    "is_xpu_available": "torch.xpu.is_available()",
-    "is_npu_available": 'hasattr(torch, "npu")',
-    "is_cuda_available": "torch.cuda.is_available()",
-    "is_mps_available": "torch.backends.mps.is_available()",
-    "is_torch_xla_available": "False",
-}
 # kinds of accelerator.distributed_type: a condition
 DISTRIBUTED: Mapping[str, str] = {
     "NO": "{ctx}.world_size == 1",
@@ -123,16 +115,6 @@ DISTRIBUTED: Mapping[str, str] = {
     "TPU": '{ctx}.device.type == "xla"',
     "MULTI_XPU": '{ctx}.device.type == "xpu"',
     "MULTI_NPU": '{ctx}.device.type == "npu"',
-}
-# trackers by their name in `log_with=`
-TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
-# communication hooks by their member of DDPCommunicationHookType, and by its value
-HOOKS: Mapping[str, str] = {
-    "no": "None",
-    "fp16": '"fp16"',
-    "bf16": '"bf16"',
-    "power_sgd": "accel.parallel.PowerSgd()",
-    "batched_power_sgd": "accel.parallel.PowerSgd(batched=True)",
 }
 
 _MAKERS = ("Accelerator", "PartialState", "AcceleratorState")
@@ -181,6 +163,25 @@ class Script:
         self.hooked: set[str] = set()  # functions of hooks that an item calls
         self.windows = "accumulate" in methods or self.accumulation is not None
         self.trackers = self._free(("trackers", "run_trackers"), module)
+        self.collective = self._reaching(("save", "save_model", "get_state_dict"))
+        self._taken_names = loads(module)
+        self.synced = self.free("synced", "window_ends")  # whether a window ends, behind its step
+
+    def free(self, *choices: str) -> str:
+        """Return the first name that the script does not have."""
+        return next((each for each in choices if each not in self._taken_names), f"accel_{choices[0]}")
+
+    def _reaching(self, methods: tuple[str, ...]) -> set[str]:
+        """Return functions of the script that call one of the methods, or a function that does."""
+        found: set[str] = set()
+        while more := {
+            name
+            for name, node in self.functions.items()
+            if name not in found
+            and any(self.method(each) in methods or full_name(each.func) in found for each in calls(node))
+        }:
+            found |= more
+        return found
 
     @property
     def uses_accelerate(self) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._script import HOOKS, Script, bound
+from accel.migrate._script import Script, bound
 from accel.migrate._tree import (
     Remarks,
     argument,
@@ -31,6 +31,14 @@ from accel.migrate._tree import (
     with_block,
 )
 
+# communication hooks by their member of DDPCommunicationHookType, and by its value
+HOOKS: Mapping[str, str] = {
+    "no": "None",
+    "fp16": '"fp16"',
+    "bf16": '"bf16"',
+    "power_sgd": "accel.parallel.PowerSgd()",
+    "batched_power_sgd": "accel.parallel.PowerSgd(batched=True)",
+}
 _TAKEN = (
     *("log_with", "project_dir", "logging_dir", "project_config", "gradient_accumulation_steps"),
     *("gradient_accumulation_plugin", "rng_types"),

@@ -9,7 +9,7 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._script import TRACKERS, Script
+from accel.migrate._script import Script
 from accel.migrate._tree import (
     Lines,
     Remarks,
@@ -33,6 +33,8 @@ from accel.migrate._tree import (
     with_block,
 )
 
+# trackers by their name in `log_with=`
+TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 _CLIPS = {"clip_grad_norm_": "max_norm", "clip_grad_value_": "max_value"}
 
 

@@ -89,6 +89,14 @@ def test_a_written_script_trains(capsys: pytest.CaptureFixture[str], monkeypatch
     assert re.search(r"epoch 2: \d+ right\ndone\n", capsys.readouterr().out)
 
 
+def test_two_models_are_saved_where_both_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--output_dir", str(tmp_path), "--report_to", "jsonl", "--gradient_accumulation_steps", "2"]
+    run_written("subjects", *words, "--train_text_encoder", "--max_train_steps", "2", monkeypatch=monkeypatch)
+    [saved] = tmp_path.glob("step-*")  # asked for behind the step
+    items = json.loads((saved / "manifest.json").read_text())["items"]
+    assert {"unet", "text_encoder", "hooks"} <= items.keys()
+
+
 def test_a_long_script_saves_by_its_hooks_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     words = ["--output_dir", str(out), "--report_to", "jsonl", "--use_ema", "--seed", "1", "--train_batch_size", "4"]

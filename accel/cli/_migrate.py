@@ -42,7 +42,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         left = left or bool(result.notes) or (known.check and result.changed)
         if not known.write:
             _show(result, check=known.check)
-    _summary(results, known.paths)
+    _summary(results, known.paths, wrote=known.write)
     return 2 if failed else int(left)
 
 
@@ -53,19 +53,27 @@ def _show(result: FileResult, *, check: bool) -> None:
         print("\n".join(map(show_text, result.diff().split("\n"))), end="")
 
 
-def _summary(results: Sequence[FileResult], paths: Sequence[str]) -> None:
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _summary(results: Sequence[FileResult], paths: Sequence[str], *, wrote: bool) -> None:
     changes = [(result, change) for result in results for change in result.changes]
     if changes:
         print("\nChanged in meaning:")
+    lines: dict[tuple[str, str], list[str]] = {}
     for result, change in changes:
-        print(show_text(f"  {result.path}:{change.line}: {change.text}"))
+        lines.setdefault((str(result.path), change.text), []).append(str(change.line))
+    for (path, text), numbers in lines.items():
+        print(show_text(f"  {path}:{','.join(numbers)}: {text}"))
     notes = [(result, note) for result in results for note in result.notes]
     if notes:
         print("\nLeft to you:")
     for result, note in notes:
         print(show_text(f"  {result.path}:{note.line}: {note.text}"))
     touched = sum(result.changed for result in results)
-    print(f"\n{len(results)} files read, {touched} to rewrite, {len(notes)} notes.")
+    read = _counted(len(results), "file")
+    print(f"\n{read} read, {touched} {'rewritten' if wrote else 'to rewrite'}, {_counted(len(notes), 'note')}.")
     for path in launch_files(paths):
         print(show_text(f"{path} has settings of accelerate launch: accel config import {path}"))
 

@@ -20,7 +20,7 @@ _CELL = "#@accel-cell {}"
 _MAGIC = "#@accel-magic "
 _FOUND = re.compile(r"^#@accel-cell (\d+)$")
 _WHOLE = re.compile(r"^\s*%%(?!time\b|timeit\b|capture\b)")  # a cell of another language
-_LINE = re.compile(r"^\s*(%|!|\?)|\?\s*$")
+_LINE = re.compile(r"^\s*(%|!|\?)|\?\s*$|^\s*[\w, ]+=\s*[%!]")
 
 
 class Notebook(NamedTuple):
@@ -146,7 +146,10 @@ def find_scripts(paths: Sequence[str]) -> Iterator[Path]:
     for text in paths:
         path = Path(text)
         if path.is_dir():
-            yield from _below(path)
+            found = list(_below(path))
+            if not found:
+                raise ConfigError("no script or notebook in the folder", got=repr(text), fix="Name another folder.")
+            yield from found
         elif path.exists():
             yield path
         else:
@@ -229,6 +232,8 @@ def write(result: FileResult) -> Path:
 
     Raises `ConfigError` where there is an original already, or the file has changed since it was read.
     """
+    # Not by accel.storage: its files are new, have plain names, and lie in a folder that is renamed as a whole. It is
+    # above this room, too.
     target = Path(os.path.realpath(result.path))  # a link stays a link
     kept = target.with_name(target.name + ORIGINAL)
     partial: str | None = None

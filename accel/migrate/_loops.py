@@ -33,7 +33,7 @@ from accel.migrate._tree import (
     walk,
     with_block,
 )
-from accel.migrate._window import Step, is_division, split_step, undivided, whole_loss
+from accel.migrate._window import Step, is_division, split_step, steps, undivided, whole_loss
 
 _ROWS = "a mean loss is weighed by the batch's samples; pass weight= to accel.backward where it is one over tokens"
 _OUTPUTS = (
@@ -70,10 +70,26 @@ class Training(ScopePass):
         chains = [chain for chain in _own_loops(body) if _holds_backward(self._script, chain)]
         if not chains:
             return node
-        if len(chains) > 1:
+        methods = {self._script.method(call) for call in calls(node)}
+        together = len({id(chain[0]) for chain in chains}) < len(chains)
+        if len(chains) > 1 and (together or methods & {"save_state", "load_state"}):
             note = self._notes.decide("which state each of several training loops in one function carries", "parts")
             return _Mark([chain[0] for chain in chains], note).applied(node)
-        return _Loop(self._script, self._notes, node, chains[0]).applied()
+        return self._one_by_one(node)
+
+    def _one_by_one(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
+        """Rewrite loops that follow each other, all on one state."""
+        left = 0
+        loaders: list[str] = []
+        while True:
+            body = node.body if isinstance(node, cst.FunctionDef) else node
+            chains = [chain for chain in _own_loops(body) if _holds_backward(self._script, chain)]
+            if len(chains) <= left:
+                return node
+            loop = _Loop(self._script, self._notes, node, chains[left], tuple(loaders))
+            left += loop.failed is not None
+            loaders += [loop.loader] if loop.failed is None else []
+            node = cast("cst.FunctionDef | cst.Module", loop.applied())
 
 
 def _holds_backward(script: Script, chain: tuple[cst.CSTNode, ...]) -> bool:
@@ -109,7 +125,12 @@ class _Loop(cst.CSTTransformer):
     """One training loop: its innermost loop rewritten, the state before the outermost one."""
 
     def __init__(
-        self, script: Script, notes: Remarks, scope: cst.FunctionDef | cst.Module, chain: tuple[cst.CSTNode, ...]
+        self,
+        script: Script,
+        notes: Remarks,
+        scope: cst.FunctionDef | cst.Module,
+        chain: tuple[cst.CSTNode, ...],
+        before: Sequence[str],
     ) -> None:
         super().__init__()
         self._script = script
@@ -119,13 +140,15 @@ class _Loop(cst.CSTTransformer):
         self._aliases = aliases_in(script, scope)
         self._items = Items(script, notes, scope)
         self._step = Step(script)
-        self._failed: cst.EmptyLine | None = None
+        self.failed: cst.EmptyLine | None = None
+        self.loader = ""
+        self._before = before  # loaders of the loops before this one
         self._inner = self._rewritten(chain[-1])
 
     def applied(self) -> cst.CSTNode:
         """Return the scope with the loop rewritten, or with one note where it could not be."""
-        if self._failed is not None:
-            return _Mark([self._chain[-1]], self._failed).applied(self._scope)
+        if self.failed is not None:
+            return _Mark([self._chain[-1]], self.failed).applied(self._scope)
         anchors = restores(self._script, self._scope, self._chain[0])
         self._anchor = anchors[0] if anchors else self._chain[0]
         return cast(cst.CSTNode, self._scope.visit(self))
@@ -143,6 +166,13 @@ class _Loop(cst.CSTTransformer):
 
     def _begun(self, loop: cst.BaseStatement) -> list[cst.BaseStatement]:
         """Return the lines that make items and state, then the statement after them."""
+        state = self._script.state
+        if self._before:
+            if self.loader == self._before[-1]:
+                return [loop]
+            again = statement(f"{state} = {state}.at(accel.Cursor(seed={state}.cursor.seed))")
+            blank = [line for line in leading(loop)[:1] if line.comment is None]
+            return [led_by(again, blank), loop]
         options = ""
         parts: dict[str, cst.BaseExpression] = {}
         if (seed := self._seed()) is not None:
@@ -180,6 +210,7 @@ class _Loop(cst.CSTTransformer):
 
     def _rewritten(self, node: cst.CSTNode) -> cst.BaseStatement:
         reading = read_loop(self._script, node, self._aliases) if isinstance(node, cst.For) else None
+        self.loader = text_of(reading.loader) if reading is not None else ""
         if not isinstance(node, cst.For) or reading is None:
             why = "how the state moves: this loop draws its batches by hand"
             return self._give_up(cast(cst.BaseStatement, node), why, "loop")
@@ -190,10 +221,14 @@ class _Loop(cst.CSTTransformer):
         body = Body(self._script, self._notes, reading, flat)
         at = [index for index, each in enumerate(body.statements) if _backwards(self._script, each)]
         if len(at) != 1 or called(body.statements[at[0]]) is None:
+            stepping = {full_name(call.func) for call in calls(node) if steps(self._script, call)}
+            if len(stepping) > 1:
+                why = "the accumulation and loss scale that each of the models that step in turn carries"
+                return self._give_up(node, why, "parts")
             return self._give_up(node, "how several or guarded backward passes share a window", "step")
         before, backward, after = body.statements[: at[0]], body.statements[at[0]], body.statements[at[0] + 1 :]
         lines = self._window(reading, body, models, before, backward, after)
-        if self._failed is not None:
+        if self.failed is not None:
             return node
         iterator = reading.wrap(
             expression(f"accel.batches({self._script.ctx}, {{loader}}, {self._script.state})", loader=reading.loader)
@@ -202,7 +237,7 @@ class _Loop(cst.CSTTransformer):
         return self._items.inner(built.with_changes(iter=iterator))
 
     def _give_up(self, node: cst.BaseStatement, why: str, page: str) -> cst.BaseStatement:
-        self._failed = self._notes.decide(why, page)
+        self.failed = self._notes.decide(why, page)
         return node
 
     def _window(
@@ -215,15 +250,7 @@ class _Loop(cst.CSTTransformer):
         after: list[cst.BaseStatement],
     ) -> list[cst.BaseStatement]:
         script, step = self._script, self._step
-        early = Lines()
-        begin: int | None = None
-        for at, each in zip(body.places, before, strict=False):
-            if self._begin is not None and begin is None and at >= self._begin:
-                begin = len(early.body)
-            if step.takes(each):
-                early.drop(each)
-            else:
-                early.add(each)
+        early, begin = self._early(body, before)
         rest, at = split_step(script, after, step, body.batch)
         if at < 0 or not step.optimizers:
             _ = self._give_up(self._chain[-1], "where the optimizer takes its step", "step")  # type: ignore[arg-type]
@@ -241,6 +268,12 @@ class _Loop(cst.CSTTransformer):
             else:
                 inside.add(whole_loss(script, each, length, loads(call.args[0].value)))
         loss = undivided(script, call.args[0].value, length)
+        if any(full_name(each.func).partition(".")[0] in script.models for each in calls(loss)):
+            name = script.free("loss", "step_loss")
+            made = statement(f"{name} = {{value}}", value=loss)
+            inside.add(led_by(made, [line for line in leading(backward) if line.comment]))
+            backward = led_by(backward, [])
+            loss = cst.Name(name)
         names = models or [name for name in _models_of(script, inside.body) if name]
         running = [name for name in names if not name.startswith("*")]
         running += _models_of(script, inside.body) if len(running) < len(names) else []
@@ -261,6 +294,19 @@ class _Loop(cst.CSTTransformer):
         lines = [cast(cst.BaseStatement, each.visit(gathers)) for each in lines]
         leave = _Leave(script, body.batch, names)
         return [cast(cst.BaseStatement, each.visit(leave)) for each in lines]
+
+    def _early(self, body: Body, before: Sequence[cst.BaseStatement]) -> tuple[Lines, int | None]:
+        """Return the statements before the backward that stay, and the first of them inside of `accumulate`."""
+        early = Lines()
+        begin: int | None = None
+        for at, each in zip(body.places, before, strict=False):
+            if self._begin is not None and begin is None and at >= self._begin:
+                begin = len(early.body)
+            if self._step.takes(each):
+                early.drop(each)
+            else:
+                early.add(each)
+        return early, begin
 
     def _accumulated(
         self,

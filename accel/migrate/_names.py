@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import libcst as cst
@@ -129,6 +129,8 @@ class Names(cst.CSTTransformer):
         if name == "init_trackers":
             return self._tracking.begun(updated)
         if name == "log":
+            if len(original.args) < 2 and not self._has_state():
+                self._decide("the step of these values: no loop stands in this function", "trackers")
             return self._tracking.logged(updated)
         if name == "end_training":
             return cst.parse_expression(f"accel.end_trackers({self._script.ctx}, {self._script.trackers})")
@@ -226,20 +228,32 @@ class Names(cst.CSTTransformer):
         """Whether the context is a parameter, or opened, in one of the scopes around."""
         ctx = self._script.ctx
         for scope in self._scopes:
-            nodes = list(cast("Sequence[cst.CSTNode]", scope.body)) if isinstance(scope, cst.Module) else [scope]
             if isinstance(scope, cst.FunctionDef):
                 names = {param.name.value for param in (*scope.params.params, *scope.params.kwonly_params)}
                 if ctx in names or names & self._script.holders:
                     return True
-                nodes = list(walk(scope.body))
-            for node in nodes:
-                if isinstance(node, cst.With) and any(
-                    each.asname is not None and text_of(each.asname.name) == ctx for each in node.items
-                ):
-                    return True
-                if targets(node) == [ctx]:
-                    return True
-        return False
+        return any(
+            targets(node) == [ctx]
+            or (
+                isinstance(node, cst.With)
+                and any(each.asname is not None and text_of(each.asname.name) == ctx for each in node.items)
+            )
+            for node in self._around()
+        )
+
+    def _has_state(self) -> bool:
+        """Whether a line of one of the scopes around makes the state."""
+        return any(self._script.state in targets(node) for node in self._around(deep=True))
+
+    def _around(self, *, deep: bool = False) -> Iterator[cst.CSTNode]:
+        """Yield the nodes of the scopes around; of a module its own lines, or all but its functions and classes."""
+        for scope in self._scopes:
+            if not isinstance(scope, cst.Module):
+                yield from walk(scope)
+                continue
+            for each in cast("Sequence[cst.CSTNode]", scope.body):
+                if not isinstance(each, (cst.FunctionDef, cst.ClassDef)):
+                    yield from walk(each) if deep else [each]
 
     def _seeded(self, call: cst.Call) -> cst.BaseExpression:
         args: list[cst.Arg] = []
@@ -288,6 +302,8 @@ class Names(cst.CSTTransformer):
             if full_name(original_node) == "self.accelerator":
                 self._decide("what takes the place of self.accelerator: functions take ctx")
             return updated_node.with_changes(attr=original_node.attr)
+        if name in ("sync_gradients", "optimizer_step_was_skipped") and not self._has_state():
+            self._decide(f"the state that has what {name} asks: no loop stands in this function", "loop")
         if name in ATTRIBUTES:
             return self._expression(ATTRIBUTES[name])
         if name == "trackers":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -253,8 +254,8 @@ class Dropped(cst.CSTTransformer):
             return True
         if method == "register_for_checkpointing":
             return True
-        if method.startswith("register_") and call is not None and call.args:
-            return full_name(call.args[0].value) in script.hooked
+        if method.startswith("register_"):
+            return any(full_name(arg.value) in script.hooked for arg in call.args)
         owner, name = method_of(call)
         moved = full_name(owner) if owner is not None else ""
         if name == "to" and moved in script.models | script.loaders and len(call.args) == 1:
@@ -447,8 +448,10 @@ def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
     try:
         module = cst.parse_module(text)
     except cst.ParserSyntaxError as error:
-        problem = error.message.splitlines()[0]
-        raise ConfigError("not Python", got=problem, where=f"{where}:{error.raw_line}") from None
+        problem = re.sub(r"^parser error: error at \d+:\d+: ", "", error.message.splitlines()[0])
+        above = re.findall(r"^#@accel-cell (\d+)$", "\n".join(text.split("\n")[: error.raw_line]), flags=re.MULTILINE)
+        place = f"{where}, cell {int(above[-1]) + 1}" if cells and above else f"{where}:{error.raw_line}"
+        raise ConfigError("not Python", got=problem, where=place) from None
     script = Script(module)
     if not script.uses_accelerate:
         return Migrated(text, (), ())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_a_diff_is_printed_and_nothing_is_written(script: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert "--- a/train.py\n+++ b/train.py\n" in out
     assert '+    accel.print(ctx, "one")  # says it\n' in out
-    assert "1 files read, 1 to rewrite, 0 notes." in out
+    assert "1 file read, 1 to rewrite, 0 notes." in out
     assert script.read_text() == SCRIPT
     assert not Path("train.py.orig").exists()
 
@@ -48,7 +49,9 @@ def test_write_keeps_the_original_and_its_mode(script: Path, capsys: pytest.Capt
     assert script.read_text() == WRITTEN
     assert script.stat().st_mode & 0o777 == 0o750
     assert Path("train.py.orig").read_text() == SCRIPT
-    assert "train.py: written; the original is" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "train.py: written; the original is" in out
+    assert "1 file read, 1 rewritten, 0 notes." in out
     assert main(["migrate", "--write", "train.py"]) == 0  # nothing to do
     assert sorted(path.name for path in Path().iterdir()) == ["train.py", "train.py.orig"]
 
@@ -100,8 +103,9 @@ def test_a_folder_goes_on_after_files_that_cannot_be_read(script: Path, capsys: 
     assert "accel config import launch.yaml" in out
 
 
-@pytest.mark.parametrize("words", [["no.py"], ["--write", "--check", "train.py"], []])
+@pytest.mark.parametrize("words", [["no.py"], ["--write", "--check", "train.py"], [], ["empty"]])
 def test_words_that_mean_nothing(script: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
     assert main(["migrate", *words]) == 2
     assert "accel: error:" in capsys.readouterr().err
 
@@ -114,12 +118,40 @@ def test_a_missing_package_names_its_extra(
     assert "accel-torch[migrate]" in capsys.readouterr().err
 
 
+def test_a_notebook_may_assign_magics_and_an_error_names_its_cell(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = ["from accelerate import Accelerator\naccelerator = Accelerator()", "files = !ls\na, b = %sx ls\nmodel?"]
+    path = Path("train.ipynb")
+
+    def write(*more: str) -> None:
+        none: dict[str, object] = {}
+        cells = [{"cell_type": "code", "metadata": none, "source": source} for source in (*sources, *more)]
+        _ = path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 4}))
+
+    write()
+    assert main(["migrate", "--write", "train.ipynb"]) == 0
+    assert json.loads(path.read_text())["cells"][1]["source"] == sources[1]
+    write("def f(:")
+    _ = capsys.readouterr()
+    assert main(["migrate", "train.ipynb"]) == 2
+    assert "train.ipynb, cell 3" in capsys.readouterr().err
+
+
+def test_a_meaning_that_changes_in_several_lines_is_told_once(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _ = script.write_text(
+        "from accelerate.utils import set_seed\n\n\ndef f(accelerator):\n    set_seed(1)\n    set_seed(2)\n"
+    )
+    assert main(["migrate", "train.py"]) == 0
+    assert "train.py:5,6: set_seed" in capsys.readouterr().out
+
+
 def test_a_notebook_keeps_ids_outputs_and_magics(script: Path) -> None:
     def cell(kind: str, source: str, **more: object) -> dict[str, object]:
         return {"cell_type": kind, "id": source[:3], "metadata": {}, "source": source.splitlines(keepends=True), **more}
 
     outputs = [{"output_type": "stream", "name": "stdout", "text": ["é\n"]}]
-    book = {
+    book: dict[str, Any] = {
         "cells": [
             cell("markdown", "# accelerate"),
             cell("code", "%matplotlib inline\n!pip install accelerate\nfrom accelerate import notebook_launcher"),

@@ -14,8 +14,10 @@ import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
@@ -87,6 +89,19 @@ def run_written(name: str, *words: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_written_script_trains(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run_written("plain", monkeypatch=monkeypatch)
     assert re.search(r"epoch 2: \d+ right\ndone\n", capsys.readouterr().out)
+
+
+def test_loops_that_follow_each_other_carry_one_state() -> None:
+    found: dict[str, Any] = {}
+    exec((Path(__file__).parent / "pairs" / "loops.after").read_text(), found)
+    model = torch.nn.Linear(2, 1)
+    data: list[Any] = [{"x": torch.ones(2)}] * 6
+    first, later = (torch.utils.data.DataLoader[Any](data[:size], batch_size=2) for size in (4, 6))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps: list[object] = []
+    _ = optimizer.register_step_post_hook(lambda used, args, options: steps.append(used))
+    found["phases"](accel.single(), model, optimizer, first, later, 2)
+    assert len(steps) == 2 + 3 * 3
 
 
 def test_two_models_are_saved_where_both_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,12 @@ the data are those of one seed, on any number of processes. A run goes on from t
 from __future__ import annotations
 
 import argparse
+import copy
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from language_model import Transformer, load_text
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import accel
@@ -27,6 +28,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2": {"strategy": "deepspeed", "deepspeed": accel.engines.deepspeed.DeepSpeed(stage=2)},
     "zero3": {"strategy": "deepspeed", "deepspeed": accel.engines.deepspeed.DeepSpeed(stage=3)},
 }
+BYTES, LENGTH = 256, 64  # a token is a byte; bytes of a sequence
 SEQUENCES, MICRO_BATCHES = 32, 2  # of one optimizer step, all processes together
 
 
@@ -70,6 +72,31 @@ def train(ctx: accel.DistContext, *, steps: int, out: str, start_from: str | Non
                     break
         accel.save_state(ctx, out, items | {"state": state}, step=state.updates)
         accel.save_model(ctx, model, f"{out}/weights")
+
+
+def load_text() -> Tensor:
+    """Return Python's manual as sequences of bytes, int64 of shape [sequences, LENGTH]."""
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    return tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
+
+
+class Transformer(nn.Module):
+    """A plain torch transformer, which sees no position after its own."""
+
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
+        self.tokens = nn.Embedding(BYTES, width)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(depth))
+        self.head = nn.Linear(width, BYTES)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        hidden = self.tokens(input_ids)
+        mask = nn.Transformer.generate_square_subsequent_mask(hidden.shape[1], device=hidden.device, dtype=hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        return self.head(hidden)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,22 @@ A recipe is a script of at most 150 lines with a row in `RECIPES` of `examples/g
 from __future__ import annotations
 
 import ast
+import base64
 import importlib.util
+import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
+import msgspec
 import pytest
 import torch
 from processes import job, patience, script_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -155,3 +159,20 @@ def test_a_recipe_reads_like_a_page(recipe: Any) -> None:
 def test_the_gallery_lists_recipes_by_name() -> None:
     assert list(RECIPES) == sorted(RECIPES)
     assert len(RECIPES) == len(GALLERY.RECIPES)
+
+
+def test_the_gallery_draws_a_run_and_sees_whether_it_learned(tmp_path: Path) -> None:
+    recipe = GALLERY.Recipe("digits", "accuracy >= 0.9", small="--steps 2 --size 1")
+    rows = [{"step": 1, "loss": 2.0, "accuracy": 0.5}, {"step": 2, "loss": 1.0, "accuracy": 0.8}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    save_file({"pictures": torch.rand(9, 8, 8)}, tmp_path / "pictures.safetensors")
+    assert GALLERY.check(recipe, tmp_path, tmp_path) == ("accuracy 0.8, expected >= 0.9", False)
+    svg = ElementTree.parse(tmp_path / "digits.svg").getroot()
+    names = [each.tag.rpartition("}")[2] for each in svg]
+    assert names == ["style", "path", "text", "text", "path", "text", "text", "image"]
+    image = base64.b64decode(svg[-1].attrib["href"].partition(",")[2])
+    assert image[:8] == b"\x89PNG\r\n\x1a\n"
+    assert image[16:24] == bytes([0, 0, 0, 24, 0, 0, 0, 24])  # three images a side
+
+    easier = msgspec.structs.replace(recipe, learned="loss <= 1")
+    assert GALLERY.check(easier, tmp_path, tmp_path) == ("loss 1, expected <= 1", True)

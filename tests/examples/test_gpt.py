@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language-model example: each model's losses are the same on every mesh, and it learns on real processes."""
+"""The example that pretrains a GPT: each model's losses are the same on every mesh, and it learns on real processes.
+
+A transformer of torch's own layers trains alike, too, where there is a mesh for it.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import re
+import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,19 +24,33 @@ import accel
 from accel.parallel import Axes
 from accel.testing import Simulator
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SIZES: dict[str, Any] = {"size": 64, "depth": 4, "vocabulary": 256, "length": 32, "batch": 8, "lr": 1e-2}
 Losses = Callable[[str, Axes, str], list[float]]
 
-pytest.importorskip("transformers", reason="needs accel-torch[transformers]")
 
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("language_model_example", EXAMPLE)
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    """The example, whose text is read once, and whose `transformer` is that of examples/engines.py."""
+    module, engines = load("gpt"), load("engines")
+    rows, make_model = module.load_words(SIZES["vocabulary"], SIZES["length"]), module.make_model
+
+    def make(ctx: accel.DistContext, name: str, *sizes: int) -> torch.nn.Module:
+        if name != "transformer":
+            return make_model(ctx, name, *sizes)
+        with accel.seeding.seeded(ctx, 0):
+            return engines.Transformer(32)  # no layer but the head has 256 outputs
+
+    module.load_words, module.make_model = lambda *_: rows, make
     return module
 
 
@@ -42,16 +60,18 @@ def losses(ranks: Simulator, example: ModuleType) -> Iterator[Losses]:
     known: dict[tuple[str, Axes, str], list[float]] = {}
 
     def train(name: str, axes: Axes, strategy: Any) -> list[float]:
-        def rank(ctx: accel.DistContext) -> list[float]:
-            ctx = accel.replace(ctx, mesh=str(axes) or "dp=1", strategy=strategy)
-            return example.train(ctx, name, steps=3, batch=8, lr=1e-2)
-
         if (name, axes, strategy) not in known:
             # experts of transformers multiply in 32 bits alone
             torch.set_default_dtype(torch.float32 if name == "mixtral" else torch.float64)
-            first, *others = ranks.run(rank, axes.world_size, default_group=True, timeout_s=300)
-            assert all(each == pytest.approx(first, rel=1e-12) for each in others)
-            known[name, axes, strategy] = first
+            with tempfile.TemporaryDirectory() as out:
+
+                def rank(ctx: accel.DistContext) -> None:
+                    ctx = accel.replace(ctx, mesh=str(axes) or "dp=1", strategy=strategy)
+                    example.main(ctx, steps=3, out=out, model=name, **SIZES)
+
+                ranks.run(rank, axes.world_size, default_group=True, timeout_s=300)
+                rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+            known[name, axes, strategy] = [row["loss"] for row in rows]
         return known[name, axes, strategy]
 
     yield train
@@ -59,7 +79,10 @@ def losses(ranks: Simulator, example: ModuleType) -> Iterator[Losses]:
 
 
 def _check(losses: Losses, name: str, axes: Axes, strategy: str) -> None:
+    if name in ("llama", "gpt2", "mixtral"):
+        pytest.importorskip("transformers", reason="needs accel-torch[transformers]")
     expected = losses(name, Axes(), "ddp")
+    assert len(expected) == 3
     assert losses(name, axes, strategy) == pytest.approx(expected, rel=1e-5 if name == "mixtral" else 1e-12)
 
 
@@ -67,8 +90,9 @@ def _check(losses: Losses, name: str, axes: Axes, strategy: str) -> None:
 @pytest.mark.parametrize(
     ("name", "axes", "strategy"),
     [
+        ("gpt", Axes(tp=2), "ddp"),
+        ("gpt", Axes(cp=2), "ddp"),
         ("transformer", Axes(dp=2), "fsdp"),
-        ("transformer", Axes(tp=2), "ddp"),
         ("llama", Axes(cp=2), "ddp"),
         ("gpt2", Axes(pp=2), "ddp"),
         ("mixtral", Axes(dp=2, ep=2), "fsdp"),
@@ -99,7 +123,7 @@ OF_EXPERTS = ((Axes(tp=2, ep=2), "ddp"), (Axes(dp=2, tp=2, ep=4), "fsdp"))
 @pytest.mark.parametrize(
     ("name", "axes", "strategy"),
     [
-        *((name, *mesh) for name in ("transformer", "llama", "gpt2", "mixtral") for mesh in MESHES),
+        *((name, *mesh) for name in ("gpt", "transformer", "llama", "gpt2", "mixtral") for mesh in MESHES),
         *(("mixtral", *mesh) for mesh in OF_EXPERTS),
     ],
     ids=str,
@@ -115,14 +139,17 @@ def test_every_model_trains_alike_on_every_mesh(losses: Losses, name: str, axes:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "pp=2"])
-def test_it_learns_on_real_processes(mesh: str) -> None:
+def test_it_learns_on_real_processes(mesh: str, tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("accel")), "launch", "--nproc-per-node", "2", "--cpu", "--mesh", mesh]
-    words = ["--model", "llama", "--steps", "30", "--batch", "16"]
+    sizes = "--size 64 --depth 4 --length 64 --vocabulary 512"
+    words = [*sizes.split(), "--steps", "40", "--batch", "16", "--lr", "3e-3"]
     done = subprocess.run(
-        [*command, str(EXAMPLE), *words], capture_output=True, text=True, timeout=patience(120), check=False
-    )
+        [*command, str(EXAMPLES / "gpt.py"), *words, "--out", str(tmp_path)],
+        capture_output=True, text=True, timeout=patience(120), check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
-    assert len(found) == 30
-    assert found[0] > 5.4  # a byte is one of 256: ln 256 = 5.55
-    assert found[-1] < 3.4
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 20
+    assert rows[0]["loss"] > 5.8  # a word is one of 512: ln 512 = 6.24
+    assert rows[-1]["loss"] < 4.5
+    assert rows[-1]["time"]["flops_per_s"] > 0

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README as the page of a package index shows it, where links to files of the repository lead nowhere.
+"""The steps of a build that pyproject.toml cannot state: the pages as text, and the README for a package index.
 
-Links to docs/ become those of the documentation, at the URL `Documentation` of `[project.urls]` in pyproject.toml.
-While there is none, their text alone stays. All else of the package is declared in pyproject.toml.
+The pages of docs/ go into the wheel, for `accel docs`. On the page of an index, links to files of the repository lead
+nowhere: links to docs/ become those of the documentation, at the URL `Documentation` of `[project.urls]` in
+pyproject.toml. While there is none, their text alone stays. All else of the package is declared in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import tomllib
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-LINK = re.compile(r"\[([^\]]+)\]\((?!https://|#)(?:docs/([\w/-]+)\.md(#[\w-]+)?|[^)\s]+)\)")
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https://|#)(?:docs/([\w/-]+)\.md(#[\w-]+)?|[^)\s]+)\)")
+PICTURE = re.compile(r"!\[([^\]]*)\]\(docs/([\w/.-]+)\)")
+TEXTS = ("*.md", "api/*.md", "concepts/*.md")
 
 
 def index_page(text: str, site: str | None) -> str:
-    """Point links to pages of docs/ at a site; without one, and of links to other files, keep the text.
+    """Point links and pictures of docs/ at a site; without one, and of links to other files, keep the text.
 
     Args:
         text: Markdown.
@@ -30,12 +34,31 @@ def index_page(text: str, site: str | None) -> str:
             return found[1]
         return f"[{found[1]}]({site.rstrip('/')}/{found[2]}/{found[3] or ''})"
 
-    return LINK.sub(lead, text)
+    def show(found: re.Match[str]) -> str:
+        return found[1] if site is None else f"![{found[1]}]({site.rstrip('/')}/{found[2]})"
+
+    return PICTURE.sub(show, LINK.sub(lead, text))
+
+
+class BuildWithPages(build_py):
+    """Copy the pages to `accel/pages/` of the build; an editable install reads them where they are."""
+
+    def run(self) -> None:
+        """Build the package, then copy the pages."""
+        super().run()
+        if self.editable_mode:
+            return
+        docs = ROOT / "docs"
+        for page in (page for pattern in TEXTS for page in sorted(docs.glob(pattern))):
+            target = Path(self.build_lib, "accel", "pages", page.relative_to(docs))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _ = self.copy_file(str(page), str(target))
 
 
 if __name__ == "__main__":
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
     setup(
+        cmdclass={"build_py": BuildWithPages},
         long_description=index_page((ROOT / "README.md").read_text(), urls.get("Documentation")),
         long_description_content_type="text/markdown",
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the sdist and the wheel, and try both as their users meet them: `python tests/distribution.py [--each|--all]`.
 
-1. The sdist holds the tracked files less `.ci`, and builds the wheel that the tree builds.
+1. The sdist holds the tracked files less `.ci`, and builds the wheel that the tree builds, with the pages of docs/.
 2. The wheel runs the loop of the README in an environment with the four dependencies of the core alone.
 3. From the unpacked sdist pytest collects the tests of the tree. With `--each` ten of each folder pass, with `--all`
    the default tests.
@@ -131,6 +131,8 @@ def main() -> None:
         wheel = build(ROOT, "wheel", folder / "tree")
         assert contents(build(unpacked, "wheel", folder / "again")) == contents(wheel)
         check_metadata(contents(wheel))
+        pages = {f"accel/pages/{path.relative_to(ROOT / 'docs')}" for path in (ROOT / "docs").rglob("*.md")}
+        assert pages == {name for name in contents(wheel) if name.startswith("accel/pages/")}
         print(f"{sdist.name}: {len(names)} files, and the same wheel as the tree's")
         print(try_wheel(wheel, folder / "wheel").strip())
         tests = collected(unpacked)

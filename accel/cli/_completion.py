@@ -78,7 +78,9 @@ def _candidates(done: Sequence[str], part: str) -> list[str]:
         own, script = split_words(done[1:])
         return [] if script else _flags(parser(), own, part)
     if done[0] in ("test", "env"):
-        return _flags(import_module(f"accel.cli._{done[0]}").parser(), done[1:], part)
+        return _flags(getattr(import_module("accel.cli._setup"), f"{done[0]}_parser")(), done[1:], part)
+    if done[0] == "docs":
+        return ["--web"] if part.startswith("-") else import_module("accel.cli._docs").names()
     if done[0] == "migrate":
         return _flags(import_module("accel.cli._migrate").parser(), [], part)
     if done[0] in ("estimate", "plan"):

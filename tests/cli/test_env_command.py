@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from accel.cli import _env, main
+from accel.cli import _setup, main
 
 SECRET = "Zq7Vx9Lw3Kj"
 prefixes = st.sampled_from(
@@ -35,13 +35,13 @@ leaks = st.sampled_from(
 
 @given(prefixes, words, telling, words)
 def test_variables_with_telling_names_are_hidden(prefix: str, before: str, name: str, after: str) -> None:
-    shown = _env.shown_variables({f"{prefix}{before}{name}{after}": SECRET})
+    shown = _setup.shown_variables({f"{prefix}{before}{name}{after}": SECRET})
     assert SECRET not in str(shown)
 
 
 @given(prefixes, words, leaks)
 def test_credentials_in_values_are_hidden(prefix: str, name: str, leak: str) -> None:
-    shown = _env.shown_variables({f"{prefix}{name}X": leak.format(SECRET)})
+    shown = _setup.shown_variables({f"{prefix}{name}X": leak.format(SECRET)})
     assert SECRET not in str(shown)
 
 
@@ -49,7 +49,7 @@ def test_variables_of_launchers_are_shown_and_of_others_not() -> None:
     launcher = {"RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0", "ACCEL_PRECISION": "bf16"}
     cluster = {"SLURM_JOB_NODELIST": "n[1-2]", "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0,1", "PMI_RANK": "0"}
     private = {"USER": "ada", "PWD": "/home/ada", "SLURM_JOB_USER": "ada", "SLURM_JOB_ACCOUNT": "lab", "MY_RANK": "3"}
-    assert _env.shown_variables(launcher | cluster | private) == launcher | cluster
+    assert _setup.shown_variables(launcher | cluster | private) == launcher | cluster
 
 
 def test_the_report_is_whole_and_readable_by_programs(

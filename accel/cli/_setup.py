@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accel env`: facts about this machine for a bug report, without secrets."""
+"""Checks of a set-up: `accel test` launches the self-check, `accel env` prints the facts for a bug report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -15,18 +16,19 @@ from typing import Any
 
 import msgspec
 
-from accel import __version__
-from accel.cli._parser import CONFIG_FLAG, Parser, find_file
+import accel
+from accel.cli._parser import CONFIG_FLAG, Parser, add_fields, find_file, resolve_flags
 from accel.config import resolve
 from accel.config._schema import to_text
 from accel.config._settings import FIELDS
 from accel.errors import AccelError
+from accel.launching import run_launch
 from accel.launching.local._machine import read_machine
 from accel.run_folder import found_stranger, hide_in_text, hide_variable
 from accel.terminal import show_size
 
-_USAGE = "accel env [--config FILE] [--json]"
-_ABOUT = (
+_ENV_USAGE = "accel env [--config FILE] [--json]"
+_ENV_ABOUT = (
     "Print the facts for a bug report: versions, devices, backends, the configuration and the launchers' variables."
 )
 _PACKAGES = (
@@ -41,12 +43,61 @@ _SHOWN = re.compile(
 )
 _PERSONAL_NAME = re.compile(r".*_(USER|ACCOUNT|UID|GID)", re.IGNORECASE)
 
+_TEST_USAGE = "accel test [--folder DIR] [flags of accel launch]"
+_TEST_ABOUT = """Check devices, collectives, order of data, gradients, checkpoints and
+bandwidth on the ranks of a launch. Flags, variables and the file count as for
+`accel launch`. On several hosts, run it on each."""
+_SCRIPT = Path(accel.__path__[0], "testing", "selfcheck", "__main__.py")
+_STOPPED = (130, 143)  # by Ctrl-C or SIGTERM, which is no finding
+_PATIENCE_S = 60.0  # of a check's collectives, which take milliseconds
+
 Facts = dict[str, dict[str, Any]]
 
 
-def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
+class _ReportedCheck(msgspec.Struct, frozen=True):
+    """One check in a report of the self-check; further fields are ignored."""
+
+    name: str
+    state: str
+    cause: str = ""
+
+
+def run_test(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Launch the self-check; return 0 if all is well, 1 if a check failed, else the status of the launch."""
+    known = test_parser().read(words)
+    config = resolve_flags(known, environ).config
+    timeout_s = _PATIENCE_S if config.timeout_s == "auto" else config.timeout_s
+    config = msgspec.structs.replace(config, prefix=False, timeout_s=timeout_s)
+    with tempfile.TemporaryDirectory(prefix="accel-test-", ignore_cleanup_errors=True) as folder:
+        report = Path(folder, "report.json")
+        shared = known.folder or (folder if config.hosts[1] == 1 else "")
+        args = ["--report", str(report), *(["--folder", shared] if shared else [])]
+        status = run_launch(str(_SCRIPT), args, config=config, environ=environ)
+        checks = msgspec.json.decode(report.read_bytes(), type=list[_ReportedCheck]) if report.exists() else []
+    if status and status not in _STOPPED:
+        print(_broken_off(checks))
+    return status or int(any(each.state not in ("ok", "skipped") for each in checks))
+
+
+def test_parser() -> Parser:
+    """Return the parser of the flags of `accel test`."""
+    built = Parser("accel test", usage=_TEST_USAGE, description=_TEST_ABOUT)
+    _ = built.add_argument(
+        "--folder", metavar="DIR", help="folder for trial checkpoints; several hosts must share it (default: temporary)"
+    )
+    _ = add_fields(built)
+    return built
+
+
+def _broken_off(checks: Sequence[_ReportedCheck]) -> str:
+    if not checks:
+        return "The ranks did not get as far as the first check: see the report above, and `accel env`."
+    return f"Broken off in the check of {checks[-1].name}; likely: {checks[-1].cause}"
+
+
+def run_env(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Print the facts for a bug report; return the exit status."""
-    known = parser().read(words)
+    known = env_parser().read(words)
     facts = {
         "versions": _versions(),
         "machine": _machine(),
@@ -59,9 +110,9 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def parser() -> Parser:
-    """Return the parser of the command's flags."""
-    built = Parser("accel env", usage=_USAGE, description=_ABOUT)
+def env_parser() -> Parser:
+    """Return the parser of the flags of `accel env`."""
+    built = Parser("accel env", usage=_ENV_USAGE, description=_ENV_ABOUT)
     _ = built.add_argument(CONFIG_FLAG, metavar="FILE", help="the file to read, as for `accel launch`")
     _ = built.add_argument("--json", action="store_true", help="for programs")
     return built
@@ -85,7 +136,7 @@ def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _versions() -> dict[str, str]:
     found = {"python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})"}
-    found["accel-torch"] = __version__
+    found["accel-torch"] = accel.__version__
     for at, package in enumerate(_PACKAGES):
         try:
             found[package] = version(package)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accel docs`: entries of public names, errors, commands and pages in the terminal, or their place on the site.
+
+A wheel has the pages in `accel/pages/`, copied when it is built; in a checkout they are read from `docs/`.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import re
+import textwrap
+import webbrowser
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import accel
+from accel.cli._main import COMMANDS
+from accel.cli._parser import Parser
+from accel.errors import ConfigError
+from accel.terminal import show_text
+
+_USAGE = "accel docs NAME [--web]"
+_ABOUT = (
+    "Print the entry of a public name, an error, a command or a page, such as prepare, bigmodel.describe, StepError, "
+    '"accel launch", train. Where a page has the name of another entry, add .md.'
+)
+_URL = "Documentation"  # among the project's URLs
+
+
+class DocsEntry(msgspec.Struct, frozen=True):
+    """An entry of the documentation.
+
+    Attributes:
+        name: its full name: a dotted one, a command with `accel`, a page with `.md`.
+        place: its place on the site.
+    """
+
+    name: str
+    place: str
+
+
+def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
+    """Print an entry, or open it on the site; return the exit status."""
+    known = parser().read(words)
+    folder = _pages()
+    asked = " ".join(known.name)
+    first, *others = _found(folder, asked)
+    if known.web:
+        address = f"{_site()}/{first.place}"
+        print(address)
+        _ = webbrowser.open(address)
+        return 0
+    print(_text(folder, first))
+    if others:
+        print(f"\nAlso: {', '.join(f'accel docs {each.name}' for each in others)}")
+    return 0
+
+
+def parser() -> Parser:
+    """Return the parser of the command's flags."""
+    built = Parser("accel docs", usage=_USAGE, description=_ABOUT)
+    _ = built.add_argument("name", nargs="+", metavar="NAME", help="a name, an error, a command or a page")
+    _ = built.add_argument("--web", action="store_true", help="open the entry on the site, in a browser")
+    return built
+
+
+def names() -> list[str]:
+    """Return short names of all entries, for completion."""
+    return sorted({_short(each.name) for each in _entries(_pages())})
+
+
+def _pages() -> Path:
+    package = Path(accel.__path__[0])
+    for folder in (package / "pages", package.parent / "docs"):
+        if (folder / "index.md").is_file():
+            return folder
+    raise ConfigError(
+        "the pages are missing", expected=f"files in {package / 'pages'}", fix="Install accel-torch again."
+    )
+
+
+def _entries(folder: Path) -> Iterator[DocsEntry]:
+    """Yield entries: names by the pages of the reference, then commands, then pages."""
+    for page in sorted(folder.glob("api/*.md")):
+        yield DocsEntry(page.stem, f"api/{page.stem}/")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.M):
+            yield DocsEntry(name, f"api/{page.stem}/#{name}")
+    for command in COMMANDS:
+        page = next(iter(sorted(_pages_of(folder, f"accel {command.name}"))), "launch")
+        yield DocsEntry(f"accel {command.name}", f"{page}/")
+    for page in sorted([*folder.glob("*.md"), *folder.glob("concepts/*.md")]):
+        name = page.relative_to(folder).as_posix()
+        yield DocsEntry(name, f"{name.removesuffix('.md')}/" if name != "index.md" else "")
+
+
+def _found(folder: Path, asked: str) -> list[DocsEntry]:
+    """Return entries of that name, the best first; raise `ConfigError` with the nearest names."""
+    entries = [*_entries(folder)]
+    exact = [each for each in entries if each.name in (asked, f"accel.{asked}")]
+    found = [*exact, *(each for each in entries if each not in exact and _short(each.name) == asked)]
+    if found:
+        return found
+    known = {each.name for each in entries} | {_short(each.name) for each in entries}
+    low = {each.lower(): each for each in sorted(known)}
+    near = [low[each] for each in difflib.get_close_matches(asked.lower(), low, n=5, cutoff=0.6)]
+    advice = f"Did you mean {', '.join(f'`{each}`' for each in near)}?" if near else "`accel docs modules` lists them."
+    raise ConfigError("no entry of this name", got=repr(asked), where="accel docs", fix=advice)
+
+
+def _short(name: str) -> str:
+    """Return `prepare` of `accel.prepare`, `launch` of `accel launch`, `train` of `train.md`."""
+    if name.endswith(".md"):
+        return name.removesuffix(".md").rpartition("/")[2]
+    return re.split(r"[. ]", name)[-1]
+
+
+def _text(folder: Path, entry: DocsEntry) -> str:
+    if entry.name.endswith(".md"):
+        return (folder / entry.name).read_text().rstrip()
+    if entry.name.startswith("accel "):
+        return _command(folder, entry.name)
+    if (folder / "api" / f"{entry.name}.md").is_file():
+        return _module(folder, entry.name)
+    module, _, name = entry.name.rpartition(".")
+    found: Any = getattr(import_module(module), name)
+    parts = [f"{entry.name}\n\n{_head(found)}", inspect.getdoc(found) or ""]
+    if inspect.isclass(found):
+        parts.append(_members(found))
+    if row := re.search(rf"^\| `{name}` \| `\w+` \| (.+) \|$", (folder / "errors.md").read_text(), flags=re.M):
+        parts.append(f"Raised for: {row[1]}.")
+    return "\n\n".join(filter(None, [*parts, _mentions(folder, name)]))
+
+
+def _command(folder: Path, words: str) -> str:
+    command = next(each for each in COMMANDS if f"accel {each.name}" == words)
+    parts = [f"{words}: {command.summary}", f"`{words} --help` lists its flags.", _mentions(folder, words)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _mentions(folder: Path, name: str) -> str:
+    pages = _pages_of(folder, name)
+    return f"Pages: {', '.join(pages)}" if pages else ""
+
+
+def _module(folder: Path, name: str) -> str:
+    module = import_module(name)
+    page = (folder / "api" / f"{name}.md").read_text()
+    listed = re.findall(rf"^::: {re.escape(name)}\.(\w+)$", page, flags=re.M)
+    return "\n".join([name, "", _first_line(module), "", _listing({each: getattr(module, each) for each in listed})])
+
+
+def _head(found: Any) -> str:
+    """Return the lines of a function or class before its docstring, as in the source."""
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(found)))
+    except (OSError, TypeError):
+        return ""
+    node = ast.parse(source).body[0]
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return source.rstrip()
+    return "\n".join(source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]).rstrip().removesuffix(":")
+
+
+def _members(found: type) -> str:
+    """Return public methods and properties of a class, one line each."""
+    shown = {name: each for name, each in vars(found).items() if inspect.isroutine(each) or isinstance(each, property)}
+    return _listing({name: getattr(found, name) for name in shown if not name.startswith("_")})
+
+
+def _listing(members: Mapping[str, Any]) -> str:
+    width = max(map(len, members), default=0)
+    return "\n".join(f"  {name:{width}}  {_first_line(each)}" for name, each in members.items())
+
+
+def _first_line(found: Any) -> str:
+    return (inspect.getdoc(found) or "").partition("\n")[0]
+
+
+def _pages_of(folder: Path, name: str) -> list[str]:
+    """Return pages that mention a name in code, those that do so most often first; five at most."""
+    pattern = re.compile(rf"(?:\baccel\.(?:\w+\.)*|`){re.escape(name)}\b")
+    pages = [*folder.glob("*.md"), *folder.glob("concepts/*.md")]
+    counts = {page.relative_to(folder).as_posix()[:-3]: len(pattern.findall(page.read_text())) for page in pages}
+    counts.pop("modules", None)  # which lists all names
+    return sorted((page for page, count in counts.items() if count), key=lambda page: (-counts[page], page))[:5]
+
+
+def _site() -> str:
+    """Return the site's address, as the project's metadata have it; raise `ConfigError` where they have none."""
+    try:
+        urls = metadata("accel-torch").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        urls = list[str]()
+    for url in urls:
+        label, _, address = url.partition(", ")
+        if label == _URL:
+            return show_text(address).rstrip("/")
+    raise ConfigError(
+        "the site has no address yet",
+        expected=f"a URL with the label {_URL}",
+        where="[project.urls] in pyproject.toml",
+        fix=f'Add `{_URL} = "https://..."` there, and install accel-torch again.',
+    )

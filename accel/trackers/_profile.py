@@ -12,10 +12,11 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
+from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction, ProfilerActivity, record_function
 
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError
+from accel.errors import ConfigError, StepError
 from accel.run_folder import PROFILE
 
 _MOST_EVENTS = 100_000  # allocations and frees, the newest
@@ -51,9 +52,33 @@ class Profile:
         files: files that this rank has written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, chosen: bool = True) -> None:
         self.files: list[Path] = []
+        self._chosen = chosen
         self._profiler: Any = None
+        self._recorded: Any = None  # torch's autograd profiler of the latest cycle, which a later one replaces
+
+    def key_averages(self, group_by_input_shape: bool = False, group_by_stack_n: int = 0) -> EventList:
+        """Return the operators of the latest trace, summed up by name; `table(sort_by=...)` of it is a text.
+
+        Inside the block or behind it, once the schedule's steps are over. Empty on ranks that were not chosen.
+
+        Args:
+            group_by_input_shape: whether to sum up by shapes of inputs, too, with `record_shapes`.
+            group_by_stack_n: number of frames to sum up by, with `with_stack`.
+
+        Raises:
+            StepError: no trace yet.
+        """
+        if not self._chosen:
+            return EventList([])
+        if self._recorded is None:
+            raise StepError(
+                "the profile has no trace yet",
+                where="Profile.key_averages",
+                fix="Call it after the schedule's steps, such as behind the block.",
+            )
+        return self._recorded.key_averages(group_by_input_shape=group_by_input_shape, group_by_stack_n=group_by_stack_n)
 
     def step(self) -> None:
         """End a step. Call it after each `optimizer_step`; the schedule counts these calls."""
@@ -92,8 +117,13 @@ def profile(
     schedule: Schedule | None = None,
     ranks: Collection[int] | None = None,
     memory: bool = False,
+    activities: Collection[ProfilerActivity] | None = None,
+    on_trace_ready: Callable[[torch.profiler.profile], object] | None = None,
     record_shapes: bool = False,
+    profile_memory: bool = False,
     with_stack: bool = False,
+    with_flops: bool = False,
+    with_modules: bool = False,
 ) -> Generator[Profile]:
     """Profile the steps of a loop. No communication; every rank calls it.
 
@@ -108,49 +138,48 @@ def profile(
         ranks: ranks to profile; None for all, an empty list for none.
         memory: whether each trace has a snapshot of CUDA's memory beside it, `memory-00000.pickle`, with the history of
             allocations, for https://docs.pytorch.org/memory_viz.
-        record_shapes, with_stack: as for `torch.profiler.profile`.
+        activities: kinds of events; by default the CPU's, and CUDA's in a context on cuda.
+        on_trace_ready: function of torch's profiler, called on each chosen rank after it has written a trace.
+        record_shapes, profile_memory, with_stack, with_flops, with_modules: as for `torch.profiler.profile`.
 
     Returns:
         A context manager that gives the `Profile`.
 
     Raises:
-        ConfigError: no such rank, a folder at a URL, `memory` without CUDA, or several simulated ranks, which share one
-            profiler; on every rank.
+        ConfigError: no such rank, a folder at a URL, `memory` without CUDA, no activity, or several simulated ranks,
+            which share one profiler; on every rank.
 
     Examples:
         >>> with accel.profile(ctx, out="runs/demo") as profile:
         ...     for batch in profile.data(batches):
         ...         profile.step()
     """
-    if schedule is not None and not callable(schedule):
-        raise ConfigError(
-            "not a schedule",
-            expected="a function of the step's number",
-            got=type(schedule).__name__,
-            where="profile, schedule=",
-            fix="Pass torch.profiler.schedule(wait=3, warmup=2, active=5).",
-        )
+    steps = _schedule(schedule)
     chosen = set(range(ctx.world_size)) if ranks is None else _rank_numbers(ranks)
     folder = _check(ctx, chosen, os.fspath(out), memory=memory)
-    made = Profile()
+    kinds = _activities(ctx, activities)
+    made = Profile(chosen=ctx.rank in chosen)
     if ctx.rank not in chosen:
         yield made
         return
-    if schedule is None:
-        torchs: Any = torch.profiler
-        schedule = torchs.schedule(wait=3, warmup=2, active=5, repeat=1)
     _delete_old(folder, ctx.rank)
 
     def write(ended: Any) -> None:
+        made._recorded = ended.profiler  # pyright: ignore[reportPrivateUsage]
         _write(ctx, ended, folder, made.files, memory=memory)
+        if on_trace_ready is not None:
+            _ = on_trace_ready(ended)
 
     with recording() if memory else contextlib.nullcontext():
         profiler: Any = torch.profiler.profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ctx.device.type == "cuda" else [])],
-            schedule=schedule,
+            activities=kinds,
+            schedule=steps,
             on_trace_ready=write,
             record_shapes=record_shapes,
+            profile_memory=profile_memory,
             with_stack=with_stack,
+            with_flops=with_flops,
+            with_modules=with_modules,
         )
         about = {"rank": ctx.rank, "world_size": ctx.world_size}  # torch knows the ranks of its default group alone
         profiler.preset_metadata_json("accel", msgspec.json.encode(about).decode())
@@ -162,6 +191,34 @@ def profile(
                 made._profiler = None  # pyright: ignore[reportPrivateUsage]
     if not made.files:
         _logger().warning("the profile of rank %d has no trace: the schedule's steps were not reached", ctx.rank)
+
+
+def _schedule(given: Schedule | None) -> Schedule:
+    if given is None:
+        torchs: Any = torch.profiler
+        return torchs.schedule(wait=3, warmup=2, active=5, repeat=1)
+    if not callable(given):
+        raise ConfigError(
+            "not a schedule",
+            expected="a function of the step's number",
+            got=type(given).__name__,
+            where="profile, schedule=",
+            fix="Pass torch.profiler.schedule(wait=3, warmup=2, active=5).",
+        )
+    return given
+
+
+def _activities(ctx: DistContext, named: Collection[ProfilerActivity] | None) -> list[ProfilerActivity]:
+    if named is None:
+        return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ctx.device.type == "cuda" else [])]
+    if not named or not all(isinstance(each, ProfilerActivity) for each in cast("Collection[object]", named)):
+        raise ConfigError(
+            "not activities to profile",
+            expected="a list such as [torch.profiler.ProfilerActivity.CPU]",
+            got=repr(named),
+            where="profile, activities=",
+        )
+    return list(named)
 
 
 def _rank_numbers(ranks: Any) -> set[int]:

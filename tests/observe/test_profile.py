@@ -74,6 +74,36 @@ def test_later_cycles_have_folders_of_their_own(tmp_path: Path) -> None:
     assert [list(read_traces(file.parent)[0].steps) for file in files] == [[2], [5]]
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
+def test_the_block_yields_sums_of_operators_and_calls_back_after_each_trace(tmp_path: Path) -> None:
+    ctx, ready = accel.single("cpu"), list[int]()
+    options: dict[str, Any] = {"with_flops": True, "with_modules": True, "profile_memory": True, "record_shapes": True}
+    with accel.profile(
+        ctx,
+        out=tmp_path,
+        schedule=schedule(wait=1, warmup=1, active=1, repeat=2),
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        on_trace_ready=lambda ended: ready.append(len(ended.key_averages())),
+        **options,
+    ) as profile:
+        with pytest.raises(accel.errors.StepError, match="no trace yet"):
+            profile.key_averages()
+        for step, batch in enumerate(profile.data(batches(7))):
+            _ = batch @ batch
+            profile.step()
+            if step >= 2:
+                (product,) = [each for each in profile.key_averages() if each.key == "aten::mm"]
+                assert (product.count, product.flops) == (1, 2 * 64**3)
+                assert product.cpu_memory_usage == 64 * 64 * 4
+    assert len(ready) == 2
+    assert all(ready)
+    assert len(profile.files) == 2  # each callback came after its trace
+    assert "aten::mm" in profile.key_averages(group_by_input_shape=True).table(sort_by="cpu_time_total")
+    with accel.profile(ctx, out=tmp_path, ranks=[]) as nothing:
+        pass
+    assert len(nothing.key_averages()) == 0
+
+
 def test_a_loop_that_is_too_short_for_its_schedule_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "accel.trackers"):
         assert loop(accel.single("cpu"), tmp_path, schedule=None, steps=2) == []
@@ -108,6 +138,8 @@ def test_an_error_of_the_loop_comes_through(tmp_path: Path) -> None:
         ({"ranks": 0}, "not ranks to profile"),
         ({"ranks": ["0"]}, "not ranks to profile"),
         ({"schedule": 5}, "not a schedule"),
+        ({"activities": [], "ranks": [0]}, "not activities to profile"),
+        ({"activities": ["cpu"], "ranks": [0]}, "not activities to profile"),
         ({"memory": True}, "snapshots of memory are those of CUDA's allocator"),
         ({}, "simulated ranks share one profiler"),
         ({"out": "s3://bucket/run", "ranks": [0]}, "traces are written to local folders"),

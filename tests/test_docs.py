@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from processes import patience, same_path
-from torch.utils.data import TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel.testing import simulate
@@ -82,6 +83,19 @@ def test_readme_test_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     namespace = readme_namespace()
     exec(compile(blocks(ROOT / "README.md")[1], "README.md", "exec"), namespace)
     assert accel.latest_checkpoint("runs/test") is not None
+
+
+def test_the_readme_shows_the_loop_beside_that_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    theirs, ours = blocks(ROOT / "README.md", "py")
+    assert "accelerator.backward(loss)" in theirs
+    net = nn.Linear(64, 10)
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    loader = DataLoader(load_dataset(), batch_size=64)
+    namespace = {"accel": accel, "cross_entropy": nn.functional.cross_entropy, "model": net, "optimizer": optimizer}
+    exec(compile(ours, "README.md", "exec"), namespace | {"loader": loader, "scheduler": scheduler})
+    assert accel.latest_checkpoint("out") is not None
 
 
 class Interrupted(TensorDataset):

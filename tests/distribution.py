@@ -71,8 +71,10 @@ def check_files(names: set[str]) -> None:
 
 
 def collected(where: Path) -> list[str]:
-    text = run(sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", where=where)
-    return [line for line in text.splitlines() if "::" in line]
+    text = run(sys.executable, "-m", "pytest", "-n", "0", "--collect-only", where=where)
+    found = [line for line in text.splitlines() if "::" in line]  # one a line, by the -q of pyproject.toml
+    assert found, f"pytest lists no tests:\n{text[-2000:]}"
+    return found
 
 
 def spread(tests: list[str]) -> list[str]:

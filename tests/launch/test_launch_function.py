@@ -146,7 +146,7 @@ def test_the_function_keeps_its_name_whatever_was_imported_before() -> None:
 import sys
 import {first}
 import accel
-from accel.launching import launch
+from accel.launching._function import launch
 assert accel.launch is launch
 assert "torch" not in sys.modules
 """

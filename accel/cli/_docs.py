@@ -39,11 +39,11 @@ class DocsEntry(msgspec.Struct, frozen=True):
 
     Attributes:
         name: its full name: a dotted one, a command with `accel`, a page with `.md`.
-        place: its place on the site.
+        module: the public module of a name; empty for commands and pages.
     """
 
     name: str
-    place: str
+    module: str = ""
 
 
 def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
@@ -53,7 +53,7 @@ def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     asked = " ".join(known.name)
     first, *others = _found(folder, asked)
     if known.web:
-        address = f"{_site()}/{first.place}"
+        address = f"{_site()}/{_place(folder, first)}"
         print(address)
         _ = webbrowser.open(address)
         return 0
@@ -89,15 +89,22 @@ def _pages() -> Path:
 def _entries(folder: Path) -> Iterator[DocsEntry]:
     """Yield entries: names by the pages of the reference, then commands, then pages."""
     for page in sorted(folder.glob("api/*.md")):
-        yield DocsEntry(page.stem, f"api/{page.stem}/")
+        yield DocsEntry(page.stem, page.stem)
         for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.M):
-            yield DocsEntry(name, f"api/{page.stem}/#{name}")
+            yield DocsEntry(name, page.stem)
     for command in COMMANDS:
-        page = next(iter(sorted(_pages_of(folder, f"accel {command.name}"))), "launch")
-        yield DocsEntry(f"accel {command.name}", f"{page}/")
+        yield DocsEntry(f"accel {command.name}")
     for page in sorted([*folder.glob("*.md"), *folder.glob("concepts/*.md")]):
-        name = page.relative_to(folder).as_posix()
-        yield DocsEntry(name, f"{name.removesuffix('.md')}/" if name != "index.md" else "")
+        yield DocsEntry(page.relative_to(folder).as_posix())
+
+
+def _place(folder: Path, entry: DocsEntry) -> str:
+    """Return an entry's place on the site; that of a command is a page that mentions it."""
+    if entry.module:
+        return f"api/{entry.module}/" + (f"#{entry.name}" if entry.name != entry.module else "")
+    if entry.name.endswith(".md"):
+        return f"{entry.name.removesuffix('.md')}/" if entry.name != "index.md" else ""
+    return f"{next(iter(sorted(_pages_of(folder, entry.name))), 'launch')}/"
 
 
 def _found(folder: Path, asked: str) -> list[DocsEntry]:

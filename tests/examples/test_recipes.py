@@ -161,6 +161,10 @@ def test_the_gallery_lists_recipes_by_name() -> None:
     assert len(RECIPES) == len(GALLERY.RECIPES)
 
 
+def test_the_gallery_page_is_what_its_script_writes() -> None:
+    assert (ROOT / "docs" / "gallery.md").read_text() == GALLERY.page()
+
+
 def test_the_gallery_draws_a_run_and_sees_whether_it_learned(tmp_path: Path) -> None:
     recipe = GALLERY.Recipe("digits", "accuracy >= 0.9", small="--steps 2 --size 1")
     rows = [{"step": 1, "loss": 2.0, "accuracy": 0.5}, {"step": 2, "loss": 1.0, "accuracy": 0.8}]

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from accel.comm import Call, barrier, check_tag, reduce_ints, shared_failure, tagged
 from accel.context import DistContext, context_first
 from accel.errors import AccelError, ConfigError
+from accel.errors._checks import with_article
 from accel.tree._walk import leaves, map_leaves
 
 P = ParamSpec("P")
@@ -236,13 +237,13 @@ def _check_slice(inputs: Any, where: str) -> None:
         return
     part = inputs[:0]
     if type(part) is not type(inputs):
-        kind = type(inputs).__name__
+        kind = with_article(type(inputs).__name__)
         raise ConfigError(
             "a slice of this is of another type",
-            expected=f"a {kind}",
-            got=f"a {type(part).__name__}",
+            expected=kind,
+            got=with_article(type(part).__name__),
             where=f"split_between_processes, {where}",
-            fix=f"Split range(len(...)) and take the items at these positions, or let __getitem__ give a {kind}.",
+            fix=f"Split range(len(...)) and take the items at these positions, or let __getitem__ give {kind}.",
         )
 
 

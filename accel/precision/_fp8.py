@@ -17,7 +17,7 @@ from torch import nn
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, DeviceError, MissingExtraError, PrepareError
-from accel.errors._checks import did_you_mean
+from accel.errors._checks import did_you_mean, with_article
 from accel.formats import Compute, Fp8, Qat
 from accel.tensors import is_dtensor
 
@@ -276,10 +276,11 @@ def convert_qat(ctx: DistContext, model: M) -> M:
         )
     sharded = next((name for name, each in model.named_parameters() if is_dtensor(each)), None)
     if sharded is not None or not has_qat(model):
+        shown = with_article(type(model).__name__)
         raise PrepareError(
             "the model cannot be quantized",
             expected="a whole model, prepared with Precision(qat=...)",
-            got=f"{sharded} sharded" if sharded is not None else f"a {type(model).__name__} without prepared layers",
+            got=f"{sharded} sharded" if sharded is not None else f"{shown} without prepared layers",
             where="convert_qat",
             fix="Save it by save_model, load the file into a model on one rank that apply_precision has prepared, and"
             " pass that.",

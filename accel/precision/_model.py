@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from accel import tree as trees
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
+from accel.errors._checks import with_article
 from accel.formats import Precision
 from accel.mixins import KeepsFormat, Mixin, add_mixin
 from accel.precision._fp8 import (
@@ -167,7 +168,7 @@ def _convert(formats: list[tuple[str, nn.Parameter, torch.dtype]]) -> None:
             raise PrepareError(
                 "a parameter that is to be converted is sharded",
                 expected="a model before it is sharded",
-                got=f"a {type(parameter).__name__} in {parameter.dtype}",
+                got=f"{with_article(type(parameter).__name__)} in {parameter.dtype}",
                 where=f"apply_precision, {name}",
                 fix="Call accel.precision.apply_precision(ctx, model) first, then shard the model.",
             )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from accel.comm import adopt, all_reduce_flat, broadcast_flat, gathered
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
+from accel.errors._checks import with_article
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import micro_batches_of
 from accel.parallel._modules import stage_modules, unwrap_model
@@ -401,7 +402,7 @@ def _check(
     elif type(max_new_tokens) is not int or max_new_tokens < 1:
         problem, expected, got = "not a number of tokens", "an integer from 1", f"max_new_tokens={max_new_tokens!r}"
     elif cached and not takes_cache(model):
-        problem, got = "the model keeps no keys and values", f"a {type(unwrap_model(model)).__name__}"
+        problem, got = "the model keeps no keys and values", with_article(type(unwrap_model(model)).__name__)
         expected, fix = "a model of transformers whose forward takes past_key_values", "Leave cache out."
     elif cached and has_inputs:
         problem, got, fix = "inputs_of has no effect beside a cache", "both", "Pass cache=False, or leave it out."

@@ -20,7 +20,7 @@ from accel.context import DistContext, context_first
 from accel.data import StreamLoader
 from accel.data._loader import Loader, prepare_loader, unwrapped_loader
 from accel.errors import DeviceError, PrepareError
-from accel.errors._checks import check_kind
+from accel.errors._checks import check_kind, with_article
 from accel.items._packed_state import is_zero
 from accel.optim import parameters_of
 from accel.parallel._engines import engine_of
@@ -117,7 +117,7 @@ def check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None:
         raise PrepareError(
             "the optimizer's state does not fit the shards of its parameters",
             expected="one without state, as torch's are before their first step",
-            got=f"a {type(optimizer).__name__}" + (f" with state of {len(found)} of them" if found else ""),
+            got=with_article(type(optimizer).__name__) + (f" with state of {len(found)} of them" if found else ""),
             where="prepare, strategy fsdp",
             fix="Prepare the model first, and build the optimizer from the parameters that it has then; then load its"
             " state.",
@@ -378,6 +378,6 @@ def _check_schedulers(objects: tuple[Any, ...]) -> None:
             raise PrepareError(
                 "the scheduler belongs to another optimizer",
                 expected="one of the optimizers passed along",
-                got=f"a {type(scheduler).__name__} of another {type(scheduler.optimizer).__name__}",
+                got=f"{with_article(type(scheduler).__name__)} of another {type(scheduler.optimizer).__name__}",
                 where=f"prepare, argument {at + 1}",
             )

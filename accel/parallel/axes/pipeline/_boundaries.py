@@ -18,6 +18,7 @@ from torch import nn
 
 from accel.comm import Call, Comm, agreed_values
 from accel.errors import StageError
+from accel.errors._checks import with_article
 from accel.parallel.axes.pipeline._skipped import take_hidden
 from accel.parallel.axes.pipeline._stage_module import StageModule, first_tensor, has_own
 from accel.parallel.axes.pipeline._stage_plan import Layout
@@ -219,7 +220,7 @@ class _Chain:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             self._returned = output
             if not isinstance(output, torch.Tensor):
-                self._unlike = f"a {type(output).__name__} of {path}"
+                self._unlike = f"{with_article(type(output).__name__)} of {path}"
 
         first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         _ = self._hooks.callback(first.remove)

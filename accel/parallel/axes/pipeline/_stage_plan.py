@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 from torch import nn
 
 from accel.errors import ConfigError, PrepareError
-from accel.errors._checks import check_count, did_you_mean
+from accel.errors._checks import check_count, did_you_mean, with_article
 from accel.parallel._modules import named_modules, repeated
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -69,7 +69,7 @@ def _holder(model: nn.Module) -> str:
     raise PrepareError(
         "the model has no list of blocks to make stages of",
         expected="a ModuleList or Sequential of several modules",
-        got=f"a {type(model).__name__} without one",
+        got=f"{with_article(type(model).__name__)} without one",
         where="stage_plan",
         fix=_FIX,
     )

@@ -11,6 +11,7 @@ from torch import nn
 from accel.comm import adopt
 from accel.context import DistContext, group_of
 from accel.errors import PrepareError
+from accel.errors._checks import with_article
 from accel.mixins import add_mixin
 from accel.parallel._empty import make_room, move_model
 from accel.parallel._labels import drop_parameter, label_parameters
@@ -47,7 +48,7 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
         raise PrepareError(
             "a wrapped model cannot be cut into stages",
             expected="the model itself",
-            got=f"a {type(model).__name__} with it as {name}",
+            got=f"{with_article(type(model).__name__)} with it as {name}",
             where=_WHERE,
             fix="Prepare the model inside; compile its blocks with accel.compile_model.",
         )

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accel.errors import PrepareError
-from accel.errors._checks import did_you_mean
+from accel.errors._checks import did_you_mean, with_article
 from accel.parallel._labels import heir_of
 from accel.parallel._modules import matching, named_modules, repeated
 from accel.parallel._private import has_hooks
@@ -153,7 +153,7 @@ def _chosen(model: nn.Module, units: Literal["auto"] | Sequence[str] | int, path
 def _unit_problem(module: nn.Module, paths: _Paths) -> str:
     """Return the reason that keeps a module from being a unit; empty if there is none."""
     if not _is_called(module):
-        return f"a {type(module).__name__} has no forward"
+        return f"{with_article(type(module).__name__)} has no forward"
     if not any(True for _ in module.parameters()):
         return "without parameters"
     return "" if _is_closed(module, paths) else "its parameters are used outside of it too"

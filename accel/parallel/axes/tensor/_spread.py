@@ -13,7 +13,7 @@ from torch import nn
 from accel.comm import Comm, broadcast_flat, mesh_of_dims
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
-from accel.errors._checks import did_you_mean
+from accel.errors._checks import did_you_mean, with_article
 from accel.mixins import Mixin
 from accel.parallel._compile import add_within
 from accel.parallel._empty import values_or_room
@@ -319,7 +319,7 @@ def _styles(model: nn.Module, options: TensorOptions) -> Mapping[str, TensorStyl
         raise PrepareError(
             "no tensor-parallel plan is known for the model, and ranks along tp would all compute the same",
             expected="a model of transformers with a tp_plan, GPT-2, or torch's own attention and Sequential layers",
-            got=f"a {type(model).__name__}",
+            got=with_article(type(model).__name__),
             where=_WHERE,
             fix='Say how: plan=accel.parallel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}); '
             "or tensor={} to keep it whole on each of them.",

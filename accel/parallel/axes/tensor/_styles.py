@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast, get_args
 import msgspec
 from torch import nn
 
+from accel.errors._checks import with_article
 from accel.topology import TensorStyle
 
 
@@ -192,7 +193,7 @@ def _dims(module: nn.Module, style: TensorStyle) -> dict[str, int]:
 
 def _linear_problems(module: nn.Module, style: TensorStyle, size: int) -> Iterator[str]:
     if not is_linear(module):
-        yield f"{style} is of linear layers, with a weight of two dimensions and a bias, and it is a {_named(module)}"
+        yield f"{style} is of linear layers, with a weight of two dimensions and a bias, and it is {_named(module)}"
         return
     weight = module.get_parameter("weight")
     dim = _dims(module, style)["weight"]
@@ -209,7 +210,7 @@ def _linear_problems(module: nn.Module, style: TensorStyle, size: int) -> Iterat
 
 def _embedding_problems(module: nn.Module, size: int) -> Iterator[str]:
     if not isinstance(module, nn.Embedding):
-        yield f"embedding_rowwise is of nn.Embedding, and it is a {_named(module)}"
+        yield f"embedding_rowwise is of nn.Embedding, and it is {_named(module)}"
         return
     if leaves_ranks_out(module.num_embeddings, size):
         yield f"{module.num_embeddings} embeddings, too few for the last of tp={size}"
@@ -220,7 +221,7 @@ def _embedding_problems(module: nn.Module, size: int) -> Iterator[str]:
 
 def _attention_problems(module: nn.Module, size: int) -> Iterator[str]:
     if not isinstance(module, nn.MultiheadAttention):
-        yield f"multihead_attention is of nn.MultiheadAttention, and it is a {_named(module)}"
+        yield f"multihead_attention is of nn.MultiheadAttention, and it is {_named(module)}"
         return
     heads = cast(int, cast(Any, module).num_heads)
     if heads % size:
@@ -230,7 +231,7 @@ def _attention_problems(module: nn.Module, size: int) -> Iterator[str]:
 
 
 def _named(module: nn.Module) -> str:
-    return type(module).__name__
+    return with_article(type(module).__name__)
 
 
 _UNKNOWN = ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
-from accel.errors._checks import with_article
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._labels import label_parameters, let_step_alone_
 from accel.parallel._modules import sparse_tables, unwrap_model, wrapped_name
@@ -281,7 +280,7 @@ def _joinable(model: nn.Module | Joinable) -> Joinable:
         raise PrepareError(
             "only DDP answers for ranks that have no inputs left",
             expected="a model from accel.prepare_model, or another of torch's Joinable",
-            got=f"{with_article(type(model).__name__)} that DDP does not wrap",
+            got=f"a {type(model).__name__} that DDP does not wrap",
             where="join_uneven_inputs",
         )
     return replica

@@ -20,7 +20,7 @@ LAYERS = [
     {"brought", "endpoints", "formats", "migrate", "run_folder", "terminal", "topology", "xla"},
     {"config", "schedules"},
     {"env"},
-    {"devices"},
+    {"devices", "device_streams"},
     {"mixins", "tree", "random", "storage", "tensors"},
     {"comm"},
     {"context"},

@@ -24,6 +24,7 @@ from accel.checkpoint._save import ONE_FOLDER, Stage, WrittenFile, begin, commit
 from accel.checkpoint._snapshot import Content, Snapshot
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext
+from accel.device_streams import DeviceStreams, streams_of
 from accel.errors import CheckpointError
 from accel.errors._base import ErrorRecord, describe, rebuild
 from accel.storage import Place, RemotePath
@@ -235,7 +236,7 @@ def save_async(
     try:
         with agreed(ctx.comm, Call("save_state: copying", site=site)):
             # the thread owns the copies; `spare` keeps their memory for the next save
-            snapshot = replace(snapshot, tensors=copy_to_host(snapshot.tensors, ctx.comm.spare))
+            snapshot = replace(snapshot, tensors=copy_to_host(snapshot.tensors, ctx.comm.spare, ctx.streams))
         look = partial(check, _written(content, snapshot.tensors)) if check is not None else None
         return Saving(ctx, stage, target, snapshot, keep, look)
     except BaseException:  # such as no more threads
@@ -260,25 +261,28 @@ def _leave_failure(stage: Stage, rank: int, snapshot: Snapshot, error: Exception
         leave_note(stage, rank, ShareReport(error=describe(error)))
 
 
-def copy_to_host(tensors: Mapping[str, torch.Tensor], spare: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def copy_to_host(
+    tensors: Mapping[str, torch.Tensor], spare: dict[str, torch.Tensor], streams: DeviceStreams
+) -> dict[str, torch.Tensor]:
     """Copy tensors, so that training may change its own, and wait for the copies. Memory of `spare`, former copies by
     name, is reused. Mutates it: it then holds the new ones, pinned memory apart."""
     copies = dict[str, torch.Tensor]()
-    devices = set[torch.device]()
+    doors, used = {streams.device: streams}, list[DeviceStreams]()
     for name in spare.keys() - tensors.keys():
         del spare[name]
     for name, tensor in tensors.items():
         live = tensor.detach().resolve_conj().resolve_neg()
-        pinned = live.device.type == "cuda"  # or the copy is not made at the bus's full speed
+        door = doors.setdefault(live.device, streams_of(live.device))
         copy = spare.pop(name, None)
-        if copy is None or pinned or (copy.shape, copy.dtype) != (live.shape, live.dtype):
-            copy = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
-        copies[name] = copy.copy_(live, non_blocking=pinned)
-        if not pinned:
-            spare[name] = copy
-        devices.add(live.device)
+        if door.is_pinnable and door.holds(live):  # without pinned memory the bus is not used at its full speed
+            copies[name] = door.pinned(live.shape, live.dtype)
+            door.copy(copies[name], live)
+            used.append(door)
+            continue
+        if copy is None or (copy.shape, copy.dtype) != (live.shape, live.dtype):
+            copy = torch.empty(live.shape, dtype=live.dtype)
+        spare[name] = copies[name] = copy.copy_(live)
     # the host waits here: the caller's next step overwrites the live tensors
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+    for door in dict.fromkeys(used):
+        door.synchronize(door.current())
     return copies

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from accel.brought import raise_unknown
 from accel.comm import Comm, group_along, group_of_rows
 from accel.config._settings import Settings
+from accel.device_streams import DeviceStreams, streams_of
 from accel.env import LaunchEnv
 from accel.errors import ConfigError
 from accel.formats import Precision, StrategyName
@@ -41,7 +42,8 @@ class DistContext:
         launched: the place where the user wrote each of `accumulation`, `precision`, `mesh`, `plan` and `compile` that
             came by a variable, as from a flag or a file of `accel launch`; a step refuses settings without effect. Not
             part of equality.
-        comm: the handle on the process group; like the mesh not part of equality, nor of what is printed.
+        streams: the door to the device's streams; like the mesh not part of equality, nor of what is printed.
+        comm: the handle on the process group; not part of them either.
     """
 
     rank: int
@@ -56,6 +58,7 @@ class DistContext:
     containers: tuple[Container, ...] = ()
     mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False, repr=False)
     launched: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], compare=False, repr=False)
+    streams: DeviceStreams = dataclasses.field(compare=False, repr=False)
     comm: Comm = dataclasses.field(compare=False, repr=False)
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -155,6 +158,7 @@ def build(env: LaunchEnv, settings: Settings, device: torch.device, comm: Comm) 
         device=device,
         settings=msgspec.structs.replace(settings, device=str(device), backend=comm.backend, mesh=""),
         position=without_mesh(comm.rank, comm.size),
+        streams=streams_of(device),
         comm=comm,
     )
 

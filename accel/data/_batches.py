@@ -185,7 +185,7 @@ def _sharded_batches(
     duplicate = loader.rank in data_ranks[: ctx.rank]
     read = _read(ctx, loader, epoch, chain(first, wanted))
     start = cursor
-    for data, part in moved(read, ctx.device, ctx.containers, ahead=loader.num_workers > 0):
+    for data, part in moved(read, ctx.streams, ctx.containers, ahead=loader.num_workers > 0):
         valid = part.valid if copies == 1 else SampleCount(part.valid, part.valid.world, copies)
         wait = perf_counter() - asked
         try:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from accel import xla
+from accel.device_streams import DeviceEvent, DeviceStreams
 from accel.errors import TreeError
 from accel.tree import Container
 from accel.tree._walk import has_method, map_leaves, map_movable
@@ -21,21 +22,22 @@ P = TypeVar("P")
 
 
 def moved(
-    items: Iterator[tuple[Any, T]], device: torch.device, containers: Sequence[Container] = (), *, ahead: bool
+    items: Iterator[tuple[Any, T]], streams: DeviceStreams, containers: Sequence[Container] = (), *, ahead: bool
 ) -> Iterator[tuple[Any, T]]:
     """Yield each batch on the device, with its companion.
 
     On CUDA, `ahead` reads and copies one batch ahead of the one in use; the first is yielded at once.
     """
+    if streams.is_pinnable:
+        copier = _Copier(streams, containers)
+        copies = one_ahead(items, copier.start) if ahead else _each(items, copier.start)
+        return ((copier.finish(copy), other) for copy, other in copies)
+    device = streams.device
     if device.type == "cpu":
         return items
     if device.type == "xla":
         return _by_steps(items, device, containers)
-    if device.type != "cuda":
-        return ((to_device(data, device, containers), other) for data, other in items)
-    copier = _Copier(device, containers)
-    copies = one_ahead(items, copier.start) if ahead else _each(items, copier.start)
-    return ((copier.finish(copy), other) for copy, other in copies)
+    return ((to_device(data, device, containers), other) for data, other in items)
 
 
 def to_device(data: Any, device: torch.device, containers: Sequence[Container] = ()) -> Any:
@@ -100,19 +102,19 @@ class _Copy:
 
     __slots__ = ("data", "done", "tensors")
 
-    def __init__(self, data: Any, done: Any, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, data: Any, done: DeviceEvent, tensors: list[torch.Tensor]) -> None:
         self.data = data
         self.done = done
         self.tensors = tensors
 
 
 class _Copier:
-    """Copies to a CUDA device on a stream of its own."""
+    """Copies to a device on a stream of its own."""
 
-    def __init__(self, device: torch.device, containers: Sequence[Container]) -> None:
-        self._device = device
+    def __init__(self, streams: DeviceStreams, containers: Sequence[Container]) -> None:
+        self._streams = streams
         self._containers = containers
-        self._side = torch.cuda.Stream(device)
+        self._side = streams.side()
 
     def start(self, data: Any) -> _Copy:
         """Begin to copy a batch; from pinned memory without waiting."""
@@ -120,19 +122,20 @@ class _Copier:
 
         def copy(leaf: Any) -> object:
             if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
-                return leaf.to(self._device)
-            with torch.cuda.stream(self._side):
-                tensors.append(leaf.to(self._device, non_blocking=leaf.is_pinned()))
+                return leaf.to(self._streams.device)
+            with self._streams.on(self._side):
+                tensors.append(self._streams.to(leaf))
             return tensors[-1]
 
-        return _Copy(map_movable(copy, data, self._containers), self._side.record_event(), tensors)
+        moving = map_movable(copy, data, self._containers)
+        return _Copy(moving, self._streams.record(self._side), tensors)
 
     def finish(self, copy: _Copy) -> Any:
         """Make later computation wait for the copy; return the batch."""
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(copy.done)
+        current = self._streams.current()
+        self._streams.wait(current, copy.done)
         for tensor in copy.tensors:  # its memory is not given to another copy while the computation may need it
-            tensor.record_stream(current)
+            self._streams.last_use(tensor, current)
         return copy.data
 
 

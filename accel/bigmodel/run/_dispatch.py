@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -34,6 +35,7 @@ from accel.bigmodel.run._supplies import (
 )
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext, context_first
+from accel.device_streams import DeviceStreams, streams_of
 from accel.devices import count_devices, find_accelerator, kind_of_device
 from accel.errors import ConfigError
 from accel.errors._checks import check_kind
@@ -142,6 +144,18 @@ def dispatch_model(
         PlacementError: "auto", and the model does not fit.
         StreamError: the model is dispatched already.
     """
+    return _dispatch_by(streams_of, model, device_map, source, scratch, prefetch)
+
+
+def _dispatch_by(
+    door: Callable[[torch.device], DeviceStreams],
+    model: M,
+    device_map: AutoMap,
+    source: Weights | None,
+    scratch: str | os.PathLike[str] | None,
+    prefetch: bool,
+) -> Dispatched[M]:
+    """Dispatch a model; `door` gives the streams of a device."""
     check_model(model, where="dispatch_model")
     check_undispatched(model)
     has_files = source is not None or scratch is not None
@@ -166,14 +180,15 @@ def dispatch_model(
             source = with_parts(tasks, source)
         if scratch is not None:
             source = with_scratch(tasks, source, scratch, opened)
-        return _dispatch(model, device_map, tasks, devices, source, opened, prefetch)
+        streams = {name: door(device) for name, device in devices.items()}
+        return _dispatch(model, device_map, tasks, streams, source, opened, prefetch)
 
 
 def _dispatch(
     model: M,
     device_map: DeviceMap,
     tasks: list[Task],
-    devices: Mapping[str, torch.device],
+    streams: Mapping[str, DeviceStreams],
     source: WeightSource | None,
     opened: ExitStack,
     prefetch: bool,
@@ -183,14 +198,14 @@ def _dispatch(
     supplies = make_supplies(tasks, source)
     read = read_residents(tasks, source)
     slots = {
-        name: make_slots(device_map.slots, device_map.slot_bytes(name), device)
-        for name, device in devices.items()
+        name: make_slots(device_map.slots, device_map.slot_bytes(name), door)
+        for name, door in streams.items()
         if device_map.slot_bytes(name)
     }
 
     casts = {
-        name: make_slots(1, device_map.cast_bytes(name), device, staged=False)
-        for name, device in devices.items()
+        name: make_slots(1, device_map.cast_bytes(name), door, staged=False)
+        for name, door in streams.items()
         if device_map.cast_bytes(name)
     }
 
@@ -208,12 +223,12 @@ def _dispatch(
     blocks: dict[str, Block] = {}
     for runs, memory in slots.items():
         segments = _by_segment(device_map, tasks, runs, "streamed")
-        streaming = Streaming(segments, supplies, fetches, memory, devices[runs], prefetch)
+        streaming = Streaming(segments, supplies, fetches, memory, streams[runs], prefetch)
         blocks |= put_blocks(model, streaming, opened)
     for runs, memory in casts.items():
         segments = _by_segment(device_map, tasks, runs, "cast")
         uncounted = {name: Fetches() for name in segments}
-        put_blocks(model, Streaming(segments, supplies, uncounted, memory, devices[runs], False, True), opened)
+        put_blocks(model, Streaming(segments, supplies, uncounted, memory, streams[runs], False, True), opened)
     opened.callback(cast(Any, model).register_load_state_dict_pre_hook(refuse_load).remove)
     opened.callback(guard_casts(model))
     move_inputs(model, device_map, opened)
@@ -301,20 +316,27 @@ def load_checkpoint_and_dispatch(
         readers=readers,
         advance=advance,
     )
+    door = partial(_door, ctx)
     with agreed(ctx.comm, Call("load_checkpoint_and_dispatch", site=site)):
         waits = any(is_dtensor(each) and each.is_meta for each in model.parameters())
         if not waits and not any(home in STORES for home in device_map.home.values()):
             # All values are in memory, so the files are not opened a second time.
-            return dispatch_model(model, device_map, prefetch=prefetch)
+            return _dispatch_by(door, model, device_map, None, None, prefetch)
         source = open_weights(path, rename=rename, readers=readers)
         try:
-            run = dispatch_model(model, device_map, source=source, scratch=scratch, prefetch=prefetch)
+            run = _dispatch_by(door, model, device_map, source, scratch, prefetch)
         except BaseException:
             source.close()
             raise
         # Closed last: weights that go back into the model may still be read from it.
         run.call_last(source.close)
         return run
+
+
+def _door(ctx: DistContext, device: torch.device) -> DeviceStreams:
+    """Return the context's own door to its device, and torch's to others."""
+    is_own = device == ctx.device or device.type == ctx.device.type == "cpu"  # "cpu:0" rehearses an accelerator
+    return ctx.streams if is_own else streams_of(device)
 
 
 def _map(ctx: DistContext, model: nn.Module, device_map: AutoMap, site: str) -> DeviceMap:

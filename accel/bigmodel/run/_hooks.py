@@ -190,11 +190,11 @@ class Arrivals:
         if tensor.device == self.device:
             return tensor
         if tensor.is_inference() or (tensor.requires_grad and torch.is_grad_enabled()):
-            return tensor.to(self.device, non_blocking=True)  # versions are unknown, or autograd records the way
+            return _sent(tensor, self.device)  # versions are unknown, or autograd records the way
         # By identity and version: a mask that was written to since then travels again.
         version, copy = self._arrived.get(tensor, (None, None))
         if version != tensor._version:
-            copy = tensor.to(self.device, non_blocking=True)
+            copy = _sent(tensor, self.device)
             self._arrived[tensor] = (tensor._version, copy)
         return copy
 
@@ -245,4 +245,9 @@ def _bring_back(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     given = [tensor for _, tensor in trees.tensors((args, kwargs))]
     if not given:
         return output
-    return trees.map_tensors(lambda tensor: tensor.to(given[0].device, non_blocking=True), output)
+    return trees.map_tensors(lambda tensor: _sent(tensor, given[0].device), output)
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device. The host waits for what comes to it, as it may read that at once."""
+    return tensor.to(device, non_blocking=device.type != "cpu")

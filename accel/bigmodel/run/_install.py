@@ -21,6 +21,7 @@ from accel.bigmodel.run._slots import Block, BlockWeight, CastTransfer, Slot, St
 from accel.bigmodel.run._sources import ScratchSource
 from accel.bigmodel.run._stream import Stream, closed_model
 from accel.bigmodel.run._supplies import Supply, Task, fill
+from accel.device_streams import DeviceStreams
 from accel.tensors import is_dtensor
 
 
@@ -200,7 +201,7 @@ class Streaming(NamedTuple):
         supplies: supplies of weights by name.
         fetches: counts by segment.
         slots: the device's slots.
-        device: the computing device.
+        streams: the door to the computing device.
         prefetch: whether blocks are fetched ahead of their use.
         casts: whether the blocks stay on the device, and are cast there.
     """
@@ -209,7 +210,7 @@ class Streaming(NamedTuple):
     supplies: dict[str, Supply]
     fetches: dict[str, Fetches]
     slots: list[Slot]
-    device: torch.device
+    streams: DeviceStreams
     prefetch: bool
     casts: bool = False
 
@@ -217,8 +218,8 @@ class Streaming(NamedTuple):
 def put_blocks(model: nn.Module, streaming: Streaming, opened: ExitStack) -> dict[str, Block]:
     """Put placeholders for streamed blocks into the model, and hook the blocks; return them by segment."""
     blocks = {name: Block(at, name, model.get_submodule(name)) for at, name in enumerate(streaming.segments)}
-    device, casts = streaming.device, streaming.casts
-    transfer = CastTransfer(device) if casts else transfer_to(device)
+    device, casts = streaming.streams.device, streaming.casts
+    transfer = CastTransfer(streaming.streams) if casts else transfer_to(streaming.streams)
     stream = Stream(tuple(blocks.values()), streaming.slots, transfer, feeds=not casts)
     for name, tasks in streaming.segments.items():
         block, fetches = blocks[name], streaming.fetches[name]

@@ -15,6 +15,7 @@ from torch import nn
 from accel.bigmodel.run._absent import in_form_of, may_hold_statistics
 from accel.bigmodel.run._places import PackedWeight
 from accel.bigmodel.run._supplies import Supply, fill
+from accel.device_streams import DeviceEvent, DeviceStream, DeviceStreams
 from accel.errors import StreamError
 from accel.tensors import is_dtensor
 
@@ -136,8 +137,8 @@ class Slot:
     failed: BaseException | None = None
     users: int = 0
     version: int = 0
-    filled: torch.Event | None = None
-    left: dict[int, torch.Event] = field(default_factory=dict[int, torch.Event])
+    filled: DeviceEvent | None = None
+    left: dict[int, DeviceEvent] = field(default_factory=dict[int, DeviceEvent])
     views: dict[int, SlotView] = field(default_factory=dict[int, SlotView])
 
     def empty(self) -> None:
@@ -173,16 +174,16 @@ def put_in(block: Block, slot: Slot) -> None:
     block.placed = places
 
 
-def make_slots(count: int, nbytes: int, device: torch.device, *, staged: bool = True) -> list[Slot]:
+def make_slots(count: int, nbytes: int, streams: DeviceStreams, *, staged: bool = True) -> list[Slot]:
     """Allocate slots of a size; `staged` ones get pinned host memory for bytes that come from the host."""
     slots: list[Slot] = []
     for _ in range(count):
-        if device.type == "cpu":
+        if streams.is_asynchronous:
+            memory = streams.empty((nbytes,), torch.uint8)
+            staging = streams.pinned((nbytes,), torch.uint8) if staged else memory
+        else:
             # One memory for both: bytes are read straight to where they are used.
             memory = staging = _aligned(nbytes)
-        else:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            staging = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if staged else memory
         slots.append(Slot(memory, staging))
     return slots
 
@@ -308,14 +309,15 @@ class DeviceTransfer:
     computation waits on the device for them, so that no thread waits for the device but the one that reads.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.Stream(device)
-        self._device = device
+    def __init__(self, streams: DeviceStreams) -> None:
+        self._streams = streams
+        self._side = streams.side()
 
     def fill(self, slot: Slot, block: Block) -> None:
         """Fill the pinned memory, and start the copy."""
+        streams = self._streams
         if slot.filled is not None:
-            slot.filled.synchronize()  # the copy before this one still reads the pinned memory
+            streams.synchronize(slot.filled)  # the copy before this one still reads the pinned memory
         narrow = [weight for weight in block.weights if arrives_narrow(weight)]
         wide = [weight for weight in block.weights if weight not in narrow]
         staged = [narrow_part(slot.staging, weight) for weight in narrow]
@@ -324,77 +326,72 @@ class DeviceTransfer:
             + [(weight.supply, target) for weight, target in zip(narrow, staged, strict=True)]
         )
         # The copy alone waits for the slot's earlier users: the read to pinned memory has run beside them.
-        _follow_users(slot, self._stream)
-        with self._stream:
+        _follow_users(slot, streams, self._side)
+        with streams.on(self._side):
             if not narrow:
-                slot.memory.copy_(slot.staging, non_blocking=True)
+                streams.copy(slot.memory, slot.staging)
             else:
                 for weight in wide:
-                    part(slot.memory, weight).copy_(part(slot.staging, weight), non_blocking=True)
+                    streams.copy(part(slot.memory, weight), part(slot.staging, weight))
                 for weight, source in zip(narrow, staged, strict=True):
-                    narrow_part(slot.memory, weight).copy_(source, non_blocking=True)
+                    streams.copy(narrow_part(slot.memory, weight), source)
                     widen(slot.memory, weight)
-        slot.filled = self._stream.record_event()
+        slot.filled = streams.record(self._side)
 
     def arrived(self, slot: Slot) -> None:
         """Let the current stream wait for the copy."""
-        _follow_fill(slot, self._device)
+        _follow_fill(slot, self._streams)
 
     def left(self, slot: Slot) -> None:
         """Record an event of the current stream."""
-        _note_use(slot, self._device)
+        _note_use(slot, self._streams)
 
 
 class CastTransfer:
     """A slot of blocks kept on its device in a smaller dtype: the computing stream casts them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_host = device.type == "cpu"
+    def __init__(self, streams: DeviceStreams) -> None:
+        self._streams = streams
 
     def fill(self, slot: Slot, block: Block) -> None:
         """Cast the block's weights."""
         # The computing stream itself, in whose order the cast comes after the last use and before the next.
-        stream = None if self._is_host else torch.accelerator.current_stream(self._device)
-        if stream is not None:
-            _follow_users(slot, stream)
+        stream = self._streams.current()
+        _follow_users(slot, self._streams, stream)
         for weight in block.weights:
             assert weight.supply.tensor is not None
             part(slot.memory, weight).copy_(weight.supply.tensor)
-        if stream is not None:
-            slot.filled = stream.record_event()
+        slot.filled = self._streams.record(stream)
 
     def arrived(self, slot: Slot) -> None:
         """Let the current stream wait for the casts, which may run on another one."""
-        if not self._is_host:
-            _follow_fill(slot, self._device)
+        _follow_fill(slot, self._streams)
 
     def left(self, slot: Slot) -> None:
         """Record an event of the current stream."""
-        if not self._is_host:
-            _note_use(slot, self._device)
+        _note_use(slot, self._streams)
 
 
-def _follow_users(slot: Slot, stream: torch.Stream) -> None:
+def _follow_users(slot: Slot, streams: DeviceStreams, stream: DeviceStream) -> None:
     """Let a stream wait for the computation that used a slot."""
     for event in slot.left.values():
-        stream.wait_event(event)
+        streams.wait(stream, event)
     slot.left.clear()
 
 
-def _follow_fill(slot: Slot, device: torch.device) -> None:
+def _follow_fill(slot: Slot, streams: DeviceStreams) -> None:
     if slot.filled is not None:
-        torch.accelerator.current_stream(device).wait_event(slot.filled)
+        streams.wait(streams.current(), slot.filled)
 
 
-def _note_use(slot: Slot, device: torch.device) -> None:
-    stream = torch.accelerator.current_stream(device)
-    slot.left[stream.stream_id] = stream.record_event()
+def _note_use(slot: Slot, streams: DeviceStreams) -> None:
+    stream = streams.current()
+    slot.left[streams.name(stream)] = streams.record(stream)
 
 
-def transfer_to(device: torch.device) -> SlotTransfer:
+def transfer_to(streams: DeviceStreams) -> SlotTransfer:
     """Return the movement from the host to a device."""
-    return HostTransfer() if device.type == "cpu" else DeviceTransfer(device)
+    return DeviceTransfer(streams) if streams.is_asynchronous else HostTransfer()
 
 
 def timed_fill(transfer: SlotTransfer, slot: Slot, block: Block) -> float:

@@ -271,7 +271,7 @@ def stream_batches(
     agreed = _agreed_steps(loader, cursor, prefetcher, sharing, limit)
     duplicate = loader.rank in data_ranks[: ctx.rank]
     steps = _with_cursors(agreed, cursor, copies, duplicate=duplicate)
-    yield from moved(steps, ctx.device, ctx.containers, ahead=all(mode.ahead for mode in readers))
+    yield from moved(steps, ctx.streams, ctx.containers, ahead=all(mode.ahead for mode in readers))
 
 
 def _agreed_steps(

@@ -1,8 +1,8 @@
 """Check types as users do: the code of README.md and docs/, and what the public functions return.
 
 `python tests/typing/check.py` prints the errors and exits with 1 if there are any. A page becomes a module whose lines
-are the page's. The README passes pyright in strict mode and `mypy --strict`, tests/typing/reveal_*.py pyright's strict
-mode, and pages its standard mode.
+are the page's. All pages pass pyright in strict mode and `mypy --strict`, with `accel` as it is installed for mypy;
+tests/typing/reveal_*.py pyright's strict mode.
 """
 
 from __future__ import annotations
@@ -13,16 +13,36 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 # The README leaves it to the reader. Its body must return, for mypy.
 YOURS = 'def load_dataset() -> "Dataset[tuple[Tensor, Tensor]]": raise NotImplementedError'
-# torch declares less than it takes: a DataLoader reads lists, ranges and tensors too
-TORCH_GAPS = re.compile(r'"(range|Tensor|list\[.*\])" is not assignable to "Dataset\[')
+# A loop on a page runs at least once, and a block imports again what one above it imported.
+PAGE = "# pyright: strict, reportPossiblyUnboundVariable=false, reportDuplicateImport=false"
+
+_NAME = str.maketrans("/-.", "___")  # of a page's path, for its module
+
+# Functions that torch declares in part only: right code that calls them is reported all the same.
+_TORCH = "all_reduce|atleast_1d|backward|manual_seed|norm|register_hook|schedule|step|table|tolist"
+GAPS = {
+    "*": rf'^Type of "({_TORCH})" is partially unknown|^Call to untyped function "({_TORCH})"',
+    "docs/fsdp.md": '^Type of "(name|module)" is partially unknown',  # of `named_modules`, narrowed by isinstance
+    "docs/profile.md": '"(plan|schedule|values)"',  # torch.profiler
+    # Libraries without types, or with types in part.
+    "docs/tutorial.md": 'sklearn|load_digits|^Type of "(images|labels)" is partially unknown',
+    "docs/trackers.md": 'tensorboard|^Type of "(event|step|value|Scalars)" is',
+    "docs/models.md": '^Type of "(load_file|save_file)" is partially unknown',
+    "docs/checkpoint-format.md": '^Type of "(file|get_tensor)" is unknown',
+    # Slips that a page shows: a type checker finds them too.
+    "docs/concepts/records.md": "epoch",
+    "docs/upgrading.md": "stage_plan",
+}
 
 
 def page_lines(page: Path) -> list[str]:
@@ -35,20 +55,18 @@ def page_lines(page: Path) -> list[str]:
     return lines
 
 
-def readme() -> str:
-    """The README's script as a module of its user, in strict mode."""
-    lines = page_lines(README)
-    lines[:2] = ["# pyright: strict", YOURS]
-    return "\n".join(lines)
-
-
-def modules() -> Iterator[tuple[str, Path, str]]:
-    """What is checked: a module's name, the file that it is from, its text."""
-    yield "README", README, readme()
-    for page in sorted((ROOT / "docs").glob("*.md")):
+def pages() -> Iterator[tuple[str, Path, str]]:
+    """Pages as modules of their user: a module's name, its page, its text."""
+    for page in [README, *sorted(DOCS.rglob("*.md"))]:
         lines = page_lines(page)
-        lines[0] = "# pyright: reportPossiblyUnboundVariable=false"  # a page's loop runs
-        yield f"docs_{page.stem.replace('-', '_')}", page, "\n".join(lines)
+        lines[0] = PAGE
+        if page == README:
+            lines[:2] = ["# pyright: strict", YOURS]
+        yield f"page_{page.relative_to(ROOT).with_suffix('').as_posix()}".translate(_NAME), page, "\n".join(lines)
+
+
+def cases() -> Iterator[tuple[str, Path, str]]:
+    """Further modules, for pyright alone."""
     for case in sorted(HERE.glob("reveal_*.py")):
         yield case.stem, case, case.read_text()
     yield "orders", Path(__file__), orders()
@@ -74,38 +92,62 @@ def orders() -> str:
     return "\n".join(lines)
 
 
-def complaints() -> list[str]:
+def put(modules: Iterator[tuple[str, Path, str]], folder: Path) -> dict[str, Path]:
+    """Write modules into a folder; return the source of each by its file's name."""
+    sources = dict[str, Path]()
+    for name, source, text in modules:
+        (folder / f"{name}.py").write_text(text)
+        sources[f"{name}.py"] = source
+    return sources
+
+
+def by_pyright() -> list[str]:
     """The errors that pyright finds, each with its place in the source."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary).resolve()
-        sources = dict[str, Path]()
-        for name, source, text in modules():
-            path = folder / f"{name}.py"
-            path.write_text(text)
-            sources[str(path)] = source
+        sources = put(pages(), folder) | put(cases(), folder)
         settings = {"typeCheckingMode": "standard", "pythonVersion": "3.11", "extraPaths": [str(ROOT)]}
         (folder / "pyrightconfig.json").write_text(json.dumps(settings))
         command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", "-p", temporary]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     report = json.loads(done.stdout)
     assert report["summary"]["filesAnalyzed"] == len(sources), report["summary"]
-    return [
-        f"{sources[each['file']]}:{each['range']['start']['line'] + 1}: {each['message']} ({each.get('rule', '')})"
+    found = [
+        (
+            sources[Path(each["file"]).name],
+            each["range"]["start"]["line"] + 1,
+            f"{each['message']} ({each.get('rule', '')})",
+        )
         for each in report["generalDiagnostics"]
-        if each["severity"] == "error" and not TORCH_GAPS.search(each["message"])
+        if each["severity"] == "error"
     ]
+    return told(found)
 
 
-def mypy_complaints() -> list[str]:
-    """The errors that `mypy --strict` finds in the README's script, with accel as it is installed."""
+def by_mypy() -> list[str]:
+    """The errors that `mypy --strict` finds in the pages."""
     with tempfile.TemporaryDirectory() as temporary:
-        (Path(temporary) / "readme.py").write_text(readme())
-        command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", f"{temporary}/cache", "readme.py"]
+        sources = put(pages(), Path(temporary))
+        command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", f"{temporary}/cache", *sources]
         done = subprocess.run(command, cwd=temporary, capture_output=True, text=True, check=False, timeout=600)
-    return done.stdout.splitlines() if done.returncode else []
+    assert done.returncode < 2, done.stdout + done.stderr
+    found = re.findall(r"^(\w+\.py):(\d+): error: (.*)$", done.stdout, flags=re.M)
+    return told([(sources[name], int(line), message) for name, line, message in found])
+
+
+def told(found: list[tuple[Path, int, str]]) -> list[str]:
+    """Errors as lines, without those of `GAPS`."""
+    lines = list[str]()
+    for source, line, message in found:
+        name = source.relative_to(ROOT).as_posix()
+        if not re.search(GAPS["*"], message) and not re.search(GAPS.get(name, "(?!)"), message):
+            lines.append(f"{name}:{line}: {message}")
+    return lines
 
 
 if __name__ == "__main__":
-    found = complaints() + mypy_complaints()
+    with ThreadPoolExecutor() as both:
+        runs = [both.submit(check) for check in (by_pyright, by_mypy)]
+    found = [line for run in runs for line in run.result()]
     print("\n".join(found) or "README.md, docs/ and the public types check")
     sys.exit(bool(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import cast
+from typing import cast, overload
 
 import msgspec
 
@@ -227,7 +227,10 @@ _DEVICE = re.compile(r"[a-z_]+:[0-9]+|mps")
 
 _EXAMPLE = "a limit for each device, such as {0: '20GB', 'cpu': '60GB', 'disk': None}"
 
-Limits = Mapping[int | str, int | str | None] | Mapping[str, int | str | None] | Mapping[int, int | str | None]
+# A mapping's keys are invariant. Overloads take the two kinds apart, so that mypy types a literal of mixed keys.
+MixedLimits = Mapping[int | str, int | str | None]
+PlainLimits = Mapping[str, int | str | None] | Mapping[int, int | str | None]
+Limits = MixedLimits | PlainLimits
 
 
 class Places(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,6 +315,18 @@ def _limit(name: str, size: int | str | None, where: str) -> int | None:
 
 
 _WHERE = "places"
+
+
+@overload
+def check_device_map(
+    skeleton: Skeleton, places: Mapping[str, int | str], *, max_memory: MixedLimits | None = None, slots: int = 2
+) -> DeviceMap: ...
+
+
+@overload
+def check_device_map(
+    skeleton: Skeleton, places: Mapping[str, int | str], *, max_memory: PlainLimits, slots: int = 2
+) -> DeviceMap: ...
 
 
 def check_device_map(

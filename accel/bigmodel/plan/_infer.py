@@ -5,11 +5,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args, overload
 
 import msgspec
 
-from accel.bigmodel.plan._device_map import HOST, STORES, DeviceMap, Limits, Places, is_accelerator, read_limits
+from accel.bigmodel.plan._device_map import (
+    HOST,
+    STORES,
+    DeviceMap,
+    Limits,
+    MixedLimits,
+    Places,
+    PlainLimits,
+    is_accelerator,
+    read_limits,
+)
 from accel.bigmodel.plan._placement import (
     Fill,
     Placement,
@@ -118,6 +128,30 @@ def _least_limit(segments: Sequence[Sizes], homes: Homes, placement: Placement, 
 
 _WHERE = "max_memory"
 _SLOTS = (2, 1)  # numbers that are tried, the one to prefer first
+
+
+@overload
+def infer_device_map(
+    skeleton: Skeleton,
+    max_memory: MixedLimits,
+    *,
+    slots: int | None = None,
+    placement: Placement = "spread",
+    fill: Fill | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> DeviceMap: ...
+
+
+@overload
+def infer_device_map(
+    skeleton: Skeleton,
+    max_memory: PlainLimits,
+    *,
+    slots: int | None = None,
+    placement: Placement = "spread",
+    fill: Fill | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> DeviceMap: ...
 
 
 def infer_device_map(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 import torch
@@ -149,10 +149,10 @@ def _advice(stats: RunStats) -> list[str]:
     return found
 
 
-M = TypeVar("M", bound=nn.Module)
+M_co = TypeVar("M_co", bound=nn.Module, covariant=True)
 
 
-class Dispatched(Generic[M]):
+class Dispatched(Generic[M_co]):
     """A model with weights in the places of a device map. Made by `dispatch_model`; use it in a `with` block.
 
     Attributes:
@@ -162,7 +162,7 @@ class Dispatched(Generic[M]):
 
     def __init__(
         self,
-        model: M,
+        model: M_co,
         device_map: DeviceMap,
         blocks: Mapping[str, Block],
         fetches: Mapping[str, Fetches],
@@ -177,7 +177,7 @@ class Dispatched(Generic[M]):
             fetches: counts of fetches outside of calls, by segment.
             opened: gives the model back when it is closed.
         """
-        self.model = model
+        self.model: Final = model  # read-only, so `Dispatched[Net]` is a `Dispatched[nn.Module]`
         self.device_map = device_map
         self._blocks = blocks
         self._fetches = fetches
@@ -238,7 +238,7 @@ class Dispatched(Generic[M]):
         with torch.inference_mode(False):  # or weights that move now could never train
             self._opened.close()
 
-    def __enter__(self) -> Dispatched[M]:
+    def __enter__(self) -> Dispatched[M_co]:
         return self
 
     def __exit__(self, *_: object) -> None:

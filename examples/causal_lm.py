@@ -87,24 +87,23 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         metrics, every = accel.metrics.running_metrics(loss="mean", bytes="count"), max(1, steps // 20)
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for batch in accel.batches(ctx, loader, state):
-                inputs = dict(batch.data)
-                labels = inputs.pop("labels")
-                labels[int(batch.valid) :] = IGNORED  # stand-ins, where there are more processes than rows
-                count = (labels != IGNORED).sum()
-                state, loss = accel.train_step(
-                    ctx, state, batch, model, optimizer, sum_of_losses, inputs=inputs, targets=labels, weight=count,
-                    scheduler=scheduler, max_norm=1.0,
-                )  # fmt: skip
-                metrics = metrics.add(count, loss=loss, bytes=count)
-                if state.updates % every == 0 or state.updates == steps:
-                    values, metrics = metrics.read(ctx)
-                    accel.log(ctx, trackers, values, step=state.updates)
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                    accel.print(ctx, f"step {state.updates}: {values}", flush=True)
-                if state.updates == steps:
-                    break
+            batch = next(batches)
+            inputs = dict(batch.data)
+            labels = inputs.pop("labels")
+            labels[int(batch.valid) :] = IGNORED  # stand-ins, where there are more processes than rows
+            count = (labels != IGNORED).sum()
+            state, loss = accel.train_step(
+                ctx, state, batch, model, optimizer, sum_of_losses, inputs=inputs, targets=labels, weight=count,
+                scheduler=scheduler, max_norm=1.0,
+            )  # fmt: skip
+            metrics = metrics.add(count, loss=loss, bytes=count)
+            if state.updates % every == 0 or state.updates == steps:
+                values, metrics = metrics.read(ctx)
+                accel.log(ctx, trackers, values, step=state.updates)
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
+                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
 
 
 if __name__ == "__main__":

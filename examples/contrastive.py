@@ -53,26 +53,25 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     with accel.tracking(ctx, "contrastive", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for batch in accel.batches(ctx, loader, state):
-                state = state.next(batch)
-                with accel.accumulate(ctx, state, model):
-                    rows = model(batch.data.flatten(0, 1)).view(batch.rows, 2, -1)
-                    loss = pair_loss(gathered(ctx, rows, batch))
-                    # every rank has the loss of the whole batch: the mean over `batch.valid.world` rows
-                    share = loss * batch.valid.world / max(batch.valid, 1)
-                    state = accel.backward(ctx, share, state)
-                state = accel.optimizer_step(ctx, optimizer, state)
-                values = {"loss": loss.item()}
-                due = state.updates % every == 0 or state.updates == steps
-                if due:
-                    values["right"] = judge(model, images.to(ctx.device), labels.to(ctx.device))
-                    accel.print(ctx, f"step {state.updates}: {values}", flush=True)
-                accel.log(ctx, trackers, values, step=state.updates)
-                if due:
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                if state.updates == steps:
-                    break
+            batch = next(batches)
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, model):
+                rows = model(batch.data.flatten(0, 1)).view(batch.rows, 2, -1)
+                loss = pair_loss(gathered(ctx, rows, batch))
+                # every rank has the loss of the whole batch: the mean over `batch.valid.world` rows
+                share = loss * batch.valid.world / max(batch.valid, 1)
+                state = accel.backward(ctx, share, state)
+            state = accel.optimizer_step(ctx, optimizer, state)
+            values = {"loss": loss.item()}
+            due = state.updates % every == 0 or state.updates == steps
+            if due:
+                values["right"] = judge(model, images.to(ctx.device), labels.to(ctx.device))
+                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
+            accel.log(ctx, trackers, values, step=state.updates)
+            if due:
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
 
 
 def gathered(ctx: accel.DistContext, own: Tensor, batch: accel.Batch) -> Tensor:

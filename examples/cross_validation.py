@@ -53,18 +53,17 @@ def train(
     with accel.tracking(ctx, "cross_validation", to=[accel.trackers.jsonl()], dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for batch in accel.batches(ctx, loader, state):
-                state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum)
-                values, _ = accel.metrics.running_metrics(loss="mean").add(batch.weight, loss=loss).read(ctx)
-                due = state.updates % every == 0 or state.updates == steps
-                if due:
-                    values["accuracy"] = accuracy(ctx, model, test_loader)
-                accel.log(ctx, trackers, values, step=state.updates)
-                if due:
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                if state.updates == steps:
-                    break
+            batch = next(batches)
+            state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum)
+            values, _ = accel.metrics.running_metrics(loss="mean").add(batch.weight, loss=loss).read(ctx)
+            due = state.updates % every == 0 or state.updates == steps
+            if due:
+                values["accuracy"] = accuracy(ctx, model, test_loader)
+            accel.log(ctx, trackers, values, step=state.updates)
+            if due:
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
     return accuracy(ctx, model, test_loader)
 
 

@@ -64,26 +64,25 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     with accel.tracking(ctx, "detection", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for batch in accel.batches(ctx, loader, state):
-                images, objects = batch.data
-                objects = objects[: batch.valid]  # without those of a stand-in
-                count = sum(len(each) for each in objects)
-                state = state.next(batch)
-                with accel.accumulate(ctx, state, model):
-                    loss = loss_sum(model(images), objects) / max(count, 1)
-                    state = accel.backward(ctx, loss, state, weight=count)
-                state = accel.optimizer_step(ctx, optimizer, state)
-                values, _ = accel.metrics.running_metrics(loss="mean").add(count, loss=loss).read(ctx)
-                due = state.updates % every == 0 or state.updates == steps
-                if due:
-                    values["f1"] = evaluate(ctx, model, test_loader)
-                    accel.print(ctx, f"step {state.updates}: {values}", flush=True)
-                accel.log(ctx, trackers, values, step=state.updates)
-                if due:
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                if state.updates == steps:
-                    break
+            batch = next(batches)
+            images, objects = batch.data
+            objects = objects[: batch.valid]  # without those of a stand-in
+            count = sum(len(each) for each in objects)
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, model):
+                loss = loss_sum(model(images), objects) / max(count, 1)
+                state = accel.backward(ctx, loss, state, weight=count)
+            state = accel.optimizer_step(ctx, optimizer, state)
+            values, _ = accel.metrics.running_metrics(loss="mean").add(count, loss=loss).read(ctx)
+            due = state.updates % every == 0 or state.updates == steps
+            if due:
+                values["f1"] = evaluate(ctx, model, test_loader)
+                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
+            accel.log(ctx, trackers, values, step=state.updates)
+            if due:
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
 
 
 def at_objects(output: Tensor, objects: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -73,21 +73,20 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     with accel.tracking(ctx, "diffusion", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ema": ema, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for batch in accel.batches(ctx, loader, state):
-                state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum, scheduler=scheduler)
-                ema.update_(model, state)
-                values, _ = accel.metrics.running_metrics(loss="mean").add(batch.weight, loss=loss).read(ctx)
-                due = state.updates % every == 0 or state.updates == steps
-                if due:
-                    with ema.applied_to(model):
-                        values["right"] = judge(sample(model, ctx.device), images, labels)
-                    accel.print(ctx, f"step {state.updates}: {values}", flush=True)
-                accel.log(ctx, trackers, values, step=state.updates)
-                if due:
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                if state.updates == steps:
-                    break
+            batch = next(batches)
+            state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum, scheduler=scheduler)
+            ema.update_(model, state)
+            values, _ = accel.metrics.running_metrics(loss="mean").add(batch.weight, loss=loss).read(ctx)
+            due = state.updates % every == 0 or state.updates == steps
+            if due:
+                with ema.applied_to(model):
+                    values["right"] = judge(sample(model, ctx.device), images, labels)
+                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
+            accel.log(ctx, trackers, values, step=state.updates)
+            if due:
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
     with ema.applied_to(model):
         drawn = sample(model, ctx.device)[:40]
     accel.save(ctx, {"pictures": (drawn.view(-1, 8, 8) + 1).div(2).clamp(0, 1)}, f"{out}/pictures.safetensors")

@@ -72,25 +72,24 @@ def fit(
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         metrics, every = accel.metrics.running_metrics(loss="mean"), max(1, steps // 20)
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for batch in accel.batches(ctx, loader, state):
-                images, targets = batch.data
-                if teacher is not None:
-                    images = images + 0.2 * torch.randn_like(images)
-                    with torch.no_grad():
-                        targets = teacher(images)
-                state, loss = accel.train_step(
-                    ctx, state, batch, model, optimizer, loss_fn, inputs=images, targets=targets, scheduler=scheduler
-                )
-                metrics = metrics.add(batch.weight, loss=loss)
-                if state.updates % every == 0 or state.updates == steps:
-                    values, metrics = metrics.read(ctx)
-                    values["accuracy"] = accuracy(ctx, model, test_loader)
-                    accel.log(ctx, trackers, values, step=state.updates)
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                    accel.print(ctx, f"{name}, step {state.updates}: {values}", flush=True)
-                if state.updates == steps:
-                    break
+            batch = next(batches)
+            images, targets = batch.data
+            if teacher is not None:
+                images = images + 0.2 * torch.randn_like(images)
+                with torch.no_grad():
+                    targets = teacher(images)
+            state, loss = accel.train_step(
+                ctx, state, batch, model, optimizer, loss_fn, inputs=images, targets=targets, scheduler=scheduler
+            )
+            metrics = metrics.add(batch.weight, loss=loss)
+            if state.updates % every == 0 or state.updates == steps:
+                values, metrics = metrics.read(ctx)
+                values["accuracy"] = accuracy(ctx, model, test_loader)
+                accel.log(ctx, trackers, values, step=state.updates)
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
+                accel.print(ctx, f"{name}, step {state.updates}: {values}", flush=True)
     return accel.unwrap_model(model)
 
 

@@ -56,21 +56,20 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
         if accel.latest_checkpoint(out):
             loaded = accel.load_state(ctx, out, items | {"state": state, "best": best})
             state, best = loaded["state"], loaded["best"]
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps and best.waited < patience:
-            for batch in accel.batches(ctx, loader, state):
-                state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum)
-                train_loss = train_loss.add(batch.weight, loss=loss)
-                if state.updates % every and state.updates < steps:
-                    continue
-                values, train_loss = train_loss.read(ctx)
-                values["valid_loss"] = evaluate(ctx, model, valid_loader)
-                best = best.after(values["valid_loss"], state.updates)
-                accel.log(ctx, trackers, values, step=state.updates)
-                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
-                now, metrics = items | {"state": state, "best": best}, {"valid_loss": values["valid_loss"]}
-                accel.save_state(ctx, out, now, step=state.updates, keep=keep, metrics=metrics)
-                if state.updates == steps or best.waited == patience:
-                    break
+            batch = next(batches)
+            state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum)
+            train_loss = train_loss.add(batch.weight, loss=loss)
+            if state.updates % every and state.updates < steps:
+                continue
+            values, train_loss = train_loss.read(ctx)
+            values["valid_loss"] = evaluate(ctx, model, valid_loader)
+            best = best.after(values["valid_loss"], state.updates)
+            accel.log(ctx, trackers, values, step=state.updates)
+            accel.print(ctx, f"step {state.updates}: {values}", flush=True)
+            now, metrics = items | {"state": state, "best": best}, {"valid_loss": values["valid_loss"]}
+            accel.save_state(ctx, out, now, step=state.updates, keep=keep, metrics=metrics)
         last = evaluate(ctx, model, test_loader)
         others = dict.fromkeys(["optimizer", "trackers", "state", "best"])  # left in the file
         accel.load_state(ctx, f"{out}/step-{best.step:08}", {"model": model} | others)

@@ -50,30 +50,29 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
         models = {"generator": generator, "critic": critic}
         items = models | {"optimizer_g": optimizers[0], "optimizer_c": optimizers[1], "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for batch in accel.batches(ctx, loader, state):
-                real, noise = batch.data
-                state = state.next(batch)
-                with accel.accumulate(ctx, state, generator, critic):
-                    fake = generator(noise)
-                    scores, opposed = critic(torch.cat([real, fake.detach()])).chunk(2)
-                    critic_loss = softplus(-scores).mean() + softplus(opposed).mean()
-                    state = accel.backward(ctx, critic_loss, state)
-                    generator_loss = softplus(-constant(critic, fake)).mean()
-                    state = accel.backward(ctx, generator_loss, state, same_units=True)
-                state = accel.optimizer_step(ctx, optimizers, state)
-                metrics = accel.metrics.running_metrics(critic_loss="mean", generator_loss="mean", distance="mean")
-                losses = {"critic_loss": critic_loss, "generator_loss": generator_loss}
-                values, _ = metrics.add(batch.weight, **losses, distance=nearest(fake.detach())[0].mean()).read(ctx)
-                due = state.updates % every == 0 or state.updates == steps
-                if due:
-                    values["modes"] = count_modes(draw(generator))
-                    accel.print(ctx, f"step {state.updates}: {values}", flush=True)
-                accel.log(ctx, trackers, values, step=state.updates)
-                if due:
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                if state.updates == steps:
-                    break
+            batch = next(batches)
+            real, noise = batch.data
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, generator, critic):
+                fake = generator(noise)
+                scores, opposed = critic(torch.cat([real, fake.detach()])).chunk(2)
+                critic_loss = softplus(-scores).mean() + softplus(opposed).mean()
+                state = accel.backward(ctx, critic_loss, state)
+                generator_loss = softplus(-constant(critic, fake)).mean()
+                state = accel.backward(ctx, generator_loss, state, same_units=True)
+            state = accel.optimizer_step(ctx, optimizers, state)
+            metrics = accel.metrics.running_metrics(critic_loss="mean", generator_loss="mean", distance="mean")
+            losses = {"critic_loss": critic_loss, "generator_loss": generator_loss}
+            values, _ = metrics.add(batch.weight, **losses, distance=nearest(fake.detach())[0].mean()).read(ctx)
+            due = state.updates % every == 0 or state.updates == steps
+            if due:
+                values["modes"] = count_modes(draw(generator))
+                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
+            accel.log(ctx, trackers, values, step=state.updates)
+            if due:
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
     accel.save(ctx, {"pictures": picture(draw(generator))[None]}, f"{out}/pictures.safetensors")
 
 

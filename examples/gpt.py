@@ -116,25 +116,24 @@ def main(
         items = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0))
         statistics, every = accel.metrics.step_statistics(loss="mean"), max(1, steps // 20)
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for each in accel.batches(ctx, loader, state):
-                labels, taken = each.data.clone(), state.updates
-                labels[int(each.valid) :] = -100  # stand-ins, where there are more ranks than rows
-                part = accel.parallel.split_sequence(ctx, {"input_ids": each.data, "labels": labels})
-                count = ((targets := part.pop("labels")) != -100).sum()  # the words that follow
-                state, loss = accel.train_step(
-                    ctx, state, each, net, optimizer, sum_of_losses, inputs=part, targets=targets, weight=count,
-                    scheduler=scheduler, max_norm=1.0,
-                )  # fmt: skip
-                statistics = statistics.add(each, state, loss=loss, weight=count, tokens=each.weight * length)
-                if state.updates > taken and (state.updates % every == 0 or state.updates == steps):
-                    values, statistics = statistics.read(ctx, flops_per_sample=flops)
-                    kept = {name: values[name] for name in ("loss", "grad_norm", "time")}
-                    accel.log(ctx, trackers, kept, step=state.updates)
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                    accel.print(ctx, f"step {state.updates}: {values}", flush=True)
-                if state.updates == steps:
-                    break
+            each = next(batches)
+            labels, taken = each.data.clone(), state.updates
+            labels[int(each.valid) :] = -100  # stand-ins, where there are more ranks than rows
+            part = accel.parallel.split_sequence(ctx, {"input_ids": each.data, "labels": labels})
+            count = ((targets := part.pop("labels")) != -100).sum()  # the words that follow
+            state, loss = accel.train_step(
+                ctx, state, each, net, optimizer, sum_of_losses, inputs=part, targets=targets, weight=count,
+                scheduler=scheduler, max_norm=1.0,
+            )  # fmt: skip
+            statistics = statistics.add(each, state, loss=loss, weight=count, tokens=each.weight * length)
+            if state.updates > taken and (state.updates % every == 0 or state.updates == steps):
+                values, statistics = statistics.read(ctx, flops_per_sample=flops)
+                kept = {name: values[name] for name in ("loss", "grad_norm", "time")}
+                accel.log(ctx, trackers, kept, step=state.updates)
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
+                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
 
 
 if __name__ == "__main__":

@@ -59,19 +59,18 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     with accel.tracking(ctx, "images", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for batch in accel.batches(ctx, loader, state):
-                state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum, scheduler=scheduler)
-                values, _ = accel.metrics.running_metrics(loss="mean").add(batch.weight, loss=loss).read(ctx)
-                due = state.updates % every == 0 or state.updates == steps
-                if due:
-                    values["accuracy"] = accuracy(ctx, model, test_loader)
-                    accel.print(ctx, f"step {state.updates}: {values}", flush=True)
-                accel.log(ctx, trackers, values, step=state.updates)
-                if due:
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                if state.updates == steps:
-                    break
+            batch = next(batches)
+            state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum, scheduler=scheduler)
+            values, _ = accel.metrics.running_metrics(loss="mean").add(batch.weight, loss=loss).read(ctx)
+            due = state.updates % every == 0 or state.updates == steps
+            if due:
+                values["accuracy"] = accuracy(ctx, model, test_loader)
+                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
+            accel.log(ctx, trackers, values, step=state.updates)
+            if due:
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
     seen = [loader.dataset[at][0][0] for at in range(32)]
     accel.save(ctx, {"pictures": torch.stack(seen)}, f"{out}/pictures.safetensors")
 

@@ -37,25 +37,24 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         metrics = accel.metrics.running_metrics(loss="mean")
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for batch in accel.batches(ctx, loader, state):
-                inputs, targets = batch.data
-                state = state.next(batch)
-                with accel.accumulate(ctx, state):  # without the model: there is nothing to exchange
-                    loss = cross_entropy(model(inputs), targets)
-                    state = accel.backward(ctx, loss, state)
-                state = accel.optimizer_step(ctx, optimizer, state)
-                last = state.updates == steps
-                local = local_sgd_step(ctx, model, local, optimizer=optimizer, last=last)
-                metrics = metrics.add(batch.weight, loss=loss)
-                if local.taken == 0:  # an average: the one message of eight steps, and another for the metrics
-                    values, metrics = metrics.read(ctx)
-                    values["accuracy"] = accuracy(ctx, model, test_loader)
-                    accel.log(ctx, trackers, values, step=state.updates)
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                    accel.print(ctx, f"step {state.updates}: {values}", flush=True)
-                if last:
-                    break
+            batch = next(batches)
+            inputs, targets = batch.data
+            state = state.next(batch)
+            with accel.accumulate(ctx, state):  # without the model: there is nothing to exchange
+                loss = cross_entropy(model(inputs), targets)
+                state = accel.backward(ctx, loss, state)
+            state = accel.optimizer_step(ctx, optimizer, state)
+            last = state.updates == steps
+            local = local_sgd_step(ctx, model, local, optimizer=optimizer, last=last)
+            metrics = metrics.add(batch.weight, loss=loss)
+            if local.taken == 0:  # an average: the one message of eight steps, and another for the metrics
+                values, metrics = metrics.read(ctx)
+                values["accuracy"] = accuracy(ctx, model, test_loader)
+                accel.log(ctx, trackers, values, step=state.updates)
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
+                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
 
 
 @torch.no_grad()

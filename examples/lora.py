@@ -69,22 +69,21 @@ def fit(ctx: accel.DistContext, model: nn.Module, rows: Tensor, *, steps: int, l
         items |= {"trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         metrics, every = accel.metrics.running_metrics(loss="mean"), max(1, steps // 20)
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for batch in accel.batches(ctx, loader, state):
-                inputs, targets = {"input_ids": batch.data[:, :-1]}, batch.data[:, 1:]
-                state, loss = accel.train_step(
-                    ctx, state, batch, model, optimizer, sum_of_losses, inputs=inputs, targets=targets,
-                    scheduler=scheduler, max_norm=1.0,
-                )  # fmt: skip
-                metrics = metrics.add(batch.weight, loss=loss)
-                if state.updates % every == 0 or state.updates == steps:
-                    values, metrics = metrics.read(ctx)
-                    values |= evaluate(ctx, model, test_loader)
-                    accel.log(ctx, trackers, values, step=state.updates)
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                    accel.print(ctx, f"{out}, step {state.updates}: {values}", flush=True)
-                if state.updates == steps:
-                    break
+            batch = next(batches)
+            inputs, targets = {"input_ids": batch.data[:, :-1]}, batch.data[:, 1:]
+            state, loss = accel.train_step(
+                ctx, state, batch, model, optimizer, sum_of_losses, inputs=inputs, targets=targets,
+                scheduler=scheduler, max_norm=1.0,
+            )  # fmt: skip
+            metrics = metrics.add(batch.weight, loss=loss)
+            if state.updates % every == 0 or state.updates == steps:
+                values, metrics = metrics.read(ctx)
+                values |= evaluate(ctx, model, test_loader)
+                accel.log(ctx, trackers, values, step=state.updates)
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
+                accel.print(ctx, f"{out}, step {state.updates}: {values}", flush=True)
     return accel.unwrap_model(model)
 
 

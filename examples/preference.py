@@ -89,23 +89,22 @@ def fit(
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         metrics, every = accel.metrics.running_metrics(loss="mean", preferred="mean"), max(1, steps // 20)
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for batch in accel.batches(ctx, loader, state):
-                state = state.next(batch)
-                with accel.accumulate(ctx, state, model):
-                    with accel.autocast(ctx):
-                        loss, preferred = objective(model, batch.data)
-                    state = accel.backward(ctx, loss, state)
-                state = accel.optimizer_step(ctx, optimizer, state, scheduler=scheduler, max_norm=1.0)
-                metrics = metrics.add(batch.weight, loss=loss, preferred=preferred)
-                if state.updates % every == 0 or state.updates == steps:
-                    values, metrics = metrics.read(ctx)
-                    values["upwards"] = sorts_upwards(ctx, model, test_loader)
-                    accel.log(ctx, trackers, values, step=state.updates)
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                    accel.print(ctx, f"{out}, step {state.updates}: {values}", flush=True)
-                if state.updates == steps:
-                    break
+            batch = next(batches)
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, model):
+                with accel.autocast(ctx):
+                    loss, preferred = objective(model, batch.data)
+                state = accel.backward(ctx, loss, state)
+            state = accel.optimizer_step(ctx, optimizer, state, scheduler=scheduler, max_norm=1.0)
+            metrics = metrics.add(batch.weight, loss=loss, preferred=preferred)
+            if state.updates % every == 0 or state.updates == steps:
+                values, metrics = metrics.read(ctx)
+                values["upwards"] = sorts_upwards(ctx, model, test_loader)
+                accel.log(ctx, trackers, values, step=state.updates)
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
+                accel.print(ctx, f"{out}, step {state.updates}: {values}", flush=True)
     return accel.unwrap_model(model)
 
 

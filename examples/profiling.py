@@ -54,16 +54,15 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
         def train(state: accel.TrainState, workers: int, end: int, profile: accel.trackers.Profile) -> accel.TrainState:
             plain = DataLoader(SlowImages(), batch_size=64, shuffle=True, num_workers=workers)
             loader = accel.prepare_loader(ctx, plain, global_batch=64)
+            batches = profile.data(accel.batches(ctx, loader, state, repeat=True))  # marks the wait for a batch
             while state.updates < end:
-                for batch in profile.data(accel.batches(ctx, loader, state)):  # marks the wait for a batch
-                    state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum)
-                    profile.step()
-                    values, _ = accel.metrics.running_metrics(loss="mean").add(batch.weight, loss=loss).read(ctx)
-                    accel.log(ctx, trackers, values, step=state.updates)
-                    if state.updates % every == 0 or state.updates == end:
-                        accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                    if state.updates == end:
-                        break
+                batch = next(batches)
+                state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum)
+                profile.step()
+                values, _ = accel.metrics.running_metrics(loss="mean").add(batch.weight, loss=loss).read(ctx)
+                accel.log(ctx, trackers, values, step=state.updates)
+                if state.updates % every == 0 or state.updates == end:
+                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
             return state
 
         for workers, end in [(0, steps // 2), (2, steps)]:

@@ -77,19 +77,18 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     with accel.tracking(ctx, "streaming", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
+        batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
-            for batch in accel.batches(ctx, loader, state):
-                lines = batch.data * batch.mask.to(ctx.device)[:, None]  # a stand-in has no byte that counts
-                count = (lines != 0).sum()
-                pair = {"inputs": lines, "targets": lines}
-                state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum, weight=count, **pair)
-                values, _ = accel.metrics.running_metrics(loss="mean").add(count, loss=loss).read(ctx)
-                accel.log(ctx, trackers, values, step=state.updates)
-                if state.updates % every == 0 or state.updates == steps:
-                    accel.print(ctx, f"step {state.updates}: {values['loss']:.4f} nats a byte", flush=True)
-                    accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                if state.updates == steps:
-                    break
+            batch = next(batches)
+            lines = batch.data * batch.mask.to(ctx.device)[:, None]  # a stand-in has no byte that counts
+            count = (lines != 0).sum()
+            pair = {"inputs": lines, "targets": lines}
+            state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum, weight=count, **pair)
+            values, _ = accel.metrics.running_metrics(loss="mean").add(count, loss=loss).read(ctx)
+            accel.log(ctx, trackers, values, step=state.updates)
+            if state.updates % every == 0 or state.updates == steps:
+                accel.print(ctx, f"step {state.updates}: {values['loss']:.4f} nats a byte", flush=True)
+                accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
 
 
 def loss_sum(output: Tensor, targets: Tensor) -> Tensor:

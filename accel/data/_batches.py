@@ -33,7 +33,7 @@ from accel.data._shards import BatchBounds, SampleCount, Shard, copies_of
 from accel.data._transfer import check_movable, moved
 from accel.data.stream._batches import stream_batches
 from accel.data.stream._loader import StreamLoader
-from accel.errors import AccelError, DataError
+from accel.errors import AccelError, ConfigError, DataError
 from accel.errors._checks import check_kind
 from accel.random import Key
 
@@ -96,24 +96,30 @@ def _not_the_data(expected: str, got: str) -> DataError:
 
 @context_first
 def batches(
-    ctx: DistContext, loader: Loader | StreamLoader, state: Positioned | Cursor | None = None
+    ctx: DistContext,
+    loader: Loader | StreamLoader,
+    state: Positioned | Cursor | None = None,
+    *,
+    repeat: bool = False,
 ) -> Generator[Batch]:
-    """Yield this rank's batches from a position to the end of its epoch. A collective at the first batch.
+    """Yield this rank's batches from a position to the end of its epoch. A collective at an epoch's first batch.
 
     All ranks take equally many steps. A start in the middle costs as much as one at the beginning. Before the first
-    batch, ranks compare their cursors, plans and samplers in one message; none follows it. Over a stream, every batch
-    is a collective, because only its readers know where it ends.
+    batch, ranks compare their cursors, plans and samplers in one message; none follows it in the epoch. Over a stream,
+    every batch is a collective, because only its readers know where it ends.
 
     Args:
         ctx: the context that the loader was prepared for.
         loader: from `prepare_loader`.
         state: the start position, a `TrainState` or a cursor. Without one, a pass from the start, as for evaluation.
+        repeat: whether the next epoch follows the end of an epoch, without end, for loops over a number of steps.
 
     Yields:
         Batches, their tensors on the context's device.
 
     Raises:
         StepError: a state that waits for `backward` or `optimizer_step`.
+        ConfigError: `repeat` without a position.
         DataError: a loader that is not prepared, or prepared for another rank; a cursor of another dataset or order;
             another length of the dataset than before; a sampler that fails or yields nothing; on every rank. Also a
             batch that cannot be read, on the rank that reads it; the others raise `PeerError` in their next collective.
@@ -132,12 +138,39 @@ def batches(
     ctx.comm.check_open()
     with shared_failure(ctx.comm, Call("batches", site=call_site())):
         cursor = cursor_of(state)
+        if repeat and state is None:
+            raise ConfigError(
+                "a pass without a position ends with its epoch",
+                expected="a state or a cursor beside repeat=True",
+                got="none",
+                where="batches, repeat=",
+                fix="Pass the state: accel.batches(ctx, loader, state, repeat=True).",
+            )
+    while True:
+        after = cursor
+        with contextlib.closing(_one_pass(ctx, loader, state, cursor)) as epoch:
+            for batch in epoch:
+                try:
+                    yield batch
+                except GeneratorExit:  # the loop was left: the next pass may not begin at its start again
+                    if state is not None and not repeat:  # a loop over steps ends within an epoch
+                        loader.passes.leave(batch.start, batch.next)
+                    raise
+                after = batch.next
+        if state is not None:
+            loader.passes.complete(state, cursor)
+        if not repeat:
+            return
+        state = cursor = after
+
+
+def _one_pass(
+    ctx: DistContext, loader: Loader | StreamLoader, state: Positioned | Cursor | None, cursor: Cursor
+) -> Generator[Batch]:
+    """Yield the batches of the rest of an epoch."""
     if isinstance(loader, StreamLoader):
-        yield from _stream_batches(ctx, loader, state, cursor)
-    else:
-        yield from _sharded_batches(ctx, loader, state, cursor)
-    if state is not None:
-        loader.passes.complete(state, cursor)
+        return _stream_batches(ctx, loader, state, cursor)
+    return _sharded_batches(ctx, loader, state, cursor)
 
 
 def cursor_of(state: Positioned | Cursor | None) -> Cursor:
@@ -157,12 +190,7 @@ def _stream_batches(
     asked = perf_counter()
     for data, step in stream_batches(ctx, loader, state, cursor):
         wait = perf_counter() - asked
-        try:
-            yield Batch(data, step.valid, step.rows, step.is_last, step.next, start, step.duplicate, asked, wait)
-        except GeneratorExit:
-            if state is not None:
-                loader.passes.leave(start, step.next)
-            raise
+        yield Batch(data, step.valid, step.rows, step.is_last, step.next, start, step.duplicate, asked, wait)
         asked = perf_counter()
         start = step.next
 
@@ -188,12 +216,7 @@ def _sharded_batches(
     for data, part in moved(read, ctx.streams, ctx.containers, ahead=loader.num_workers > 0):
         valid = part.valid if copies == 1 else SampleCount(part.valid, part.valid.world, copies)
         wait = perf_counter() - asked
-        try:
-            yield Batch(data, valid, part.rows, part.is_last, part.next, start, duplicate, asked, wait)
-        except GeneratorExit:  # the loop was left: the next pass may not begin at its start again
-            if state is not None:
-                loader.passes.leave(start, part.next)
-            raise
+        yield Batch(data, valid, part.rows, part.is_last, part.next, start, duplicate, asked, wait)
         asked = perf_counter()
         start = part.next
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: their items, hooks as folders of files, a step for `save_state`, the state from `load_state`."""
+"""Checkpoints: a step for `save_state`, the state from `load_state`, and the folders of both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._script import ScopePass, Script, prepared
+from accel.migrate._items import counted
+from accel.migrate._script import ScopePass, Script
 from accel.migrate._tree import (
     Lines,
     Remarks,
@@ -17,6 +18,7 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
+    children,
     expression,
     full_name,
     leading,
@@ -31,154 +33,11 @@ from accel.migrate._tree import (
     with_block,
 )
 
-_POSITION = "the state holds the position in the data: nothing is skipped by hand"
-_HOOKS = {"register_save_state_pre_hook": "save", "register_load_state_pre_hook": "load"}
 _NEWEST = "accel.resume finds the newest checkpoint, or begins anew: the search by hand is left out"
 _FOLDER = (
     "checkpoints are folders step-N of one folder, named by optimizer steps; folders of Accelerate are not read here"
 )
-
-
-def restores(script: Script, scope: cst.CSTNode, before: cst.CSTNode) -> list[cst.CSTNode]:
-    """Return the statements beside a loop, and before it, that load a state."""
-    for node in walk(scope):
-        body = getattr(node, "body", None)
-        if isinstance(body, (list, tuple)) and any(each is before for each in cast("tuple[object, ...]", body)):
-            found: list[cst.CSTNode] = []
-            for each in cast("tuple[cst.CSTNode, ...]", body):
-                if each is before:
-                    return found
-                if any(script.method(call) in ("load_state", "save_state") for call in calls(each)):
-                    found.append(each)
-    return []
-
-
-class Items:
-    """The items of a scope's checkpoints, and what its loops need for a resume."""
-
-    def __init__(self, script: Script, notes: Remarks, scope: cst.CSTNode) -> None:
-        self._script = script
-        self._notes = notes
-        methods = {script.method(call) for call in calls(scope)}
-        self.used = bool(methods & {"save_state", "load_state"})
-        self._loads = "load_state" in methods
-        self._scope = scope
-
-    def made(self) -> list[cst.BaseStatement]:
-        """Return the lines that make the items, if the scope saves or loads any."""
-        if not self.used:
-            return []
-        held = self._held()
-        pairs = [f'"{_item_name(self._script, name)}": {name}' for name, test in held.items() if not test]
-        line = f"items = {{{', '.join(pairs)}}}"
-        if len(line) > 100:
-            line = "items = {\n" + "".join(f"    {pair},\n" for pair in pairs) + "}"
-        made: list[cst.BaseStatement] = [cst.parse_statement(line)]
-        models = [name for name in held if name in self._script.models]
-        listed = self._script.free("prepared", "prepared_models") if any(held[name] for name in models) else ""
-        hooks = self._hooks(models, listed)
-        if hooks and listed:
-            made.append(cst.parse_statement(f"{listed} = [{', '.join(name for name in models if not held[name])}]"))
-        for test in dict.fromkeys(test for test in held.values() if test):
-            names = [name for name, each in held.items() if each == test]
-            lines = "".join(f'    items["{_item_name(self._script, name)}"] = {name}\n' for name in names)
-            if hooks:
-                lines += "".join(f"    {listed}.append({name})\n" for name in names if name in models)
-            made.append(cst.parse_statement(f"if {test}:\n{lines}"))
-        if hooks:
-            text = "".join(f"    {kind}=lambda folder: {call},\n" for kind, call in hooks.items())
-            made.append(cst.parse_statement(f'items["hooks"] = accel.items.Folder(\n{text})'))
-        script = self._script
-        if any(script.method(call) == "init_trackers" for call in calls(self._scope)):
-            kept = f'items["trackers"] = {script.trackers}'
-            made.append(cst.parse_statement(f"if {script.tracked_if}:\n    {kept}\n" if script.tracked_if else kept))
-        return made
-
-    def _held(self) -> dict[str, str]:
-        """Return what is prepared or registered, with the condition under which it is; empty where it always is."""
-        script = self._script
-        found = prepared(script, self._scope)
-        return {name: test for name, test in found.items() if name and name not in script.loaders and "." not in name}
-
-    def _hooks(self, models: list[str], listed: str) -> dict[str, str]:
-        """Return the calls of the hooks of saves and loads, on a new list of models that a hook may empty."""
-        script = self._script
-        given = f"list({listed})" if listed else f"[{', '.join(models)}]"
-        found: dict[str, str] = {}
-        for call in calls(self._scope):
-            kind = _HOOKS.get(script.method(call), "")
-            hook = full_name(call.args[0].value) if kind and call.args else ""
-            function = script.functions.get(hook)
-            if function is None or len(function.params.params) != (3 if kind == "save" else 2) or kind in found:
-                continue
-            weights = f"{_weights(script, function, models, listed)}, " if kind == "save" else ""
-            found[kind] = f"{hook}({given}, {weights}folder)"
-            script.hooked.add(hook)
-        return found
-
-    def outer(self, loop: cst.BaseStatement) -> cst.BaseStatement:
-        """Begin the loop over epochs at the state's epoch, and leave out what skips batches."""
-        if not self._loads:
-            return loop
-        loop = _skipped(self._script, self._notes, loop)
-        call = counted(loop)
-        if call is not None and len(call.args) == 1:
-            begin = cst.Arg(expression(f"{self._script.state}.epoch"))
-            args = [begin, call.args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
-            return loop.with_changes(iter=call.with_changes(args=args))
-        return loop
-
-    def inner(self, loop: cst.For) -> cst.BaseStatement:
-        """Leave out what skips batches of the innermost loop by its counter."""
-        return loop
-
-
-def counted(loop: cst.CSTNode) -> cst.Call | None:
-    """Return the call of `range` that a loop counts by."""
-    call = loop.iter if isinstance(loop, cst.For) else None
-    return call if isinstance(call, cst.Call) and full_name(call.func) == "range" else None
-
-
-def _item_name(script: Script, name: str) -> str:
-    for kind, names in (
-        ("model", script.models),
-        ("optimizer", script.optimizers),
-        ("scheduler", script.schedulers),
-    ):
-        if names == {name}:
-            return kind
-    return name
-
-
-def _skipped(script: Script, notes: Remarks, loop: cst.BaseStatement) -> cst.BaseStatement:
-    lines = Lines()
-    for node in block(loop):
-        skips = any(script.method(call) == "skip_first_batches" for call in calls(node))
-        if skips and isinstance(node, (cst.If, cst.SimpleStatementLine)):
-            lines.hold([notes.change(_POSITION)])
-            lines.drop(node)
-        else:
-            lines.add(node)
-    return with_block(cast(cst.For, loop), lines.body)
-
-
-def _weights(script: Script, function: cst.FunctionDef, models: list[str], listed: str) -> str:
-    """Return the state dicts that a hook of saves gets; where it only drops them, as many empty ones."""
-    name = function.params.params[1].name.value
-    reads = 0
-    for node in walk(function.body):
-        if isinstance(node, cst.Call):
-            dropped = full_name(node.func) in (f"{name}.pop", f"{name}.clear")
-            reads -= dropped or (full_name(node.func) == "len" and full_name(node.args[0].value) == name)
-        elif isinstance(node, cst.If):
-            reads -= text_of(node.test) == name
-        elif isinstance(node, cst.Name):
-            reads += node.value == name
-    if listed:
-        return (
-            f"[accel.get_state_dict({script.ctx}, each) for each in {listed}]" if reads else f"[{{}} for _ in {listed}]"
-        )
-    return f"[{', '.join(f'accel.get_state_dict({script.ctx}, {each})' if reads else '{}' for each in models)}]"
+_BESIDE = "files beside a save are no part of it, and keep= spares its folder; accel.items.Folder(save=) takes them in"
 
 
 class Checkpoints(ScopePass):
@@ -187,7 +46,7 @@ class Checkpoints(ScopePass):
     @override
     def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
         body = node.body if isinstance(node, cst.FunctionDef) else node
-        made = any(f"{self._script.state} = accel.train_state" in text_of(each) for each in _lines(body))
+        made = any(f"{self._script.state} = accel.train_state" in text_of(each) for each in _own_lines(body))
         methods = {self._script.method(call) for call in calls(body)}
         if not made or not methods & {"save_state", "load_state"}:
             return node
@@ -196,6 +55,15 @@ class Checkpoints(ScopePass):
 
 def _lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
     return (each for each in walk(node) if isinstance(each, cst.SimpleStatementLine))
+
+
+def _own_lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
+    """Yield the lines of a scope, without those of functions in it."""
+    for each in children(node):
+        if isinstance(each, cst.SimpleStatementLine):
+            yield each
+        elif not isinstance(each, (cst.FunctionDef, cst.ClassDef)):
+            yield from _own_lines(each)
 
 
 class _Scope(cst.CSTTransformer):
@@ -300,7 +168,7 @@ class _Scope(cst.CSTTransformer):
                 lines.drop(node)
             elif saves and self._names_save(node):
                 path = targets(node)[0]
-                lines.hold(leading(node))
+                lines.hold([*leading(node), *self._written_into(path)])
             else:
                 lines.add(node)
         if len(lines.body) == len(updated_node.body) and not keep and not path:
@@ -314,6 +182,15 @@ class _Scope(cst.CSTTransformer):
             return False
         saves = (call for call in calls(self._scope) if self._script.method(call) == "save_state" and call.args)
         return any(full_name(call.args[0].value) == targets(node)[0] for call in saves)
+
+    def _written_into(self, path: str) -> list[cst.EmptyLine]:
+        """Return a mark where calls other than messages get the path of a save."""
+        for call in calls(self._scope):
+            name = self._script.method(call) or full_name(call.func)
+            values = [arg.value for arg in call.args if not isinstance(arg.value, cst.FormattedString)]
+            if any(path in loads(each) for each in values) and name not in ("save_state", "load_state", "print", "str"):
+                return [self._notes.change(_BESIDE)]
+        return []
 
     def _is_path(self, node: cst.BaseStatement) -> bool:
         names = targets(node)

@@ -9,7 +9,7 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._checkpoints import Items, restores
+from accel.migrate._items import Items, restores
 from accel.migrate._reading import Body, Gathers, Reading, aliases_in, marked, read_loop, retarget
 from accel.migrate._script import ScopePass, Script
 from accel.migrate._tree import (
@@ -41,6 +41,10 @@ _OUTPUTS = (
     'Precision(outputs="fp32"), or .float()'
 )
 _SHARE = "batch_size= is that of each rank, as before; prepare_loader(global_batch=) cuts one batch over all ranks"
+
+
+# methods that run no model, whatever they are given
+_IDLE = ("train", "eval", "parameters", "named_parameters", "requires_grad_", "state_dict", "append", "extend")
 
 
 def _backwards(script: Script, node: cst.CSTNode) -> list[cst.Call]:
@@ -278,7 +282,7 @@ class _Loop(cst.CSTTransformer):
         running = [name for name in names if not name.startswith("*")]
         running += _models_of(script, inside.body) if len(running) < len(names) else []
         start, end = _forward(script, inside.body, loss, running)
-        start = start if begin is None else min(begin, start)
+        start = start if begin is None else begin
         held = [*early.rest(), *inside.rest()]
         window = self._accumulated(
             inside.body[start:], end - start, led_by(backward, [*held, *leading(backward)]), loss, names, running
@@ -441,7 +445,7 @@ def _runs(script: Script, node: cst.CSTNode, names: Sequence[str]) -> bool:
     """Whether a statement calls a model, or hands one to a function."""
     for call in calls(node):
         _owner, name = method_of(call)
-        if name in ("train", "eval", "parameters", "named_parameters", "requires_grad_", "state_dict"):
+        if name in _IDLE:
             continue
         if script.method(call):
             continue

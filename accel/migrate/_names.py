@@ -129,9 +129,13 @@ class Names(cst.CSTTransformer):
         if name == "init_trackers":
             return self._tracking.begun(updated)
         if name == "log":
-            if len(original.args) < 2 and not self._has_state():
-                self._decide("the step of these values: no loop stands in this function", "trackers")
-            return self._tracking.logged(updated)
+            step = argument(original, "step", 1)
+            epochs = step is not None and len(self._script.log_steps) > 1 and "epoch" in text_of(step)
+            if (step is None or epochs) and not self._has_state():
+                what = "the step of these values: no loop stands in this function"
+                self._decide("one count for the steps of all values: they only grow" if epochs else what, "trackers")
+                return self._tracking.logged(updated)
+            return self._tracking.logged(updated, in_steps=epochs)
         if name == "end_training":
             return cst.parse_expression(f"accel.end_trackers({self._script.ctx}, {self._script.trackers})")
         if name == "get_tracker":
@@ -389,7 +393,7 @@ class Names(cst.CSTTransformer):
         if any(script.is_attribute(each, "is_main_process") for each in walk(original_node.test)):
             for call in calls(original_node.body):
                 name = script.method(call) or full_name(call.func)
-                if name in ("save", "save_model", "get_state_dict") or name in script.collective:
+                if name in ("save", "save_model", "get_state_dict", "save_state") or name in script.collective:
                     self._decide(f"which lines of this block rank 0 alone runs: every rank calls {name}")
         if updated_node.test.lpar and not original_node.test.lpar:
             return updated_node.with_changes(test=updated_node.test.with_changes(lpar=[], rpar=[]))

@@ -394,16 +394,25 @@ def _is_total(node: cst.CSTNode) -> bool:
 
 
 class _Shrink(cst.CSTTransformer):
-    """Leave `* accelerator.num_processes` out of a schedule."""
+    """Leave `* accelerator.num_processes` out of a schedule, and a division of its steps by them."""
 
     def __init__(self, script: Script) -> None:
         super().__init__()
         self._script = script
+        self._steps: set[str] = set()
+
+    @override
+    def visit_Lambda_body(self, node: cst.Lambda) -> None:
+        self._steps |= {param.name.value for param in node.params.params}
 
     @override
     def leave_BinaryOperation(
         self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
     ) -> cst.BaseExpression:
+        divides = isinstance(updated_node.operator, (cst.Divide, cst.FloorDivide))
+        ranks = self._script.is_attribute(updated_node.right, "num_processes")
+        if divides and ranks and self._steps & loads(updated_node.left):
+            return updated_node.left
         return without_ranks(self._script, updated_node)
 
     @override

@@ -12,6 +12,8 @@ from typing_extensions import override
 
 from accel.errors import ConfigError
 from accel.migrate._checkpoints import Checkpoints
+from accel.migrate._guards import asks_main, calls_all, opened
+from accel.migrate._layout import Fit, with_comments
 from accel.migrate._loops import Training
 from accel.migrate._names import Names
 from accel.migrate._reading import Evaluation, Lengths
@@ -20,7 +22,6 @@ from accel.migrate._session import Sessions
 from accel.migrate._tree import (
     DECIDE,
     MARK,
-    Fit,
     Lines,
     Remarks,
     argument,
@@ -41,7 +42,6 @@ from accel.migrate._tree import (
     text_of,
     walk,
     with_block,
-    with_comments,
 )
 from accel.migrate._window import HandedTrackers
 
@@ -132,14 +132,8 @@ class Before(cst.CSTTransformer):
             if not chosen:
                 return cst.RemoveFromParent()
             return cst.FlattenSentinel([led_by(chosen[0], [*leading(updated_node), *leading(chosen[0])]), *chosen[1:]])
-        if not any(script.is_attribute(each, "is_main_process") for each in walk(original_node.test)):
-            return updated_node
-        if updated_node.orelse is None and _calls_all(script, original_node):
-            test = _without_rank(script, updated_node.test)
-            if test is not None:
-                return updated_node.with_changes(test=test)
-            first = led_by(body[0], [*leading(updated_node), *leading(body[0])])
-            return cst.FlattenSentinel([first, *body[1:]])
+        if updated_node.orelse is None and asks_main(script, original_node.test) and calls_all(script, original_node):
+            return cst.FlattenSentinel(opened(script, updated_node))
         return updated_node
 
 
@@ -151,21 +145,6 @@ def _asks_version(test: cst.BaseExpression) -> bool | None:
     if isinstance(operator, (cst.GreaterThan, cst.GreaterThanEqual)):
         return True
     return False if isinstance(operator, (cst.LessThan, cst.LessThanEqual)) else None
-
-
-def _without_rank(script: Script, test: cst.BaseExpression) -> cst.BaseExpression | None:
-    """Return a condition without its part for the main process; None where nothing else is asked."""
-    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
-        for part, other in ((test.left, test.right), (test.right, test.left)):
-            if script.is_attribute(part, "is_main_process"):
-                return other
-    return None
-
-
-def _calls_all(script: Script, node: cst.If) -> bool:
-    """Whether a guard for one rank has calls that every rank makes."""
-    every = ("init_trackers", "save_state", "log")
-    return any(script.method(call) in every for each in block(node) for call in calls(each))
 
 
 class _Scaffold(cst.CSTTransformer):

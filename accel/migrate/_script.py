@@ -163,8 +163,11 @@ class Script:
         self.hooked: set[str] = set()  # functions of hooks that an item calls
         self.windows = "accumulate" in methods or self.accumulation is not None
         self.trackers = self._free(("trackers", "run_trackers"), module)
-        self.collective = self._reaching(("save", "save_model", "get_state_dict"))
+        self.collective = self._reaching(("save", "save_model", "get_state_dict", "save_state"))
         self._taken_names = loads(module)
+        logs = [call for call in calls(module) if self.method(call) == "log"]
+        self.log_steps = {text_of(step) if (step := argument(call, "step", 1)) else "" for call in logs}
+        self.loggers = {name for name, value in self.assigned.items() if self.is_call(value, "get_logger")}
         self.synced = self.free("synced", "window_ends")  # whether a window ends, behind its step
 
     def free(self, *choices: str) -> str:
@@ -199,6 +202,10 @@ class Script:
         if first in self.modules and rest:
             return rest.rpartition(".")[2]
         return ""
+
+    def is_call(self, node: cst.CSTNode | None, name: str) -> bool:
+        """Whether an expression calls a function of Accelerate."""
+        return isinstance(node, cst.Call) and self.origin(node.func) == name
 
     def makes(self, node: cst.CSTNode | None) -> bool:
         """Whether an expression makes an Accelerator or its state."""

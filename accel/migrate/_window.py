@@ -310,16 +310,21 @@ class Tracking:
                 return _keywords(element.value)
         return ""
 
-    def logged(self, call: cst.Call) -> cst.BaseExpression:
-        """Return the call that logs values."""
+    def logged(self, call: cst.Call, *, in_steps: bool = False) -> cst.BaseExpression:
+        """Return the call that logs values; in steps of the optimizer where another step is left out."""
         args = [arg for arg in call.args if not arg.keyword or arg.keyword.value not in ("log_kwargs",)]
+        if in_steps:
+            args = [arg for arg in args[:1] + args[2:] if not arg.keyword or arg.keyword.value != "step"]
+            call = call.with_changes(args=args)
+            self._change("values of an epoch are logged by the optimizer's steps, as others are: they only grow")
         plain = [arg for arg in args if arg.keyword is None]
         if len(plain) > 1:
             args[1] = args[1].with_changes(keyword=cst.Name("step"), equal=_EQUAL)
         elif argument(call, "step") is None:
             step = cst.Arg(expression(f"{self._script.state}.updates"), keyword=cst.Name("step"), equal=_EQUAL)
             args = [args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT), step]
-            self._change("log needs a step: that of the optimizer")
+            if not in_steps:
+                self._change("log needs a step: that of the optimizer")
         first = [cst.Arg(cst.Name(self._script.ctx)), cst.Arg(cst.Name(self._script.trackers))]
         if isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace):
             comma = cst.Comma(whitespace_after=call.whitespace_before_args)

@@ -22,6 +22,7 @@ from hypothesis import given, settings, strategies as st
 
 import accel
 from accel.migrate import FileResult, migrate_bytes
+from accel.testing import simulate
 
 PAIRS = sorted((Path(__file__).parent / "pairs").glob("*.before"))
 SOURCES = sorted((Path(accel.__file__).parent / "migrate").glob("*.py"))
@@ -89,6 +90,18 @@ def run_written(name: str, *words: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_written_script_trains(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run_written("plain", monkeypatch=monkeypatch)
     assert re.search(r"epoch 2: \d+ right\ndone\n", capsys.readouterr().out)
+
+
+def test_the_main_process_alone_does_what_it_did_and_all_ranks_save(tmp_path: Path) -> None:
+    found: dict[str, Any] = {"__name__": "guards"}
+    exec((Path(__file__).parent / "pairs" / "guards.after").read_text(), found)
+    args = {"out": str(tmp_path), "trackers": "jsonl", "epochs": 2, "every": 2, "limit": 1}
+    main, other = simulate(lambda ctx: found["main"](ctx, args), world_size=2)
+    assert main == ["began", "saved 2", "epoch 0", "looked after 0", "saved 4", "epoch 1", "looked after 1"]
+    assert other == []
+    assert len(list(tmp_path.glob("step-*/head/weights.bin"))) == 2  # files of the script's own, which keep= spares
+    items = json.loads((tmp_path / "step-00000004" / "manifest.json").read_text())["items"]
+    assert "part_1/weights.bin" in str(items["hooks"])  # by a method that a wrapper has not
 
 
 def test_loops_that_follow_each_other_carry_one_state() -> None:

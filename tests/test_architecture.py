@@ -34,8 +34,13 @@ LAYERS = [
     {"cli", "pytest_plugin"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-# a process of its own, which runs torch's elastic agent
-WITH_TORCH = {"launching/hosts/_agent.py", "launching/hosts/_round.py"}
+# a process of its own, which runs torch's elastic agent; a table of a model that exists, so torch is loaded
+WITH_TORCH = {
+    "launching/hosts/_agent.py",
+    "launching/hosts/_round.py",
+    "estimate/_fake_forward.py",
+    "estimate/_summary.py",
+}
 TORCH_FREE = {
     "errors",
     "lazy",

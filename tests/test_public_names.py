@@ -44,6 +44,7 @@ VERBS = (
     "autocast",
     "backward",
     "batches",
+    "estimate.summary",
     "gather_for_metrics",
     "latest_checkpoint",
     "log",

@@ -4,7 +4,8 @@
 Begin with `_model.py`: one description of a model's tensors, which every estimate reads. `_sources.py` makes it from
 code (`_build.py`), a configuration or headers. `_step.py` has the step and what a rank holds of model and activations;
 `_memory.py` adds that up moment by moment, `_cost.py` finds messages and time, `_choices.py` compares meshes by both.
-All but `_build.py` and `_sources.py` is pure. Names resolve on first use: headers and arithmetic do without torch.
+`_summary.py` is apart: the table of a model that exists, with a forward by `_fake_forward.py`. The others are pure,
+but for `_build.py` and `_sources.py`. Names resolve on first use: headers and arithmetic do without torch.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
     from accel.estimate._model import Transformer, read_transformer
     from accel.estimate._sources import find_source, read_source
     from accel.estimate._step import EstimatedStep
+    from accel.estimate._summary import ModelSummary, ModuleRow, summary
 
 __all__ = [
     "EstimatedStep",
     "Hosts",
     "Input",
     "Job",
+    "ModelSummary",
+    "ModuleRow",
     "Transformer",
     "choose_meshes",
     "find_source",
@@ -39,6 +43,7 @@ __all__ = [
     "step_time",
     "step_traffic",
     "strategy_memory",
+    "summary",
 ]
 
 __getattr__ = exports(
@@ -51,6 +56,7 @@ __getattr__ = exports(
         "_model": ("Transformer", "read_transformer"),
         "_sources": ("find_source", "read_source"),
         "_step": ("EstimatedStep",),
+        "_summary": ("ModelSummary", "ModuleRow", "summary"),
     },
     {"Step": "The estimate of a step is `EstimatedStep`."},
 )

@@ -199,20 +199,20 @@ def kept_by_forward(
         name: each.detach().to(stored if each.requires_grad else None).requires_grad_(each.requires_grad)
         for name, each in model.named_parameters()
     }
-    own = {_storage(each)[0] for each in (*parameters.values(), *model.buffers())}
+    own = {storage_of(each)[0] for each in (*parameters.values(), *model.buffers())}
     storages: dict[int, Any] = {}  # kept alive, so that addresses stay unique
     copies: dict[int, Any] = {}
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten._to_copy.default and _storage(args[0])[0] in own:
-                key, storage = _storage(result)
+            if func is torch.ops.aten._to_copy.default and storage_of(args[0])[0] in own:
+                key, storage = storage_of(result)
                 copies[key] = storage
             return result
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        key, storage = _storage(tensor)
+        key, storage = storage_of(tensor)
         if key not in own:
             storages[key] = storage
         return tensor
@@ -249,7 +249,8 @@ def as_on_gpus() -> AbstractContextManager[object]:
     return AsOnGpus()
 
 
-def _storage(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
+def storage_of(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
+    """Return a tensor's storage, with a number that identifies it while it lives."""
     storage = tensor.untyped_storage()
     return storage._cdata, storage  # pyright: ignore[reportPrivateUsage] - tensors without memory have no address
 

@@ -63,6 +63,7 @@ from accel.comm._message import (
     start as start,
 )
 from accel.comm._rounds import peer_error as peer_error, receive_flat as receive_flat, send_flat as send_flat
+from accel.comm._threads import ThreadGroup as ThreadGroup, run_in_threads as run_in_threads
 from accel.comm._torch import (
     ReduceOp as ReduceOp,
     all_gather_flat as all_gather_flat,

@@ -170,6 +170,7 @@ def prepare_model(
     options = [own_options(each, plan, keywords) for each in spreads]
     _check_used(ctx, keywords, spreads)
     check_model(ctx, model, plan, keywords)
+    options = [_resolved(ctx, model, *each) for each in zip(spreads, options, strict=True)]
     prepared = model
     if spreads[-1].is_done(ctx, model):  # data parallelism, which comes last
         _check_free_of_options(keywords)
@@ -190,6 +191,13 @@ def prepare_model(
         watch_autocast(prepared, ctx.device.type, ctx.precision.compute)
     compile_as_set(ctx, prepared)
     return prepared
+
+
+def _resolved(ctx: DistContext, model: nn.Module, spread: Spread, options: SpreadOptions) -> SpreadOptions:
+    """Options that ranks decide on together. A collective for some models."""
+    if spread.resolve is None or ctx.world_size == 1 or spread.is_done(ctx, model):
+        return options
+    return spread.resolve(ctx, model, options)
 
 
 def compile_as_set(ctx: DistContext, model: nn.Module) -> None:

@@ -103,6 +103,8 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         is_done: whether the model is spread along it already. No communication.
         check: raises for a model that cannot be spread with these options. No communication, and nothing is changed.
         spread: spreads a model, from rank 0's values if there are some. A collective that mutates the model.
+        resolve: returns the options that ranks decide on together, after all checks and before anything changes. A
+            collective; None for the options as they are.
         replaces: whether the model has other parameters afterwards.
         takes_sparse: whether it exchanges sparse gradients.
     """
@@ -112,6 +114,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     is_done: Callable[[DistContext, nn.Module], bool]
     check: Callable[[DistContext, nn.Module, Any], None]
     spread: SpreadFunction
+    resolve: Callable[[DistContext, nn.Module, Any], SpreadOptions] | None = None
     replaces: bool
     takes_sparse: bool = False
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import accel
 from accel.errors import ConfigError, PrepareError
-from accel.parallel.axes.tensor._spread import match, rules_of
+from accel.parallel.axes.tensor._rules import match, rules_of
 from accel.parallel.axes.tensor._styles import STYLES, needed_heads, needed_packs, row_exchange
 
 

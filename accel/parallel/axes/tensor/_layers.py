@@ -30,6 +30,7 @@ from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel._labels import name_of
 from accel.parallel.axes.tensor._dropout import Streams
+from accel.parallel.axes.tensor._heads import with_own_heads
 from accel.parallel.axes.tensor._styles import (
     COLWISE,
     ROWWISE,
@@ -88,6 +89,8 @@ class LocalParameters(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
+        if self.accel_layer.rule.shares:
+            args, kwargs = with_own_heads(self.accel_layer.rule, self.accel_layer.group, args, kwargs)
         own = cast(Any, self).__dict__
         stored = own["_parameters"]
         own["_parameters"] = self.parameters_here(stored)
@@ -100,6 +103,15 @@ class LocalParameters(Mixin):
         """Return the tensors that forward uses in place of the parameters."""
         rule = self.accel_layer.rule
         return {name: None if each is None else local(each, rule) for name, each in stored.items()}
+
+
+class ReadParameters(LocalParameters):
+    """A module whose parameters others read without calling it."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a plain tensor in the place of a parameter, for whoever asks."""
+        value: Any = cast(Any, super()).__getattr__(name)
+        return local(value, self.accel_layer.rule) if isinstance(value, nn.Parameter) else value
 
 
 class GatherOutput(LocalParameters):
@@ -198,6 +210,8 @@ class Around(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
         layer = self.accel_layer
+        if layer.rule.shares:
+            args, kwargs = with_own_heads(layer.rule, layer.group, args, kwargs)
         args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: _entered(x, layer))
         return cast(Any, super()).forward(*args, **kwargs)
 
@@ -242,6 +256,7 @@ def mixin_for(rule: Rule) -> type[LocalParameters | Around] | None:
     return {
         "embedding_rowwise": Embedding,
         "multihead_attention": None,
+        "replicated_local": ReadParameters,
         "sequence_parallel_gather_output": GatherOutput,
         "copy_input": Around,
         "split_sequence": Around,

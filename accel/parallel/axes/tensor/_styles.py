@@ -43,6 +43,13 @@ def needed_heads(rows: int, heads: int, size: int) -> Sequence[Sequence[range]]:
     return [[range(at * head, (at + 1) * head)] for at in (rank * heads // size for rank in range(size))]
 
 
+def needed_queries(rows: int, width: int, size: int) -> Sequence[Sequence[range]]:
+    """Return the rows that each rank needs of queries and, behind them, one head of keys and one of values: its part of
+    the queries, and both heads. `width` is that of a head."""
+    part = (rows - 2 * width) // size
+    return [[range(rank * part, (rank + 1) * part), range(rows - 2 * width, rows)] for rank in range(size)]
+
+
 def row_exchange(rows: int, needed: Sequence[Sequence[range]], rank: int) -> RowExchange:
     """Return the all-to-all of one rank, from rows stored in equal parts in order to the `needed` rows of each rank,
     lowest first."""
@@ -61,7 +68,9 @@ def _common(stored: range, needed: Sequence[range]) -> list[int]:
 
 
 STYLES: tuple[str, ...] = get_args(TensorStyle)
-COLWISE = frozenset({"colwise", "colwise_gather_output", "packed_colwise_2", "packed_colwise_3"})
+COLWISE = frozenset({
+    "colwise", "colwise_gather_output", "packed_colwise_2", "packed_colwise_3", "multi_query_colwise",
+})  # fmt: skip
 ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_sequence"})
 COPYING = frozenset({"copy_input", "gather_sequence"})  # sums gradients of its input for all modules inside
 # its own parameters see a part of the tokens or of the heads on each rank, so their gradients are summands
@@ -83,6 +92,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         rows: number of rows of the parameters that ranks exchange before they compute; 0 where they exchange none.
         needed: those rows that each rank computes with, where they are not those that it stores.
         first: name of the first argument of its forward.
+        shares: places of the arguments of its forward that may have an entry for each head, by name.
+        heads: number of heads of the whole module, where it has `shares`.
         attributes: values for attributes of the module that speak of what one rank computes.
     """
 
@@ -94,18 +105,23 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     rows: int = 0
     needed: Sequence[Sequence[range]] = ()
     first: str = "input"
+    shares: Mapping[str, int] = {}
+    heads: int = 0
     attributes: Mapping[str, int] = {}
 
 
 def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, heads: int = 0) -> Rule:
     """Return the rule of a module without a problem; `heads` is the number of heads in its outputs, 0 where any rank
-    can divide them."""
+    can divide them, or the width of a head of "multi_query_colwise"."""
     dims = _dims(module, style)
     rows = uneven = 0
     needed: Sequence[Sequence[range]] = ()
     if style.startswith("packed_colwise"):
         rows = module.get_parameter("weight").shape[dims["weight"]]
         needed = needed_packs(rows, int(style[-1]), size)
+    elif style == "multi_query_colwise":
+        rows = module.get_parameter("weight").shape[dims["weight"]]
+        needed = needed_queries(rows, heads, size)
     elif style == "multihead_attention":
         rows = 3 * cast(nn.MultiheadAttention, module).embed_dim
         needed = needed_packs(rows, 3, size)
@@ -132,14 +148,14 @@ def problems_of(module: nn.Module, style: TensorStyle, size: int) -> Iterator[st
     names = [name for name, _ in module.named_parameters(recurse=False)]
     if style in _WITHOUT_PARAMETERS and names:
         yield f"{style} is of modules without parameters of their own, and it has {', '.join(names)}"
-    if style in ("replicated", "replicated_with_grad_allreduce") and isinstance(module, nn.RNNBase):
+    if style in ("replicated", "replicated_with_grad_allreduce", "replicated_local") and isinstance(module, nn.RNNBase):
         yield "a recurrent layer of torch keeps references to its parameters, which cannot be replaced"
     if isinstance(module, nn.ParameterList | nn.ParameterDict) and names:
         yield "a container of parameters has no forward; give each a module"
     if style in COLWISE | ROWWISE:
         yield from _linear_problems(module, style, size)
-    elif style == "embedding_rowwise":
-        yield from _embedding_problems(module, size)
+    elif style in ("embedding_rowwise", "embedding_colwise"):
+        yield from _embedding_problems(module, style, size)
     elif style == "multihead_attention":
         yield from _attention_problems(module, size)
 
@@ -184,8 +200,8 @@ def _dims(module: nn.Module, style: TensorStyle) -> dict[str, int]:
         return {name: dim for name, dim in (("weight", output_dim(module)), ("bias", 0)) if name in own}
     if style in ROWWISE:
         return {"weight": 1 - output_dim(module)}
-    if style == "embedding_rowwise":
-        return {"weight": 0}
+    if style in ("embedding_rowwise", "embedding_colwise"):
+        return {"weight": int(style == "embedding_colwise")}
     if style == "multihead_attention":
         return dict.fromkeys(sorted(own), 0)
     return {}
@@ -200,7 +216,7 @@ def _linear_problems(module: nn.Module, style: TensorStyle, size: int) -> Iterat
     packs = int(style[-1]) if style.startswith("packed") else 1
     length = weight.shape[dim]
     what = "outputs" if dim == output_dim(module) else "inputs"
-    if packs > 1 or style == "rowwise_split_input" or is_transposed(module):
+    if packs > 1 or style in ("rowwise_split_input", "multi_query_colwise") or is_transposed(module):
         if length % (packs * size):
             times = f"{packs} packs of " if packs > 1 else ""
             yield f"{length} {what}, not a multiple of {times}tp={size}"
@@ -208,11 +224,14 @@ def _linear_problems(module: nn.Module, style: TensorStyle, size: int) -> Iterat
         yield f"{length} {what}, too few for the last of tp={size}"
 
 
-def _embedding_problems(module: nn.Module, size: int) -> Iterator[str]:
+def _embedding_problems(module: nn.Module, style: TensorStyle, size: int) -> Iterator[str]:
     if not isinstance(module, nn.Embedding):
-        yield f"embedding_rowwise is of nn.Embedding, and it is {_named(module)}"
+        yield f"{style} is of nn.Embedding, and it is {_named(module)}"
         return
-    if leaves_ranks_out(module.num_embeddings, size):
+    if style == "embedding_colwise":
+        if module.embedding_dim % size:
+            yield f"{module.embedding_dim} features, not a multiple of tp={size}"
+    elif leaves_ranks_out(module.num_embeddings, size):
         yield f"{module.num_embeddings} embeddings, too few for the last of tp={size}"
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 from torch import nn
@@ -13,6 +13,8 @@ from torch import nn
 from accel.errors import PrepareError
 from accel.errors._checks import check_choice
 from accel.parallel._modules import matching, named_modules
+from accel.parallel.axes.tensor._example import example_of
+from accel.parallel.axes.tensor._found import found_plan
 from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
 from accel.parallel.axes.tensor._styles import COLWISE, is_linear
 from accel.topology import TensorStyle
@@ -194,6 +196,7 @@ def _around(path: str, top: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
+_KNOWN = ("GPT2Attention",)  # classes of transformers that declare nothing
 _EXPERTS = "moe_tp_experts"  # transformers' style of modules that are left to expert parallelism
 # Styles of transformers by the names that it gives them.
 _DECLARED: Mapping[str, TensorStyle] = {
@@ -209,14 +212,22 @@ _DECLARED: Mapping[str, TensorStyle] = {
 }
 
 
-def tensor_plan(model: nn.Module, *, sequence: bool = False, head: HeadStyle | None = None) -> dict[str, TensorStyle]:
+def tensor_plan(
+    model: nn.Module,
+    *,
+    sequence: bool = False,
+    head: HeadStyle | None = None,
+    example: Mapping[str, Any] | Sequence[Any] | None = None,
+) -> dict[str, TensorStyle]:
     """Return the styles by which `prepare` divides a model among the ranks along tp. Pure, no communication.
 
-    They are those that a model of transformers declares in its `tp_plan`. Of other models they are found where the
-    layers leave no doubt: torch's nn.MultiheadAttention, nn.Transformer and its layers, linear layers that follow each
-    other in an nn.Sequential with element-wise layers between, and GPT-2. Where several column-wise layers share an
-    input, the module around them sums its gradient once ("copy_input"). Experts are left out: every rank along tp holds
-    them whole, unless they are spread along ep.
+    They are those that a model of transformers declares in its `tp_plan`, and those of layers that leave no doubt:
+    torch's nn.MultiheadAttention, nn.Transformer and its layers, linear layers that follow each other in an
+    nn.Sequential with element-wise layers between, and GPT-2. For other models of transformers, and for any model with
+    an `example`, they are found in a forward without values, and proved for two ranks: a module that two simulated
+    ranks divide must give the outputs and gradients of the whole one, with other parameters, in float64, to 1e-10. What
+    is not proved stays whole. Where several column-wise layers share an input, the module around them sums its gradient
+    once ("copy_input"). Experts are left out: every rank along tp holds them whole, unless they are spread along ep.
 
     Args:
         model: without wrappers; adapters of peft may be in it.
@@ -225,6 +236,8 @@ def tensor_plan(model: nn.Module, *, sequence: bool = False, head: HeadStyle | N
         head: style of the layer that gives the logits: "colwise" leaves each rank those of its part of the vocabulary,
             for `vocab_cross_entropy`, and "colwise_gather_output" gathers them. An embedding tied to it is divided too.
             None for the style that the model declares.
+        example: arguments of the model's forward, by name or in order, to find the styles by; their values do not
+            matter. None for the model's own plan, or small inputs by the config of a model of transformers.
 
     Returns:
         Styles by pattern, where `*` is one component of a path; empty where nothing is known. Change it and
@@ -240,12 +253,31 @@ def tensor_plan(model: nn.Module, *, sequence: bool = False, head: HeadStyle | N
         >>> accel.parallel.tensor_plan(net)
         {'0': 'colwise', '2': 'rowwise'}
     """
-    styles = with_copies(model, known_styles(model) | _declared_styles(model))
+    if not sequence and finds(model, example):
+        styles = dict(found_plan(model, 2, example).styles) or known_styles(model)
+    else:
+        styles = with_copies(model, known_styles(model) | _declared_styles(model))
     if sequence:
         styles = with_sequence(model, styles)
     if head is not None:
         styles = with_head(model, styles, head)
     return _collapsed(styles, _paths_of(found_pairs(model)), [path for path, _ in named_modules(model)])
+
+
+def finds(model: nn.Module, example: object = None) -> bool:
+    """Return whether styles of a model are found in its forward, as it declares none that are known here. Pure."""
+    if example is not None:
+        return True
+    try:
+        is_known = bool(_declared_styles(model)) or any(type(each).__name__ in _KNOWN for each in model.modules())
+    except PrepareError:
+        is_known = False  # styles that have no counterpart here
+    return not is_known and example_of(model) is not None
+
+
+def collapsed(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
+    """Return styles by patterns, where all modules that one matches have the same style. Pure."""
+    return _collapsed(styles, (), [path for path, _ in named_modules(model)])
 
 
 def found_pairs(model: nn.Module) -> list[LinearPair]:

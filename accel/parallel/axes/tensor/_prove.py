@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proof of a plan for one module: simulated ranks compute what the whole module does, and its gradients.
+
+Parameters are drawn anew, as initial zeros hide a bias that is added twice, and all is in float64 without dropout.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from accel.comm import ThreadGroup, run_in_threads
+from accel.errors import PrepareError
+from accel.parallel._modules import named_modules
+from accel.parallel._private import forward_hooks, forward_pre_hooks
+from accel.parallel.axes.tensor._layers import Layer
+from accel.parallel.axes.tensor._rules import install, rules_of
+from accel.parallel.axes.tensor._styles import Rule, row_exchange
+from accel.parallel.axes.tensor._trace import ModuleCall, plain, tensors_in
+from accel.topology import TensorStyle
+
+_TOLERANCE = 1e-10
+_SUMMANDS = "replicated_with_grad_allreduce"
+
+
+class Verdict(NamedTuple):
+    """The result of a proof.
+
+    Attributes:
+        problem: the difference from the whole module; "" for none.
+        styles: the plan, with the parameters whose gradients are sums over ranks.
+        outputs: dimensions of the module's outputs that ranks hold parts of, by the output's place.
+    """
+
+    problem: str
+    styles: Mapping[str, TensorStyle]
+    outputs: Mapping[int, int] = {}
+
+
+class _ProofRun(NamedTuple):
+    outputs: list[Tensor]
+    inputs: Mapping[int, Tensor | None]
+    parameters: Mapping[str, Tensor | None]
+
+
+def prove(
+    module: nn.Module,
+    call: ModuleCall,
+    styles: Mapping[str, TensorStyle],
+    size: int,
+    *,
+    divided: Mapping[int, int] | None = None,
+) -> Verdict:
+    """Return whether a module that ranks divide computes as the whole one, in a call of its own. No communication.
+
+    `styles` are by path in the module; `divided` are dimensions of the call's inputs that ranks get parts of, by the
+    tensor's number. The module and torch's streams are unchanged.
+    """
+    with cast(Any, torch.random).fork_rng(devices=[]), torch.enable_grad():
+        whole = _redrawn(module)
+        values = _drawn_inputs(call)
+        expected = _run(whole, call, values, {}, None)
+        if not all(bool(torch.isfinite(each).all()) for each in expected.outputs):
+            return Verdict("the whole module's outputs are not finite", styles)
+        while True:
+            verdict, summands = _compared(whole, call, values, expected, styles, size, divided or {})
+            if not summands:
+                return verdict
+            styles = {**styles, **dict.fromkeys(summands, cast(TensorStyle, _SUMMANDS))}
+
+
+def _redrawn(module: nn.Module) -> nn.Module:
+    """A copy in float64 with other parameters."""
+    draw = torch.Generator().manual_seed(17)
+    memo: dict[int, object] = {}
+    for each in module.parameters():
+        values = torch.randn(each.shape, generator=draw, dtype=torch.float64, device="cpu")
+        if each.ndim > 1:
+            values /= max(each.shape[-1], 1) ** 0.5
+        memo[id(each)] = nn.Parameter(values)
+    for each in module.buffers():
+        memo[id(each)] = _values(each, draw) if each.is_meta else _in_float64(each.detach().to("cpu", copy=True))
+    whole = copy.deepcopy(module, memo).eval()
+    for each in whole.modules():
+        cast(Any, forward_hooks(each)).clear()
+        cast(Any, forward_pre_hooks(each)).clear()
+    return whole
+
+
+def _in_float64(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _values(like: Tensor, draw: torch.Generator) -> Tensor:
+    """Values of a tensor without any: those of positions for integers, others at random."""
+    if like.is_floating_point() or like.is_complex():
+        kind = torch.complex128 if like.is_complex() else torch.float64
+        return torch.randn(like.shape, generator=draw, dtype=kind)
+    if like.dtype == torch.bool:
+        values = torch.rand(like.shape, generator=draw) < 0.5
+        if like.ndim and like.shape[-1] > 1:  # no query without a key, whatever True means
+            values[..., 0], values[..., -1] = True, False
+        return values
+    last = like.shape[-1] if like.ndim else 1
+    return torch.arange(last).expand(like.shape).to(like.dtype).clone()
+
+
+def _drawn_inputs(call: ModuleCall) -> Mapping[int, Tensor]:
+    """Values of a call's tensors, by their number."""
+    draw = torch.Generator().manual_seed(23)
+    tensors = tensors_in((call.args, call.kwargs))
+    return {number: _values(each, draw) for number, each in zip(call.inputs, tensors, strict=True)}
+
+
+class _Wide(TorchFunctionMode):
+    """Lets a forward that computes in a narrower format compute in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("float", "half", "bfloat16"):
+            return args[0].double()
+        named: dict[str, Any] = kwargs or {}
+        return func(*map(_wide, args), **{name: _wide(each) for name, each in named.items()})
+
+
+def _wide(value: Any) -> Any:
+    is_narrow = isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)
+    return torch.float64 if is_narrow else value
+
+
+def _run(
+    module: nn.Module,
+    call: ModuleCall,
+    values: Mapping[int, Tensor],
+    divided: Mapping[int, int],
+    group: ThreadGroup | None,
+    shapes: Sequence[torch.Size] = (),
+) -> _ProofRun:
+    """Outputs, and gradients of a random function of them."""
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+    given: dict[int, Tensor] = {}
+    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for at, number in zip(places, call.inputs, strict=True):
+        if number not in given:
+            value = values[number] if group is None else _piece(values[number], divided.get(number), group)
+            given[number] = value.detach().clone().requires_grad_(leaves[at].requires_grad)
+        leaves[at] = given[number]
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    with torch.enable_grad(), _Wide():
+        outputs = tensors_in(plain(module(*args, **kwargs)))
+    draw = torch.Generator().manual_seed(29)
+    total = torch.zeros((), dtype=torch.float64)
+    for at, each in enumerate(outputs):
+        shape = shapes[at] if at < len(shapes) else each.shape
+        weights = torch.randn(shape, generator=draw, dtype=torch.float64)
+        if (dim := _divided_dim(shape, each.shape, group)) is not None and group is not None:
+            weights = weights.chunk(group.size(), dim)[group.rank()]
+        if each.requires_grad:
+            total = total + (each.double() * weights).sum()
+    if total.requires_grad:
+        cast(Any, total).backward()
+    own = {name: each.grad for name, each in module.named_parameters()}
+    return _ProofRun([each.detach() for each in outputs], {number: each.grad for number, each in given.items()}, own)
+
+
+def _divided_dim(whole: torch.Size, part: torch.Size, group: ThreadGroup | None) -> int | None:
+    """The dimension that ranks divide equally; None for none."""
+    if group is None or len(whole) != len(part):
+        return None
+    other = [dim for dim, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    return other[0] if len(other) == 1 and part[other[0]] * group.size() == whole[other[0]] else None
+
+
+class _RankLayer(Layer):
+    """The layer of a simulated rank."""
+
+    __slots__ = ()
+
+    def __init__(self, rule: Rule, group: ThreadGroup) -> None:
+        self.rule = rule
+        self.group = cast(Any, group)
+        self.rank = group.rank()
+        self.exchange = row_exchange(rule.rows, rule.needed, self.rank) if rule.needed else None
+
+
+def _part(whole: nn.Module, rules: Mapping[str, Rule], group: ThreadGroup) -> nn.Module:
+    """A rank's copy of a module, with its parts of the parameters."""
+    memo: dict[int, object] = {}
+    for path, rule in rules.items():
+        for name, each in whole.get_submodule(path).named_parameters(recurse=False):
+            values = _piece(each.detach(), rule.dims.get(name), group)
+            memo[id(each)] = nn.Parameter(values.clone())
+    part = copy.deepcopy(whole, memo)
+    install(part, rules, lambda rule: _RankLayer(rule, group))
+    return part
+
+
+def _piece(values: Tensor, dim: int | None, group: ThreadGroup) -> Tensor:
+    return values if dim is None else values.chunk(group.size(), dim)[group.rank()]
+
+
+def _compared(
+    whole: nn.Module,
+    call: ModuleCall,
+    values: Mapping[int, Tensor],
+    expected: _ProofRun,
+    styles: Mapping[str, TensorStyle],
+    size: int,
+    divided: Mapping[int, int],
+) -> tuple[Verdict, list[str]]:
+    """A verdict, and paths of modules whose gradients may be summands, where nothing else differs."""
+    try:
+        rules = rules_of(whole, styles, size)
+    except PrepareError as error:
+        return Verdict(error.got, styles), []
+    shapes = [each.shape for each in expected.outputs]
+
+    def work(group: ThreadGroup) -> tuple[ThreadGroup, _ProofRun]:
+        return group, _run(_part(whole, rules, group), call, values, divided, group, shapes)
+
+    try:
+        runs = run_in_threads(size, work)
+    except Exception as error:  # whatever a forward says of parts that do not fit
+        return Verdict(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}", styles), []
+    outputs: dict[int, int] = {}
+    for group, run in runs:
+        problem = next(_differences(expected, run, group, divided, outputs), "")
+        if problem:
+            return Verdict(problem, styles, outputs), []
+    dims = _dims_of(whole, rules)
+    wrong: list[str] = []
+    for name, want in expected.parameters.items():
+        got = [run.parameters[name] for _, run in runs]
+        path = name.rpartition(".")[0]
+        if rules[path].summands and dims.get(name) is None:
+            got = [None if any(each is None for each in got) else torch.stack(cast("list[Tensor]", got)).sum(0)] * size
+        pieces = [None if want is None else _piece(want, dims.get(name), group) for group, _ in runs]
+        if all(_equal(a, b) for a, b in zip(pieces, got, strict=True)):
+            continue
+        if dims.get(name) is not None or path in styles:
+            return Verdict(f"the gradient of {name}", styles, outputs), []
+        wrong.append(path)
+    return Verdict("", styles, outputs), list(dict.fromkeys(wrong))
+
+
+def _dims_of(whole: nn.Module, rules: Mapping[str, Rule]) -> Mapping[str, int | None]:
+    found: dict[str, int | None] = {}
+    for path, module in named_modules(whole):
+        for name, _ in module.named_parameters(recurse=False):
+            found[f"{path}.{name}" if path else name] = rules[path].dims.get(name)
+    return found
+
+
+def _differences(
+    expected: _ProofRun, run: _ProofRun, group: ThreadGroup, divided: Mapping[int, int], outputs: dict[int, int]
+) -> Iterator[str]:
+    """Differences of a rank's outputs and gradients of inputs from the whole module's. `outputs` gets divided ones."""
+    if len(expected.outputs) != len(run.outputs):
+        yield f"{len(run.outputs)} outputs, not {len(expected.outputs)}"
+        return
+    for at, (want, got) in enumerate(zip(expected.outputs, run.outputs, strict=True)):
+        dim = _divided_dim(want.shape, got.shape, group)
+        if dim is not None:
+            outputs[at] = dim
+        if not _equal(_piece(want, dim, group), got):
+            yield f"output {at}"
+    for at, (number, want) in enumerate(expected.inputs.items()):
+        piece = None if want is None else _piece(want, divided.get(number), group)
+        if not _equal(piece, run.inputs[number]):
+            yield f"the gradient of input {at}"
+
+
+def _equal(want: Tensor | None, got: Tensor | None) -> bool:
+    if want is None or got is None:
+        return want is got
+    if want.shape != got.shape:
+        return False
+    if not want.is_floating_point():
+        return torch.equal(want, got)
+    limit = _TOLERANCE * max(1.0, float(want.abs().max())) if want.numel() else 0.0
+    return bool(((want - got).abs() <= limit).all())  # False for NaN

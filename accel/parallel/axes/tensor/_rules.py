@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of a plan: the computation of each module on the ranks along tp, and the modules that compute so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import msgspec
+from torch import nn
+
+from accel.errors import PrepareError
+from accel.errors._checks import did_you_mean
+from accel.mixins import Mixin
+from accel.parallel._compile import add_within
+from accel.parallel._modules import matching, named_modules
+from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
+from accel.parallel.axes.tensor._layers import Attention, Layer, mixin_for
+from accel.parallel.axes.tensor._styles import (
+    COPYING,
+    STYLES,
+    Rule,
+    problems_of,
+    rule_for,
+    with_lora,
+)
+from accel.tensors import is_dtensor
+from accel.topology import TensorStyle
+
+WHERE = "prepare_model, plan.tensor"
+_FAST_PATHS: Mapping[type[nn.Module], Mapping[str, int]] = {
+    # torch's fused inference reads the parameters of modules that it never calls
+    nn.TransformerEncoderLayer: {"activation_relu_or_gelu": 0},
+    nn.TransformerEncoder: {"use_nested_tensor": 0},
+}
+
+
+def rules_of(
+    model: nn.Module, plan: Mapping[str, TensorStyle], size: int, *, is_stage: bool = False
+) -> dict[str, Rule]:
+    """Return the rule of each module that has parameters or that the plan names, by path.
+
+    Raises `PrepareError` with all problems. `is_stage`: modules without parameters are other stages', without a rule.
+    """
+    styles, problems = match(plan, [path for path, _ in named_modules(model)])
+    if is_stage:
+        full = (path for path in styles if any(True for _ in model.get_submodule(path).parameters()))
+        styles = {path: styles[path] for path in full}
+    styles = with_lora(model, {**_attention_outputs(model, styles), **styles}, problems)
+    known = {path: cast(TensorStyle, style) for path, style in styles.items() if style in STYLES}
+    complete = {**{path: "replicated" for path, module in named_modules(model) if _holds(module)}, **known}
+    rules: dict[str, Rule] = {}
+    attributes: dict[str, dict[str, int]] = {}
+    totals: dict[str, int] = {}
+    for path, style in cast("dict[str, TensorStyle]", complete).items():
+        module = model.get_submodule(path)
+        found = list(problems_of(module, style, size))
+        heads = heads_of(model, path, style, size)
+        problems += [f"{path or 'the model'}: {each}" for each in (*found, *heads.problems)]
+        if not found and not heads.problems:
+            rules[path] = rule_for(module, style, size, copied=_is_copied(path, known), heads=heads.number)
+            for holder, values in heads.attributes.items():
+                attributes.setdefault(holder, {}).update(values)
+            if heads.total:
+                holder = holder_of(model, path)
+                totals[holder] = max(heads.total, totals.get(holder, 0))
+    rules = _with_aliases(model, rules, known)
+    problems += _tied_problems(model, rules)
+    if problems:
+        raise _refused(problems, size)
+    return _with_shares(model, _with_attributes(model, rules, attributes), totals)
+
+
+def match(plan: Mapping[str, str], paths: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Return styles by path, and the problems of patterns, where `*` is one component of a path."""
+    listed = list(paths)
+    found: dict[str, str] = {}
+    by: dict[str, str] = {}
+    problems: list[str] = []
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            hint = did_you_mean(str(style), STYLES) or f"Styles are {', '.join(STYLES)}."
+            problems.append(f"{pattern}: unknown style {style!r}. {hint}".rstrip("."))
+        hits = matching(listed, pattern)
+        if not hits:
+            problems.append(f"{pattern}: matches no module")
+        for path in hits:
+            if path in found:
+                problems.append(f"{path}: both {by[path]!r} and {pattern!r} match it")
+            found[path], by[path] = style, pattern
+    return found, problems
+
+
+def _holds(module: nn.Module) -> bool:
+    """Whether a module has parameters that nothing has spread, as expert parallelism spreads those of experts."""
+    return any(not is_dtensor(each) for each in module.parameters(recurse=False))
+
+
+def _attention_outputs(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """The projection that ends an nn.MultiheadAttention, which nobody needs to name."""
+    paths = [path for path, style in styles.items() if style == "multihead_attention"]
+    named = {path: model.get_submodule(path) for path in paths}
+    return {f"{path}.out_proj": "rowwise" for path, each in named.items() if isinstance(each, nn.MultiheadAttention)}
+
+
+def _is_copied(path: str, styles: Mapping[str, str]) -> bool:
+    """Whether the nearest module around it that the plan names sums the gradients of its input."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path in styles:
+            return styles[path] in COPYING
+    return False
+
+
+def _with_aliases(model: nn.Module, rules: Mapping[str, Rule], styles: Mapping[str, str]) -> dict[str, Rule]:
+    """Rules where a module that only names a parameter of a divided layer inside of it, as heads do with the bias of
+    their decoder, has it divided alike."""
+    dims: dict[int, tuple[str, int]] = {}
+    for path, rule in rules.items():
+        for name, dim in rule.dims.items():
+            dims[id(model.get_submodule(path).get_parameter(name))] = path, dim
+    found = dict(rules)
+    for path, rule in rules.items():
+        own = model.get_submodule(path).named_parameters(recurse=False)
+        named = {name: dims[id(each)] for name, each in own if id(each) in dims}
+        if path not in styles and named and all(_is_inside(each, path) for each, _ in named.values()):
+            found[path] = msgspec.structs.replace(rule, dims={name: dim for name, (_, dim) in named.items()})
+    return found
+
+
+def _is_inside(path: str, around: str) -> bool:
+    return path.startswith(f"{around}." if around else "") and path != around
+
+
+def _with_shares(model: nn.Module, rules: Mapping[str, Rule], totals: Mapping[str, int]) -> dict[str, Rule]:
+    """Rules of attentions that take what has an entry for each head."""
+    found = dict(rules)
+    for path, heads in totals.items():
+        if shares := shares_of(model.get_submodule(path)):
+            found[path] = msgspec.structs.replace(found[path], shares=shares, heads=heads)
+    return found
+
+
+def _tied_problems(model: nn.Module, rules: Mapping[str, Rule]) -> list[str]:
+    """Parameters that two modules share must be divided alike."""
+    seen: dict[int, tuple[str, int | None]] = {}
+    found: list[str] = []
+    for path, rule in rules.items():
+        for name, parameter in model.get_submodule(path).named_parameters(recurse=False):
+            own = f"{path}.{name}" if path else name
+            dim = rule.dims.get(name)
+            first, other = seen.setdefault(id(parameter), (own, dim))
+            if other != dim:
+                found.append(f"{own}: tied to {first}, and {_split(dim)} beside {_split(other)}")
+    return found
+
+
+def _split(dim: int | None) -> str:
+    return "whole" if dim is None else f"split along dimension {dim}"
+
+
+def _with_attributes(
+    model: nn.Module, rules: Mapping[str, Rule], attributes: Mapping[str, Mapping[str, int]]
+) -> dict[str, Rule]:
+    found = {path: dict(values) for path, values in attributes.items()}
+    styled = [path for path, rule in rules.items() if rule.style != "replicated"]
+    for path, module in named_modules(model):
+        for kind, values in _FAST_PATHS.items():
+            if isinstance(module, kind) and any(each.startswith(f"{path}." if path else "") for each in styled):
+                found.setdefault(path, {}).update(values)
+    bare = {path: rules.get(path) or Rule(style="replicated") for path in (*rules, *found)}
+    return {path: msgspec.structs.replace(rule, attributes=found.get(path, {})) for path, rule in bare.items()}
+
+
+def _refused(problems: list[str], size: int) -> PrepareError:
+    listed = list(dict.fromkeys(problems))
+    shown = "; ".join(listed[:20]) + (f"; and {len(listed) - 20} more" if len(listed) > 20 else "")
+    return PrepareError(
+        "the model cannot be spread by this tensor-parallel plan",
+        expected=f"styles of its modules that {size} ranks along tp can share",
+        got=shown,
+        where=WHERE,
+        fix="Print accel.parallel.tensor_plan(model), change it, and pass it as accel.parallel.Plan(tensor=...).",
+    )
+
+
+def share_of(model: nn.Module, rules: Mapping[str, Rule]) -> float:
+    """Return the share of a model's parameters that ranks divide."""
+    divided: dict[int, int] = {}
+    for path, rule in rules.items():
+        for name, each in model.get_submodule(path).named_parameters(recurse=False):
+            if name in rule.dims:
+                divided[id(each)] = each.numel()
+    return sum(divided.values()) / max(sum(each.numel() for each in model.parameters()), 1)
+
+
+def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rule], Layer]) -> None:
+    """Let modules compute by their rules, each with a layer of its own. Those of one class stay of one class, for
+    torch.compile to compile once."""
+    modules: dict[type[Mixin], list[nn.Module]] = {}
+    for path, rule in rules.items():
+        module = model.get_submodule(path)
+        for name, value in rule.attributes.items():
+            setattr(module, name, value)
+        cast(Any, module).accel_layer = layer_of(rule)
+        modules.setdefault(mixin_for(rule) or Attention, []).append(module)
+    for mixin, own in modules.items():
+        add_within(own, mixin)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One forward of a model without values, recorded: operations, layers and calls of modules, as plain numbers."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from accel.parallel._modules import named_modules
+from accel.parallel._private import forward_hooks, forward_pre_hooks
+from accel.parallel.axes.tensor._styles import is_adapted, is_linear
+
+
+class Node(NamedTuple):
+    """An operation on tensors, or the call of a layer that is taken as one.
+
+    Attributes:
+        name: of torch's function; "linear layer" or "embedding" of a layer.
+        path: of the layer; "" of a function.
+        inputs: numbers of the tensors that it reads.
+        outputs: numbers of those that it gives, or changes in place.
+        text: its other arguments, and the shapes of its outputs.
+    """
+
+    name: str
+    path: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    text: str
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module.
+
+    Attributes:
+        path: of the module.
+        args: positional arguments, tensors without values.
+        kwargs: arguments by name.
+        inputs: numbers of its tensors, in the order of the leaves of `(args, kwargs)`.
+        outputs: numbers of the tensors that it returned.
+        nodes: its operations, a slice of the trace's.
+    """
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    nodes: range
+
+
+class ForwardTrace(NamedTuple):
+    """A recorded forward.
+
+    Attributes:
+        nodes: in the order of their run.
+        calls: in the order of their end.
+        outputs: numbers of the tensors that the model returned.
+        read: paths of modules whose parameters another module read.
+    """
+
+    nodes: Sequence[Node]
+    calls: Sequence[ModuleCall]
+    outputs: tuple[int, ...]
+    read: frozenset[str] = frozenset()
+
+    def signature(self, call: ModuleCall) -> str:
+        """Return a text that is equal for calls of equal operations on equal shapes, whatever the layers' paths."""
+        numbers: dict[int, int] = {}
+        digest = hashlib.sha256(repr([numbers.setdefault(each, len(numbers)) for each in call.inputs]).encode())
+        for at in call.nodes:
+            node = self.nodes[at]
+            places = [numbers.setdefault(each, len(numbers)) for each in (*node.inputs, *node.outputs)]
+            path = node.path[len(call.path) :] if node.path.startswith(call.path) else node.path
+            digest.update(repr((node.name, path, places, node.text)).encode())
+        digest.update(repr([numbers.get(each, -1) for each in call.outputs]).encode())
+        return digest.hexdigest()
+
+
+def tensors_in(tree: object) -> list[Tensor]:
+    """Return the tensors of a nesting of containers."""
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) -> ForwardTrace:
+    """Run a copy of a model on fake tensors, in eval, and record it. The model and torch's streams are unchanged.
+
+    Whatever a forward raises without values is raised.
+    """
+    fake: Any = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    with ExitStack() as stack, torch.enable_grad(), fake:
+        empty = _without_values(model)
+        recorder = _Recorder(_owners(empty))
+        dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
+        given: Any = pytree.tree_map(partial(_blank_input, dtype), inputs)
+        for path, module in named_modules(empty):
+            stack.callback(module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(partial(recorder.leave, path), with_kwargs=True).remove)
+        with recorder:
+            output = empty(**given) if isinstance(given, Mapping) else empty(*given)
+    outputs = tuple(map(recorder.number, tensors_in(plain(output))))
+    return ForwardTrace(recorder.nodes, recorder.calls, outputs, frozenset(recorder.read))
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """Paths of the modules that have a parameter, by its `id`."""
+    found: dict[int, list[str]] = {}
+    for path, module in named_modules(model):
+        for each in module.parameters(recurse=False):
+            found.setdefault(id(each), []).append(path)
+    return found
+
+
+def _blank_input(dtype: torch.dtype | None, value: Any) -> Any:
+    return _blank(value, dtype) if isinstance(value, Tensor) else value
+
+
+def _blank(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=kind, device="cpu")
+
+
+def plain(output: Any) -> Any:
+    """Return outputs of transformers as a dict, which pytree knows."""
+    return dict(cast("Mapping[str, object]", output)) if isinstance(output, Mapping) else output
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    memo: dict[int, object] = {}
+    for each in (*model.parameters(), *model.buffers()):
+        blank = _blank(each)
+        is_parameter = isinstance(each, nn.Parameter)
+        memo[id(each)] = nn.Parameter(blank, blank.is_floating_point()) if is_parameter else blank
+    empty = copy.deepcopy(model, memo).eval()
+    for module in empty.modules():
+        cast(Any, forward_hooks(module)).clear()
+        cast(Any, forward_pre_hooks(module)).clear()
+    return empty
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, owners: Mapping[int, list[str]]) -> None:
+        super().__init__()
+        self.read: set[str] = set()
+        self._owners = owners
+        self._within: list[str] = []
+        self.nodes: list[Node] = []
+        self.calls: list[ModuleCall] = []
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # an `id` belongs to a tensor while it lives
+        self._same_memory: dict[int, list[int]] = {}
+        self._begun: list[tuple[int, tuple[Any, ...], Mapping[str, Any]]] = []
+        self._layers = 0
+
+    def number(self, tensor: Tensor) -> int:
+        """Return the number of a tensor."""
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self._kept)
+            self._kept.append(tensor)
+            self._same_memory.setdefault(_memory_of(tensor), []).append(len(self._kept) - 1)
+        return self._numbers[id(tensor)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._layers:
+            self._record(getattr(func, "__name__", str(func)), args, kwargs, result)
+        return result
+
+    def _record(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        inputs = tuple(map(self.number, tensors_in((args, kwargs))))
+        changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+        outputs = tensors_in(args[0] if name == "__setitem__" else result)
+        if not outputs:
+            return
+        for each in tensors_in((args, kwargs)):
+            owners = self._owners.get(id(each), ())
+            if owners and not set(owners).intersection(self._within[-1:]):
+                self.read.update(owners)
+        numbers = tuple(map(self.number, outputs))
+        if changes:  # so do all views of it
+            shared = tuple(each for out in outputs for each in self._same_memory[_memory_of(out)])
+            inputs, numbers = (*inputs, *shared), tuple(dict.fromkeys((*numbers, *shared)))
+        texts = [repr(each) for each in pytree.tree_leaves((args, kwargs)) if not isinstance(each, Tensor)]
+        shapes = [(list(each.shape), each.requires_grad) for each in outputs]
+        self.nodes.append(Node(name, "", inputs, numbers, f"{texts} {shapes}"))
+
+    def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin the call of a module."""
+        self._begun.append((len(self.nodes), args, kwargs))
+        self._within.append(path)
+        self._layers += _kind_of(module) is not None
+
+    def leave(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """End the call of a module."""
+        begin, args, kwargs = self._begun.pop()
+        _ = self._within.pop()
+        kind = _kind_of(module)
+        self._layers -= kind is not None
+        if self._layers:
+            return
+        inputs = tuple(map(self.number, tensors_in((args, kwargs))))
+        outputs = tuple(map(self.number, tensors_in(plain(output))))
+        if kind is not None:
+            shapes = [list(each.shape) for each in (*module.parameters(), *tensors_in(plain(output)))]
+            self.nodes.append(Node(kind, path, inputs, outputs, f"{type(module).__name__} {shapes}"))
+        self.calls.append(ModuleCall(path, args, kwargs, inputs, outputs, range(begin, len(self.nodes))))
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return cast(Any, tensor.untyped_storage())._cdata
+
+
+def _kind_of(module: nn.Module) -> str | None:
+    """The name of a layer that is recorded as one node; None for other modules."""
+    if is_adapted(module) or (is_linear(module) and not any(True for _ in module.children())):
+        return "linear layer"
+    return "embedding" if isinstance(module, nn.Embedding) else None
+
+
+def callers(trace: ForwardTrace) -> Iterator[str]:
+    """Yield the paths of modules that were called."""
+    yield from dict.fromkeys(call.path for call in trace.calls)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor-parallel plans that are found in a forward: what is found, that it trains alike, and wrong ones."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import accel
+from accel.comm import run_in_threads, summed
+from accel.errors import PrepareError
+from accel.parallel.axes.tensor._prove import prove
+from accel.parallel.axes.tensor._trace import trace
+
+WIDTH = 24
+
+
+class Attention(nn.Module):
+    """Takes the number of heads from its attribute, and the size of a head from what is there."""
+
+    def __init__(self, heads: int = 4, *, fused: str = "", normed: bool = False) -> None:
+        super().__init__()
+        self.heads, self.fused = heads, fused
+        if fused:
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        else:
+            self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.o = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.RMSNorm(WIDTH // heads) if normed else nn.Identity()
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        if self.fused == "by head":
+            parts = self.qkv(x).unflatten(-1, (self.heads, 3, -1)).unbind(-2)
+        elif self.fused:
+            parts = [each.unflatten(-1, (self.heads, -1)) for each in self.qkv(x).chunk(3, -1)]
+        else:
+            keys = x if other is None else other
+            parts = [each.unflatten(-1, (self.heads, -1)) for each in (self.q(x), self.k(keys), self.v(keys))]
+        q, k, v = (each.transpose(1, 2) for each in parts)
+        return self.o(functional.scaled_dot_product_attention(self.norm(q), k, v).transpose(1, 2).flatten(2))
+
+
+class Shifted(nn.Linear):
+    """A layer that adds what no parameter is."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + 1.0
+
+
+class Mlp(nn.Module):
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+        self.up = nn.Linear(8, 32 if kind == "gated" else 16)
+        self.down = (Shifted if kind == "shifted" else nn.Linear)(16, 8)
+        self.norm = nn.RMSNorm(16) if kind == "normed" else nn.Identity()
+        if kind == "scaled":
+            self.scale = nn.Parameter(torch.ones(()))
+        if kind == "adapted":
+            self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 16, bias=False)
+            _ = nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        if self.kind == "gated":
+            gate, hidden = hidden.chunk(2, -1)
+            hidden = hidden * functional.silu(gate)
+        if self.kind == "adapted":
+            hidden = hidden + self.b(self.a(x))
+        hidden = self.norm(functional.gelu(hidden))
+        if self.kind == "scaled":
+            hidden = hidden * self.scale
+        if self.kind == "softmax":
+            hidden = hidden.softmax(-1)
+        return self.down(hidden) + (hidden.mean(-1, keepdim=True) if self.kind == "read" else 0)
+
+
+class Holder(nn.Module):
+    """A module whose input needs a gradient, as in a block."""
+
+    def __init__(self, inner: nn.Module, width: int, *, crosses: bool = False) -> None:
+        super().__init__()
+        self.first, self.inner, self.crosses = nn.Linear(3, width), inner, crosses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        return self.inner(first, first.tanh()) if self.crosses else self.inner(first)
+
+
+PAIR: Any = {"up": "colwise", "down": "rowwise"}
+PROJECTIONS: Any = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+WRONG: dict[str, tuple[nn.Module, Any]] = {
+    "a constant that both ranks add before the sum": (Mlp("shifted"), PAIR),
+    "three heads on two ranks": (Attention(3), PROJECTIONS),
+    "a fused projection cut as one layer": (Attention(fused="packs"), {"qkv": "colwise", "o": "rowwise"}),
+    "a projection of each head cut as three": (Attention(fused="by head"), {"qkv": "packed_colwise_3", "o": "rowwise"}),
+    "a fused gate cut as one layer": (Mlp("gated"), PAIR),
+    "a hidden value that is read elsewhere": (Mlp("read"), PAIR),
+    "a softmax over divided features": (Mlp("softmax"), PAIR),
+    "a norm over divided features": (Mlp("normed"), PAIR),
+    "a low-rank correction that stays whole": (Mlp("adapted"), PAIR),
+    "a second input whose gradient is not summed": (Attention(), {"": "copy_input", **PROJECTIONS}),
+    "the second layer divided alone": (Mlp(), {"down": "rowwise"}),
+}
+MENDED: dict[str, tuple[nn.Module, Any, str]] = {
+    "a norm that heads share": (Attention(normed=True), PROJECTIONS, "norm"),
+    "a low-rank correction behind a copied input": (Mlp("adapted"), {"": "copy_input", "b": "colwise", **PAIR}, "a"),
+}
+
+
+def _verdict(module: nn.Module, styles: Any, *, crosses: bool = False) -> Any:
+    width = WIDTH if isinstance(module, Attention) else 8
+    holder = Holder(copy.deepcopy(module), width, crosses=crosses)
+    call = next(each for each in trace(holder, [torch.randn(2, 5, 3)]).calls if each.path == "inner")
+    return prove(holder.inner, call, styles, 2)
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_plan_is_found(what: str) -> None:
+    module, styles = WRONG[what]
+    assert _verdict(module, styles, crosses="second input" in what).problem
+
+
+@pytest.mark.parametrize("what", MENDED)
+def test_a_gradient_that_ranks_have_summands_of_is_summed(what: str) -> None:
+    module, styles, path = MENDED[what]
+    verdict = _verdict(module, styles)
+    assert verdict.problem == ""
+    assert verdict.styles == {**styles, path: "replicated_with_grad_allreduce"}
+
+
+def test_a_scale_that_the_module_itself_holds_is_refused_where_its_input_is_copied() -> None:
+    assert _verdict(Mlp("scaled"), {"": "copy_input", **PAIR}).problem
+
+
+@pytest.mark.parametrize(
+    ("module", "styles"),
+    [
+        (Mlp(), PAIR),
+        (Mlp("gated"), {"up": "packed_colwise_2", "down": "rowwise"}),
+        (Mlp("adapted"), {"b": "colwise", **PAIR}),
+        (Attention(), {"": "copy_input", **PROJECTIONS}),
+        (Attention(fused="packs"), {"qkv": "packed_colwise_3", "o": "rowwise"}),
+        (Attention(fused="by head"), {"qkv": "colwise", "o": "rowwise"}),
+    ],
+)
+def test_a_right_plan_is_proved(module: nn.Module, styles: Any) -> None:
+    verdict = _verdict(module, styles)
+    assert (verdict.problem, verdict.styles) == ("", styles)
+
+
+class Model(nn.Module):
+    """Attention, a hidden layer and buffers, in blocks of one shape but the last."""
+
+    def __init__(self, heads: tuple[int, ...] = (4, 4, 3)) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"attention": Attention(each), "mlp": self._mlp()}) for each in heads)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def _mlp(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, WIDTH))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        x = self.words(ids)
+        for block in self.blocks:
+            x = x + block["attention"](functional.layer_norm(x, [WIDTH]))
+            x = x + block["mlp"](functional.layer_norm(x, [WIDTH]))
+        return functional.linear(x, self.words.weight)
+
+
+def test_a_plan_of_any_model_is_found_by_an_example_and_changes_nothing() -> None:
+    model = Model()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    stream = torch.get_rng_state()
+    ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(1))
+    plan = accel.parallel.tensor_plan(model, example=[ids])
+    assert plan == {
+        "words": "replicated_local",  # its weight is read without a call
+        **{f"blocks.{at}.attention": "copy_input" for at in range(2)},
+        **{f"blocks.{at}.attention.{name}": style for at in range(2) for name, style in PROJECTIONS.items()},
+        **{f"blocks.{at}.mlp.{layer}": style for at in range(3) for layer, style in ((0, "colwise"), (3, "rowwise"))},
+    }
+    assert torch.equal(stream, torch.get_rng_state())
+    assert model.training
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_model_with_a_plan_by_example_computes_as_in_one_process(ranks: Any) -> None:
+    ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(1))
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="tp=2") if ctx.world_size > 1 else ctx
+        torch.manual_seed(4)
+        model = Model().double().eval()
+        plan = accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model, example={"ids": ids}))
+        model = accel.prepare(ctx, model, plan=plan)
+        output = model(ids)
+        output.square().sum().backward()
+        grads = {name: each.grad for name, each in accel.unwrap_model(model).named_parameters()}
+        full = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in grads.items()}
+        return output.detach(), {name: each for name, each in full.items() if each is not None}
+
+    expected = rank(accel.single())
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+def test_a_rank_s_error_ends_the_others_too() -> None:
+    def work(group: Any) -> torch.Tensor:
+        if group.rank():
+            raise ValueError("this rank's own")
+        return summed(torch.ones(2), group)
+
+    with pytest.raises(ValueError, match="this rank's own"):
+        _ = run_in_threads(2, work)
+
+
+def test_ranks_that_meet_with_other_shapes_are_told() -> None:
+    with pytest.raises(RuntimeError, match=r"other shapes|stack expects"):
+        _ = run_in_threads(2, lambda group: summed(torch.ones(2 + group.rank()), group))
+
+
+def test_prepare_says_what_is_divided_and_what_stays_whole(ranks: Any, caplog: Any) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 20, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 32}
+
+    def rank(ctx: accel.DistContext) -> str:
+        config = transformers.BertConfig(**sizes, num_attention_heads=3, max_position_embeddings=8)
+        try:
+            _ = accel.prepare(accel.replace(ctx, mesh="tp=2"), transformers.BertModel(config))
+        except PrepareError as error:
+            return str(error)
+        return ""
+
+    with caplog.at_level(logging.WARNING, logger="accel.parallel"):
+        assert ranks.run(rank, 2, default_group=True) == ["", ""]
+    (text,) = [each.getMessage() for each in caplog.records if each.name == "accel.parallel"]
+    assert text.startswith("BertModel: 38% of the parameters are divided along tp=2, by a plan that is found and")
+    assert "encoder.layer.0.attention: self.query: 3 heads, not a multiple of tp=2" in text

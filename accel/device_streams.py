@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import nn
 
 DeviceStream: TypeAlias = Any  # made by the door that takes it
 DeviceEvent: TypeAlias = Any
@@ -72,6 +73,10 @@ class DeviceStreams(Protocol):
 
     def to(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the device, by a copy on the current stream; the host waits unless it is pinned."""
+        ...
+
+    def take(self, module: nn.Module) -> None:
+        """Put a module's parameters and buffers on the device. Mutates it."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -137,6 +142,10 @@ class TorchStreams:
         """Return a tensor on the device."""
         return tensor.to(self.device, non_blocking=tensor.is_pinned())
 
+    def take(self, module: nn.Module) -> None:
+        """Put a module's parameters and buffers on the device."""
+        module.to(self.device)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on the current stream."""
         target.copy_(source, non_blocking=True)
@@ -196,6 +205,10 @@ class HostStreams:
     def to(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the device."""
         return tensor.to(self.device)
+
+    def take(self, module: nn.Module) -> None:
+        """Put a module's parameters and buffers on the device."""
+        module.to(self.device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy."""

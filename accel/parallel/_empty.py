@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel.comm import Call, Comm, agreed, call_site, reduce_ints
+from accel.device_streams import DeviceStreams
 from accel.errors import PrepareError
 from accel.parallel._labels import replace_parameter
 from accel.parallel._modules import named_modules, stage_modules, unwrap_model
@@ -147,13 +148,13 @@ def _unknown(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return made.fill_(float("nan")) if made.is_floating_point() else made.zero_()
 
 
-def move_model(model: nn.Module, device: torch.device) -> None:
+def move_model(model: nn.Module, streams: DeviceStreams) -> None:
     """Move a model's parameters and buffers in place; those on the meta device stay there."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(each.device == device or each.is_meta for each in tensors):
+    device, tensors = streams.device, [*model.parameters(), *model.buffers()]
+    if all(each.is_meta or streams.holds(each) for each in tensors):
         return
     if not any(each.is_meta for each in tensors) and _keeps_parameters(device):
-        model.to(device)
+        streams.take(model)
         return
     for tensor in tensors:
         if tensor.device == device or tensor.is_meta:

@@ -176,7 +176,7 @@ def prepare_model(
         _check_free_of_options(keywords)
         _adopt(ctx, model)
     elif ctx.world_size == 1:
-        move_model(model, ctx.device)
+        move_model(model, ctx.streams)
         label_parameters(model)
     is_empty = _is_empty(ctx, model)
     if ctx.world_size > 1:

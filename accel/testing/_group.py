@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from accel.testing import _collectives as run
 from accel.testing._collectives import Buffers, Reduction, Run, SimulatedCall, TensorLayout, layout, reduction_of
+from accel.testing._device import SimulatedDevice
 from accel.testing._meetings import Meeting, MeetingPoint, MessageSide
 from accel.testing._networks import check_layouts, check_message, check_reduction, check_tensors
 from accel.testing._sites import SimulationError
@@ -120,6 +121,7 @@ class SimulatedGroup(_Untyped):
         self._me = members.ranks[rank]  # the world's number, as everywhere in a rendezvous
         self.alarm = rendezvous.alarm(self._me)  # read by `accel.comm`
         self.works: WeakSet[SimulatedWork] | None = None  # collects handles for a caller that asked for them
+        self.device: SimulatedDevice | None = None  # whose work ends before a collective begins
         super().__init__(rank, self._size)  # pyright: ignore[reportUnknownMemberType]
 
     def __repr__(self) -> str:
@@ -151,7 +153,7 @@ class SimulatedGroup(_Untyped):
     def subgroup(self, name: str, ranks: Sequence[int]) -> SimulatedGroup:
         """Return this rank's view of a group that it belongs to."""
         group = SimulatedGroup(self._rendezvous.among(name, ranks), list(ranks).index(self._me))
-        group.works = self.works
+        group.works, group.device = self.works, self.device
         return group
 
     def allreduce(self, tensors: list[Tensor], opts: _ReduceOptions) -> dist.Work:
@@ -246,6 +248,7 @@ class SimulatedGroup(_Untyped):
     def share(self, mine: T, combine: Callable[[Sequence[T]], R], /) -> Callable[[], R]:
         """Begin to pass an object to all ranks; see `accel.comm`, whose small messages go this way."""
         rendezvous, me = self._rendezvous, self._me
+        self._settle()
         meeting = rendezvous.join(me, _SHARE, mine, combine)
 
         def wait() -> R:
@@ -260,6 +263,7 @@ class SimulatedGroup(_Untyped):
         if reduction is not None:
             check_reduction(network, call.name, reduction, buffers.inputs[0].dtype)
         check_tensors(network, call.name, buffers.inputs, buffers.outputs)
+        self._settle()
         event = self._rendezvous.join(self._me, call, buffers, work)
         return self._work(event, buffers.outputs)
 
@@ -269,7 +273,12 @@ class SimulatedGroup(_Untyped):
         network = self._rendezvous.network
         check_message(network, any_source=source is None, tag=tag)
         check_tensors(network, kind, tensors, [])
+        self._settle()
         return self._work(self._rendezvous.post(kind, source, target, tag, tensors[0]), tensors)
+
+    def _settle(self) -> None:
+        if self.device is not None:
+            self.device.finish()
 
     def _work(self, event: Meeting | MessageSide, outputs: list[Tensor]) -> dist.Work:
         work = SimulatedWork(self._rendezvous, self._me, event, outputs)

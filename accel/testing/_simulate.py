@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Generic, TypeVar, cast, get_args
+from typing import Any, Generic, TypeVar, cast, get_args
 
 import torch.distributed as dist
 
 from accel.context import DistContext, from_group
 from accel.errors import ConfigError
-from accel.errors._checks import check_choice, check_count
+from accel.errors._checks import check_choice, check_count, check_kind
 from accel.testing._default_group import Enter, default_groups
+from accel.testing._device import SimulatedDevice
 from accel.testing._faults import AnyFault, check_faults
 from accel.testing._networks import Network
 from accel.testing._process import changed_process
@@ -64,11 +66,12 @@ class Simulator:
         faults: Sequence[AnyFault] = (),
         default_group: bool = False,
         network: Network | None = None,
+        streams: SimulatedDevice | None = None,
     ) -> list[T]:
         """Run `fn(ctx)` on every rank; see `simulate`."""
         __tracebackhide__ = True
         return self.run_groups(
-            _OnContext(fn),
+            _OnContext(fn, streams),
             world_size,
             seed=seed,
             timeout_s=timeout_s,
@@ -114,6 +117,7 @@ def simulate(
     faults: Sequence[AnyFault] = (),
     default_group: bool = False,
     network: Network | None = None,
+    streams: SimulatedDevice | None = None,
 ) -> list[T]:
     """Run `fn(ctx)` on every rank of a world that exists only in this process.
 
@@ -138,6 +142,8 @@ def simulate(
             see the process's own default group, if it has one. It costs a few milliseconds a run.
         network: "gloo" or "nccl" to refuse dtypes, reduce ops, layouts and kinds of messages that the backend refuses
             or silently gets wrong; None for the laxest limits that make sense. Tensors are on the CPU all the same.
+        streams: a device whose streams run beside the host; each rank gets one of its order as `ctx.streams`. Batches
+            and prepared models go there. None for a host that does everything at once.
 
     Returns:
         Values of `fn`, by rank.
@@ -148,6 +154,7 @@ def simulate(
         SimulationError: the run took longer than `timeout_s` allows, `fn` is a coroutine or generator and so has not
             run, a thread could not start, or torch lacks what `default_group` needs.
         FaultNotReached: the run ended before a fault was due.
+        StreamRace: nothing orders two accesses to memory of `streams`.
         ConfigError: an argument is outside its range.
         BaseException: the first error of `fn` on a rank, with notes on that rank and those left waiting.
 
@@ -160,7 +167,7 @@ def simulate(
     """
     __tracebackhide__ = True  # pytest shows the test and the rank's function, and no frame between
     return simulate_groups(
-        _OnContext(fn),
+        _OnContext(fn, streams),
         world_size,
         seed=seed,
         timeout_s=timeout_s,
@@ -251,9 +258,12 @@ def _run(
 class _OnContext(Generic[T]):
     """A function of a context as one of a group, which can be prepared before the rank runs."""
 
-    def __init__(self, fn: Callable[[DistContext], T]) -> None:
+    def __init__(self, fn: Callable[[DistContext], T], streams: SimulatedDevice | None) -> None:
         _check_callable(fn)
+        if streams is not None:
+            check_kind(streams, SimulatedDevice, "not a device", expected="a SimulatedDevice or None", where="streams=")
         self._fn = fn
+        self._streams = streams
 
     def __call__(self, group: dist.ProcessGroup) -> T:
         __tracebackhide__ = True
@@ -261,13 +271,23 @@ class _OnContext(Generic[T]):
 
     def prepare(self, group: dist.ProcessGroup) -> Callable[[], T]:
         """Make the context, and return what the rank is to call."""
-        return partial(self._call, from_group(group, device="cpu"))
+        ctx = from_group(group, device="cpu")
+        if self._streams is None:
+            return partial(self._call, ctx)
+        device = self._streams.for_rank(ctx.rank)
+        cast(Any, group).device = device
+        return partial(self._call_on, device, dataclasses.replace(ctx, streams=device))
 
     def _call(self, ctx: DistContext) -> T:
         __tracebackhide__ = True
         result = self._fn(ctx)
         ctx.comm.finish()
         return result
+
+    def _call_on(self, device: SimulatedDevice, ctx: DistContext) -> T:
+        __tracebackhide__ = True
+        with device.active():
+            return self._call(ctx)
 
 
 def _check_callable(fn: object) -> None:

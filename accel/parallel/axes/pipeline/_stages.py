@@ -111,7 +111,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
         _begin_alike(ctx, model, elsewhere)
     for each in remove_modules(model, elsewhere):
         drop_parameter(each)
-    move_model(model, ctx.device)
+    move_model(model, ctx.streams)
     modules = [_stage(ctx, model, stages, mine, at) for at in mine]
     label_parameters(model)
     group = group_of(ctx, "pp")

@@ -133,7 +133,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ReplicateOptions, *, is
     if is_empty:  # DDP looks at values when it is made
         allocate_empty(model, ctx.device)
     make_room([*model.parameters(), *model.buffers()], ctx.device)
-    move_model(model, ctx.device)
+    move_model(model, ctx.streams)
     uses_all = not options.find_unused_parameters and not options.static_graph
     label_parameters(model, needed=uses_all, viewed=options.gradient_as_bucket_view)
     if not any(parameter.requires_grad for parameter in model.parameters()):

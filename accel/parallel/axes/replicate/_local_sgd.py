@@ -93,7 +93,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
     if not within:
         if ctx.world_size > 1:
             check_axes(ctx, spreads=False)
-        move_model(model, ctx.device)
+        move_model(model, ctx.streams)
         label_parameters(model)
         if ctx.world_size > 1:
             begin_with_rank_0_(ctx, replicated_tensors(model))

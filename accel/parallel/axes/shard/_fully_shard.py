@@ -153,7 +153,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
     stage = stage_comm(ctx)
     mesh = open_shard_mesh(ctx, inner)
     if mesh is None:
-        move_model(inner, ctx.device)
+        move_model(inner, ctx.streams)
         label_parameters(inner)
         return model
     below = ignored_ids(inner, options.ignored)

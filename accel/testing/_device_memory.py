@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a simulated device: memory of the CPU, poison until it is written and once it is freed."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from accel.testing._process import outside_of_modes
+
+Kind = Literal["device", "pinned"]
+
+_UNWRITTEN, _FREED = 0xFF, 0xEE  # the former is NaN in every format of floats
+
+
+class Access(NamedTuple):
+    """A read or write of a block's bytes.
+
+    Attributes:
+        actor, number: the stream, or 0 for the host, and its number of operations with this one.
+        first, end: the bytes.
+        writes: whether they were written.
+        name: operator, or "copy", "free" and "host".
+    """
+
+    actor: int
+    number: int
+    first: int
+    end: int
+    writes: bool
+    name: str
+
+
+class MemoryBlock:
+    """An allocation.
+
+    Attributes:
+        kind: whether it is memory of the device, or pinned memory of the host.
+        owner: number of the stream that it was made on.
+        users: further streams that were named as its last users.
+        bytes: its memory, alive until the device has seen the end of the last tensor on it.
+        log: accesses that a later one may race with.
+    """
+
+    __slots__ = ("bytes", "kind", "log", "owner", "users")
+
+    def __init__(self, kind: Kind, owner: int, nbytes: int) -> None:
+        self.kind: Kind = kind
+        self.owner = owner
+        self.users = set[int]()
+        self.bytes = torch.full((nbytes,), _UNWRITTEN, dtype=torch.uint8)
+        self.log = list[Access]()
+
+    def poison(self) -> None:
+        """Overwrite what was freed, as the next owner of the memory would."""
+        _ = self.bytes.fill_(_FREED)
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return the same part of the memory as a tensor's, which does not keep the block from its end."""
+        whole = torch.empty(0, dtype=tensor.dtype)
+        storage = self.bytes.untyped_storage()
+        return whole.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyright: ignore[reportCallIssue, reportArgumentType] - not in the stub
+
+
+class DeviceMemory:
+    """The blocks of one device."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, MemoryBlock] = {}
+        self._freed = deque[MemoryBlock]()
+
+    def new(
+        self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype, kind: Kind, owner: int
+    ) -> Tensor:
+        """Return a tensor on a block of its own; `stride` is None for a contiguous one."""
+        with outside_of_modes():
+            like = torch.empty(0, dtype=dtype, device="meta")
+            like = like.new_empty(shape) if stride is None else like.new_empty_strided(shape, stride)
+            nbytes = max(span(like)[1], dtype.itemsize, 1)
+            block = MemoryBlock(kind, owner, nbytes)
+            address = block.bytes.data_ptr()
+            # torch keeps the buffer for as long as a storage uses it, so its end is that of the last tensor
+            buffer: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+            weakref.finalize(buffer, self._freed.append, block).atexit = False
+            self._blocks[address] = block
+            storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+            return torch.empty(0, dtype=dtype).set_(storage, 0, like.size(), like.stride())  # pyright: ignore[reportCallIssue, reportArgumentType] - not in the stub
+
+    def block_of(self, tensor: Tensor) -> MemoryBlock | None:
+        """Return the block of a tensor; None for memory of the host, and for tensors without memory."""
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            return None
+        return self._blocks.get(tensor.untyped_storage().data_ptr())
+
+    def freed(self) -> Iterator[MemoryBlock]:
+        """Yield the blocks whose last tensor has ended since the last call."""
+        while self._freed:
+            block = self._freed.popleft()
+            del self._blocks[block.bytes.data_ptr()]
+            yield block
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Return a tensor's first byte in its storage, and the end of its last."""
+    if not tensor.numel():
+        return 0, 0
+    first = tensor.storage_offset() * tensor.itemsize
+    steps = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(first), int(first + (1 + steps) * tensor.itemsize)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what tensors on one storage have in common, also of storages without memory."""
+    return cast(Any, tensor.untyped_storage())._cdata

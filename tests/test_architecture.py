@@ -20,7 +20,7 @@ LAYERS = [
     {"brought", "endpoints", "formats", "migrate", "run_folder", "terminal", "topology", "xla"},
     {"config", "schedules"},
     {"env"},
-    {"devices", "device_streams"},
+    {"devices"},
     {"mixins", "tree", "random", "storage", "tensors"},
     {"comm"},
     {"context"},

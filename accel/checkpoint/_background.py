@@ -23,8 +23,8 @@ from accel.checkpoint._retention import Keep, retain
 from accel.checkpoint._save import ONE_FOLDER, Stage, WrittenFile, begin, commit_stage, write_share
 from accel.checkpoint._snapshot import Content, Snapshot
 from accel.comm import Call, agreed, call_site
+from accel.comm._streams import DeviceStreams, streams_of
 from accel.context import DistContext
-from accel.device_streams import DeviceStreams, streams_of
 from accel.errors import CheckpointError
 from accel.errors._base import ErrorRecord, describe, rebuild
 from accel.storage import Place, RemotePath

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel.brought import raise_unknown
 from accel.comm import Comm, group_along, group_of_rows
+from accel.comm._streams import DeviceStreams, streams_of
 from accel.config._settings import Settings
-from accel.device_streams import DeviceStreams, streams_of
 from accel.env import LaunchEnv
 from accel.errors import ConfigError
 from accel.formats import Precision, StrategyName

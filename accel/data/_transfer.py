@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from accel import xla
-from accel.device_streams import DeviceEvent, DeviceStreams
+from accel.comm._streams import DeviceEvent, DeviceStreams
 from accel.errors import TreeError
 from accel.tree import Container
 from accel.tree._walk import has_method, map_leaves, map_movable

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel.comm import Call, Comm, agreed, call_site, reduce_ints
-from accel.device_streams import DeviceStreams
+from accel.comm._streams import DeviceStreams
 from accel.errors import PrepareError
 from accel.parallel._labels import replace_parameter
 from accel.parallel._modules import named_modules, stage_modules, unwrap_model

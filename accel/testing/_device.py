@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.device_streams import DeviceStream
+from accel.comm._streams import DeviceStream
 from accel.errors import ConfigError
-from accel.testing._device_memory import Access, MemoryBlock, DeviceMemory, Kind, span
+from accel.testing._device_memory import Access, DeviceMemory, Kind, MemoryBlock, span
 from accel.testing._device_operators import DeviceMode, copy_to_device
 from accel.testing._device_watch import HOST, Clock, RaceWatch, join
 from accel.testing._process import outside_of_modes

@@ -17,7 +17,7 @@ from torch import nn
 import accel
 from accel.bigmodel.run._slots import Block, DeviceTransfer, Slot, StreamedWeight, narrow_part, part, widen
 from accel.bigmodel.run._supplies import Supply
-from accel.device_streams import HostStreams
+from accel.comm._streams import HostStreams
 
 FP8 = torch.float8_e4m3fn
 RESIDENT = "resident"

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
+from accel.comm._streams import streams_of
 from accel.data._transfer import moved, one_ahead, pin, to_device
-from accel.device_streams import streams_of
 from accel.errors import TreeError
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # "meta" stands for a device: `.to` is all that is asked of it

@@ -19,8 +19,8 @@ import accel
 from accel.bigmodel.run._slots import Block, CastTransfer, DeviceTransfer, Slot, StreamedWeight, part
 from accel.bigmodel.run._supplies import Supply
 from accel.checkpoint._background import copy_to_host
+from accel.comm._streams import DeviceStreams, streams_of
 from accel.data._transfer import moved
-from accel.device_streams import DeviceStreams, streams_of
 from accel.errors import ConfigError
 from accel.testing import STREAM_ORDERS, SimulatedDevice, StreamOrder, StreamRace, simulate
 

@@ -34,8 +34,8 @@ from accel.bigmodel.run._supplies import (
     read_residents,
 )
 from accel.comm import Call, agreed, call_site
+from accel.comm._streams import DeviceStreams, streams_of
 from accel.context import DistContext, context_first
-from accel.device_streams import DeviceStreams, streams_of
 from accel.devices import count_devices, find_accelerator, kind_of_device
 from accel.errors import ConfigError
 from accel.errors._checks import check_kind

@@ -21,7 +21,7 @@ from accel.bigmodel.run._slots import Block, BlockWeight, CastTransfer, Slot, St
 from accel.bigmodel.run._sources import ScratchSource
 from accel.bigmodel.run._stream import Stream, closed_model
 from accel.bigmodel.run._supplies import Supply, Task, fill
-from accel.device_streams import DeviceStreams
+from accel.comm._streams import DeviceStreams
 from accel.tensors import is_dtensor
 
 

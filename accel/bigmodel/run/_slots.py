@@ -15,7 +15,7 @@ from torch import nn
 from accel.bigmodel.run._absent import in_form_of, may_hold_statistics
 from accel.bigmodel.run._places import PackedWeight
 from accel.bigmodel.run._supplies import Supply, fill
-from accel.device_streams import DeviceEvent, DeviceStream, DeviceStreams
+from accel.comm._streams import DeviceEvent, DeviceStream, DeviceStreams
 from accel.errors import StreamError
 from accel.tensors import is_dtensor
 

@@ -10,7 +10,9 @@ import ast
 import builtins
 import importlib
 import inspect
+import json
 import re
+import runpy
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -195,3 +197,9 @@ def test_the_page_on_design_names_the_rooms_of_every_line() -> None:
     there = {path.stem for path in (ROOT / "accel").iterdir()}
     layers: list[set[str]] = rule("LAYERS")
     assert named == [line & there for line in layers if line & there]
+
+
+def test_the_comparison_is_as_its_script_writes_it() -> None:
+    script = runpy.run_path(str(ROOT / "tests/benchmarks/comparison_table.py"))
+    text = script["PAGE"].read_text()
+    assert text == script["page"](text, json.loads(script["FIGURES"].read_text())), "run the script"

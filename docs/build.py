@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "api"
+MODULES = ROOT / "docs" / "modules.md"
 NAMES = ROOT / "tests" / "public_names.txt"
 BUILDERS = {"mkdocs": ("mkdocs", "build", "--strict"), "zensical": ("zensical", "build", "--strict")}
 BUILT = ROOT / "build" / "next-site"  # `site_dir` of mkdocs.yml
@@ -49,7 +50,17 @@ def _page(module: str, names: Sequence[str]) -> str:
     file = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
     summary = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
     entries = "\n\n".join(f"::: {module}.{name}" for name in names)
-    return f"# {module}\n\n{summary}\n\n{entries}\n"
+    return f"# {module}\n\n{summary}\n\n{_index(module, names)}\n\n{entries}\n"
+
+
+def _index(module: str, names: Sequence[str]) -> str:
+    """Return a table of the names, a line and a link each: of `accel` the core, as the README has it."""
+    file, heading = (ROOT / "README.md", "## The core") if module == "accel" else (MODULES, f"## `{module}`")
+    section = file.read_text().partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+    rows = [(name, does) for name, does in re.findall(r"^\| `(\w+)` \| (.*) \|$", section, flags=re.M) if name in names]
+    return "\n".join(
+        ["| name | |", "|---|---|", *(f"| [`{name}`](#{module}.{name}) | {does} |" for name, does in rows)]
+    )
 
 
 def record() -> None:

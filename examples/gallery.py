@@ -32,6 +32,7 @@ from torch import Tensor
 FOLDER = Path(__file__).parent
 DOCS = FOLDER.parent / "docs"
 COMPARE = {">=": operator.ge, "<=": operator.le}
+WORDS = {"gan": "GAN", "gpt": "GPT", "lm": "LM", "lora": "LoRA", "sgd": "SGD"}  # others are lower case
 TINY = "--depth 4 --length 64 --vocabulary 1024"
 WIDTH, HEIGHT, MARGIN = 320, 180, 30  # of a curve
 
@@ -186,6 +187,12 @@ def png(images: Tensor) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(body)) + chunk(b"IEND", b"")
 
 
+def title(name: str) -> str:
+    """Return the heading of a recipe: `Causal LM` for `causal_lm`."""
+    words = " ".join(WORDS.get(word, word) for word in name.split("_"))
+    return words[0].upper() + words[1:]
+
+
 def page() -> str:
     """Return docs/gallery.md."""
     parts = [
@@ -196,7 +203,7 @@ def page() -> str:
     ]
     for recipe in RECIPES:
         text = (FOLDER / f"{recipe.name}.py").read_text().split('"""')[1].strip()
-        parts += [f"## {recipe.name.replace('_', ' ').capitalize()}\n", f"{text.splitlines()[0]}\n"]
+        parts += [f"## {title(recipe.name)}\n", f"{text.splitlines()[0]}\n"]
         parts += [
             "```bash",
             f"accel launch --nproc-per-node 2 examples/{recipe.name}.py {recipe.full}".rstrip(),

@@ -18,12 +18,12 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
-    children,
     expression,
     full_name,
     leading,
     led_by,
     loads,
+    own_lines,
     small,
     statement,
     targets,
@@ -46,7 +46,7 @@ class Checkpoints(ScopePass):
     @override
     def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
         body = node.body if isinstance(node, cst.FunctionDef) else node
-        made = any(f"{self._script.state} = accel.train_state" in text_of(each) for each in _own_lines(body))
+        made = any(f"{self._script.state} = accel.train_state" in text_of(each) for each in own_lines(body))
         methods = {self._script.method(call) for call in calls(body)}
         if not made or not methods & {"save_state", "load_state"}:
             return node
@@ -55,15 +55,6 @@ class Checkpoints(ScopePass):
 
 def _lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
     return (each for each in walk(node) if isinstance(each, cst.SimpleStatementLine))
-
-
-def _own_lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
-    """Yield the lines of a scope, without those of functions in it."""
-    for each in children(node):
-        if isinstance(each, cst.SimpleStatementLine):
-            yield each
-        elif not isinstance(each, (cst.FunctionDef, cst.ClassDef)):
-            yield from _own_lines(each)
 
 
 class _Scope(cst.CSTTransformer):
@@ -100,9 +91,13 @@ class _Scope(cst.CSTTransformer):
         found: set[str] = set()
         for loop in walk(scope):
             call = counted(loop)
-            if call is not None and len(call.args) > 1 and "accel.backward(" in text_of(loop):
+            trains = "accel.backward(" in text_of(loop) or self._calls_epochs(loop)
+            if call is not None and len(call.args) > 1 and trains:
                 found.add(full_name(call.args[0].value))
         return found
+
+    def _calls_epochs(self, node: cst.CSTNode) -> bool:
+        return any(full_name(call.func) in self._script.epochs for call in calls(node))
 
     def _note_path(self, node: cst.CSTNode) -> None:
         """Note the folder of a variable that is the path of a checkpoint."""

@@ -7,12 +7,13 @@ from typing import cast
 
 import libcst as cst
 
-from accel.migrate._script import Script, prepared
+from accel.migrate._script import Script
 from accel.migrate._tree import (
     Lines,
     Remarks,
     block,
     calls,
+    children,
     expression,
     full_name,
     text_of,
@@ -22,6 +23,31 @@ from accel.migrate._tree import (
 
 _POSITION = "the state holds the position in the data: nothing is skipped by hand"
 _HOOKS = {"register_save_state_pre_hook": "save", "register_load_state_pre_hook": "load"}
+
+
+def prepared(script: Script, node: cst.CSTNode) -> dict[str, str]:
+    """Return names that a node prepares or registers, with the conditions of the branches that do."""
+    found: dict[str, str] = {}
+    if isinstance(node, cst.If):
+        body = prepared(script, node.body)
+        other = prepared(script, node.orelse) if node.orelse is not None else {}
+        test = text_of(node.test)
+        test = f"({test})" if isinstance(node.test, cst.BooleanOperation) and not node.test.lpar else test
+        for name in {**body, **other}:
+            if name in body and name in other:
+                found[name] = body[name] if body[name] == other[name] else ""
+            else:
+                own, inner = (test, body[name]) if name in body else (f"not {test}", other[name])
+                found[name] = f"{own} and {inner}" if inner else own
+        return found
+    if isinstance(node, cst.Call):
+        method = script.method(node)
+        if method.startswith("prepare") or method == "register_for_checkpointing":
+            return {full_name(arg.value): "" for arg in node.args}
+    for each in children(node):
+        for name, test in prepared(script, each).items():
+            found[name] = "" if not found.get(name, test) else test
+    return found
 
 
 def restores(script: Script, scope: cst.CSTNode, before: cst.CSTNode) -> list[cst.CSTNode]:

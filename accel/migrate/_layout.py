@@ -20,10 +20,11 @@ from accel.migrate._tree import called, text_of
 class Fit(cst.CSTTransformer):
     """Break lines that passes made too long: the arguments of the outermost call go to a line of their own."""
 
-    def __init__(self, text: str, indent: int) -> None:
+    def __init__(self, text: str, indent: int, state: str) -> None:
         super().__init__()
         self._most = max(88, min(120, max(map(len, text.splitlines()), default=0)))
         self._indent = indent
+        self._words = ("accel.", f"{state}, ")
         self._depth = 0
 
     @override
@@ -43,7 +44,13 @@ class Fit(cst.CSTTransformer):
     ) -> cst.SimpleStatementLine:
         text = text_of(updated_node.with_changes(leading_lines=[]))
         call = called(updated_node)
-        if "\n" in text or "accel." not in text or not self._is_long(text) or call is None or not call.args:
+        if (
+            "\n" in text
+            or not any(word in text for word in self._words)
+            or not self._is_long(text)
+            or call is None
+            or not call.args
+        ):
             return updated_node
         inner = cast(cst.Assign, updated_node.body[0])
         broken = self._broken(call, text)

@@ -9,13 +9,13 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
+from accel.migrate._epochs import Caller, Epochs, OnState, find_epochs, state_lines
 from accel.migrate._items import Items, restores
 from accel.migrate._reading import Body, Gathers, Reading, aliases_in, marked, read_loop, retarget
 from accel.migrate._script import ScopePass, Script
 from accel.migrate._tree import (
     Lines,
     Remarks,
-    argument,
     block,
     called,
     calls,
@@ -26,6 +26,8 @@ from accel.migrate._tree import (
     led_by,
     loads,
     method_of,
+    own_lines,
+    replace_names,
     small,
     statement,
     targets,
@@ -40,7 +42,6 @@ _OUTPUTS = (
     "under bf16 and fp16 the model's outputs keep that format; Accelerate converts them to fp32: "
     'Precision(outputs="fp32"), or .float()'
 )
-_SHARE = "batch_size= is that of each rank, as before; prepare_loader(global_batch=) cuts one batch over all ranks"
 
 
 # methods that run no model, whatever they are given
@@ -68,18 +69,53 @@ def _own_loops(node: cst.CSTNode, outer: tuple[cst.CSTNode, ...] = ()) -> list[t
 class Training(ScopePass):
     """Rewrite each function's training loop, and make the state above the outermost loop."""
 
+    def __init__(self, script: Script, notes: Remarks) -> None:
+        super().__init__(script, notes)
+        self._called: set[str] = set()
+        self._epochs: dict[str, Epochs] = {}
+        self._lengths: dict[str, cst.BaseExpression | None] = {}  # of windows, in the caller's words
+
+    @override
+    def visit_Module(self, node: cst.Module) -> None:
+        """Find the functions that train one epoch a call, whose loops can be written."""
+        script = self._script
+        for name, each in find_epochs(script, node).items():
+            chains = [chain for chain in _own_loops(each.function.body) if _holds_backward(script, chain)]
+            loop = _Loop(script, self._notes, each.function, chains[0], ()) if len(chains) == 1 else None
+            words = each.of_caller(loop.length) if loop is not None else None
+            if loop is not None and len(chains[0]) == 1 and loop.failed is None and words is not None:
+                self._epochs[name] = each
+                self._lengths[name] = None if loop.length is None else replace_names(loop.length, words)
+        script.epochs |= self._epochs.keys()
+
     @override
     def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
         body = node.body if isinstance(node, cst.FunctionDef) else node
         chains = [chain for chain in _own_loops(body) if _holds_backward(self._script, chain)]
+        if isinstance(node, cst.FunctionDef) and node.name.value in self._epochs and chains:
+            loop = _Loop(self._script, self._notes, node, chains[0], (), carried=True)
+            return OnState(self._script, self._epochs[node.name.value]).applied(cast(cst.FunctionDef, loop.applied()))
         if not chains:
-            return node
+            return self._calling(node)
         methods = {self._script.method(call) for call in calls(node)}
         together = len({id(chain[0]) for chain in chains}) < len(chains)
         if len(chains) > 1 and (together or methods & {"save_state", "load_state"}):
             note = self._notes.decide("which state each of several training loops in one function carries", "parts")
             return _Mark([chain[0] for chain in chains], note).applied(node)
         return self._one_by_one(node)
+
+    def _calling(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
+        """Make the state above the loop that calls a function of one epoch."""
+        body = node.body if isinstance(node, cst.FunctionDef) else node
+        for chain in _own_loops(body):
+            for line in own_lines(chain[0]):
+                name = full_name(call.func) if (call := called(line)) is not None else ""
+                if name in self._epochs.keys() - self._called and len(chain) == 1:
+                    self._called.add(name)
+                    given = (self._epochs[name], self._lengths[name])
+                    caller = Caller(self._script, self._notes, node, chain[0], line, *given)
+                    return self._calling(cast("cst.FunctionDef | cst.Module", caller.applied()))
+        return node
 
     def _one_by_one(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
         """Rewrite loops that follow each other, all on one state."""
@@ -135,6 +171,8 @@ class _Loop(cst.CSTTransformer):
         scope: cst.FunctionDef | cst.Module,
         chain: tuple[cst.CSTNode, ...],
         before: Sequence[str],
+        *,
+        carried: bool = False,
     ) -> None:
         super().__init__()
         self._script = script
@@ -145,6 +183,7 @@ class _Loop(cst.CSTTransformer):
         self._items = Items(script, notes, scope)
         self._step = Step(script)
         self.failed: cst.EmptyLine | None = None
+        self._carried = carried  # whether the state is the caller's
         self.loader = ""
         self._before = before  # loaders of the loops before this one
         self._inner = self._rewritten(chain[-1])
@@ -162,6 +201,8 @@ class _Loop(cst.CSTTransformer):
         result: object = super().on_leave(original_node, updated_node)
         if original_node is self._chain[-1]:
             result = self._inner
+        if original_node is self._chain[0] and self._carried:
+            return cast(cst.CSTNodeT, result)
         if original_node is self._chain[0]:
             result = self._items.outer(cast(cst.BaseStatement, result))
         if original_node is self._anchor:
@@ -177,40 +218,19 @@ class _Loop(cst.CSTTransformer):
             again = statement(f"{state} = {state}.at(accel.Cursor(seed={state}.cursor.seed))")
             blank = [line for line in leading(loop)[:1] if line.comment is None]
             return [led_by(again, blank), loop]
-        options = ""
-        parts: dict[str, cst.BaseExpression] = {}
-        if (seed := self._seed()) is not None:
-            options += ", seed={seed}"
-            parts["seed"] = seed
-        length = self._step.accumulation or self._script.accumulation
-        if length is not None and not self._script.carried:
-            options += ", accumulation={length}"
-            parts["length"] = length
-        made = statement(f"{self._script.state} = accel.train_state({self._script.ctx}{options})", **parts)
-        lines = [*self._items.made(), made]
-        first = [line for line in leading(loop)[:1] if line.comment is None]
-        marks = [self._notes.change(_SHARE)]
+        lines = state_lines(self._script, self._notes, self._scope, self._items.made(), self.length)
         own = self._scope.name.value if isinstance(self._scope, cst.FunctionDef) else ""
         if len(self._chain) == 1 and own in self._script.looped:
             what = f"the state that {own} takes and returns: one made here begins the same epoch at each call"
-            marks.append(self._notes.decide(what, "loop"))
-        lines[0] = led_by(lines[0], [*first, *marks, *leading(lines[0])])
+            lines[0] = led_by(lines[0], [*leading(lines[0]), self._notes.decide(what, "loop")])
+        first = [line for line in leading(loop)[:1] if line.comment is None]
+        lines[0] = led_by(lines[0], [*first, *leading(lines[0])])
         return [*lines, loop]
 
-    def _seed(self) -> cst.BaseExpression | None:
-        guarded = False
-        for node in walk(self._scope):
-            if isinstance(node, cst.If) and any(self._is_seeding(call) for call in calls(node)):
-                guarded = True
-            if isinstance(node, cst.Call) and self._is_seeding(node):
-                value = argument(node, "seed", 0)
-                if value is None or isinstance(value, cst.Call):
-                    return None
-                return expression("{value} or 0", value=value) if guarded else value
-        return None
-
-    def _is_seeding(self, call: cst.Call) -> bool:
-        return full_name(call.func).rpartition(".")[2] in ("set_seed", "manual_seed") and bool(call.args)
+    @property
+    def length(self) -> cst.BaseExpression | None:
+        """The number of micro-batches in a window, where the script says one."""
+        return self._step.accumulation or self._script.accumulation
 
     def _rewritten(self, node: cst.CSTNode) -> cst.BaseStatement:
         reading = read_loop(self._script, node, self._aliases) if isinstance(node, cst.For) else None
@@ -296,7 +316,7 @@ class _Loop(cst.CSTTransformer):
         lines = [*head, *inside.body[:start], window, *rest]
         gathers = Gathers(script, body.batch, evaluating=False)
         lines = [cast(cst.BaseStatement, each.visit(gathers)) for each in lines]
-        leave = _Leave(script, body.batch, names)
+        leave = _Leave(script, body.batch, names, returns=self._carried)
         return [cast(cst.BaseStatement, each.visit(leave)) for each in lines]
 
     def _early(self, body: Body, before: Sequence[cst.BaseStatement]) -> tuple[Lines, int | None]:
@@ -375,13 +395,14 @@ class _Synced(cst.CSTTransformer):
 
 
 class _Leave(cst.CSTTransformer):
-    """A `break` out of the epoch: the next pass begins with the next epoch."""
+    """A `break` out of the epoch, or a return of its state: the next pass begins with the next epoch."""
 
-    def __init__(self, script: Script, batch: str, models: list[str]) -> None:
+    def __init__(self, script: Script, batch: str, models: list[str], *, returns: bool) -> None:
         super().__init__()
         self._script = script
         self._batch = batch
         self._models = models
+        self._kinds = (cst.Break, cst.Return) if returns else (cst.Break,)
 
     @override
     def visit_For(self, node: cst.For) -> bool:
@@ -399,7 +420,7 @@ class _Leave(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
-        if not isinstance(small(original_node), cst.Break):
+        if not isinstance(small(original_node), self._kinds):
             return updated_node
         state = self._script.state
         dropped = f"accel.training.discard({', '.join([state, *self._models])})" if self._models else state

@@ -446,7 +446,7 @@ def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
         Dropped(script),
         Names(script, notes),
         Imports(script, notes),
-        Fit(text, len(module.default_indent)),
+        Fit(text, len(module.default_indent), script.state),
     ]
     module = drop_scaffolds(module, script, notes)
     for each in passes:

@@ -17,7 +17,6 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
-    children,
     full_name,
     loads,
     method_of,
@@ -160,6 +159,7 @@ class Script:
         self._numbers = self._scheduled(module)
         self.clipped = _clipped(module)
         self.looped = _called_in_loops(module)
+        self.epochs: set[str] = set()  # functions that train one epoch a call, on the caller's state
         self.hooked: set[str] = set()  # functions of hooks that an item calls
         self.windows = "accumulate" in methods or self.accumulation is not None
         self.trackers = self._free(("trackers", "run_trackers"), module)
@@ -452,31 +452,6 @@ def _called_in_loops(module: cst.Module) -> set[str]:
 def is_rate(arg: cst.Arg) -> bool:
     """Whether an argument of a schedule is a learning rate."""
     return arg.keyword is not None and "lr" in arg.keyword.value.split("_")
-
-
-def prepared(script: Script, node: cst.CSTNode) -> dict[str, str]:
-    """Return names that a node prepares or registers, with the conditions of the branches that do."""
-    found: dict[str, str] = {}
-    if isinstance(node, cst.If):
-        body = prepared(script, node.body)
-        other = prepared(script, node.orelse) if node.orelse is not None else {}
-        test = text_of(node.test)
-        test = f"({test})" if isinstance(node.test, cst.BooleanOperation) and not node.test.lpar else test
-        for name in {**body, **other}:
-            if name in body and name in other:
-                found[name] = body[name] if body[name] == other[name] else ""
-            else:
-                own, inner = (test, body[name]) if name in body else (f"not {test}", other[name])
-                found[name] = f"{own} and {inner}" if inner else own
-        return found
-    if isinstance(node, cst.Call):
-        method = script.method(node)
-        if method.startswith("prepare") or method == "register_for_checkpointing":
-            return {full_name(arg.value): "" for arg in node.args}
-    for each in children(node):
-        for name, test in prepared(script, each).items():
-            found[name] = "" if not found.get(name, test) else test
-    return found
 
 
 class ScopePass(cst.CSTTransformer):

@@ -364,6 +364,8 @@ def _led(rest: Sequence[cst.BaseStatement], kept: Sequence[cst.EmptyLine]) -> li
     if not rest:
         return []
     held = [line for line in kept if line.comment is not None]
+    if kept and kept[0].comment is None and not any(line.comment is None for line in leading(rest[0])[:1]):
+        held.insert(0, kept[0])
     return [led_by(rest[0], [*held, *leading(rest[0])]), *rest[1:]]
 
 

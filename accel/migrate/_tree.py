@@ -78,6 +78,15 @@ def calls(node: cst.CSTNode) -> Iterator[cst.Call]:
     return (each for each in walk(node) if isinstance(each, cst.Call))
 
 
+def own_lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
+    """Yield the lines below a node, without those of functions and classes in it."""
+    for each in children(node):
+        if isinstance(each, cst.SimpleStatementLine):
+            yield each
+        elif not isinstance(each, (cst.FunctionDef, cst.ClassDef)):
+            yield from own_lines(each)
+
+
 def loads(node: cst.CSTNode) -> set[str]:
     """Return the names that a node mentions, without those of attributes and keywords."""
     found: set[str] = set()

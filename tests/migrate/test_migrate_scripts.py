@@ -117,6 +117,17 @@ def test_loops_that_follow_each_other_carry_one_state() -> None:
     assert len(steps) == 2 + 3 * 3
 
 
+def test_a_function_of_one_epoch_takes_the_state_and_returns_it(tmp_path: Path) -> None:
+    found: dict[str, Any] = {"__name__": "epochs"}
+    exec((Path(__file__).parent / "pairs" / "epochs.after").read_text(), found)
+    args: dict[str, Any] = {"seed": 0, "out": str(tmp_path), "resume": None, "epochs": 3, "every": 2}
+    found["main"](accel.single(), args)
+    assert args["losses"] == sorted(args["losses"], reverse=True)  # each from where the last one ended
+    again = {**args, "resume": str(tmp_path / "step-00000004")}
+    found["main"](accel.single(), again)
+    assert again["losses"] == args["losses"][2:]
+
+
 def test_two_models_are_saved_where_both_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--output_dir", str(tmp_path), "--report_to", "jsonl", "--gradient_accumulation_steps", "2"]
     run_written("subjects", *words, "--train_text_encoder", "--max_train_steps", "2", monkeypatch=monkeypatch)

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that train one epoch a call: they take the state and return it, and their caller makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
+
+import libcst as cst
+from typing_extensions import override
+
+from accel.migrate._items import Items, restores
+from accel.migrate._script import Script
+from accel.migrate._tree import (
+    Remarks,
+    argument,
+    block,
+    called,
+    calls,
+    children,
+    expression,
+    full_name,
+    leading,
+    led_by,
+    loads,
+    own_lines,
+    small,
+    statement,
+    walk,
+    with_block,
+)
+
+_SHARE = "batch_size= is that of each rank, as before; prepare_loader(global_batch=) cuts one batch over all ranks"
+
+
+class Epochs(NamedTuple):
+    """A function that trains one epoch a call, and the one line that calls it, within a loop of another scope."""
+
+    function: cst.FunctionDef
+    call: cst.Call
+    returns: bool
+    scope: cst.CSTNode
+
+    def of_caller(self, value: cst.BaseExpression | None) -> Mapping[str, cst.BaseExpression] | None:
+        """Return the caller's words for the names of a value; None where it has none."""
+        if value is None:
+            return {}
+        given = dict(_given(self.call, self.function))
+        local = {param.name.value for param in self.function.params.params}
+        made = {
+            name.value
+            for each in walk(self.function.body)
+            for name in walk(each)
+            if isinstance(each, (cst.AssignTarget, cst.CompFor, cst.For)) and isinstance(name, cst.Name)
+        }
+        names = loads(value)
+        if names & (made - local) or (names & local) - given.keys():
+            return None
+        return {name: given[name] for name in names & local}
+
+
+def _given(call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
+    names = [param.name.value for param in function.params.params]
+    for at, arg in enumerate(call.args):
+        if arg.keyword is not None:
+            yield arg.keyword.value, arg.value
+        elif not arg.star and at < len(names):
+            yield names[at], arg.value
+
+
+def find_epochs(script: Script, module: cst.Module) -> dict[str, Epochs]:
+    """Return the functions whose one loop trains, called by one line in a loop of a scope without others."""
+    found: dict[str, Epochs] = {}
+    scopes = [module, *(each for each in walk(module) if isinstance(each, cst.FunctionDef))]
+    names = [each.value for each in walk(module) if isinstance(each, cst.Name)]
+    for function in (each for each in module.body if isinstance(each, cst.FunctionDef)):
+        name = function.name.value
+        methods = {script.method(call) for call in calls(function)}
+        if name not in script.looped or names.count(name) != 2 or methods & {"save_state", "load_state"}:
+            continue
+        if "backward" not in methods or any(isinstance(each, cst.Yield) for each in walk(function)):
+            continue
+        lines = [line for scope in scopes for line in _looped_lines(scope) if _is_call(line, name)]
+        scope = next((each for each in scopes if any(_is_call(line, name) for line in own_lines(_body(each)))), None)
+        if len(lines) != 1 or scope is None or any(script.method(call) == "backward" for call in _own_calls(scope)):
+            continue
+        returns = any(each.value is not None for each in _returns(function))
+        found[name] = Epochs(function, cast(cst.Call, called(lines[0])), returns, scope)
+    callers = [id(each.scope) for each in found.values()]
+    return {name: each for name, each in found.items() if callers.count(id(each.scope)) == 1}
+
+
+def _body(scope: cst.FunctionDef | cst.Module) -> cst.CSTNode:
+    return scope.body if isinstance(scope, cst.FunctionDef) else scope
+
+
+def _own_calls(scope: cst.FunctionDef | cst.Module) -> Iterator[cst.Call]:
+    return (call for line in own_lines(_body(scope)) for call in calls(line))
+
+
+def _is_call(line: cst.SimpleStatementLine, name: str) -> bool:
+    call = called(line)
+    inner = small(line)
+    plain = isinstance(inner, cst.Expr) or (isinstance(inner, cst.Assign) and len(inner.targets) == 1)
+    return plain and call is not None and full_name(call.func) == name
+
+
+def _looped_lines(scope: cst.FunctionDef | cst.Module) -> Iterator[cst.SimpleStatementLine]:
+    """Yield the lines of a scope's loops, each once."""
+    waiting = list(children(_body(scope)))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (cst.For, cst.While)):
+            yield from own_lines(node.body)
+        elif not isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+            waiting += children(node)
+
+
+def _returns(node: cst.CSTNode) -> Iterator[cst.Return]:
+    inside = node.body if isinstance(node, cst.FunctionDef) else node
+    for each in children(inside):
+        if isinstance(each, cst.Return):
+            yield each
+        elif not isinstance(each, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
+            yield from _returns(each)
+
+
+class OnState(cst.CSTTransformer):
+    """A function that takes the state after its context and returns it before what it returned."""
+
+    def __init__(self, script: Script, epochs: Epochs) -> None:
+        super().__init__()
+        self._script = script
+        self._epochs = epochs
+        self._depth = 0
+
+    def applied(self, node: cst.FunctionDef) -> cst.FunctionDef:
+        """Return the function with the state among its parameters and in what it returns."""
+        node = cast(cst.FunctionDef, node.visit(self))
+        params = list(node.params.params)
+        at = next((at for at, each in enumerate(params) if each.name.value in self._script.holders), -1) + 1
+        params.insert(at, cst.Param(cst.Name(self._script.state)))
+        params = [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) if at else each for at, each in enumerate(params)]
+        if at == len(params) - 1 and at > 0:
+            params[at - 1] = params[at - 1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        body = block(node)
+        if not isinstance(small(body[-1]), (cst.Return, cst.Raise)):
+            body.append(cst.SimpleStatementLine([self._returned(cst.Return())]))
+        return with_block(node.with_changes(params=node.params.with_changes(params=params)), body)
+
+    @override
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+        self._depth += 1
+        return self._depth == 1
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        self._depth -= 1
+        return updated_node
+
+    @override
+    def leave_Return(self, original_node: cst.Return, updated_node: cst.Return) -> cst.Return:
+        return self._returned(updated_node) if self._depth == 1 else updated_node
+
+    def _returned(self, node: cst.Return) -> cst.Return:
+        state = cst.Name(self._script.state)
+        if node.value is None:
+            parts = [state, cst.Name("None")] if self._epochs.returns else [state]
+        elif isinstance(node.value, cst.Tuple):
+            parts = [state, _grouped(node.value)]
+        else:
+            parts = [state, node.value]
+        value = parts[0] if len(parts) == 1 else cst.Tuple([cst.Element(each) for each in parts], lpar=[], rpar=[])
+        return node.with_changes(value=value, whitespace_after_return=cst.SimpleWhitespace(" "))
+
+
+def _grouped(node: cst.BaseExpression) -> cst.BaseExpression:
+    return node if node.lpar else node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+
+
+def calling(script: Script, epochs: Epochs, line: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
+    """Return the line that calls such a function, with the state given and taken."""
+    state = cst.Name(script.state)
+    call = cast(cst.Call, called(line))
+    args = list(call.args)
+    at = next((at for at, each in enumerate(args) if script.holds(each.value)), -1) + 1
+    keyed = args[at - 1].keyword is not None if at else bool(args) and args[0].keyword is not None
+    equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
+    made = cst.Arg(state, keyword=state, equal=equal) if keyed else cst.Arg(state)
+    if at and at == len(args):
+        made = made.with_changes(comma=args[-1].comma)
+        args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    elif args:
+        made = made.with_changes(comma=args[max(at - 1, 0)].comma)
+    args.insert(at, made)
+    call = call.with_changes(args=args)
+    inner = line.body[0]
+    if isinstance(inner, cst.Assign):
+        parts: list[cst.BaseExpression] = [state, inner.targets[0].target]
+        parts[1] = _grouped(parts[1]) if isinstance(parts[1], cst.Tuple) else parts[1]
+    else:
+        parts = [state, cst.Name("_")] if epochs.returns else [state]
+    target = parts[0] if len(parts) == 1 else cst.Tuple([cst.Element(each) for each in parts], lpar=[], rpar=[])
+    made_line = cst.Assign([cst.AssignTarget(cast(cst.BaseAssignTargetExpression, target))], call)
+    return line.with_changes(body=[made_line])
+
+
+class Caller(cst.CSTTransformer):
+    """A scope whose loop calls such a function: the state is made above the loop."""
+
+    def __init__(
+        self,
+        script: Script,
+        notes: Remarks,
+        scope: cst.FunctionDef | cst.Module,
+        loop: cst.CSTNode,
+        line: cst.SimpleStatementLine,
+        epochs: Epochs,
+        length: cst.BaseExpression | None,
+    ) -> None:
+        super().__init__()
+        self._script = script
+        self._notes = notes
+        self._scope = scope
+        self._loop = loop
+        self._line = line
+        self._epochs = epochs
+        self._length = length
+        self._items = Items(script, notes, scope)
+        self._anchor = next(iter(restores(script, scope, loop)), loop)
+
+    def applied(self) -> cst.CSTNode:
+        """Return the scope with the state made, given and taken."""
+        return cast(cst.CSTNode, self._scope.visit(self))
+
+    @override
+    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
+        result: object = super().on_leave(original_node, updated_node)
+        if original_node is self._line:
+            result = calling(self._script, self._epochs, self._line)
+        if original_node is self._loop:
+            result = self._items.outer(cast(cst.BaseStatement, result))
+        if original_node is self._anchor:
+            made = state_lines(self._script, self._notes, self._scope, self._items.made(), self._length)
+            node = cast(cst.BaseStatement, result)
+            first = [line for line in leading(node)[:1] if line.comment is None]
+            made[0] = led_by(made[0], [*first, *leading(made[0])])
+            return cast(cst.CSTNodeT, cst.FlattenSentinel([*made, node]))
+        return cast(cst.CSTNodeT, result)
+
+
+def state_lines(
+    script: Script, notes: Remarks, scope: cst.CSTNode, items: Sequence[cst.BaseStatement], length: cst.CSTNode | None
+) -> list[cst.BaseStatement]:
+    """Return the lines that make a state, after those of the items of a checkpoint."""
+    options = ""
+    parts: dict[str, cst.BaseExpression] = {}
+    if (seed := _seed(scope)) is not None:
+        options += ", seed={seed}"
+        parts["seed"] = seed
+    if length is not None and not script.carried:
+        options += ", accumulation={length}"
+        parts["length"] = cast(cst.BaseExpression, length)
+    lines = [*items, statement(f"{script.state} = accel.train_state({script.ctx}{options})", **parts)]
+    lines[0] = led_by(lines[0], [notes.change(_SHARE), *leading(lines[0])])
+    return lines
+
+
+def _seed(scope: cst.CSTNode) -> cst.BaseExpression | None:
+    guarded = False
+    for node in walk(scope):
+        if isinstance(node, cst.If) and any(_is_seeding(call) for call in calls(node)):
+            guarded = True
+        if isinstance(node, cst.Call) and _is_seeding(node):
+            value = argument(node, "seed", 0)
+            if value is None or isinstance(value, cst.Call):
+                return None
+            return expression("{value} or 0", value=value) if guarded else value
+    return None
+
+
+def _is_seeding(call: cst.Call) -> bool:
+    return full_name(call.func).rpartition(".")[2] in ("set_seed", "manual_seed") and bool(call.args)

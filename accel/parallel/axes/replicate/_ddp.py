@@ -96,7 +96,7 @@ class _Touch(nn.Module):
         super().__init__()
         self.model = model  # a submodule, because DDP looks for the buffers to synchronise
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, _: None) -> torch.Tensor:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         tables = {id(each) for each in sparse_tables(self.model).values()}
         return torch.stack([_touched(each, sparse=id(each) in tables) for each in trained]).sum()
@@ -195,7 +195,7 @@ def _fix_buckets(replica: DistributedDataParallel) -> None:
     try:
         with torch.enable_grad():
             for _ in range(2):  # the first backward finds the order, the next forward lays the buckets out
-                replica().backward()
+                replica(None).backward()  # DDP with a device of its own fails without any input
     finally:
         replica.module = model
     for parameter in model.parameters():

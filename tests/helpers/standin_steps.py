@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps on a device type of its own, in a process of its own: prints what the host waited for, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import standin_device
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel.testing import _group, simulate_groups
+from accel.testing._collectives import Buffers
+
+DEVICE = standin_device.register()
+STEPS = 3
+
+
+def _inner(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [each.inner if isinstance(each, standin_device.StandIn) else each for each in tensors]
+
+
+def reach_into_devices() -> None:
+    """Let collectives of simulated ranks use the memory behind the device's tensors."""
+    join = _group.SimulatedGroup._join
+
+    def joined(self: Any, call: Any, buffers: Buffers, *rest: Any) -> Any:
+        return join(self, call, Buffers(_inner(buffers.inputs), _inner(buffers.outputs)), *rest)
+
+    _group.SimulatedGroup._join = joined
+
+
+def train(ctx: accel.DistContext, *, accumulation: int = 1, **options: Any) -> list[list[str]]:
+    """Return what the host waited for in each optimizer step."""
+    found = list[list[str]]()
+    with standin_device.counting() as waits:
+        net = nn.Sequential(nn.Linear(8, 16, device=DEVICE), nn.ReLU(), nn.Linear(16, 4, device=DEVICE))
+        model = accel.prepare_model(ctx, net)
+        optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        data = TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
+        loader = accel.prepare_loader(ctx, DataLoader(data, batch_size=4))
+        state = accel.train_state(ctx, seed=0, accumulation=accumulation)
+        waits.clear()
+        for batch in accel.batches(ctx, loader, state):
+            inputs, targets = batch.data
+            assert inputs.device == DEVICE, inputs.device
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, model):
+                loss = functional.cross_entropy(model(inputs).float(), targets, reduction="sum")
+                state = accel.backward(ctx, loss, state, weight=(targets >= 0).sum())
+            if state.sync:
+                state = accel.optimizer_step(ctx, optimizer, state, **options)
+                found.append(list(waits))
+                waits.clear()
+            if len(found) == STEPS:
+                break
+    return found
+
+
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "raise": (1, {}, {}),
+    "raise, clipped": (1, {}, {"max_norm": 1.0}),
+    "raise, accumulated": (1, {}, {"accumulation": 3, "max_norm": 1.0}),
+    "skip": (1, {}, {"nonfinite": "skip", "max_norm": 1.0}),
+    "ignore": (1, {}, {"nonfinite": "ignore"}),
+    "ignore, clipped": (1, {}, {"nonfinite": "ignore", "max_norm": 1.0}),
+    "raise in bf16": (1, {"precision": "bf16"}, {"max_norm": 1.0}),
+    "ignore in bf16": (1, {"precision": "bf16"}, {"nonfinite": "ignore"}),
+    "raise in fp16": (1, {"precision": "fp16"}, {"max_norm": 1.0}),
+    "ignore in fp16": (1, {"precision": "fp16"}, {"nonfinite": "ignore"}),
+    "raise on 2 replicas": (2, {}, {"max_norm": 1.0}),
+    "ignore on 2 replicas": (2, {}, {"nonfinite": "ignore"}),
+    "raise along tp": (2, {"mesh": "tp=2"}, {"max_norm": 1.0}),
+    "ignore along tp": (2, {"mesh": "tp=2"}, {"nonfinite": "ignore"}),
+}
+
+
+def run(case: str) -> list[list[str]]:
+    """Run a case; of several ranks, return rank 0's waits."""
+    size, settings, options = CASES[case]
+    precision = settings.get("precision", "fp32")
+    if size == 1:
+        return train(accel.single(str(DEVICE), precision=precision), **options)
+
+    def on_rank(group: Any) -> list[list[str]]:
+        # on the rank's own thread, as backward on a device has a thread of the engine's
+        with torch.autograd.set_multithreading_enabled(False):
+            ctx = accel.from_group(group, device=str(DEVICE))
+            return train(accel.replace(ctx, **settings) if settings else ctx, **options)
+
+    return simulate_groups(on_rank, size, default_group=True)[0]
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    reach_into_devices()
+    print(json.dumps({case: run(case) for case in sys.argv[1:] or CASES}))

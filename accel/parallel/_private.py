@@ -6,7 +6,7 @@ A test looks for each of them in the torch that is installed, and in the package
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -23,7 +23,7 @@ PRIVATE = {
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
-    "torch": ("_disable_dynamo",),  # torch.compiler.disable, without importing the compiler at once
+    "torch": ("_disable_dynamo", "_ops"),  # torch.compiler.disable, without importing the compiler at once; operators
     "torch.nn.Module": (
         "_parameters",
         "_modules",
@@ -32,8 +32,13 @@ PRIVATE = {
         "_compiled_call_impl",
         "_forward_hooks",
         "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
     ),
-    "torch._C": ("_current_graph_task_id",),
+    "torch._subclasses.fake_tensor": ("FakeTensorMode", "FakeTensor"),
+    "torch._ops": ("OpOverload",),
+    "torch._C": ("_current_graph_task_id", "_autograd"),
+    "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
     "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing
@@ -92,6 +97,37 @@ def forward_hooks(module: nn.Module) -> Mapping[int, object]:
 def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:
     """Return the hooks that see a module's inputs, of this module alone."""
     return cast(Any, module)._forward_pre_hooks
+
+
+def module_hooks(module: nn.Module) -> Iterator[object]:
+    """Yield the hooks of a module's forward and backward, of this module alone."""
+    each = cast(Any, module)
+    for hooks in (each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks):
+        yield from hooks.values()
+
+
+def fake_mode() -> Any:
+    """Return a mode in which new tensors have no memory; beside them, real ones may be constants."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: object) -> bool:
+    """Return whether a tensor is one of a fake mode."""
+    from torch._subclasses.fake_tensor import FakeTensor  # imports sympy
+
+    return isinstance(tensor, FakeTensor)
+
+
+def saves_otherwise() -> bool:
+    """Return whether what autograd would save goes elsewhere, as inside of a checkpoint that computes it again."""
+    return cast(Any, torch)._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_operator(target: object) -> bool:
+    """Return whether the target of a node in a graph is an operator with a schema."""
+    return isinstance(target, cast(Any, torch)._ops.OpOverload)
 
 
 def runs_in_backward() -> bool:

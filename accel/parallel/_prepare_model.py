@@ -101,6 +101,7 @@ def prepare_model(
     gradient_as_bucket_view: bool = True,
     comm_hook: CommHook | None = None,
     plan: Plan | None = None,
+    example: Any = None,
     allocate: bool = True,
 ) -> nn.Module:
     """Move the model to the context's device, and spread it over the ranks by the context's strategy. A collective.
@@ -129,6 +130,8 @@ def prepare_model(
             a `PowerSgd` as thin matrices; or a function for DDP's register_comm_hook, with the process group as its
             state. None sends them as they are.
         plan: styles, stages and units for the mesh's axes of several ranks; None for `ctx.plan`, else `Plan()`.
+        example: a batch as `forward_backward` takes its inputs, for a plan with cut="trace"; without effect elsewhere.
+            Any number of rows; values do not matter.
         allocate: whether a model that is empty on every rank gets memory. False leaves this rank's part of it empty,
             for `load_checkpoint_and_dispatch`.
 
@@ -140,6 +143,7 @@ def prepare_model(
         PrepareError: not a module, one that is wrapped or spread already beside options that it would need to be
             wrapped with, one with a wrapper inside, a sharded one whose gradients would not reach every rank, one that
             the plan cannot spread, `allocate=False` beside replicas or shards, or what `fully_shard` cannot take.
+        StageError: a model to be cut by tracing that torch cannot export, whose path depends on values, or with hooks.
         ConfigError: options outside their range, that contradict each other, or that the strategy does not have.
         MissingExtraError: PowerSGD without numpy.
         CollectiveMismatch: ranks passed other options, or models of other parameters.
@@ -161,15 +165,13 @@ def prepare_model(
     if not allocate:
         check_unallocated(ctx)
     if engine is not None:
-        _check_used(ctx, keywords, ())
-        refuse_plan(ctx, plan)
-        check_sparse(model, {f"the engine {ctx.settings.strategy}": True}, "prepare_model")
+        _check_for_engine(ctx, model, plan, keywords)
         compile_as_set(ctx, model)
         return engine.prepare(ctx, [model])[0]
     spreads = composition(ctx)
-    options = [own_options(each, plan, keywords) for each in spreads]
+    options = [own_options(each, plan, keywords, example) for each in spreads]
     _check_used(ctx, keywords, spreads)
-    check_model(ctx, model, plan, keywords)
+    check_model(ctx, model, plan, keywords, example)
     options = [_resolved(ctx, model, *each) for each in zip(spreads, options, strict=True)]
     prepared = model
     if spreads[-1].is_done(ctx, model):  # data parallelism, which comes last
@@ -191,6 +193,13 @@ def prepare_model(
         watch_autocast(prepared, ctx.device.type, ctx.precision.compute)
     compile_as_set(ctx, prepared)
     return prepared
+
+
+def _check_for_engine(ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions) -> None:
+    """Raise the errors of a model that an engine prepares."""
+    _check_used(ctx, keywords, ())
+    refuse_plan(ctx, plan)
+    check_sparse(model, {f"the engine {ctx.settings.strategy}": True}, "prepare_model")
 
 
 def _resolved(ctx: DistContext, model: nn.Module, spread: Spread, options: SpreadOptions) -> SpreadOptions:
@@ -241,7 +250,11 @@ def _is_empty(ctx: DistContext, model: nn.Module) -> bool:
 
 
 def check_model(
-    ctx: DistContext, model: nn.Module, plan: Plan | None = None, keywords: ReplicateOptions | None = None
+    ctx: DistContext,
+    model: nn.Module,
+    plan: Plan | None = None,
+    keywords: ReplicateOptions | None = None,
+    example: Any = None,
 ) -> None:
     """Raise the errors of `prepare_model` for a model, before anything changes. No communication."""
     if (replica := replica_of(model)) is not None:
@@ -266,14 +279,8 @@ def check_model(
     if waiting:
         check_shapes(model)
         check_axes(ctx)
-    checks = [partial(_check_spread, each, ctx, model, plan, keywords) for each in waiting]
+    checks = [partial(each.check, ctx, model, own_options(each, plan, keywords, example)) for each in waiting]
     check_all(checks, "several axes of the mesh refuse the model", "prepare_model")
-
-
-def _check_spread(
-    spread: Spread, ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions | None
-) -> None:
-    spread.check(ctx, model, own_options(spread, plan, keywords))
 
 
 def replaces_parameters(ctx: DistContext, model: nn.Module) -> bool:
@@ -281,10 +288,13 @@ def replaces_parameters(ctx: DistContext, model: nn.Module) -> bool:
     return any(each.replaces for each in unspread(ctx, model))
 
 
-def own_options(spread: Spread, plan: Plan | None, keywords: ReplicateOptions | None) -> SpreadOptions:
+def own_options(
+    spread: Spread, plan: Plan | None, keywords: ReplicateOptions | None, example: Any = None
+) -> SpreadOptions:
     """Return the options of one dimension from a plan and the keywords of `prepare_model`, or raise `ConfigError`."""
     sources = (_checked_plan(plan), keywords or ReplicateOptions())
-    found = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
+    found: dict[str, Any] = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
+    found["example"] = example
     own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
     own.check()
     return own

@@ -206,6 +206,7 @@ TensorStyle = Literal[
     "sequence_parallel_gather_output",
 ]
 ExpertStyle = Literal["dispatch", "local"]
+Cut = Literal["chain", "trace"]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
@@ -228,6 +229,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         context: method by which ranks along cp see each other's keys and values: "gather" all at once, "ring" one
             rank's after another's, or "heads" of the whole sequence for some of the heads each.
         stages: paths of the modules of each pipeline stage; None for what `stage_plan` finds in the model.
+        cut: way to cut a model into stages: as a "chain" of its modules; or by a "trace" of its operators, with
+            `example=`. Then a stage begins at the first operator of its modules.
         schedule: order in which a pipeline runs its stages and micro-batches.
         stages_per_rank: number of stages on each rank along pp.
         micro_batches: number of micro-batches that `forward_backward` makes of a batch; None for the number of stages,
@@ -248,6 +251,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     sequence: bool = False
     context: ContextMethod = "gather"
     stages: tuple[Patterns, ...] | None = None
+    cut: Cut = "chain"
     schedule: Schedule = "1F1B"
     stages_per_rank: Count = 1
     micro_batches: Count | None = None
@@ -266,6 +270,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         check_choice(
             self.context, get_args(ContextMethod), "unknown method of context parallelism", where="plan.context"
         )
+        check_choice(self.cut, get_args(Cut), "unknown way to cut a model", where="plan.cut")
         check_choice(self.schedule, get_args(Schedule), "unknown schedule of a pipeline", where="plan.schedule")
         for name, dtype in (("gather_dtype", self.gather_dtype), ("reduce_dtype", self.reduce_dtype)):
             check_choice(dtype, get_args(WireDtype), "unknown format", where=f"plan.{name}")

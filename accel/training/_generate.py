@@ -29,6 +29,7 @@ from accel.parallel.axes.pipeline import (
     Work,
     first_rows,
     first_tensor,
+    is_traced,
     pipeline_of,
     split_batch,
 )
@@ -53,6 +54,8 @@ class Decoder(Protocol):
 def takes_cache(model: nn.Module) -> bool:
     """Return whether a model is one of transformers that keeps keys and values between forwards."""
     inner = _first_forward(model)
+    if is_traced(unwrap_model(model)):
+        return False
     return _CACHE in inspect.signature(inner.forward).parameters and hasattr(inner, "config")
 
 

@@ -140,52 +140,52 @@ S = TypeVar("S", bound=LRScheduler)
 # Models first, then the others in any order; tests/typing/check.py compares the list with this rule.
 # fmt: off
 @overload
-def prepare(ctx: DistContext, a: Net, /, *, plan: Plan | None = None) -> Net: ...
+def prepare(ctx: DistContext, a: Net, /, *, plan: Plan | None = None, example: Any = None) -> Net: ...
 @overload
-def prepare(ctx: DistContext, a: A | Data, /, *, plan: Plan | None = None) -> A: ...
+def prepare(ctx: DistContext, a: A | Data, /, *, plan: Plan | None = None, example: Any = None) -> A: ...
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, /, *, plan: Plan | None = None) -> tuple[Net, Net]: ...
+def prepare(ctx: DistContext, a: Net, b: Net, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, Net]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: B | Data, /, *, plan: Plan | None = None) -> tuple[Net, B]: ...
+def prepare(ctx: DistContext, a: Net, b: B | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, B]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: A | Data, b: B | Data, /, *, plan: Plan | None = None) -> tuple[A, B]: ...
+def prepare(ctx: DistContext, a: A | Data, b: B | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[A, B]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: Net, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net]: ...
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, Net, Net]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, C]: ...
+def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, Net, C]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, /, *, plan: Plan | None = None) -> tuple[Net, B, C]: ...
+def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, B, C]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, /, *, plan: Plan | None = None) -> tuple[A, B, C]: ...  # noqa: E501
+def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[A, B, C]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, Net]: ...  # noqa: E501
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, Net, Net, Net]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: D | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, D]: ...  # noqa: E501
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: D | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, Net, Net, D]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, d: D | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, C, D]: ...  # noqa: E501
+def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, d: D | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, Net, C, D]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, d: D | Data, /, *, plan: Plan | None = None) -> tuple[Net, B, C, D]: ...  # noqa: E501
+def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, d: D | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, B, C, D]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, d: D | Data, /, *, plan: Plan | None = None) -> tuple[A, B, C, D]: ...  # noqa: E501
+def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, d: D | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[A, B, C, D]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, e: Net, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, Net, Net]: ...  # noqa: E501
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, e: Net, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, Net, Net, Net, Net]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, e: E | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, Net, E]: ...  # noqa: E501
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, e: E | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, Net, Net, Net, E]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: D | Data, e: E | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, Net, D, E]: ...  # noqa: E501
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: D | Data, e: E | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, Net, Net, D, E]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, d: D | Data, e: E | Data, /, *, plan: Plan | None = None) -> tuple[Net, Net, C, D, E]: ...  # noqa: E501
+def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, d: D | Data, e: E | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, Net, C, D, E]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, d: D | Data, e: E | Data, /, *, plan: Plan | None = None) -> tuple[Net, B, C, D, E]: ...  # noqa: E501
+def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, d: D | Data, e: E | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[Net, B, C, D, E]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, d: D | Data, e: E | Data, /, *, plan: Plan | None = None) -> tuple[A, B, C, D, E]: ...  # noqa: E501
+def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, d: D | Data, e: E | Data, /, *, plan: Plan | None = None, example: Any = None) -> tuple[A, B, C, D, E]: ...  # noqa: E501
 @overload
-def prepare(ctx: DistContext, /, *objects: Net | Data | Kept, plan: Plan | None = None) -> Any: ...
+def prepare(ctx: DistContext, /, *objects: Net | Data | Kept, plan: Plan | None = None, example: Any = None) -> Any: ...
 # fmt: on
 
 
 @context_first
-def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any:
+def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, example: Any = None) -> Any:
     """Prepare models, optimizers, schedulers and loaders, and return them in the order given. A collective.
 
     Under the strategy `fsdp` the optimizers take the shards of the models' parameters. Shards in 16 bits that a
@@ -196,6 +196,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
         objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number. Loaders from
             `prepare_loader` and None are returned as they are.
         plan: plan of every model, None for `ctx.plan`; see `prepare_model`.
+        example: a batch as every model takes it, for a plan with cut="trace"; see `prepare_model`.
 
     Returns:
         One object for one, a tuple for several: models as from `prepare_model`, loaders as from `prepare_loader`,
@@ -225,7 +226,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
         _check_optimizers(objects)
         _check_schedulers(objects)
         if engine is None:
-            _convert_models(ctx, objects, plan)
+            _convert_models(ctx, objects, plan, example)
         else:
             refuse_plan(ctx, plan)
             for each in objects:
@@ -238,7 +239,10 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
         prepared = engine.prepare(ctx, loaded)
     else:
         # Models before optimizers, which then take the parameters that the models have now.
-        models = [prepare_model(ctx, each, plan=plan) if isinstance(each, nn.Module) else each for each in loaded]
+        models = [
+            prepare_model(ctx, each, plan=plan, example=example) if isinstance(each, nn.Module) else each
+            for each in loaded
+        ]
         prepared = [_prepare_stepped(ctx, each) for each in models]
         tell_narrow(ctx, [each for each in prepared if isinstance(each, Optimizer)])
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -296,11 +300,11 @@ def prepare_scheduler(ctx: DistContext, scheduler: S) -> S:
     return scheduler
 
 
-def _convert_models(ctx: DistContext, objects: tuple[Any, ...], plan: Plan | None) -> None:
+def _convert_models(ctx: DistContext, objects: tuple[Any, ...], plan: Plan | None, example: Any) -> None:
     """Check that models can be prepared, then give them the context's precision."""
     models = [each for each in objects if isinstance(each, nn.Module)]
     for each in models:
-        check_model(ctx, each, plan)
+        check_model(ctx, each, plan, example=example)
     _check_replaced(ctx, objects)
     for each in models:
         apply_precision(ctx, unwrap_model(each))

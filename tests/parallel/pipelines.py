@@ -106,7 +106,7 @@ def train(
         if result.grad_norm is not None:
             figures.append(float(result.grad_norm))
     named = accel.unwrap_model(model).named_parameters(remove_duplicate=False)
-    return Trained({name: _whole(each) for name, each in named}, figures)
+    return Trained({name: whole_of(each) for name, each in named}, figures)
 
 
 def differences(found: list[Trained], expected: Trained) -> tuple[float, float]:
@@ -141,6 +141,6 @@ def by_hand(make: Callable[[], nn.Module], *, accumulation: int = 1, rows: tuple
     return Trained({name: each.detach().clone() for name, each in named}, figures)
 
 
-def _whole(parameter: Any) -> torch.Tensor:
+def whole_of(parameter: Any) -> torch.Tensor:
     found = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return found.detach().clone()

@@ -15,7 +15,7 @@ from torch import nn
 
 import accel
 from accel.errors import ConfigError, PrepareError
-from accel.parallel.axes.pipeline._pipeline import holders
+from accel.parallel.axes.pipeline._pipeline import holders, stage_of
 from accel.parallel.axes.pipeline._stage_module import plan_rows, split_batch
 from accel.parallel.axes.pipeline._stage_plan import check_stages, divide, make_layout, own_stages
 
@@ -208,5 +208,5 @@ def test_holders_of_a_tied_parameter_are_the_ranks_of_its_names(data: st.DataObj
     stages = [[f"block{at}"] for at in range(6)]
     owners = {at: data.draw(st.integers(0, ranks - 1)) for at in range(6)}
     chosen = data.draw(st.lists(st.integers(0, 5), min_size=1, unique=True))
-    found = holders([f"block{at}.weight" for at in chosen], stages, owners)
+    found = holders([stage_of(f"block{at}.weight", stages) for at in chosen], owners)
     assert found == tuple(sorted({owners[at] for at in chosen}))

@@ -8,6 +8,7 @@ finds the shapes between stages, `_schedule.py` runs a batch, `_stage_module.py`
 from accel.parallel.axes.pipeline._pipeline import (
     Pipeline as Pipeline,
     is_tied_copy as is_tied_copy,
+    is_traced as is_traced,
     pipeline_of as pipeline_of,
     sum_tied_gradients as sum_tied_gradients,
     take_summed as take_summed,

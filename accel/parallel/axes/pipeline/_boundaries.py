@@ -9,7 +9,7 @@ stages, checks that nothing but the chain reaches their modules from the model's
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -29,16 +29,19 @@ _ANYWHERE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 class Boundary(msgspec.Struct, frozen=True):
-    """Dtype and shape of the tensor that a stage passes on."""
+    """Dtype and shape of a tensor that a stage passes on, and whether a gradient travels back."""
 
     dtype: str
     shape: tuple[int, ...]
+    differentiable: bool = True
 
     def tensor(self, *, requires_grad: bool) -> torch.Tensor:
         """Return a tensor like it on the meta device."""
         dtype = getattr(torch, self.dtype)
         floats = dtype.is_floating_point or dtype.is_complex
-        return torch.empty(self.shape, dtype=dtype, device="meta", requires_grad=requires_grad and floats)
+        return torch.empty(
+            self.shape, dtype=dtype, device="meta", requires_grad=requires_grad and floats and self.differentiable
+        )
 
 
 def find_boundaries(
@@ -245,7 +248,7 @@ def _noise(like: Boundary, device: torch.device) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def working(stages: Sequence[StageModule], work: Any) -> Generator[None]:
+def working(stages: Iterable[Any], work: Any) -> Generator[None]:
     """Give stages their work for the time of a block."""
     for each in stages:
         each.work = work

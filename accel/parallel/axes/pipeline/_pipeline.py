@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel.comm import Comm, adopt, all_reduce_flat, group_of_rows
+from accel.comm import Call, Comm, adopt, agreed_values, all_reduce_flat, group_of_rows
 from accel.context import DistContext
 from accel.errors import StageError
 from accel.mixins import Mixin
@@ -25,7 +25,8 @@ from accel.topology import rank_rows
 from accel.tree._walk import tensors
 
 if TYPE_CHECKING:
-    from accel.parallel.axes.pipeline._schedule import StageSchedule
+    from accel.parallel.axes.pipeline._schedule import Runnable, StageSchedule
+    from accel.parallel.axes.pipeline._traced import Traces
 
 
 _COPY = "accel_tied_copy"
@@ -51,9 +52,9 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(each) for each in names.values() if len(each) > 1)
 
 
-def holders(names: Sequence[str], stages: Sequence[Sequence[str]], owners: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the ranks along the pipeline that have a tied parameter, by its names. Pure."""
-    return tuple(sorted({owners[stage_of(name, stages)] for name in names}))
+def holders(stages: Iterable[int], owners: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the ranks along the pipeline that have a tied parameter, by its stages. Pure."""
+    return tuple(sorted({owners[stage] for stage in stages}))
 
 
 def stage_of(name: str, stages: Sequence[Sequence[str]]) -> int:
@@ -65,23 +66,23 @@ def open_ties(
     ctx: DistContext,
     model: nn.Module,
     names: Sequence[Sequence[str]],
-    stages: Sequence[Sequence[str]],
+    stages_with: Callable[[Sequence[str]], Iterable[int]],
     layout: Layout,
 ) -> tuple[Tie, ...]:
     """Open a group for each set of ranks with copies of a parameter, a collective then, and mark the copies of higher
-    ranks, which norms leave out."""
+    ranks, which norms leave out. `stages_with`: stages that hold a parameter, by its names."""
     here = ctx.axis("pp").rank
     live = dict(model.named_parameters(remove_duplicate=False))
     found: list[Tie] = []
     for each in names:
-        ranks = holders(each, stages, layout.owners)
+        ranks = holders(stages_with(each), layout.owners)
         if len(ranks) < 2:
             continue
         rows = [tuple(row[at] for at in ranks) for row in rank_rows(ctx.axes, "pp")]
         group = group_of_rows(ctx.comm, rows, "tied", ctx.timeout_s)
         if here not in ranks or group is None:
             continue
-        own = next(name for name in each if name in live)
+        own = next(name for name in each if live.get(name) is not None)
         found.append(Tie(own, adopt(group, ctx.device)))
         if here != ranks[0]:
             setattr(live[own], _COPY, True)
@@ -145,6 +146,7 @@ class Pipeline:
         ties: parameters with copies on other ranks.
         may_be_unused: whether parameters may stay out of a loss.
         holding: whether gradients wait for the window's end.
+        traces: graphs of a model that was cut by tracing; None for a chain.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class Pipeline:
         ties: Sequence[Tie],
         *,
         may_be_unused: bool = False,
+        traces: Traces | None = None,
     ) -> None:
         self.comm = comm
         self.group = group
@@ -166,6 +169,7 @@ class Pipeline:
         self.ties = tuple(ties)
         self.may_be_unused = may_be_unused
         self.holding = False
+        self.traces = traces
         self._known: dict[object, tuple[Boundary, ...]] = {}
         self._schedules: dict[object, StageSchedule] = {}
 
@@ -183,6 +187,8 @@ class Pipeline:
         watch = same_batches(model)
         if watch is not None and watch.looks(trains=trains):
             watch.look(_listed(work.micro_batches), trains=trains)
+        if self.traces is not None:
+            return self._run_traced(ctx, model, work, self.traces, trains=trains)
         stages = cast("Sequence[StageModule]", stage_modules(model))
         mains = [main_input(each) for each in work.micro_batches]
         facts = _facts(ctx, model, work, trains)
@@ -198,16 +204,46 @@ class Pipeline:
             self._known[facts] = passed
         assert passed is not None
         with working(stages, work):
-            schedule = self._schedule(ctx, stages, facts, boundary_of(mains[0]), passed, trains=trains)
+            one = tuple((each,) for each in passed)
+            schedule = self._schedule(ctx, stages, facts, boundary_of(mains[0]), one, trains=trains)
             return schedule.run(torch.cat(mains) if stages[0].index == 0 else mains[0])
+
+    def _run_traced(
+        self, ctx: DistContext, model: nn.Module, work: Work, traces: Traces, *, trains: bool
+    ) -> list[torch.Tensor]:
+        """Run the graphs of traced stages; a kind of batch that is new is exported first."""
+        from accel.parallel.axes.pipeline._traced import TracedModule, boundaries_at, tracing
+
+        stages = cast("Sequence[TracedModule]", stage_modules(model))
+        batch = work.micro_batches[0]
+        rows = batch.rows.size
+        key = traces.key(model, batch, work.around)
+        trace = traces.find(key, rows)
+        if trace is None:
+
+            def export() -> str:
+                made = traces.make(key, model, batch, work.around)
+                for stage in stages:
+                    stage.check(made)
+                return str(boundaries_at(made, rows))
+
+            _ = agreed_values(self.comm, Call("forward_backward: export"), export, str)
+            trace = traces.find(key, rows)
+        assert trace is not None
+        numbers = torch.arange(self.layout.micro_batches)
+        with working(stages, work), tracing(stages, trace):
+            passed = boundaries_at(trace, rows)
+            main = boundary_of(numbers[:1])
+            schedule = self._schedule(ctx, stages, (key, rows), main, passed, trains=trains)
+            return schedule.run(numbers)
 
     def _schedule(
         self,
         ctx: DistContext,
-        stages: Sequence[StageModule],
+        stages: Sequence[Runnable],
         facts: object,
         main: Boundary,
-        passed: Sequence[Boundary],
+        passed: Sequence[Sequence[Boundary]],
         *,
         trains: bool,
     ) -> StageSchedule:
@@ -262,7 +298,13 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
     return cast("Pipeline | None", vars(model).get(_PIPELINE))
 
 
-def attach(model: nn.Module, pipeline: Pipeline, stages: Sequence[StageModule]) -> None:
+def is_traced(model: nn.Module) -> bool:
+    """Return whether graphs run in the place of a model's modules."""
+    pipeline = pipeline_of(model)
+    return pipeline is not None and pipeline.traces is not None
+
+
+def attach(model: nn.Module, pipeline: Pipeline, stages: Sequence[nn.Module]) -> None:
     """Let a model know its pipeline. Mutates it; the stages are no modules below it, so names stay as they are."""
     vars(model)[_PIPELINE] = pipeline
     vars(model)[STAGES] = tuple(stages)

@@ -8,18 +8,35 @@ Qi et al. 2023, zero bubble, arXiv:2401.10241; torch.distributed.pipelining.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from accel.comm import peer_error
 from accel.errors import AccelError, PeerError, StageError
 from accel.parallel.axes.pipeline._boundaries import Boundary
-from accel.parallel.axes.pipeline._stage_module import StageModule
 from accel.parallel.axes.pipeline._stage_plan import Layout
+
+
+class Runnable(Protocol):
+    """A stage as a module that a schedule calls with tensors and the number of a micro-batch.
+
+    Attributes:
+        index: place among all stages.
+        rank: of the context, for errors.
+    """
+
+    index: int
+    rank: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+        ...
 
 
 class _Stage(PipelineStage):
@@ -51,8 +68,8 @@ class StageSchedule:
     Args:
         layout: of the pipeline.
         stages: of this rank.
-        main: dtype and shape of the first input of a micro-batch.
-        passed: dtype and shape of the output of each stage.
+        main: dtype and shape of the first stage's input.
+        passed: dtypes and shapes of the outputs of each stage.
         group: ranks along the pipeline.
         device: of the stages.
         holds: whether gradients are held back now; None for a forward without backward.
@@ -61,9 +78,9 @@ class StageSchedule:
     def __init__(
         self,
         layout: Layout,
-        stages: Sequence[StageModule],
+        stages: Sequence[Runnable],
         main: Boundary,
-        passed: Sequence[Boundary],
+        passed: Sequence[Sequence[Boundary]],
         *,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -82,14 +99,15 @@ class StageSchedule:
         self._indices = torch.arange(layout.micro_batches)
         made: list[_Stage] = []
         for each in stages:
-            given = main if each.index == 0 else passed[each.index - 1]
+            given = (main,) if each.index == 0 else passed[each.index - 1]
+            needs = trains and each.index > 0
             stage = _Stage(
-                each,
+                cast(nn.Module, each),
                 each.index,
                 layout.stages,
                 device,
-                input_args=given.tensor(requires_grad=trains and each.index > 0),
-                output_args=passed[each.index].tensor(requires_grad=trains),
+                input_args=tuple(one.tensor(requires_grad=needs) for one in given),
+                output_args=tuple(one.tensor(requires_grad=trains) for one in passed[each.index]),
                 group=group,
             )
             stage.holds = holds or (lambda: True)

@@ -89,6 +89,11 @@ def split_batch(inputs: Any, targets: Any, count: int, *, equal: bool, container
     return found
 
 
+def example_batch(example: Any, containers: Containers = ()) -> MicroBatch:
+    """Return an example of a batch, as `split_batch` takes it, as one micro-batch."""
+    return split_batch(example, None, 1, equal=True, containers=containers)[0]
+
+
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return inputs as positional and keyword arguments."""
     if isinstance(inputs, Mapping):

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
-from accel.comm import adopt
+from accel.comm import Call, adopt, agreed
 from accel.context import DistContext, group_of
 from accel.errors import PrepareError
 from accel.errors._checks import with_article
@@ -19,7 +22,7 @@ from accel.parallel._modules import is_pipelined, named_modules, unwrap_model, w
 from accel.parallel._spread import Spread, SpreadOptions, begin_with_rank_0_, compare_models
 from accel.parallel.axes.pipeline._pipeline import Pipeline, Pipelined, attach, open_ties, stage_of, tied_names
 from accel.parallel.axes.pipeline._skipped import remove_modules, stage_view
-from accel.parallel.axes.pipeline._stage_module import StageModule
+from accel.parallel.axes.pipeline._stage_module import StageModule, example_batch
 from accel.parallel.axes.pipeline._stage_plan import Layout, Stages, check_stages, make_layout, own_stages, stage_plan
 from accel.topology import Dimension, dimension_of
 
@@ -35,6 +38,13 @@ class StageOptions(SpreadOptions, frozen=True, kw_only=True):
     stages_per_rank: int = 1
     micro_batches: int | None = None
     find_unused_parameters: bool = False
+    cut: str = "chain"
+    units: Any = "auto"
+    example: Any = None
+
+    def describe(self) -> str:
+        """Return the options without the example, which is a batch of the rank's own."""
+        return repr(msgspec.structs.replace(self, example=None))
 
 
 def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
@@ -61,9 +71,47 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
             where="prepare_model, ctx.mesh",
             fix="Leave them out of the mesh, or leave pp out.",
         )
+    if options.cut == "trace":
+        _check_traced(ctx, model, options)
+        return
     layout, stages = _plan(ctx, model, options)
     if ctx.world_size > layout.ranks:
         _check_ties(model, layout, stages)
+
+
+def _check_traced(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
+    """Raise for what graphs of stages do not know."""
+    from accel.parallel.axes.pipeline._traced import modes_of  # torch.export takes long to import
+
+    layout = _layout(ctx, options)
+    if options.example is None:
+        raise PrepareError(
+            "a model is traced with a batch",
+            expected="example=, a batch as the model takes it",
+            got="none",
+            where=_WHERE,
+            fix="Pass accel.prepare(ctx, model, optimizer, plan=plan, example=batch): a tensor, a tuple of arguments"
+            " or a mapping.",
+        )
+    beside = {name: axis.size for name, axis in ctx.position.axes if axis.size > 1 and name != "pp"}
+    kinds = {name: dimension_of(name) for name in beside}
+    if found := [name for name in beside if kinds[name] in ("expert", "tensor", "context", "sequence")]:
+        raise PrepareError(
+            "a traced model cannot be divided within its stages",
+            expected="axes for replicas and shards beside pp",
+            got=", ".join(f"{name}={beside[name]}" for name in found),
+            where=_WHERE,
+            fix='Leave them out of the mesh, or cut the model as a chain: Plan(cut="chain").',
+        )
+    if beside and (options.stages_per_rank > 1 or options.units != "auto"):
+        raise PrepareError(
+            "the stage of a rank is sharded as one unit, which its graph reads whole",
+            expected='stages_per_rank=1 and units="auto" beside replicas and shards',
+            got=f"stages_per_rank={options.stages_per_rank}, units={options.units!r}",
+            where=_WHERE,
+            fix="Leave both out of the plan.",
+        )
+    _ = layout, modes_of(model)
 
 
 def _check_ties(model: nn.Module, layout: Layout, stages: Stages) -> None:
@@ -83,24 +131,32 @@ def _check_ties(model: nn.Module, layout: Layout, stages: Stages) -> None:
 
 def _plan(ctx: DistContext, model: nn.Module, options: StageOptions) -> tuple[Layout, Stages]:
     """The pipeline's numbers, and the modules of each stage."""
-    ranks = ctx.axis("pp").size
-    layout = make_layout(options.schedule, ranks, options.stages_per_rank, options.micro_batches)
+    layout = _layout(ctx, options)
     if options.stages is None:
         return layout, stage_plan(model, layout.stages)
     stages = tuple(map(tuple, options.stages))
-    if len(stages) != layout.stages:
-        raise PrepareError(
-            "the plan has another number of stages than the mesh",
-            expected=f"{layout.stages}: stages_per_rank={options.stages_per_rank} on each of {ranks} ranks along pp",
-            got=str(len(stages)),
-            where=_WHERE,
-            fix=f"Leave stages out, or take accel.parallel.stage_plan(model, {layout.stages}).",
-        )
     check_stages(model, stages, _WHERE)
     return layout, stages
 
 
+def _layout(ctx: DistContext, options: StageOptions) -> Layout:
+    """The pipeline's numbers; stages of another number are a `PrepareError`."""
+    ranks = ctx.axis("pp").size
+    layout = make_layout(options.schedule, ranks, options.stages_per_rank, options.micro_batches)
+    if options.stages is not None and len(options.stages) != layout.stages:
+        raise PrepareError(
+            "the plan has another number of stages than the mesh",
+            expected=f"{layout.stages}: stages_per_rank={options.stages_per_rank} on each of {ranks} ranks along pp",
+            got=str(len(options.stages)),
+            where=_WHERE,
+            fix=f"Leave stages out, or take accel.parallel.stage_plan(model, {layout.stages}).",
+        )
+    return layout
+
+
 def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_empty: bool) -> nn.Module:
+    if options.cut == "trace":
+        return _spread_traced(ctx, model, options, is_empty=is_empty)
     layout, stages = _plan(ctx, model, options)
     compare_models(ctx, options, dict(model.named_parameters()))
     names = tied_names(model)
@@ -108,7 +164,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
     mine = own_stages(layout, ctx.axis("pp").rank)
     elsewhere = [path for at, paths in enumerate(stages) if at not in mine for path in paths]
     if not is_empty:
-        _begin_alike(ctx, model, elsewhere)
+        _begin_alike(ctx, model, _kept(model, elsewhere))
     for each in remove_modules(model, elsewhere):
         drop_parameter(each)
     move_model(model, ctx.streams)
@@ -116,7 +172,11 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
     label_parameters(model)
     group = group_of(ctx, "pp")
     assert group is not None  # this is the answer for more than one rank
-    ties = open_ties(ctx, model, names, stages, layout)
+
+    def stages_with(aliases: Sequence[str]) -> list[int]:
+        return [stage_of(name, stages) for name in aliases]
+
+    ties = open_ties(ctx, model, names, stages_with, layout)
     add_mixin([model], Pipelined)
     along = adopt(group, ctx.device)
     unused = options.find_unused_parameters
@@ -124,16 +184,66 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
     return model
 
 
-def _begin_alike(ctx: DistContext, model: nn.Module, elsewhere: Sequence[str]) -> None:
-    """Give every rank rank 0's values, one tensor after another. Ranks keep none that only other ranks' stages have."""
-    held = [module for path, module in named_modules(model) if not _below(path, elsewhere)]
-    kept = {id(each) for module in held for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+def _spread_traced(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_empty: bool) -> nn.Module:
+    """Cut a model by tracing: ranks keep what the graphs of their stages read."""
+    # torch.export takes long to import
+    from accel.parallel.axes.pipeline._traced import TracedModule, Traces, drop_others, holdings_of
+
+    layout = _layout(ctx, options)
+    compare_models(ctx, options, dict(model.named_parameters()))
+    batch = example_batch(options.example, ctx.containers)
+    paths = layout.stages if options.stages is None else options.stages
+    with agreed(ctx.comm, Call("prepare_model: export")):
+        traces, trace = Traces.begin(model, ctx.device, batch, paths)
+    holdings = holdings_of(model, trace.stages)
+    aliases = _aliases(model)
+    order = tuple(model.state_dict(keep_vars=True))
+    mine = own_stages(layout, ctx.axis("pp").rank)
+    kept = frozenset[str]().union(*(holdings.names[at] for at in mine))
+    if not is_empty:
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        _begin_alike(ctx, model, {id(each) for name, each in named if name in kept})
+    for each in drop_others(model, kept):
+        drop_parameter(each)
+    move_model(model, ctx.streams)
+    label_parameters(model)
+    group = group_of(ctx, "pp")
+    assert group is not None  # this is the answer for more than one rank
+    ties = open_ties(ctx, model, aliases, holdings.stages_of, layout)
+    view = copy.copy(model)  # shares modules and tensors, and is not pipelined itself
+    modules = [TracedModule(view, at, ctx.rank, layout.stages) for at in mine]
+    add_mixin([model], Pipelined)
+    names = [each for each in aliases if len(each) > 1]
+    unused = options.find_unused_parameters
+    pipeline = Pipeline(
+        adopt(group, ctx.device), group, layout, names, order, ties, may_be_unused=unused, traces=traces
+    )
+    attach(model, pipeline, modules)
+    return model
+
+
+def _aliases(model: nn.Module) -> list[tuple[str, ...]]:
+    """The names of each parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(map(tuple, names.values()))
+
+
+def _begin_alike(ctx: DistContext, model: nn.Module, kept: set[int]) -> None:
+    """Give every rank rank 0's values, one tensor after another. `kept`: the `id` of those that this rank keeps."""
     for each in [*model.parameters(), *model.buffers()]:
         if each.is_meta and id(each) not in kept:
             begin_with_rank_0_(ctx, [torch.empty_like(each.detach(), device=ctx.device)])
             continue
         make_room([each], ctx.device)
         begin_with_rank_0_(ctx, [each])
+
+
+def _kept(model: nn.Module, elsewhere: Sequence[str]) -> set[int]:
+    """The `id` of each tensor that is in a module outside of some paths."""
+    held = [module for path, module in named_modules(model) if not _below(path, elsewhere)]
+    return {id(each) for module in held for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
 
 
 def _below(path: str, above: Sequence[str]) -> bool:

@@ -22,7 +22,7 @@ from accel.parallel._refused import check_all, check_quantized
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import Spread, compare_models, follow_first_, stage_comm
 from accel.parallel.axes.experts import exchange_mesh, expert_modules, shard_experts
-from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, pipeline_of
+from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, is_traced, pipeline_of
 from accel.parallel.axes.replicate._ddp import replica_of
 from accel.parallel.axes.shard._options import (
     ShardOptions,
@@ -222,7 +222,7 @@ def _shard(
     experts = expert_modules(root)
     same_experts = exchange_mesh(ctx) if experts else mesh
     wide = wide_parameters(root)
-    names = plan_units(root, experts, units=units_in(root, model, options.units), wide=wide, ignored=below)
+    names = _unit_names(root, model, options, experts, wide, below)
     plain = see_plain(root, names, below)
     # memory is pinned where it is copied to a device
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if options.offload else OffloadPolicy()
@@ -260,6 +260,29 @@ def _shard(
         begin_alike(ctx, stage, mesh, alone)
     keep_whole(root, mesh, plain, below, watch=options.find_unused_parameters)
     return [root.get_submodule(name) for name in names]
+
+
+def _unit_names(
+    root: nn.Module,
+    model: nn.Module,
+    options: ShardOptions,
+    experts: Sequence[str],
+    wide: frozenset[int],
+    ignored: frozenset[int],
+) -> tuple[str, ...]:
+    """The names of the units of a model, or of one of its stages."""
+    if not is_traced(model):
+        return plan_units(root, experts, units=units_in(root, model, options.units), wide=wide, ignored=ignored)
+    names = plan_units(root, units=(), wide=wide, ignored=ignored)
+    if len(names) > 1:  # hooks of inner units do not run in the graph of a stage
+        raise PrepareError(
+            "a traced stage is sharded as one unit, whose parameters travel in one format",
+            expected="parameters of one dtype",
+            got=f"others in {', '.join(names[:-1])}",
+            where=_WHERE,
+            fix='Leave these modules whole by Plan(ignored=...), or cut the model as a chain: Plan(cut="chain").',
+        )
+    return names
 
 
 def _owned(root: nn.Module, names: Iterable[str], waiting: set[int]) -> dict[str, list[nn.Parameter]]:

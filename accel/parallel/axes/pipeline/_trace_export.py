@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model exported without memory: from a copy whose tensors are fake, for one kind of batch.
+
+Zachary DeVito et al. 2022, torch.fx, arXiv:2112.08429; torch.export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import sys
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from accel.errors import StageError
+from accel.parallel._modules import named_modules
+from accel.parallel._private import fake_mode, is_fake, saves_otherwise
+from accel.parallel.axes.pipeline._stage_module import MicroBatch
+from accel.parallel.axes.pipeline._trace_cut import (
+    Crossing,
+    TracedStage,
+    begins_of,
+    choose_stages,
+    cut_program,
+    model_line,
+)
+from accel.parallel.axes.pipeline._trace_program import read_program
+
+WHERE = 'Plan(cut="trace")'
+_ELSEWHERE = "A model that cannot be exported trains by the strategy fsdp along dp."
+
+
+class Ghost(NamedTuple):
+    """A copy of a model with fake tensors.
+
+    Attributes:
+        model: the copy, in the model's own classes.
+        mode: the mode of its tensors.
+        device: of its tensors.
+    """
+
+    model: nn.Module
+    mode: Any
+    device: torch.device
+
+
+def ghost_of(model: nn.Module, device: torch.device) -> Ghost:
+    """Copy a model without the memory of its parameters and buffers; other attributes are copied as they are."""
+    mode = fake_mode()
+    memo: dict[int, Any] = {}
+    with mode:
+        for each in (*model.parameters(), *model.buffers()):
+            made = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+            is_parameter = isinstance(each, nn.Parameter)
+            memo[id(each)] = nn.Parameter(made, each.requires_grad) if is_parameter else made
+    found = copy.deepcopy(model, memo)
+    for module in found.modules():
+        vars(module).pop("_compiled_call_impl", None)  # regions that torch would compile inside of its own trace
+    return Ghost(found, mode, device)
+
+
+class BatchForm(NamedTuple):
+    """The form of a micro-batch's arguments, on which a graph depends.
+
+    Attributes:
+        spec: their nesting.
+        leaves: of a tensor its dtype, sizes and whether dimension 0 is rows; of other values themselves.
+        rows: number of rows where a graph is for these alone; 0 for any number from 2.
+    """
+
+    spec: Any
+    leaves: tuple[Any, ...]
+    rows: int
+
+
+def form_of(batch: MicroBatch, rows: int, *, fixed: bool = False) -> BatchForm:
+    """Return the form of a micro-batch with so many rows; `fixed` for a graph of this number alone."""
+    listed, spec = pytree.tree_flatten((batch.args, dict(batch.kwargs)))
+    found: list[Any] = []
+    for each in listed:
+        if isinstance(each, torch.Tensor):
+            has_rows = each.ndim > 0 and each.shape[0] == rows
+            sizes = tuple(each.shape[1:]) if has_rows else tuple(each.shape)
+            found.append((each.dtype, sizes, has_rows))
+        else:
+            found.append((type(each), each if each.__hash__ is not None else repr(each)))
+    return BatchForm(spec, tuple(found), rows if fixed or rows == 1 else 0)
+
+
+class StageGraphs(NamedTuple):
+    """A model cut into stages for one kind of batch.
+
+    Attributes:
+        paths: modules at which the stages begin.
+        stages: their graphs.
+        result: nesting of the model's output.
+        constants: tensors that the graphs hold and the model has in no module, by name.
+        guards: conditions of the number of rows, as expressions of sympy.
+        rows: number of rows that the graphs are for; 0 for any that meets the guards.
+    """
+
+    paths: tuple[tuple[str, ...], ...]
+    stages: tuple[TracedStage, ...]
+    result: Any
+    constants: Mapping[str, torch.Tensor]
+    guards: tuple[Any, ...]
+    rows: int
+
+    def fits(self, rows: int) -> bool:
+        """Return whether the graphs are right for a number of rows."""
+        return all(bool(_at_rows(each, rows)) for each in self.guards)
+
+
+def sizes_at(passed: Crossing, rows: int) -> tuple[int, ...]:
+    """Return the shape of a passed tensor for a number of rows."""
+    sizes: tuple[Any, ...] = tuple(passed.value.shape)  # or symbols
+    return tuple(each if isinstance(each, int) else int(_at_rows(each.node.expr, rows)) for each in sizes)
+
+
+def _at_rows(expression: Any, rows: int) -> Any:
+    return expression.subs(dict.fromkeys(expression.free_symbols, rows))
+
+
+def export_stages(
+    ghost: Ghost,
+    batch: MicroBatch,
+    form: BatchForm,
+    stages: Sequence[Sequence[str]] | int,
+    modes: Mapping[str, bool],
+    around: AbstractContextManager[object],
+) -> StageGraphs:
+    """Export a ghost for a kind of batch, and cut it; what cannot be exported is a `StageError`.
+
+    `stages`: paths of the modules of each stage, or a number of stages. `modes`: whether each module trains, by path.
+    `around`: autocast of the run.
+    """
+    for path, module in named_modules(ghost.model):
+        module.training = modes[path]
+    listed, spec = pytree.tree_flatten((batch.args, dict(batch.kwargs)))
+    fakes: list[Any] = []
+    shapes = cast(Any, torch.export).ShapesCollection()
+    with ghost.mode:
+        for each, facts in zip(listed, form.leaves, strict=True):
+            if not isinstance(each, torch.Tensor):
+                fakes.append(each)
+                continue
+            fakes.append(torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=ghost.device))
+            if facts[2] and not form.rows:
+                shapes[fakes[-1]] = {0: torch.export.Dim.DYNAMIC}
+    args, kwargs = pytree.tree_unflatten(fakes, spec)
+    seen = _Watch()
+    try:
+        with _quiet(), ghost.mode, around, seen:
+            dynamic = None if form.rows else shapes
+            program = torch.export.export(ghost.model, args, kwargs, dynamic_shapes=dynamic, strict=False)
+    except Exception as error:
+        raise _failure(error) from error
+    seen.check()
+    read = read_program(program)
+    constants = _constants(ghost, program.constants)
+    if isinstance(stages, int):
+        stages = choose_stages(read, stages, _blocks(ghost.model))
+    cuts = cut_program(read, begins_of(read, stages))
+    _check_sizes(cuts)
+    guards = _guards([node.meta.get("val") for node in read.inputs])
+    paths = tuple(map(tuple, stages))
+    return StageGraphs(paths, cuts, program.call_spec.out_spec, constants, guards, form.rows)
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """The paths of what the lists of a model hold."""
+    held: list[str] = []
+    for path, module in named_modules(model):
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            held += [f"{path}.{key}" if path else key for key, _ in module.named_children()]
+    return held
+
+
+def _check_sizes(stages: Sequence[TracedStage]) -> None:
+    """Raise `StageError` for a passed tensor with a size that depends on the values of another."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # takes long to import
+
+    for at, stage in enumerate(stages):
+        for each in stage.gives:
+            if free_unbacked_symbols(each.value):
+                raise StageError(
+                    f"stage {at} passes on a tensor with a size that depends on the values of another",
+                    expected="sizes that depend on the sizes of the inputs",
+                    got=f"{each.name} of shape {list(each.value.shape)}",
+                    where=WHERE,
+                    fix="Begin the stage at another module: Plan(stages=[[...], [...]]).",
+                )
+
+
+def _guards(inputs: Sequence[object]) -> tuple[Any, ...]:
+    """The conditions of sizes under which an export holds."""
+    for each in inputs:
+        if isinstance(each, torch.Tensor):
+            env = cast(Any, each).fake_mode.shape_env
+            return tuple(guard.expr for guard in env.guards) if env is not None else ()
+    return ()
+
+
+def _constants(ghost: Ghost, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a graph that are in no module; what has no values is a `StageError`."""
+    own = {name for name, _ in ghost.model.named_buffers(remove_duplicate=False)}
+    found: dict[str, torch.Tensor] = {}
+    for name, each in given.items():
+        if name in own:  # torch lists buffers that no checkpoint holds too
+            continue
+        value = getattr(each, "constant", each) if is_fake(each) else each
+        if not isinstance(value, torch.Tensor):
+            raise StageError(
+                "the forward reads something that a graph cannot hold",
+                expected="parameters, buffers, and tensors with values",
+                got=f"{name}, {type(each).__name__}",
+                where=WHERE,
+                fix="Register it as a buffer of its module.",
+            )
+        found[name] = value
+    return found
+
+
+def _failure(error: Exception) -> StageError:
+    """The error of an export, with the line of the model."""
+    text = str(error)
+    line = model_line(text)
+    if "DataDependent" in type(error).__name__ or "data-dependent" in text:
+        return StageError(
+            "the path of the forward depends on the values of a tensor, so that no graph holds for all",
+            expected="a forward that calls the same operators for all values",
+            got=line or text.strip().splitlines()[0],
+            where=WHERE,
+            fix=f"Choose by torch.where, or by an argument of the forward. {_ELSEWHERE}",
+        )
+    return StageError(
+        f"torch cannot export the model: {type(error).__name__}: {text.strip().splitlines()[0] if text else ''}",
+        got=line,
+        where=WHERE,
+        fix=_ELSEWHERE,
+    )
+
+
+class _Watch(TorchFunctionMode):
+    """Notes what a graph cannot hold, as torch's export leaves no trace of it.
+
+    Attributes:
+        checkpoint: a function that runs inside of a checkpoint.
+        outside: a function that reads a tensor with a gradient that is in no module.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checkpoint = ""
+        self.outside = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        name = getattr(func, "__name__", str(func))
+        if not self.checkpoint and saves_otherwise():
+            self.checkpoint = name
+        if not self.outside and any(isinstance(each, nn.Parameter) and not is_fake(each) for each in args):
+            self.outside = name
+        return func(*args, **(kwargs or {}))
+
+    def check(self) -> None:
+        """Raise `StageError` for what was noted."""
+        if self.checkpoint:
+            raise StageError(
+                "the forward checkpoints activations, which a graph would keep",
+                expected="a forward that saves what its backward needs",
+                got=f"{self.checkpoint} inside of a checkpoint",
+                where=WHERE,
+                fix="Turn it off, as by model.gradient_checkpointing_disable().",
+            )
+        if self.outside:
+            raise StageError(
+                "the forward reads a parameter that is in none of the model's modules",
+                expected="parameters of modules, which a copy of the model has too",
+                got=f"one in {self.outside}",
+                where=WHERE,
+                fix="Make it an attribute of a module, and read it there.",
+            )
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Drop what this thread writes to stderr: torch prints the whole graph of a failed export."""
+    before = sys.stderr
+    own = _Dropped(before)
+    sys.stderr = own
+    try:
+        yield
+    finally:
+        own.drops = False  # another thread may put it back
+        if sys.stderr is own:
+            sys.stderr = before
+
+
+class _Dropped(io.TextIOBase):
+    """A stream that drops the lines of one thread."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+        self.drops = True
+
+    def write(self, text: str, /) -> int:
+        """Write what other threads write."""
+        if self.drops and threading.get_ident() == self._thread:
+            return len(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()

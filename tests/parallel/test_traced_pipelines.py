@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are no chain, cut by tracing: they take the steps of one process, or are refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from catching import caught
+from pipelines import differences
+from torch import nn
+from traced_models import FAMILIES, UNet, by_hand, family, train, widen
+
+import accel
+from accel.errors import PrepareError, StageError
+from accel.testing import Simulator
+
+PARAMETERS, FIGURES = 1e-10, 1e-10
+
+
+def _check(ranks: Simulator, name: str, mesh: str, world: int, accumulation: int = 1, **options: Any) -> None:
+    rows, pieces = (4, 4, 3), 1
+    if name == "unet":  # statistics of micro-batches see copies of the last row, so there are none here
+        rows, pieces = (8, 8, 4), 4 if mesh == "pp=4" else 2
+    shares = 2 if "dp" in mesh else 1
+    if options.get("micro"):
+        options["plan"] = accel.parallel.Plan(cut="trace", micro_batches=options.pop("micro"))
+    work = partial(train, name=name, mesh=mesh, accumulation=accumulation, rows=rows, **options)
+    found = ranks.run(work, world, default_group=True)
+    expected = by_hand(name, accumulation=accumulation, rows=rows, shares=shares, pieces=pieces)
+    parameters, figures = differences(found, expected)
+    assert parameters < PARAMETERS
+    assert figures < FIGURES
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "unet"])
+def test_a_traced_model_takes_the_steps_of_one_process(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    widen(monkeypatch, name)
+    _check(ranks, name, "pp=2", 2, accumulation=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("mesh", "world"), [("pp=2", 2), ("pp=4", 4), ("dp=2,pp=2", 4)])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_families_take_the_steps_of_one_process(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str, mesh: str, world: int, accumulation: int
+) -> None:
+    widen(monkeypatch, name)
+    if name == "unet" and "dp" in mesh:
+        pytest.skip("statistics of batches are each rank's own")
+    _check(ranks, name, mesh, world, accumulation)
+
+
+def _prepared(ctx: accel.DistContext, model: nn.Module, example: Any, **plan: Any) -> nn.Module:
+    ctx = accel.replace(ctx, mesh="pp=2")
+    return accel.prepare_model(ctx, model, plan=accel.parallel.Plan(cut="trace", **plan), example=example)
+
+
+class Steps(nn.Module):
+    """Two layers; classes below do between them what a graph cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)) * 2)
+
+
+class Branch(Steps):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.a(x)
+        if hidden.sum() > 0:  # the line that the error names
+            hidden = hidden + 1
+        return self.b(hidden)
+
+
+class Again(Steps):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: Any = torch.utils.checkpoint.checkpoint(self.a, x, use_reentrant=False)
+        return self.b(hidden)
+
+
+class Outside(Steps):
+    """Reads a parameter that no copy of the model has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x) * SCALE)
+
+
+class Moment(Steps):
+    """One batch norm in two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.b(self.norm(self.a(x))))
+
+
+SCALE = nn.Parameter(torch.ones(4))
+STAGES = (("a",), ("b",))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Branch, "if hidden.sum|in forward"),
+        (Again, "checkpoints activations"),
+        (Outside, "a parameter that is in none of the model's modules"),
+        (Moment, "norm.running_mean, in the stages 0, 1"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused_on_every_rank(
+    ranks: Simulator, capfd: pytest.CaptureFixture[str], kind: Any, told: str
+) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        return caught(lambda: _prepared(ctx, kind(), torch.ones(4, 4), stages=STAGES))
+
+    for error in ranks.run(rank, 2, default_group=True):
+        assert isinstance(error, StageError)
+        assert re.search(told, str(error))
+    assert "def forward" not in capfd.readouterr().err  # torch prints the graph
+
+
+def test_hooks_are_refused_before_and_after_prepare(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        hooked, model = Steps(), Steps()
+        _ = hooked.a.register_forward_hook(lambda *_: None)
+        early = caught(lambda: _prepared(ctx, hooked, torch.ones(4, 4), stages=STAGES))
+        model = _prepared(ctx, model, torch.ones(4, 4), stages=STAGES)
+        _ = accel.training.forward(ctx, model, torch.ones(4, 4))
+        _ = accel.unwrap_model(model).a.register_forward_pre_hook(lambda *_: None)
+        return early, caught(lambda: accel.training.forward(ctx, model, torch.ones(4, 4)))
+
+    for errors in ranks.run(rank, 2, default_group=True):
+        for error in errors:
+            assert isinstance(error, StageError)
+            assert "a module has a hook" in str(error)
+
+
+def test_a_plan_without_an_example_or_beside_tensor_parallelism_is_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> list[str]:
+        plan = accel.parallel.Plan(cut="trace")
+        along = accel.replace(ctx, mesh="pp=2,tp=2")
+        there = accel.replace(ctx, mesh="pp=4")
+        errors = [caught(lambda: accel.prepare_model(there, Steps(), plan=plan))]
+        errors += [caught(lambda: accel.prepare_model(along, Steps(), plan=plan, example=torch.ones(2, 4)))]
+        assert all(isinstance(each, PrepareError) for each in errors)
+        return list(map(str, errors))
+
+    for without, divided in ranks.run(rank, 4, default_group=True):
+        assert "example=, a batch as the model takes it" in without
+        assert "tp=2" in divided
+
+
+def test_one_graph_serves_any_number_of_rows_and_each_mode_has_its_own(ranks: Simulator) -> None:
+    """Modes of modules, gradient, rows, and a size that the forward makes of the rows."""
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="pp=2")
+        with accel.seeding.seeded(ctx, 0):
+            model = UNet(drop=0.5).double()
+        whole = copy.deepcopy(model)
+        plan = accel.parallel.Plan(cut="trace", micro_batches=2)
+        model = accel.prepare_model(ctx, model, plan=plan, example=family("unet").batch(4, 0)[0])
+        pixels = family("unet").batch(12, 1)[0]["pixel_values"]
+        found = []
+        with accel.evaluating(model, whole):
+            for rows in (12, 8, 5, 2, 1):
+                own = accel.training.forward(ctx, model, pixels[:rows])
+                found.append(float((own - whole(pixels[:rows])).detach().abs().max()))
+        count = len(accel.unwrap_model(model).accel_pipeline.traces._known)
+        return found, count
+
+    for found, count in ranks.run(rank, 2, default_group=True):
+        assert max(found) < 1e-12
+        assert count == 3  # the example's, evaluation's, and that of one row
+
+
+class Sized(Steps):
+    """A path by the number of rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.a(x) if x.shape[0] > 2 else self.a(-x)
+        return self.b(hidden)
+
+
+def test_a_path_by_the_number_of_rows_is_that_of_each_batch(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> list[float]:
+        with accel.seeding.seeded(ctx, 0):
+            model = Sized()
+        whole = copy.deepcopy(model)
+        model = _prepared(ctx, model, torch.ones(4, 4), stages=STAGES, micro_batches=2)
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+        found = []
+        for rows in (8, 4, 8, 2):
+            expected = torch.cat([whole(half) for half in inputs[:rows].chunk(2)])
+            found.append(float((accel.training.forward(ctx, model, inputs[:rows]) - expected).detach().abs().max()))
+        return found
+
+    for found in ranks.run(rank, 2, default_group=True):
+        assert max(found) < 1e-6
+
+
+def _lose_ties(model: nn.Module) -> None:
+    model.accel_pipeline.ties = ()
+
+
+def test_the_law_notices_a_lost_tie(ranks: Simulator) -> None:
+    with pytest.raises(AssertionError):
+        _check(ranks, "bert", "pp=2", 2, change=_lose_ties)
+
+
+def test_the_law_notices_a_graph_of_evaluation_in_training(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel.parallel.axes.pipeline import _traced
+
+    monkeypatch.setattr(_traced, "modes_of", lambda model: {name: False for name, _ in model.named_modules()})
+    with pytest.raises(AssertionError):
+        _check(ranks, "unet", "pp=2", 2)
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_one_process(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext, mesh: str) -> torch.Tensor:
+        ctx = accel.replace(ctx, mesh=mesh)
+        model = family("granite").make(0.0)
+        prompts = torch.randint(3, 60, (4, 5), generator=torch.Generator().manual_seed(0))
+        plan = accel.parallel.Plan(cut="trace", micro_batches=2)
+        model = accel.prepare_model(ctx, model, plan=plan, example=prompts)
+        with accel.evaluating(model):
+            return accel.training.generate(ctx, model, prompts, max_new_tokens=3, cache=False)
+
+    alone = ranks.run(partial(rank, mesh=""), 1)[0]
+    assert all(torch.equal(each, alone) for each in ranks.run(partial(rank, mesh="pp=2"), 2, default_group=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "unet"])
+def test_checkpoints_of_stages_load_on_one_rank_and_back(ranks: Simulator, tmp_path: Path, name: str) -> None:
+    """Names, ties and buffers are those of the whole model, and each tensor is saved once."""
+    made, batch_of = family(name)
+
+    def save(ctx: accel.DistContext) -> None:
+        model = _prepared(ctx, made(0.0), batch_of(4, 0)[0])
+        assert accel.save_state(ctx, tmp_path / "stages", {"model": model}, step=1)
+
+    def load(ctx: accel.DistContext) -> float:
+        model = _prepared(ctx, made(0.0), batch_of(4, 0)[0])
+        with torch.no_grad():
+            for each in model.parameters():
+                _ = each.zero_()
+        _ = accel.load_state(ctx, tmp_path / "stages", {"model": model})
+        whole = made(0.0)
+        own = dict(model.named_parameters())
+        return max(float((each - whole.get_parameter(name)).detach().abs().max()) for name, each in own.items())
+
+    _ = ranks.run(save, 2, default_group=True)
+    whole = made(0.0)
+    expected = {key: each.clone() for key, each in whole.state_dict().items()}
+    with torch.no_grad():
+        for each in whole.parameters():
+            _ = each.zero_()
+    _ = accel.load_state(accel.single(), tmp_path / "stages", {"model": whole})
+    assert expected.keys() == whole.state_dict().keys()
+    assert all(torch.equal(each, expected[key]) for key, each in whole.state_dict().items())
+    assert ranks.run(load, 2, default_group=True) == [0.0, 0.0]

@@ -14,8 +14,8 @@ from processes import patience
 SCRIPT = Path(__file__).parent / "helpers" / "standin_steps.py"
 CASES = (
     "raise", "raise, clipped", "raise, accumulated", "skip", "ignore", "ignore, clipped", "raise in bf16",
-    "ignore in bf16", "raise in fp16", "ignore in fp16", "raise on 2 replicas", "ignore on 2 replicas", "raise along tp",
-    "ignore along tp",
+    "ignore in bf16", "raise in fp16", "ignore in fp16", "raise on 2 replicas", "ignore on 2 replicas",
+    "raise along tp", "ignore along tp",
 )  # fmt: skip
 
 

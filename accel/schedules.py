@@ -14,16 +14,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice, check_count
+from accel.lazy import exports
 
-__all__ = ["Constant", "Cosine", "Curve", "InverseSqrt", "Joined", "Linear", "Piece", "Polynomial", "warmup", "wsd"]
+if TYPE_CHECKING:
+    from accel.training._find_lr import find_lr
+    from accel.training._lr_range import LrRange
+
+__all__ = [
+    "Constant",
+    "Cosine",
+    "Curve",
+    "InverseSqrt",
+    "Joined",
+    "Linear",
+    "LrRange",
+    "Piece",
+    "Polynomial",
+    "find_lr",
+    "warmup",
+    "wsd",
+]
 
 Schedule = Callable[[int], float]
+
+# Schedules are free of torch; the test of learning rates takes steps, and loads it on first use.
+__getattr__ = exports(__name__, {"accel.training._find_lr": ("find_lr",), "accel.training._lr_range": ("LrRange",)})
 
 
 def __dir__() -> list[str]:

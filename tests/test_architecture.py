@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent / "accel"
 LAYERS = [
     {"errors", "lazy"},
     {"brought", "endpoints", "formats", "migrate", "run_folder", "terminal", "topology", "xla"},
-    {"config", "schedules"},
+    {"config"},
     {"env"},
     {"devices"},
     {"mixins", "tree", "random", "storage", "tensors"},
@@ -29,7 +29,7 @@ LAYERS = [
     {"items"},
     {"bigmodel"},
     {"training"},
-    {"engines"},
+    {"engines", "schedules"},
     {"testing"},
     {"cli", "pytest_plugin"},
 ]

@@ -55,6 +55,7 @@ VERBS = (
     "prepare_loader",
     "resume",
     "save_state",
+    "schedules.find_lr",
     "session",
     "total_steps",
     "tracking",

@@ -102,6 +102,12 @@ def _pair(batch: Batch, inputs: Any, targets: Any) -> tuple[Any, Any]:
             where="train_step",
             fix="A loss without targets needs the open loop: accel.forward_backward and accel.optimizer_step.",
         )
+    fix = 'Pass both: train_step(..., inputs=batch.data["x"], targets=batch.data["y"]).'
+    return pair_of(batch, where="train_step", fix=fix)
+
+
+def pair_of(batch: Batch, *, where: str, fix: str) -> tuple[Any, Any]:
+    """Return the pair `batch.data`."""
     data: object = batch.data
     items = cast("Sequence[object]", data) if isinstance(data, tuple | list) else ()
     if len(items) != 2:
@@ -112,7 +118,7 @@ def _pair(batch: Batch, inputs: Any, targets: Any) -> tuple[Any, Any]:
             "batch.data is no pair of inputs and targets",
             expected="two items",
             got=f"{len(items)} items" if items else f"{type(cast('object', data)).__name__}{named}",
-            where="train_step, batch.data",
-            fix='Pass both: train_step(..., inputs=batch.data["x"], targets=batch.data["y"]).',
+            where=f"{where}, batch.data",
+            fix=fix,
         )
     return items[0], items[1]

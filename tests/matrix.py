@@ -19,11 +19,13 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 JOB = ("-m", "accel.cli", "launch", "--nproc-per-node", "2", "examples/digits.py")
 CRASHES = re.compile(r"node down|worker '\w+' crashed|Fatal Python error|Segmentation fault|INTERNAL ASSERT FAILED")
+COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 
 def requirements(extra: str) -> list[str]:
@@ -69,7 +71,7 @@ def attempt(python: Path, *words: str) -> tuple[int, str]:
 
 
 def try_tests(python: Path, folder: str, workers: int) -> tuple[list[str], str]:
-    """Run a folder's default tests; return the failures, and the last line."""
+    """Run a folder's default tests; return the failures, and the line of counts."""
     found = [f"tests/{folder}"] if folder else [str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py")]
     status, text = attempt(
         python, "-m", "pytest", "-n", str(workers), "--dist", "worksteal", "-p", "no:cacheprovider", *found
@@ -78,7 +80,7 @@ def try_tests(python: Path, folder: str, workers: int) -> tuple[list[str], str]:
     failed += [line for line in text.splitlines() if CRASHES.search(line)]
     if status and not failed:
         failed = [f"pytest ended with {status}: {text[-2000:]}"]
-    return failed, next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    return failed, next((line for line in reversed(text.splitlines()) if COUNTS.search(line)), "")
 
 
 def main() -> int:
@@ -99,20 +101,22 @@ def main() -> int:
             if status:
                 print(f"{text}\ntorch {args.version}: {' '.join(words)} fails")
                 return 1
-        broken = list[str]()
+        broken, total = list[str](), Counter[str]()
         for folder in folders():
             if not folder.startswith(args.only):
                 continue
             began = time.monotonic()
             failed, last = try_tests(python, folder, args.n)
             broken += failed
+            total.update({word: int(count) for count, word in COUNTS.findall(last)})
             print(
                 f"{folder or 'tests/*.py':16} {time.monotonic() - began:6.0f} s  {last}",
                 *failed,
                 sep="\n  ",
                 flush=True,
             )
-    print(f"torch {args.version}: {f'{len(broken)} failures' if broken else 'all tests pass'}")
+    counts = ", ".join(f"{count} {word}" for word, count in total.items())
+    print(f"torch {args.version}: {counts}; {f'{len(broken)} lines of failures' if broken else 'no failure'}")
     return 1 if broken else 0
 
 

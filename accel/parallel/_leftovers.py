@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -56,6 +57,30 @@ def drop_unsharded(module: nn.Module) -> list[torch.Tensor]:
     return parameters
 
 
+def sum_unused(unit: nn.Module) -> None:
+    """Let ranks sum zeros for parameters that a backward does not reach, of a module of `fully_shard` and those below
+    it."""
+    if hasattr(unit, _SUM_UNUSED):
+        getattr(unit, _SUM_UNUSED)(True)
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for each in unit.modules():
+        if isinstance(each, FSDPModule):
+            for group in _groups(each):
+                group.post_backward = functools.partial(_with_zeros, group, group.post_backward)
+
+
+def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: object) -> None:
+    """Sum the gradients of a group of `fully_shard`, with zeros for those that are missing."""
+    for each in group.fsdp_params:
+        whole = getattr(each, "_unsharded_param", None)
+        has_none = whole is not None and whole.grad is None and each.unsharded_accumulated_grad is None
+        if group.reduce_grads and has_none and whole.requires_grad:
+            whole.grad = torch.zeros_like(whole)
+    post_backward(*unused)
+
+
 def _groups(module: nn.Module) -> list[Any]:
     state = cast(Any, module)._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)  # older torch has at most one
@@ -64,6 +89,7 @@ def _groups(module: nn.Module) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+_SUM_UNUSED = "set_reduce_scatter_unused_params"  # of torch 2.13
 _FOUND = "accel_found"  # whether the gradient that a window found holds a value other than zero, as a plain bool
 _WATCHED = "accel_watched"  # the id of the tensor whose hook may take the note back: a copy has no hook
 

@@ -16,7 +16,7 @@ from accel.context import DistContext
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._labels import label_parameters, replace_parameter
-from accel.parallel._leftovers import watch_used
+from accel.parallel._leftovers import sum_unused, watch_used
 from accel.parallel._modules import is_pipelined, stage_modules, unwrap_model
 from accel.parallel._refused import check_all, check_quantized
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
@@ -171,7 +171,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
     label_parameters(inner, needed=not options.find_unused_parameters)
     if options.find_unused_parameters:
         for each in units:
-            cast(Any, each[-1]).set_reduce_scatter_unused_params(True)
+            sum_unused(each[-1])
             watch_used(each)
     if not is_empty:
         begin_alike(ctx, stage, mesh, inner.buffers())

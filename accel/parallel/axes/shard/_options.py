@@ -44,20 +44,6 @@ class ShardOptions(SpreadOptions, frozen=True, kw_only=True):
     prefetch: int | None = None
     offload: bool = False
 
-    def check(self) -> None:
-        """Raise `ConfigError` for what this torch does not have."""
-        if not self.find_unused_parameters:
-            return
-        from torch.distributed.fsdp import FSDPModule
-
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise ConfigError(
-                "fully_shard of this torch cannot leave out parameters",
-                got=f"torch {torch.__version__}",
-                where=f"{_WHERE}, find_unused_parameters=",
-                fix="Update torch, or use the strategy ddp.",
-            )
-
 
 def check_reshard(option: bool | int | None, shards: int, ranks: int, world_size: int) -> None:
     """Raise `ConfigError` for `Plan.reshard_after_forward` that does not divide the shards, or a mesh that torch cannot

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Collection, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -171,7 +172,7 @@ def profile(
             _ = on_trace_ready(ended)
 
     with recording() if memory else contextlib.nullcontext():
-        profiler: Any = torch.profiler.profile(
+        profiler: Any = _Profiler(
             activities=kinds,
             schedule=steps,
             on_trace_ready=write,
@@ -191,6 +192,16 @@ def profile(
                 made._profiler = None  # pyright: ignore[reportPrivateUsage]
     if not made.files:
         _logger().warning("the profile of rank %d has no trace: the schedule's steps were not reached", ctx.rank)
+
+
+class _Profiler(torch.profiler.profile):
+    """torch's profiler, which before torch 2.13 warns at the first cycle that it clears the events of earlier ones."""
+
+    def prepare_trace(self) -> None:
+        with warnings.catch_warnings():
+            if self.profiler is None:
+                warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            super().prepare_trace()
 
 
 def _schedule(given: Schedule | None) -> Schedule:

@@ -7,6 +7,7 @@ arXiv:1910.02054.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -163,7 +164,12 @@ def memory_by_moment(
     if layers > 1:
         beside = inside + _on_its_way(held, step, plan, copies, wire)
         yield at("next block", earlier, waiting - entry + again, min(layers - 1, max(2, whole - 1)), beside)
-    yield at("reduction", earlier, waiting - entry, min(layers - 1, max(2, whole - 1)), reduced)
+    others = min(layers - 1, max(2, whole - 1))
+    reducing = [at("reduction", earlier, waiting - entry, others, reduced)]
+    if layers > 1 and _keeps_a_sum():  # until the next is formed, when the block's own parameters are freed
+        reduced += _on_its_way(held, step, plan, copies, wire)
+        reducing.append(at("reduction", earlier, waiting - entry, others - 1, reduced))
+    yield max(reducing, key=lambda each: each.total)
     yield at("last reduction", trained + full, waiting - layers * entry, 0, reduced)
     temporaries = OPTIMIZERS[step.optimizer].temporaries * trained
     yield at("optimizer", trained, 0, whole if axes.pp > 1 and copies.engine == "fully_shard" else 0, temporaries)
@@ -282,6 +288,17 @@ def _on_its_way(held: HeldParameters, step: EstimatedStep, plan: Plan, copies: E
     block = held.block
     elements = max(wire, block.whole) if block.gradients == block.whole else block.gradients
     return elements * wire_bytes(step, plan)[1]
+
+
+@functools.lru_cache(maxsize=1)
+def _keeps_a_sum() -> bool:
+    """Whether the torch installed keeps the gradients that `fully_shard` summed last, as those before 2.13 do."""
+    from importlib.metadata import PackageNotFoundError, version  # 15 ms
+
+    try:
+        return tuple(map(int, version("torch").split(".")[:2])) < (2, 13)
+    except PackageNotFoundError:
+        return False
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,9 +34,9 @@ _cpp: Any = sys.modules.get("torch._C._distributed_c10d")
 _mesh: Any = device_mesh
 _HOOKS = {
     "torch.distributed.distributed_c10d": (
-        "_world", "_World", "_register_process_group", "_resolve_process_group", "_unregister_all_process_groups",
-        "Backend.register_backend", "Backend._plugins", "Backend.backend_list", "Backend.backend_type_map",
-        "Backend.backend_capability",
+        "_world", "_World", "_new_process_group_helper", "_register_process_group", "_resolve_process_group",
+        "_unregister_all_process_groups", "Backend.register_backend", "Backend._plugins", "Backend.backend_list",
+        "Backend.backend_type_map", "Backend.backend_capability",
     ),
     "torch._C._distributed_c10d": ("_set_thread_isolation_mode", "_get_work_registry_size"),
     "torch._C": ("_DisableTorchDispatch",),
@@ -134,6 +134,7 @@ class _TorchHooks:
         self._threads = threading.local()
         self._real: Any = _c10d._world
         self._mesh_backend: Any = _mesh.get_backend
+        self._new_group: Any = _c10d._new_process_group_helper
         self._tables = _rank_tables()
         self._undo = ExitStack()
 
@@ -159,6 +160,7 @@ class _TorchHooks:
         stand_in = SimpleNamespace(**vars(threading) | {"get_ident": self._mesh_owner})
         for place, name, value in (
             (_c10d, "_world", _StandIn(self)),
+            (_c10d, "_new_process_group_helper", self._group_of_rank),
             (_mesh, "get_backend", self._backend_for_mesh),
             (_mesh, "threading", stand_in),
         ):
@@ -202,6 +204,13 @@ class _TorchHooks:
 
     def _backend_for_mesh(self, *args: Any, **options: Any) -> Any:
         return "threaded" if hasattr(self._threads, "owner") else self._mesh_backend(*args, **options)
+
+    def _group_of_rank(
+        self, size: int, rank: int | None, ranks: list[int], backend: Any, *args: Any, **named: Any
+    ) -> Any:
+        """Make a rank's group of simulated ranks, whichever backend it names; torch 2.13 asks the default group."""
+        own = BACKEND if hasattr(self._threads, "tables") else backend
+        return self._new_group(size, rank, ranks, own, *args, **named)
 
     def _mesh_owner(self) -> int:
         return getattr(self._threads, "owner", None) or threading.get_ident()

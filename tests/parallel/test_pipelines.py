@@ -96,7 +96,8 @@ def test_stages_are_sharded_and_replicated(
 
 def test_held_back_gradients_travel_once_a_window(ranks: Simulator) -> None:
     counts: list[int] = []
-    reduce_scatter: Any = torch.distributed.reduce_scatter_single
+    name = "reduce_scatter_single" if hasattr(torch.distributed, "reduce_scatter_single") else "reduce_scatter_tensor"
+    reduce_scatter: Any = getattr(torch.distributed, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         counts.append(1)
@@ -110,7 +111,7 @@ def test_held_back_gradients_travel_once_a_window(ranks: Simulator) -> None:
 
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.reduce_scatter_single", counted)
+        patch.setattr(torch.distributed, name, counted)
         for accumulation in (1, 3):
             counts.clear()
             _ = ranks.run(partial(rank, accumulation=accumulation), 4, default_group=True)

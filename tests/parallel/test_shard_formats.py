@@ -21,6 +21,8 @@ from accel.parallel.axes.shard._options import WireFormat, wire_format
 from accel.testing import Simulator
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER_SINGLE = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Net(nn.Module):
@@ -73,7 +75,7 @@ class _Gathered:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         self.sizes.append(output_tensor.nbytes)
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return ALL_GATHER_SINGLE(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _Reduced:
@@ -89,7 +91,7 @@ class _Reduced:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, **_: Any
     ) -> Any:
         self.sizes.append(input_tensor.nbytes)
-        return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
+        return REDUCE_SCATTER_SINGLE(output_tensor, input_tensor, op=op, group=group)
 
 
 def _count(model: nn.Module) -> tuple[list[int], list[int]]:

@@ -78,7 +78,7 @@ def try_tests(python: Path, folder: str, workers: int) -> tuple[list[str], str]:
     )
     failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
     failed += [line for line in text.splitlines() if CRASHES.search(line)]
-    if status and not failed:
+    if status not in (0, 5) and not failed:  # 5: it has no default tests
         failed = [f"pytest ended with {status}: {text[-2000:]}"]
     return failed, next((line for line in reversed(text.splitlines()) if COUNTS.search(line)), "")
 

@@ -5,8 +5,8 @@ Makes a virtual environment with that torch and the other requirements of the te
 Imports accel, runs the README's main job, then the default tests folder by folder, unedited, and prints a verdict.
 torch for CUDA runs on CPUs, takes about 7 GB, and is removed at the end.
 
-    --keep FOLDER    make the environment there, or use the one there, and leave it
-    --only WORD      run the folders of tests whose name begins so
+    --keep FOLDER    make the environment there, or use the one there, and leave it, with the output of the tests
+    --only WORD ...  run the folders of tests whose name begins so; "files" are those beside the folders
     -n N             workers of pytest
 """
 
@@ -71,11 +71,12 @@ def attempt(python: Path, *words: str) -> tuple[int, str]:
 
 
 def try_tests(python: Path, folder: str, workers: int) -> tuple[list[str], str]:
-    """Run a folder's default tests; return the failures, and the line of counts."""
+    """Run a folder's default tests, and keep their output; return the failures, and the line of counts."""
     found = [f"tests/{folder}"] if folder else [str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py")]
     status, text = attempt(
         python, "-m", "pytest", "-n", str(workers), "--dist", "worksteal", "-p", "no:cacheprovider", *found
     )
+    (python.parent.parent / f"tests-{folder or 'files'}.log").write_text(text)
     failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
     failed += [line for line in text.splitlines() if CRASHES.search(line)]
     if status not in (0, 5) and not failed:  # 5: it has no default tests
@@ -87,7 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("version")
     parser.add_argument("--keep", type=Path)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("-n", type=int, default=2)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="accel-matrix-") as temporary:
@@ -103,7 +104,7 @@ def main() -> int:
                 return 1
         broken, total = list[str](), Counter[str]()
         for folder in folders():
-            if not folder.startswith(args.only):
+            if not (folder or "files").startswith(tuple(args.only)):
                 continue
             began = time.monotonic()
             failed, last = try_tests(python, folder, args.n)

@@ -101,15 +101,16 @@ class _Search:
         parts: dict[int, int] = {}  # dimensions of divided tensors, by number
         for each in found:
             if taken.isdisjoint(each.layers):
-                problem = "no call of its own"
+                problems: list[str] = []
                 for styles in each.options:
                     problem, one = self._tried(each, styles, parts)
+                    problems.append(problem)
                     if one is not None:
                         proved.append(one)
                         taken.update(each.layers)
                         break
                 else:
-                    left[each.unit] = problem
+                    left[each.unit] = problems[0]
         return proved, left
 
     def _tried(self, candidate: Candidate, styles: Styles, parts: dict[int, int]) -> tuple[str, _Proved | None]:

@@ -73,7 +73,8 @@ def _few(around: nn.Module, holder: str, outputs: int, heads: int, size: int) ->
     groups: Any = getattr(around, "num_key_value_groups", None)
     if size % heads == 0 and outputs % size == 0 and type(groups) is int and heads * groups % size == 0:
         # a rank has heads * groups / size queries for one head of keys
-        return HeadCounts(heads, {holder: {"num_key_value_groups": heads * groups // size}})
+        own = {name: 1 for name, value in _counts(around, outputs) if value == heads}
+        return HeadCounts(heads, {holder: {**own, "num_key_value_groups": heads * groups // size}})
     return HeadCounts(problems=(uneven_heads(heads, size),))
 
 
@@ -89,7 +90,7 @@ def _with_one_key(around: nn.Module, holder: str, outputs: int, width: object, s
 
 def _counted(around: nn.Module, holder: str, outputs: int, size: int) -> HeadCounts:
     """The module's own counts of heads, and this rank's."""
-    found = dict(_counts(around, outputs, size))
+    found = {name: value for name, value in _counts(around, outputs) if value % size == 0}
     if not found:
         return HeadCounts()
     return HeadCounts(
@@ -97,11 +98,11 @@ def _counted(around: nn.Module, holder: str, outputs: int, size: int) -> HeadCou
     )
 
 
-def _counts(around: nn.Module, outputs: int, size: int) -> Iterator[tuple[str, int]]:
+def _counts(around: nn.Module, outputs: int) -> Iterator[tuple[str, int]]:
     for name, value in cast("dict[str, object]", vars(around)).items():
         if "head" not in name or any(each in name for each in _NO_COUNTS) or type(value) is not int:
             continue
-        if value % size == 0 and value and outputs % value == 0:
+        if value and outputs % value == 0:
             yield name, value
 
 

@@ -111,7 +111,9 @@ class ReadParameters(LocalParameters):
     def __getattr__(self, name: str) -> Any:
         """Return a plain tensor in the place of a parameter, for whoever asks."""
         value: Any = cast(Any, super()).__getattr__(name)
-        return local(value, self.accel_layer.rule) if isinstance(value, nn.Parameter) else value
+        if not is_dtensor(value) or value.device_mesh.ndim > 1:  # `fully_shard` asks for what it has sharded
+            return value
+        return local(value, self.accel_layer.rule)
 
 
 class GatherOutput(LocalParameters):

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One family for each mechanism of found plans trains on a mesh as in a plain loop; the rest is a benchmark's table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from families import MESHES, TOLERANCE, cell
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("BERT", "tp=2"),  # a tied head whose bias two modules name
+        ("BLOOM", "tp=2"),  # a fused projection, biases with an entry for each head
+        pytest.param("T5", "dp=2,tp=2", marks=pytest.mark.slow),  # relative positions that blocks hand on
+        pytest.param("DeepSeek-V2", "tp=2", marks=pytest.mark.slow),  # latents, whose gradients are summands
+        pytest.param("Mamba", "tp=2", marks=pytest.mark.slow),  # parameters that are read without a call
+    ],
+)
+def test_a_family_trains_as_in_a_plain_loop(ranks: Any, name: str, mesh: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    assert cell(ranks, name, MESHES[mesh], accumulations=(3,)) <= TOLERANCE

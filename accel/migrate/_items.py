@@ -103,7 +103,8 @@ class Items:
             text = "".join(f"    {kind}=lambda folder: {call},\n" for kind, call in hooks.items())
             made.append(cst.parse_statement(f'items["hooks"] = accel.items.Folder(\n{text})'))
         script = self._script
-        if any(script.method(call) == "init_trackers" for call in calls(self._scope)):
+        begun = any(script.method(call) == "init_trackers" for call in calls(self._scope))
+        if begun or (script.kept and script.tracks):
             kept = f'items["trackers"] = {script.trackers}'
             made.append(cst.parse_statement(f"if {script.tracked_if}:\n    {kept}\n" if script.tracked_if else kept))
         return made
@@ -111,8 +112,17 @@ class Items:
     def _held(self) -> dict[str, str]:
         """Return what is prepared or registered, with the condition under which it is; empty where it always is."""
         script = self._script
-        found = prepared(script, self._scope)
+        found = prepared(script, self._scope) or dict.fromkeys(self._given(), "")
         return {name: test for name, test in found.items() if name and name not in script.loaders and "." not in name}
+
+    def _given(self) -> list[str]:
+        """Return what another scope has prepared: parameters of this one, or attributes of its class."""
+        script = self._script
+        kinds = script.models | script.optimizers | script.schedulers
+        params = self._scope.params.params if isinstance(self._scope, cst.FunctionDef) else ()
+        names = [each.name.value for each in params]
+        kept = [name for name in script.values if name.startswith("self__")] if script.kept else []
+        return [name for name in dict.fromkeys([*names, *kept]) if name in kinds and name in script.prepared]
 
     def _hooks(self, models: list[str], listed: str) -> dict[str, str]:
         """Return the calls of the hooks, on a new list of the plain models, which a hook may empty."""

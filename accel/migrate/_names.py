@@ -201,7 +201,6 @@ class Names(cst.CSTTransformer):
             self._needs_context(name)
             return self._built(FUNCTIONS[name], name, updated, mean=True)
         if name == "set_seed":
-            self._needs_context(name)
             self._change(_SEEDING)
             return self._seeded(updated)
         if name in AVAILABLE:
@@ -234,7 +233,7 @@ class Names(cst.CSTTransformer):
         for scope in self._scopes:
             if isinstance(scope, cst.FunctionDef):
                 names = {param.name.value for param in (*scope.params.params, *scope.params.kwonly_params)}
-                if ctx in names or names & self._script.holders:
+                if ctx in names or names & self._script.holders or ("self" in names and self._script.kept):
                     return True
         return any(
             targets(node) == [ctx]
@@ -271,9 +270,13 @@ class Names(cst.CSTTransformer):
         options = "" if specific == "True" else f", per_rank={specific}"
         if not args:
             return call
-        return self._expression(
-            f"accel.seeding.set_seed({{ctx}}, {{seed}}{options})".replace("{{ctx}}", "{ctx}"), seed=args[0].value
-        )
+        alone = specific == "False" and not self._has_context()  # every rank seeds alike: no rank is asked
+        if not alone:
+            self._needs_context("set_seed")
+        else:
+            self._change("set_seed before there is a context seeds no device beside the CPU")
+        ctx = "accel.single()" if alone else self._script.ctx
+        return expression(f"accel.seeding.set_seed({ctx}, {{seed}}{options})", seed=args[0].value)
 
     def _launcher(self, name: str, call: cst.Call) -> cst.BaseExpression:
         renamed = {"num_processes": "nproc", "function": "fn", "mixed_precision": "precision"}
@@ -303,8 +306,8 @@ class Names(cst.CSTTransformer):
         if not script.holds(original_node.value):
             if text_of(original_node).endswith(".state.deepspeed_plugin") and "accelerator" in text_of(original_node):
                 self._decide("what takes the place of deepspeed_plugin", "deepspeed")
-            if full_name(original_node) == "self.accelerator":
-                self._decide("what takes the place of self.accelerator: functions take ctx")
+            if name == "accelerator" or f"self__{name}" in script.kept:
+                self._decide(f"what takes the place of {text_of(original_node)}: functions take ctx", "classes")
             return updated_node.with_changes(attr=original_node.attr)
         if name in ("sync_gradients", "optimizer_step_was_skipped") and not self._has_state():
             self._decide(f"the state that has what {name} asks: no loop stands in this function", "loop")

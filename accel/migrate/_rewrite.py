@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from accel.errors import ConfigError
 from accel.migrate._checkpoints import Checkpoints
+from accel.migrate._classes import Flattened, Restored, find_kept
 from accel.migrate._guards import asks_main, calls_all, opened
 from accel.migrate._layout import Fit, with_comments
 from accel.migrate._loops import Training
@@ -434,6 +435,10 @@ def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
     script = Script(module)
     if not script.uses_accelerate:
         return Migrated(text, (), ())
+    kept = find_kept(script, module)
+    if kept.classes:
+        module = module.visit(Flattened(kept))
+        script = Script(module, kept.holders)
     notes = Remarks()
     passes: list[cst.CSTTransformer] = [
         Before(script, notes),
@@ -446,6 +451,7 @@ def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
         Dropped(script),
         Names(script, notes),
         Imports(script, notes),
+        Restored(script, kept),
         Fit(text, len(module.default_indent), script.state),
     ]
     module = drop_scaffolds(module, script, notes)

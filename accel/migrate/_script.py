@@ -127,7 +127,7 @@ _STATES = ("state", "train_state", "run_state")
 class Script:
     """Facts of a script, found once before it changes."""
 
-    def __init__(self, module: cst.Module) -> None:
+    def __init__(self, module: cst.Module, kept: frozenset[str] = frozenset()) -> None:
         self.origins: dict[str, str] = {}
         self.modules: set[str] = set()
         self.functions: dict[str, cst.FunctionDef] = {}
@@ -140,7 +140,8 @@ class Script:
         self.devices: set[str] = set()
         self.prepared: set[str] = set()
         self._imports(module)
-        self.holders = self._holders(module)
+        self.kept = kept  # variables of an Accelerator that a class keeps
+        self.holders = self._holders(module) | kept
         self.ctx = self._free(_CONTEXTS, module)
         self.state = self._free(_STATES, module)
         self._kinds(module)
@@ -149,7 +150,9 @@ class Script:
         self.model_options: dict[str, str] = {}
         self.local: dict[str, str] = {}  # models that LocalSGD averages, by its variable
         self.tracked = self._tracked()
-        self.carried = any(self.is_attribute(node, "gradient_accumulation_steps") for node in walk(module))
+        self.carried = bool(kept) or any(
+            self.is_attribute(node, "gradient_accumulation_steps") for node in walk(module)
+        )
         methods = {self.method(node) for node in walk(module)}
         self.tracks = "init_trackers" in methods
         self.tracked_if = self._guard(module)
@@ -255,12 +258,12 @@ class Script:
 
     def _holders(self, module: cst.Module) -> set[str]:
         found: set[str] = set()
-        seen: dict[str, int] = {}
+        self.values: dict[str, list[cst.BaseExpression]] = {}
         for node in walk(module):
             if isinstance(node, cst.SimpleStatementLine) and (value := value_of(node)) is not None:
                 made = [each for each in _branches(value) if self.makes(each)]
                 for name in targets(node):
-                    seen[name] = seen.get(name, 0) + 1
+                    self.values.setdefault(name, []).append(value)
                     self.assigned[name] = value
                     if made:
                         found.add(name)
@@ -269,7 +272,7 @@ class Script:
                 annotation = text_of(node.annotation.annotation) if node.annotation else ""
                 if node.name.value == "accelerator" or re.search(r"\bAccelerator\b", annotation):
                     found.add(node.name.value)
-        self.assigned = {name: value for name, value in self.assigned.items() if seen[name] == 1}
+        self.assigned = {name: value for name, value in self.assigned.items() if len(self.values[name]) == 1}
         return found
 
     def _free(self, choices: tuple[str, ...], module: cst.Module) -> str:
@@ -285,27 +288,30 @@ class Script:
             method = self.method(call)
             if method.startswith("prepare"):
                 given = [arg.value.value for arg in call.args if isinstance(arg.value, cst.Name)]
-                for name in [*given, *targets(node)]:
+                made = targets(node)
+                named = dict(zip(made, given, strict=True)) if len(given) == len(made) else {}
+                for name, origin in [(name, named.get(name, name)) for name in (*given, *made)]:
                     self.prepared.add(name)
-                    self._sort(name, method)
+                    self._sort(name, origin, method)
 
-    def _sort(self, name: str, method: str) -> None:
-        value = self.assigned.get(name)
-        maker = full_name(value.func) if isinstance(value, cst.Call) else ""
-        if method == "prepare_data_loader" or maker.endswith("DataLoader") or _LOADER.search(name):
+    def _sort(self, name: str, origin: str, method: str) -> None:
+        """Note what kind of object a name is: by the calls that make it, or the name that it was prepared from."""
+        values = [value for each in {name, origin} for value in self.values.get(each, ())]
+        makers = [full_name(value.func) for value in values if isinstance(value, cst.Call)]
+        schedules = [maker for maker in makers if "sched" in maker.lower() or maker.endswith("LR")]
+        loads_data = any(maker.endswith("DataLoader") for maker in makers)
+        if method == "prepare_data_loader" or loads_data or _LOADER.search(name):
             self.loaders.add(name)
-        elif (
-            method == "prepare_scheduler" or "sched" in maker.lower() or maker.endswith("LR") or _SCHEDULER.search(name)
-        ):
+        elif method == "prepare_scheduler" or schedules or _SCHEDULER.search(name):
             self.schedulers.add(name)
-        elif method == "prepare_optimizer" or ".optim" in maker or _OPTIMIZER.search(name):
+        elif method == "prepare_optimizer" or any(".optim" in each for each in makers) or _OPTIMIZER.search(name):
             self.optimizers.add(name)
         else:
             self.models.add(name)
 
     def _pass_on(self, module: cst.Module) -> None:
         """Parameters of the script's own functions are what the calls give them."""
-        kinds = (self.holders, self.loaders, self.models, self.optimizers, self.schedulers)
+        kinds = (self.holders, self.loaders, self.models, self.optimizers, self.schedulers, self.prepared)
         for _round in range(3):
             for call in (node for node in walk(module) if isinstance(node, cst.Call)):
                 function = self.functions.get(full_name(call.func))

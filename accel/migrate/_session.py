@@ -54,6 +54,9 @@ _NO_PLAN = (
 _DDP = ("find_unused_parameters", "bucket_cap_mb", "static_graph", "broadcast_buffers", "gradient_as_bucket_view")
 
 
+_OPEN = "who closes this context: accel.close(self.ctx), or the accel.session of a caller that passes it"
+
+
 class Made(NamedTuple):
     """Settings of one call of `Accelerator`, and notes on the rest."""
 
@@ -250,6 +253,10 @@ class Sessions(cst.CSTTransformer):
         at, made = found
         name = original_node.name.value
         kept = [*self._lead(body[at]), *made.notes]
+        if set(targets(body[at])) & self._script.kept:
+            kept.append(self._notes.decide(_OPEN, "classes"))
+            line = led_by(self._line(made), kept)
+            return with_block(updated_node, [*body[:at], line, *body[at + 1 :]])
         rest = body[at + 1 :]
         if name in self._launched and not self._names:
             self._launched[name] = made
@@ -267,14 +274,16 @@ class Sessions(cst.CSTTransformer):
             at, made = found
             kept = [*self._lead(body[at]), *made.notes]
             if self._cells or at == len(body) - 1:
-                opened = self._call("accel.from_env", made)
-                line = statement(f"{self._script.ctx} = {{opened}}", opened=opened)
-                body = [*body[:at], led_by(line, kept), *body[at + 1 :]]
+                body = [*body[:at], led_by(self._line(made), kept), *body[at + 1 :]]
             else:
                 body = [*body[:at], self._around(made, body[at + 1 :], kept)]
             updated_node = updated_node.with_changes(body=body)
         wrap = _Callers(self._script, self._hoisted, self._launched, self)
         return updated_node.visit(wrap)
+
+    def _line(self, made: Made) -> cst.BaseStatement:
+        """Return a line that opens a context, which nothing closes."""
+        return statement(f"{self._script.ctx} = {{opened}}", opened=self._call("accel.from_env", made))
 
     def opened(self, made: Made, values: Mapping[str, cst.BaseExpression]) -> cst.With:
         """Return `with accel.session(...) as ctx:`, its settings in the words of a caller."""

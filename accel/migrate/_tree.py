@@ -290,6 +290,7 @@ PAGES: Mapping[str, str] = {
     "step": "docs/step.md",
     "parts": "docs/step-parts.md",
     "names": "docs/from-accelerate.md",
+    "classes": "docs/migrate.md",
     "data": "docs/data.md",
     "trackers": "docs/trackers.md",
     "checkpoints": "docs/checkpoints.md",

@@ -128,6 +128,19 @@ def test_a_function_of_one_epoch_takes_the_state_and_returns_it(tmp_path: Path) 
     assert again["losses"] == args["losses"][2:]
 
 
+def test_a_class_that_keeps_its_accelerator_keeps_a_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parent / "pairs" / "trainer.after").read_text().replace("tensorboard()", "jsonl()")
+    found: dict[str, Any] = {"__name__": "trainer"}
+    exec(text, found)
+    args = {"seed": 0, "precision": "no", "accumulation": 2, "epochs": 3, "out": "out", "resume": None}
+    losses = found["main"](args)
+    assert losses == sorted(losses, reverse=True)
+    items = json.loads((tmp_path / "out" / "step-00000002" / "manifest.json").read_text())["items"]
+    assert items.keys() >= {"model", "optimizer", "trackers", "state"}
+    assert found["main"]({**args, "resume": "out/step-00000002", "out": "again"}) == losses[1:]
+
+
 def test_two_models_are_saved_where_both_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--output_dir", str(tmp_path), "--report_to", "jsonl", "--gradient_accumulation_steps", "2"]
     run_written("subjects", *words, "--train_text_encoder", "--max_train_steps", "2", monkeypatch=monkeypatch)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes that keep an Accelerator: attributes as variables for the passes, and as attributes again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import libcst as cst
+from typing_extensions import override
+
+from accel.migrate._script import Script
+from accel.migrate._tree import small, targets, walk
+
+_PREFIX = "self__"
+
+
+class OwnContexts(NamedTuple):
+    """The classes of a script that keep an Accelerator, and its variables."""
+
+    classes: frozenset[str]
+    holders: frozenset[str]
+
+
+def find_kept(script: Script, module: cst.Module) -> OwnContexts:
+    """Return the classes with a line such as `self.accelerator = Accelerator()`."""
+    classes: set[str] = set()
+    holders: set[str] = set()
+    for node in module.body:
+        if isinstance(node, cst.ClassDef) and not any(_is_prefixed(each) for each in walk(module)):
+            lines = [each for each in walk(node) if isinstance(each, cst.Assign) and script.holds(each.value)]
+            names = {_own(target.target) for each in lines for target in each.targets} - {""}
+            classes |= {node.name.value} if names else set()
+            holders |= {_PREFIX + name for name in names}
+    return OwnContexts(frozenset(classes), frozenset(holders))
+
+
+def _is_prefixed(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.Name) and node.value.startswith(_PREFIX)
+
+
+def _own(node: cst.CSTNode) -> str:
+    """Return the name of an attribute of `self`, empty for other expressions."""
+    own = isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name) and node.value.value == "self"
+    return cast(cst.Attribute, node).attr.value if own else ""
+
+
+class Flattened(cst.CSTTransformer):
+    """Write attributes of `self` as variables in the classes that keep an Accelerator; methods stay."""
+
+    def __init__(self, kept: OwnContexts) -> None:
+        super().__init__()
+        self._kept = kept
+        self._methods: list[set[str]] = []
+
+    @override
+    def visit_ClassDef(self, node: cst.ClassDef) -> bool:
+        self._methods.append({each.name.value for each in walk(node) if isinstance(each, cst.FunctionDef)})
+        return node.name.value in self._kept.classes
+
+    @override
+    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+        _ = self._methods.pop()
+        return updated_node
+
+    @override
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+        name = _own(original_node)
+        if not self._methods or not name or name in self._methods[-1]:
+            return updated_node
+        return cst.Name(_PREFIX + name, lpar=original_node.lpar, rpar=original_node.rpar)
+
+
+class Restored(cst.CSTTransformer):
+    """Write the variables as attributes again; the context and the trackers are attributes in these classes too."""
+
+    def __init__(self, script: Script, kept: OwnContexts) -> None:
+        super().__init__()
+        self._script = script
+        self._kept = kept
+        self._inside: list[bool] = []
+        self._taken: list[bool] = []  # whether a method takes the context by itself
+
+    @override
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self._inside.append(node.name.value in self._kept.classes)
+
+    @override
+    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+        _ = self._inside.pop()
+        return updated_node
+
+    @override
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._taken.append(any(each.name.value == self._script.ctx for each in node.params.params))
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        _ = self._taken.pop()
+        return updated_node
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        ctx = self._script.ctx
+        inner = small(updated_node)
+        if isinstance(inner, cst.Assign) and self._is_inside() and targets(original_node) == [ctx]:
+            target = cst.AssignTarget(cst.Attribute(cst.Name("self"), cst.Name(ctx)))
+            return updated_node.with_changes(body=[inner.with_changes(targets=[target])])
+        return updated_node
+
+    def _is_inside(self) -> bool:
+        return bool(self._inside and self._inside[-1])
+
+    @override
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+        name = original_node.value
+        if name.startswith(_PREFIX):
+            return self._attribute(name.removeprefix(_PREFIX), original_node)
+        kept = name == self._script.trackers or (name == self._script.ctx and not any(self._taken))
+        return self._attribute(name, original_node) if kept and self._is_inside() else updated_node
+
+    @staticmethod
+    def _attribute(name: str, node: cst.Name) -> cst.Attribute:
+        return cst.Attribute(cst.Name("self"), cst.Name(name), lpar=node.lpar, rpar=node.rpar)
+
+    @override
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
+        return updated_node.with_changes(attr=original_node.attr)
+
+    @override
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        return updated_node.with_changes(keyword=original_node.keyword)
+
+    @override
+    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
+        return updated_node.with_changes(name=original_node.name)
+
+    @override
+    def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:
+        return updated_node.with_changes(value=updated_node.value.replace(_PREFIX, ""))

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +17,7 @@ from hypothesis import given, strategies as st
 from launching import HERE, Workspace
 
 from accel.launching.local._hang import RankAnswer, hang_report
-from accel.launching.reports._failure import EnteredCollective, last_calls
+from accel.launching.reports._failure import EnteredCollective, last_calls, read_plain
 
 WAITING = """Current thread 0x00007f (most recent call first):
   File "/lib/site-packages/torch/distributed/c10d.py", line 9 in wait
@@ -135,6 +139,29 @@ def test_of_what_torch_recorded_the_first_open_call_of_each_group_counts_or_the_
     assert last_calls({}) == []
     with pytest.raises(msgspec.ValidationError):
         last_calls({"entries": [{"version": "another"}]})
+
+
+class Planted:
+    """An object whose pickle makes a folder when it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_flight_record_is_read_as_plain_values_and_calls_nothing(tmp_path: Path) -> None:
+    record = {"entries": [recorded(2, retired=False)], "version": "2.10", "rank": 0, "share": 0.5, "none": None}
+    for written in [json.dumps(record).encode(), *(pickle.dumps(record, each) for each in range(6))]:
+        assert [each.number for each in last_calls(read_plain(written))] == [2]
+    for each in range(2, 6):
+        with pytest.raises(pickle.UnpicklingError, match=r"names posix\.mkdir"):
+            read_plain(pickle.dumps([Planted(tmp_path / "made")], each))
+    assert not list(tmp_path.iterdir())
+    for torn in (b"", b"\x80", pickle.dumps(record)[:-9], b"nonsense"):
+        with pytest.raises(pickle.UnpicklingError):
+            read_plain(torn)
 
 
 answers = st.none() | st.lists(

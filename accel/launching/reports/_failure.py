@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import re
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -236,7 +237,7 @@ def answer_calls(record: str, ask: str) -> None:
         source = os.open(ask, os.O_RDWR)  # also for writing, so that it never ends
         while os.read(source, 1):
             # of another torch, a record may look otherwise; the launcher does without
-            with contextlib.suppress(msgspec.MsgspecError, TypeError, RuntimeError, OSError):
+            with contextlib.suppress(msgspec.MsgspecError, pickle.UnpicklingError, TypeError, RuntimeError, OSError):
                 write_json(file_beside(record, "calls"), [each for trace in _traces() for each in last_calls(trace)])
 
     threading.Thread(target=answer, name="accel-launch-calls", daemon=True).start()
@@ -258,7 +259,27 @@ def _traces() -> Iterable[object]:
     # to name lines, torch imports this, which breaks if the main thread is about to import it as well
     stacks = "_inductor" in vars(sys.modules.get("torch", sys))
     dumps = [getattr(c10d, name) for name in _RECORDERS if hasattr(c10d, name)]
-    return [pickle.loads(dump(includeStackTraces=stacks)) for dump in dumps]
+    return [read_plain(dump(includeStackTraces=stacks)) for dump in dumps]
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Knows containers, text and numbers; names of classes and functions are refused, so that nothing is called."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"a flight record names {module_name}.{global_name}, and holds plain values only")
+
+
+def read_plain(record: bytes) -> object:
+    """Return the plain values of a flight record, which torch writes as a pickle, or as JSON without lines of code.
+
+    Raises `pickle.UnpicklingError` for a pickle that names a class or function, and for what is neither.
+    """
+    if record[:1] == b"{":
+        return msgspec.json.decode(record)
+    try:
+        return _PlainUnpickler(io.BytesIO(record)).load()
+    except (EOFError, ValueError, IndexError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        raise pickle.UnpicklingError(f"not a flight record: {error}") from error
 
 
 def _group(entry: _Entry) -> str:

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests and benchmarks of a machine with GPUs, by one command, into the section of docs/benchmarks.md.
+
+    python tests/benchmarks/gpu.py [--gpus N] [--only WORD ...] [--limit-s 120] [--out FOLDER] [--write]
+
+First `pytest -m gpu`, then each benchmark that the number of GPUs can hold, then `examples/gpt.py` for tokens a second
+and MFU. What fails or takes too long is said, and the others go on; all output is kept in the folder. `--write` puts
+the summary into docs/benchmarks.md. `--list` prints the commands alone. Exit 2 without a GPU, 1 if a run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+LINES = 12  # of a run's output in the summary
+
+
+class Run(NamedTuple):
+    """A command of the list.
+
+    Attributes:
+        name: in the summary.
+        words: arguments of the interpreter.
+        gpus: GPUs that it needs at least; its processes take all there are unless `exact`.
+        exact: whether it takes just that many.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    gpus: int = 1
+    exact: bool = False
+
+
+GPT = ("examples/gpt.py", "--steps", "60")
+RUNS = (
+    Run("tests", ("-m", "pytest", "-m", "gpu", "-n", "0", "tests/gpu"), exact=True),
+    Run("step", ("tests/benchmarks/step_overhead.py",)),
+    Run("step's kernels and waits", ("tests/benchmarks/step_counts.py",)),
+    Run("sharded step", ("tests/benchmarks/fsdp.py",)),
+    Run("loader", ("tests/benchmarks/loader.py",)),
+    Run("metrics", ("tests/benchmarks/metrics.py",)),
+    Run("checkpoint", ("tests/benchmarks/checkpoint.py",)),
+    Run("streamed blocks", ("tests/benchmarks/big_model_overhead.py", "--rounds", "100"), exact=True),
+    Run("gather and reduce", ("tests/benchmarks/collectives.py",), 2),
+    Run("tensor parallel", ("--mesh", "tp=2", "tests/benchmarks/tensor_parallel.py"), 2, True),
+    Run("pipeline", ("--mesh", "pp=2", "tests/benchmarks/pipeline.py"), 2, True),
+    Run("context parallel", ("--mesh", "cp=2", "tests/benchmarks/context_parallel.py"), 2, True),
+    Run("experts", ("tests/benchmarks/experts.py",), 2),
+    Run("GPT by ddp in bf16", ("--precision", "bf16", *GPT)),
+    Run("GPT by fsdp in bf16", ("--precision", "bf16", "--strategy", "fsdp", *GPT)),
+    Run("GPT on dp x tp", ("--precision", "bf16", "--strategy", "fsdp", "--mesh", "dp=2,tp=2", *GPT), 4, True),
+)
+
+
+def command(run: Run, gpus: int) -> list[str]:
+    """Return the words of a run on a machine with so many GPUs."""
+    if run.words[0] == "-m" or "big_model_overhead" in run.words[0]:  # one process, by itself
+        return [sys.executable, *run.words]
+    processes = run.gpus if run.exact else gpus
+    return [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", str(processes), *run.words]
+
+
+def chosen(gpus: int, only: Sequence[str]) -> list[Run]:
+    """Return the runs that so many GPUs can hold, and whose name has one of the words."""
+    return [run for run in RUNS if run.gpus <= gpus and (not only or any(word in run.name for word in only))]
+
+
+def measure(run: Run, gpus: int, out: Path, limit_s: float) -> tuple[str, int]:
+    """Run one, and keep its output; return its last lines and its status, 124 after the limit."""
+    file = out / f"{run.name.replace(' ', '-').replace(chr(39), '')}.txt"
+    with file.open("w") as target:
+        try:
+            status = subprocess.run(
+                command(run, gpus), cwd=ROOT, stdout=target, stderr=subprocess.STDOUT, timeout=limit_s, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = 124
+    lines = [line.rstrip() for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    return "\n".join(lines[-LINES:]), status
+
+
+def summary(machine: str, found: Sequence[tuple[Run, str, int]], gpus: int) -> str:
+    """Return the section's text: for each run its command, status and last lines."""
+    parts = [f"{machine}, by `python tests/benchmarks/gpu.py`."]
+    for run, lines, status in found:
+        words = " ".join(["python", *command(run, gpus)[1:]])
+        how = {0: "", 124: " It took too long."}.get(status, f" It failed with status {status}.")
+        parts += [f"### {run.name}", f"`{words}`.{how}", f"```text\n{lines}\n```"]
+    return "\n\n".join(parts)
+
+
+def write(text: str, page: Path = PAGE) -> None:
+    """Put the summary between the marks of the page."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpus", type=int, help="number of GPUs to use; all by default")
+    parser.add_argument("--only", nargs="+", default=[], help="runs whose name has one of these words")
+    parser.add_argument("--limit-s", type=float, default=120, help="seconds for each run")
+    parser.add_argument("--out", type=Path, help="folder for all output; a temporary one by default")
+    parser.add_argument("--write", action="store_true", help="put the summary into docs/benchmarks.md")
+    parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
+    options = parser.parse_args()
+
+    import torch
+
+    gpus = options.gpus or torch.cuda.device_count()
+    runs = chosen(gpus, options.only)
+    if options.list:
+        print("\n".join(" ".join(command(run, gpus)) for run in runs))
+        return 0
+    if not gpus or not torch.cuda.is_available():
+        print("no GPU here: torch.cuda.is_available() is false", file=sys.stderr)
+        return 2
+    out = options.out or Path(tempfile.mkdtemp(prefix="accel-gpu-"))
+    out.mkdir(parents=True, exist_ok=True)
+    found = list[tuple[Run, str, int]]()
+    for run in runs:
+        begun = time.monotonic()
+        lines, status = measure(run, gpus, out, options.limit_s)
+        found.append((run, lines, status))
+        print(f"== {run.name}: status {status}, {time.monotonic() - begun:.0f} s\n{lines}", flush=True)
+    machine = f"{gpus} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+    text = summary(machine, found, gpus)
+    (out / "summary.md").write_text(text)
+    if options.write:
+        write(text)
+    return int(any(status for _, _, status in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import libcst as cst
@@ -298,9 +298,10 @@ class Imports(cst.CSTTransformer):
 
     @override
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        used = loads_outside_imports(updated_node)
+        used = loads(updated_node.visit(_WithoutImports()))
+        updated_node = updated_node.visit(_InnerImports(lambda node: self._import(node, used)))
         lines = Lines()
-        written = False
+        written = _imports(updated_node, "accel")
         for node in cast("Sequence[cst.BaseStatement]", updated_node.body):
             made = self._import(node, used)
             if made is None:
@@ -322,8 +323,11 @@ class Imports(cst.CSTTransformer):
     def _import(self, node: cst.BaseStatement, used: set[str]) -> list[cst.BaseStatement] | None:
         inner = small(node)
         if isinstance(inner, cst.ImportFrom) and inner.module is not None and not inner.relative:
-            if full_name(inner.module).split(".")[0] != "accelerate" or isinstance(inner.names, cst.ImportStar):
+            if full_name(inner.module).split(".")[0] != "accelerate":
                 return None
+            if isinstance(inner.names, cst.ImportStar):
+                note = self._notes.decide("names of Accelerate that this line brings", "names")
+                return [led_by(node, [note])]
             kept = [
                 each
                 for each in inner.names
@@ -402,13 +406,37 @@ def _after_docstring(body: list[cst.BaseStatement], made: list[cst.BaseStatement
     return [*body[:at], *made, *body[at:]]
 
 
-def loads_outside_imports(module: cst.Module) -> set[str]:
-    """Return the names that a module reads, imports aside."""
-    found: set[str] = set()
-    for node in cast("Sequence[cst.BaseStatement]", module.body):
-        if not isinstance(small(node), (cst.Import, cst.ImportFrom)):
-            found |= loads(node)
-    return found
+class _WithoutImports(cst.CSTTransformer):
+    """Leave out the lines that import, to read the other names."""
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
+        imports = isinstance(small(updated_node), (cst.Import, cst.ImportFrom))
+        return cst.RemoveFromParent() if imports else updated_node
+
+
+class _InnerImports(cst.CSTTransformer):
+    """Rewrite the imports within blocks; `import accel` is above them."""
+
+    def __init__(self, change: Callable[[cst.BaseStatement], list[cst.BaseStatement] | None]) -> None:
+        super().__init__()
+        self._change = change
+
+    @override
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        lines = Lines()
+        for node in updated_node.body:
+            made = self._change(node)
+            if made == []:
+                lines.drop(node)
+            for each in [node] if made is None else made:
+                lines.add(each)
+        body = lines.body or [cst.SimpleStatementLine([cst.Pass()])]
+        return updated_node.with_changes(body=body, footer=[*lines.rest(), *updated_node.footer])
 
 
 class Migrated(NamedTuple):
@@ -432,6 +460,14 @@ def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
         above = re.findall(r"^#@accel-cell (\d+)$", "\n".join(text.split("\n")[: error.raw_line]), flags=re.MULTILINE)
         place = f"{where}, cell {int(above[-1]) + 1}" if cells and above else f"{where}:{error.raw_line}"
         raise ConfigError("not Python", got=problem, where=place) from None
+    try:
+        return _passed(text, module, cells=cells)
+    except RecursionError:
+        why = "an expression of too many parts, or too many blocks in each other"
+        raise ConfigError("the file cannot be rewritten", got=why, where=where) from None
+
+
+def _passed(text: str, module: cst.Module, *, cells: bool) -> Migrated:
     script = Script(module)
     if not script.uses_accelerate:
         return Migrated(text, (), ())

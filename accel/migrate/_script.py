@@ -245,7 +245,10 @@ class Script:
     def _imports(self, module: cst.Module) -> None:
         for node in walk(module):
             if isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
-                if full_name(node.module).split(".")[0] == "accelerate" and not isinstance(node.names, cst.ImportStar):
+                own = full_name(node.module).split(".")[0] == "accelerate"
+                if own and isinstance(node.names, cst.ImportStar):
+                    self.origins.update({name: name for name in (*_MAKERS, *FUNCTIONS, "set_seed", "get_logger")})
+                elif own and not isinstance(node.names, cst.ImportStar):
                     for alias in node.names:
                         local = alias.evaluated_alias or alias.evaluated_name
                         self.origins[local] = alias.evaluated_name

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
+from accel.errors import ConfigError
 from accel.migrate import FileResult, migrate_bytes
 from accel.testing import simulate
 
@@ -185,6 +186,23 @@ def test_line_ends_and_encoding_survive(encoding: str, end: str) -> None:
     assert result.new.startswith(b"\xef\xbb\xbf") == (encoding == "utf-8-sig")
     assert written.replace("\r\n", "\n").count("\n") == written.count(end)
     assert f"accel.print(ctx, 'é'){end}" in written
+
+
+def test_an_import_within_a_function_goes_and_one_of_all_names_is_noted() -> None:
+    inner = "def f(accelerator):\n    from accelerate.utils import gather\n    return gather(accelerator.device)\n"
+    found = migrated(inner)
+    assert found.new.decode() == "import accel\ndef f(ctx):\n    return accel.gather(ctx, ctx.device)\n"
+    assert not found.notes
+    found = migrated("from accelerate import *\n\naccelerator = Accelerator()\naccelerator.print(1)\n")
+    assert "    accel.print(ctx, 1)\n" in found.new.decode()
+    assert [note.text for note in found.notes] == [
+        "decide names of Accelerate that this line brings (docs/from-accelerate.md)"
+    ]
+
+
+def test_an_expression_of_too_many_parts_is_an_error_of_its_file() -> None:
+    with pytest.raises(ConfigError, match="too many parts"):
+        _ = migrated("from accelerate import Accelerator\nx = " + "+".join("1" * 3000) + "\n")
 
 
 def test_every_name_that_is_written_exists() -> None:

@@ -18,6 +18,7 @@ from accel.topology._axes import (
     ContextMethod as ContextMethod,
     Dimension as Dimension,
     ExpertStyle as ExpertStyle,
+    HeadStyle as HeadStyle,
     MeshPosition as MeshPosition,
     Plan as Plan,
     TensorStyle as TensorStyle,

@@ -205,6 +205,7 @@ TensorStyle = Literal[
     "sequence_parallel",
     "sequence_parallel_gather_output",
 ]
+HeadStyle = Literal["colwise", "colwise_gather_output"]
 ExpertStyle = Literal["dispatch", "local"]
 Cut = Literal["chain", "trace"]
 Schedule = Literal[
@@ -224,6 +225,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tensor: tensor-parallel styles by pattern; "model" for what `tensor_plan` finds in the model. Modules that no
             pattern names are replicated, so an empty mapping leaves the model whole on every rank along tp.
+        head: style of the layer that gives the logits, beside `tensor="model"`. With "colwise" no rank gathers them:
+            each returns those of its words, for `vocab_cross_entropy`, by which a model of transformers computes the
+            loss of its `labels=`.
         sequence: whether ranks along tp share the tokens between the layers that they share (sequence parallelism);
             beside `tensor="model"`; styles of one's own include it.
         context: method by which ranks along cp see each other's keys and values: "gather" all at once, "ring" one
@@ -248,6 +252,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     tensor: Mapping[str, TensorStyle] | FromModel = "model"
+    head: HeadStyle | None = None
     sequence: bool = False
     context: ContextMethod = "gather"
     stages: tuple[Patterns, ...] | None = None
@@ -266,6 +271,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_styles("tensor", self.tensor, get_args(TensorStyle))
+        if self.head is not None:
+            check_choice(self.head, get_args(HeadStyle), "not a style of a head", where="plan.head")
         _check_styles("experts", self.experts, get_args(ExpertStyle))
         check_choice(
             self.context, get_args(ContextMethod), "unknown method of context parallelism", where="plan.context"

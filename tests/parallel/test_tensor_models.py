@@ -14,7 +14,7 @@ from tensor_models import whole
 from torch import nn
 
 import accel
-from accel.errors import PrepareError
+from accel.errors import ConfigError, PrepareError
 from accel.testing import Simulator
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}
@@ -34,6 +34,7 @@ def _check(
     *,
     size: int = 2,
     plan: accel.parallel.Plan | None = None,
+    tolerance: float = 1e-10,
 ) -> None:
     """Two steps on every rank, and in one process."""
 
@@ -55,7 +56,7 @@ def _check(
 
     expected = rank(accel.single())
     for got in ranks.run(rank, size, default_group=True):
-        torch.testing.assert_close(got, expected, **TOLERANCE)
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
 
 
 def _tokens() -> torch.Tensor:
@@ -251,3 +252,24 @@ def test_adapters_that_cannot_be_divided_are_refused(ranks):
             accel.prepare(accel.replace(ctx, mesh="tp=2"), model)
 
     ranks.run(rank, 2, default_group=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_computes_the_loss_of_its_labels_from_logits_that_no_rank_gathers(ranks):
+    plan = accel.parallel.Plan(head="colwise")
+    ids = _tokens().where(torch.rand(2, 8, generator=torch.Generator().manual_seed(1)) < 0.8, torch.tensor(-100))
+    seen: list[int] = []
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        output = model(input_ids=_tokens(), labels=ids)
+        seen.append(output.logits.shape[-1])
+        return output.loss
+
+    # transformers computes the loss in fp32
+    _check(ranks, lambda: _llama(vocab_size=CLASSES + 1), loss_of, plan=plan, tolerance=1e-6)
+    assert set(seen) == {CLASSES + 1, CLASSES // 2, CLASSES // 2 + 1}
+
+
+def test_an_unknown_style_of_a_head_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"plan\.head"):
+        _ = accel.parallel.Plan(head="rowwise")  # type: ignore[arg-type]

@@ -270,6 +270,8 @@ def test_nothing_has_changed_when_a_plan_is_refused(ranks: Any) -> None:
             told.append(str(caught.value))
         with pytest.raises(ConfigError, match=r"plan\.sequence"):
             accel.prepare(ctx, model, plan=accel.parallel.Plan(tensor={"head": "colwise"}, sequence=True))
+        with pytest.raises(ConfigError, match=r"plan\.head"):
+            accel.prepare(ctx, model, plan=accel.parallel.Plan(tensor={"head": "colwise"}, head="colwise"))
         assert not any(hasattr(each, "device_mesh") for each in model.parameters())
         assert type(model.head) is nn.Linear
         return told

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that compute on this rank's part of their parameters, and cross entropy over vocabulary-sharded logits."""
+"""Layers that compute on this rank's part of their parameters."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from accel.comm import (
-    Comm,
-    adopt,
-    all_reduce_flat,
     copied,
     exchanged,
     gathered,
@@ -25,7 +21,6 @@ from accel.comm import (
     scattered,
     summed,
 )
-from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel._labels import name_of
@@ -413,84 +408,3 @@ def _weighted(
     weights = (scores if mask is None else scores + mask).softmax(-1)
     weights = functional.dropout(weights, dropout) if dropout else weights
     return weights @ value, weights
-
-
-@context_first
-def vocab_cross_entropy(
-    ctx: DistContext, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100
-) -> torch.Tensor:
-    """Return the sum of cross entropies of rows whose classes are divided among the ranks along tp.
-
-    No rank holds a whole row: two small all-reduces along tp join the maxima, then the sums. The backward makes none.
-    On one rank along tp it is `torch.nn.functional.cross_entropy(reduction="sum")`.
-
-    Args:
-        ctx: the context.
-        logits: this rank's classes in the order of ranks, shape [..., classes / tp rounded up, less on the last rank],
-            as a head of the style "colwise" gives them; fp16 and bf16 are computed in fp32.
-        targets: classes, int64 of shape [...], alike on all ranks along tp. One that is no class makes the loss NaN.
-        ignore_index: the target of rows that do not count.
-
-    Returns:
-        The sum over rows, shape []; alike on all ranks along tp. Divide by the number of rows that count for a mean.
-
-    Raises:
-        ConfigError: shapes that do not fit each other.
-
-    Reference:
-        Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3.
-
-    Examples:
-        >>> logits = torch.zeros(2, 4)
-        >>> float(accel.parallel.vocab_cross_entropy(accel.single(), logits, torch.tensor([1, -100])).exp())
-        4.0
-    """
-    if logits.shape[:-1] != targets.shape:
-        raise ConfigError(
-            "rows of logits and targets do not fit",
-            expected=f"targets of shape {list(logits.shape[:-1])}",
-            got=f"shape {list(targets.shape)}",
-            where="vocab_cross_entropy",
-        )
-    rows = logits.flatten(0, -2)
-    flat = targets.flatten()
-    if rows.dtype in (torch.float16, torch.bfloat16):
-        rows = rows.float()
-    group = group_of(ctx, "tp")
-    if group is None:
-        return functional.cross_entropy(rows, flat, ignore_index=ignore_index, reduction="sum")
-    counted = flat != ignore_index
-    losses = cast(Any, _CrossEntropy).apply(rows, flat.masked_fill(~counted, 0), adopt(group, ctx.device))
-    return losses.masked_fill(~counted, 0.0).sum()
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Losses of rows, shape [rows]."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, comm: Comm) -> torch.Tensor:
-        classes = logits.shape[1]
-        # the last rank may have fewer classes than others and gets their number with the maxima, at no message more
-        widest = logits.new_full((1,), classes)
-        maxima = all_reduce_flat(comm, torch.cat([logits.amax(1), widest]), "max")
-        largest, width = maxima[:-1], maxima[-1].long()
-        powers = (logits - largest[:, None]).exp_()
-        at = targets - comm.rank * width
-        here = (at >= 0) & (at < classes)
-        at = at.masked_fill(~here, 0)
-        own = (logits.gather(1, at[:, None])[:, 0] - largest).masked_fill_(~here, 0.0)
-        sums = functional.pad(torch.stack([powers.sum(1), own]), (0, 1), value=classes)
-        total, target = all_reduce_flat(comm, sums, "sum")
-        is_class = (targets >= 0) & (targets < total[-1])
-        total, target = total[:-1], target[:-1]
-        ctx.save_for_backward(powers.div_(total[:, None]), at, here)
-        return torch.where(is_class, total.log() - target, torch.nan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
-        (grad,) = grad_outputs
-        probabilities, at, here = ctx.saved_tensors
-        slope = probabilities * grad[:, None]
-        slope.scatter_add_(1, at[:, None], (-grad * here)[:, None])
-        return slope, None, None

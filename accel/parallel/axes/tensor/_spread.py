@@ -25,9 +25,18 @@ from accel.parallel.axes.tensor._found import found_plan, lines_of
 from accel.parallel.axes.tensor._layers import Layer
 from accel.parallel.axes.tensor._pairs import guard_pairs
 from accel.parallel.axes.tensor._rules import WHERE, install, rules_of, share_of
-from accel.parallel.axes.tensor._tensor_plan import collapsed, finds, found_pairs, patterns_of, tensor_plan
+from accel.parallel.axes.tensor._styles import Rule
+from accel.parallel.axes.tensor._tensor_plan import (
+    collapsed,
+    finds,
+    found_pairs,
+    patterns_of,
+    tensor_plan,
+    with_head,
+)
+from accel.parallel.axes.tensor._vocabulary import gathered_note, set_own_loss
 from accel.tensors import is_dtensor, mesh_of
-from accel.topology import TensorStyle, dimension_of
+from accel.topology import HeadStyle, TensorStyle, dimension_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,10 +46,19 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
     """Options of tensor parallelism."""
 
     tensor: Mapping[str, TensorStyle] | str = "model"
+    head: HeadStyle | None = None
     sequence: bool = False
 
     def check(self) -> None:
-        """Raise `ConfigError` for a plan of one's own beside `sequence`."""
+        """Raise `ConfigError` for a plan of one's own beside `sequence` or `head`."""
+        if self.head is not None and self.tensor != "model":
+            raise ConfigError(
+                "head has no effect beside styles of one's own",
+                expected='tensor="model"',
+                got="a mapping",
+                where="plan.head",
+                fix="Take the styles of accel.parallel.tensor_plan(model, head=...), and leave head out.",
+            )
         if self.sequence and self.tensor != "model":
             raise ConfigError(
                 "sequence has no effect beside styles of one's own",
@@ -90,6 +108,7 @@ def _resolve(ctx: DistContext, model: nn.Module, options: TensorOptions) -> Tens
         if ctx.rank == 0:
             styles = _found(inner, _size(ctx))
     styles = broadcast_value(ctx.comm, call, styles, dict[str, TensorStyle])
+    styles = styles if options.head is None else with_head(inner, styles, options.head)
     return msgspec.structs.replace(options, tensor=styles)
 
 
@@ -138,7 +157,19 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
             if values.device != buffer.device:
                 setattr(module, name, values)
     label_parameters(inner)
+    if options.head == "colwise":
+        set_own_loss(ctx, inner)
+    elif ctx.rank == 0 and (note := _note(inner, rules, _size(ctx))):
+        logging.getLogger("accel.parallel").warning(note)
     return model
+
+
+def _note(model: nn.Module, rules: Mapping[str, Rule], size: int) -> str:
+    """The line about a head that gathers many logits; "" for none."""
+    gathered = [path for path, rule in rules.items() if rule.style == "colwise_gather_output"]
+    weights = [model.get_submodule(path).get_parameter("weight") for path in gathered]
+    words = max(weights, key=lambda each: each.shape[0], default=None)
+    return "" if words is None else gathered_note(words.shape[0], words.itemsize, size)
 
 
 def _first_values(ctx: DistContext, stage: Comm, tensor: torch.Tensor) -> torch.Tensor:
@@ -165,7 +196,7 @@ def _divided(mesh: DeviceMesh, whole: nn.Parameter, values: torch.Tensor, dim: i
 def _styles(model: nn.Module, options: TensorOptions) -> Mapping[str, TensorStyle]:
     if isinstance(options.tensor, Mapping):
         return options.tensor
-    styles = tensor_plan(model, sequence=options.sequence)
+    styles = tensor_plan(model, sequence=options.sequence, head=options.head)
     if not styles:
         raise _unknown(model, with_article(type(model).__name__))
     return styles

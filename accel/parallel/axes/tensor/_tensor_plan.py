@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 from torch import nn
 
@@ -17,9 +17,7 @@ from accel.parallel.axes.tensor._example import example_of
 from accel.parallel.axes.tensor._found import found_plan
 from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
 from accel.parallel.axes.tensor._styles import COLWISE, is_linear
-from accel.topology import TensorStyle
-
-HeadStyle = Literal["colwise", "colwise_gather_output"]
+from accel.topology import HeadStyle, TensorStyle
 
 
 def with_head(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadStyle) -> dict[str, TensorStyle]:

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits of words that ranks along tp divide: their cross entropy, and the loss of a model that computes its own."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from accel.comm import Comm, adopt, all_reduce_flat
+from accel.context import DistContext, context_first, group_of
+from accel.errors import ConfigError
+
+_MANY = 32_000  # words from which a gathered head is worth a line
+
+
+@context_first
+def vocab_cross_entropy(
+    ctx: DistContext, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100
+) -> torch.Tensor:
+    """Return the sum of cross entropies of rows whose classes are divided among the ranks along tp.
+
+    No rank holds a whole row: two small all-reduces along tp join the maxima, then the sums. The backward makes none.
+    On one rank along tp it is `torch.nn.functional.cross_entropy(reduction="sum")`.
+
+    Args:
+        ctx: the context.
+        logits: this rank's classes in the order of ranks, shape [..., classes / tp rounded up, less on the last rank],
+            as a head of the style "colwise" gives them; fp16 and bf16 are computed in fp32.
+        targets: classes, int64 of shape [...], alike on all ranks along tp. One that is no class makes the loss NaN.
+        ignore_index: the target of rows that do not count.
+
+    Returns:
+        The sum over rows, shape []; alike on all ranks along tp. Divide by the number of rows that count for a mean.
+
+    Raises:
+        ConfigError: shapes that do not fit each other.
+
+    Reference:
+        Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3.
+
+    Examples:
+        >>> logits = torch.zeros(2, 4)
+        >>> float(accel.parallel.vocab_cross_entropy(accel.single(), logits, torch.tensor([1, -100])).exp())
+        4.0
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ConfigError(
+            "rows of logits and targets do not fit",
+            expected=f"targets of shape {list(logits.shape[:-1])}",
+            got=f"shape {list(targets.shape)}",
+            where="vocab_cross_entropy",
+        )
+    rows = logits.flatten(0, -2)
+    flat = targets.flatten()
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        rows = rows.float()
+    group = group_of(ctx, "tp")
+    if group is None:
+        return functional.cross_entropy(rows, flat, ignore_index=ignore_index, reduction="sum")
+    counted = flat != ignore_index
+    losses = cast(Any, _CrossEntropy).apply(rows, flat.masked_fill(~counted, 0), adopt(group, ctx.device))
+    return losses.masked_fill(~counted, 0.0).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Losses of rows, shape [rows]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, comm: Comm) -> torch.Tensor:
+        classes = logits.shape[1]
+        # the last rank may have fewer classes than others and gets their number with the maxima, at no message more
+        widest = logits.new_full((1,), classes)
+        maxima = all_reduce_flat(comm, torch.cat([logits.amax(1), widest]), "max")
+        largest, width = maxima[:-1], maxima[-1].long()
+        powers = (logits - largest[:, None]).exp_()
+        at = targets - comm.rank * width
+        here = (at >= 0) & (at < classes)
+        at = at.masked_fill(~here, 0)
+        own = (logits.gather(1, at[:, None])[:, 0] - largest).masked_fill_(~here, 0.0)
+        sums = functional.pad(torch.stack([powers.sum(1), own]), (0, 1), value=classes)
+        total, target = all_reduce_flat(comm, sums, "sum")
+        is_class = (targets >= 0) & (targets < total[-1])
+        total, target = total[:-1], target[:-1]
+        ctx.save_for_backward(powers.div_(total[:, None]), at, here)
+        return torch.where(is_class, total.log() - target, torch.nan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
+        (grad,) = grad_outputs
+        probabilities, at, here = ctx.saved_tensors
+        slope = probabilities * grad[:, None]
+        slope.scatter_add_(1, at[:, None], (-grad * here)[:, None])
+        return slope, None, None
+
+
+class VocabLoss:
+    """The loss of a model of transformers from its `labels=`, where each rank has the logits of its own words.
+
+    Attributes:
+        ctx: the context.
+        shifts: whether a token's label is that of the next one.
+    """
+
+    def __init__(self, ctx: DistContext, *, shifts: bool) -> None:
+        self.ctx = ctx
+        self.shifts = shifts
+
+    def __deepcopy__(self, memo: object) -> VocabLoss:
+        return self
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_kwargs: object,
+    ) -> torch.Tensor:
+        """Return the mean over labels that count, or the sum over `num_items_in_batch`."""
+        if shift_labels is not None:
+            labels = shift_labels
+        elif self.shifts:
+            labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        count = (labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return vocab_cross_entropy(self.ctx, logits, labels.to(logits.device), ignore_index) / count
+
+
+def set_own_loss(ctx: DistContext, model: nn.Module) -> None:
+    """Let a model of transformers compute the loss of its `labels=` from this rank's words. Mutates the model."""
+    outer: Any = model
+    inner: Any = outer.get_base_model() if hasattr(outer, "get_base_model") else outer  # of peft
+    kind = getattr(inner, "loss_type", None) or "ForCausalLM"
+    if isinstance(getattr(inner.__class__, "loss_function", None), property) and kind in ("ForCausalLM", "ForMaskedLM"):
+        inner.loss_function = VocabLoss(ctx, shifts=kind == "ForCausalLM")
+
+
+def gathered_note(words: int, itemsize: int, size: int) -> str:
+    """Return what a head that gathers its logits sends for each token, and the way out; "" for few words."""
+    if words < _MANY:
+        return ""
+    return (
+        f"the head gathers the logits of {words} words: {words * itemsize} bytes for each token along tp={size}. With"
+        ' plan=accel.parallel.Plan(head="colwise") each rank keeps its own, and the loss is that of labels= or'
+        " accel.parallel.vocab_cross_entropy"
+    )

@@ -65,11 +65,21 @@ def elements_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply gradients in place by a number or a tensor of shape [], in one pass. No communication."""
+    """Multiply gradients in place by a number or a tensor of shape [], in one pass for each device. No communication.
+
+    Gradients on the CPU, as those of an offloaded model, wait for a factor on another device.
+    """
     parts = local_parts(grads)
-    if isinstance(factor, torch.Tensor) and parts[0].dtype in (torch.float32, torch.float64):
-        factor = factor.to(parts[0].dtype)  # torch multiplies lists in one kernel only if dtypes are equal
-    _torch._foreach_mul_(list(parts), factor)
+    if not isinstance(factor, torch.Tensor):
+        _torch._foreach_mul_(list(parts), factor)
+        return
+    places: dict[torch.device, list[torch.Tensor]] = {}
+    for part in parts:
+        places.setdefault(part.device, []).append(part)
+    for device, here in places.items():
+        # torch multiplies lists in one kernel only if dtypes are equal
+        dtype = here[0].dtype if here[0].dtype in (torch.float32, torch.float64) else factor.dtype
+        _torch._foreach_mul_(here, factor.to(device, dtype))
 
 
 def clamp_(grads: Sequence[torch.Tensor], bound: float | torch.Tensor) -> None:
@@ -77,7 +87,7 @@ def clamp_(grads: Sequence[torch.Tensor], bound: float | torch.Tensor) -> None:
     parts = local_parts(grads)
     if isinstance(bound, torch.Tensor):
         for part in parts:
-            limit = bound.to(part.dtype)
+            limit = bound.to(part.device, part.dtype)
             _ = part.clamp_(-limit, limit)
     else:
         _torch._foreach_clamp_min_(list(parts), -bound)

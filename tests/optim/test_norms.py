@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel.optim import clamp_, first_nonfinite, gradients, norms, scale_, total_norm
 
@@ -88,3 +89,14 @@ def test_gradients_come_in_order_and_each_once():
     assert first_nonfinite([second, first, third]) == 3
     third.grad[1] = -math.inf
     assert first_nonfinite([second, first, third]) == 2
+
+
+def test_a_factor_and_a_limit_on_a_device_reach_gradients_on_the_host() -> None:
+    """The gradients of an offloaded model; the weight of its window is summed on the device."""
+    with FakeTensorMode():
+        number = torch.tensor(0.5, dtype=torch.float64, device="cuda")
+        plain = [torch.ones(3), torch.ones(2)]
+        mixed = [torch.ones(3, dtype=torch.bfloat16), torch.ones(2, device="cuda")]
+        for grads in (plain, mixed):
+            scale_(grads, number)
+            clamp_(grads, number)

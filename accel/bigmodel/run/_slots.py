@@ -128,6 +128,7 @@ class Slot:
         version: count of changes that torch saw when the fill ended.
         filled: event of the device after the fill.
         left: events of the device after the last calls that used it, by stream.
+        kept: streams whose work is done before the allocator may give the memory away.
     """
 
     memory: torch.Tensor
@@ -139,6 +140,7 @@ class Slot:
     version: int = 0
     filled: DeviceEvent | None = None
     left: dict[int, DeviceEvent] = field(default_factory=dict[int, DeviceEvent])
+    kept: set[int] = field(default_factory=set[int])
     views: dict[int, SlotView] = field(default_factory=dict[int, SlotView])
 
     def empty(self) -> None:
@@ -184,7 +186,12 @@ def make_slots(count: int, nbytes: int, streams: DeviceStreams, *, staged: bool 
         else:
             # One memory for both: bytes are read straight to where they are used.
             memory = staging = _aligned(nbytes)
-        slots.append(Slot(memory, staging))
+        slot = Slot(memory, staging)
+        slot.kept.add(streams.name(streams.current()))  # whose memory it is
+        if streams.is_asynchronous:
+            # The first fill, too: the allocator may give memory that this stream's work so far still uses.
+            _note_use(slot, streams)
+        slots.append(slot)
     return slots
 
 
@@ -337,6 +344,7 @@ class DeviceTransfer:
                     streams.copy(narrow_part(slot.memory, weight), source)
                     widen(slot.memory, weight)
         slot.filled = streams.record(self._side)
+        _keep(slot, streams, self._side)
 
     def arrived(self, slot: Slot) -> None:
         """Let the current stream wait for the copy."""
@@ -362,6 +370,7 @@ class CastTransfer:
             assert weight.supply.tensor is not None
             part(slot.memory, weight).copy_(weight.supply.tensor)
         slot.filled = self._streams.record(stream)
+        _keep(slot, self._streams, stream)
 
     def arrived(self, slot: Slot) -> None:
         """Let the current stream wait for the casts, which may run on another one."""
@@ -387,6 +396,15 @@ def _follow_fill(slot: Slot, streams: DeviceStreams) -> None:
 def _note_use(slot: Slot, streams: DeviceStreams) -> None:
     stream = streams.current()
     slot.left[streams.name(stream)] = streams.record(stream)
+    _keep(slot, streams, stream)
+
+
+def _keep(slot: Slot, streams: DeviceStreams, stream: DeviceStream) -> None:
+    """Let a slot's memory outlive a stream's work: a model may be dropped while a block is still on its way."""
+    number = streams.name(stream)
+    if number not in slot.kept:  # the allocator looks at all of the stream's work, once the memory is freed
+        slot.kept.add(number)
+        streams.last_use(slot.memory, stream)
 
 
 def transfer_to(streams: DeviceStreams) -> SlotTransfer:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import msgspec
@@ -15,8 +15,11 @@ from accel.terminal import show_table
 
 _TIMES = 3.0  # a smoothed loss that has risen by so many times the larger of the lowest loss and the fall diverges
 _SMOOTHED = 0.9  # share of the past in the average that is watched
-_PARTS = 20  # half of a smoothing window is this part of the test
-_NOISES = 2.5  # a fall smaller than so many times the losses' deviation from their average is none
+_PARTS = 16  # half of a smoothing window is this part of the test
+_SLOPES = 8  # that of the lines whose slopes are compared: a slope is noisier than an average
+_START = 5  # the losses before any fall are at least this part of the test
+_NOISES = 2.5  # a fall of fewer standard errors is none
+_FEWEST = 5  # losses with a deviation to speak of
 _ROWS = 12  # of the table
 
 
@@ -94,7 +97,7 @@ def _windows(losses: Sequence[float]) -> list[Sequence[float]]:
 
 
 def _half(losses: Sequence[float]) -> int:
-    return max(1, len(losses) // _PARTS)
+    return max(2, len(losses) // _PARTS)
 
 
 def _steepest(losses: Sequence[float]) -> int | None:
@@ -102,16 +105,19 @@ def _steepest(losses: Sequence[float]) -> int | None:
 
     A fall behind the lowest loss is that of a loss which has risen: its rate is too large.
     """
-    windows = _windows(losses)
-    if len(windows) < 3:
+    if len(losses) < _FEWEST:
         return None
+    start = losses[: max(_FEWEST, len(losses) // _START)]
+    risen = next(at for at in range(len(losses), 0, -1) if losses[at - 1] <= max(start))
+    windows = _windows(losses[:risen])  # without the rise at the end, which would hide the fall before it
     smoothed = [fmean(window) for window in windows]
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
-    seen = max(lowest + 1, len(losses) // 4)  # a few losses have no deviation to speak of
-    noise = math.sqrt(fmean((losses[at] - smoothed[at]) ** 2 for at in range(seen)))
-    if not smoothed[0] - smoothed[lowest] > _NOISES * noise:
+    error = stdev(start) * math.sqrt(1 / len(start) + 1 / len(windows[lowest]))
+    if not fmean(start) - smoothed[lowest] > _NOISES * error:
         return None
-    return min(range(lowest + 1), key=lambda at: _slope(windows[at]))
+    half = max(2, risen // _SLOPES)
+    centres = range(half, max(half, min(lowest, risen - 1 - half)) + 1)  # lines over fewer losses lean with the noise
+    return min(centres, key=lambda at: _slope(losses[at - half : at + half + 1]))
 
 
 def _slope(values: Sequence[float]) -> float:

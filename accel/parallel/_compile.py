@@ -18,7 +18,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.formats import CompileMode
 from accel.mixins import Mixin, add_mixin, remove_mixin
-from accel.parallel._modules import Select, selected, unwrap_model
+from accel.parallel._modules import Select, compile_graphs, selected, unwrap_model
 
 M = TypeVar("M", bound=nn.Module)
 Keep: TypeAlias = Literal["products"] | Sequence[str]
@@ -159,7 +159,7 @@ def compile_model(
         model: plain, or from `prepare_model`.
         regions: None for the whole; "repeated" for the blocks that a ModuleList or Sequential holds at least two of,
             of one class; a class or a tuple of classes; or a predicate of a module's name and the
-            module. Of nested regions the outer one counts.
+            module. Of nested regions the outer one counts. Both None and "repeated" mean the graphs of traced stages.
         backend, mode, fullgraph, dynamic, options: as in torch.compile.
 
     Returns:
@@ -184,8 +184,12 @@ def compile_model(
             where="compile_model, backend=",
             fix="To debug, use aot_eager.",
         )
+    settings: dict[str, Any] = {"backend": backend, "mode": mode, "fullgraph": fullgraph, "dynamic": dynamic}
+    settings["options"] = options
+    if regions in (None, "repeated") and compile_graphs(inner, settings):
+        return model
     chosen = [inner] if regions is None else list(selected(inner, regions, "compile_model").values())
     add_mixin([module for module in chosen if type(module).forward.__module__.startswith("torch.")], _Traced)
     for module in chosen:
-        cast(Any, module).compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic, options=options)
+        cast(Any, module).compile(**settings)
     return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol, cast
 
 from torch import nn
@@ -79,6 +79,7 @@ def _outermost(
 WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of the wrapped module
 HELD = "accel_held"  # attribute of an engine's wrapper: its `EngineGradients`
 EMPTIED = "accel_emptied"  # attribute of modules whose parameters are empty between passes: what makes them so
+COMPILES = "accel_compile_with"  # attribute of a traced stage: options of torch.compile for its graphs
 STAGES = "accel_stages"  # attribute of a pipelined model
 _DIVIDED = "accel_divided"  # attribute of a module that follows a pipelined model
 
@@ -158,6 +159,17 @@ def stage_modules(model: nn.Module) -> Sequence[nn.Module]:
 def is_pipelined(model: nn.Module) -> bool:
     """Return whether a model is cut into the stages of a pipeline."""
     return STAGES in vars(model)
+
+
+def compile_graphs(model: nn.Module, options: Mapping[str, object]) -> bool:
+    """Let torch compile the graphs of a traced model's stages at their first call; return False for another model.
+    Mutates it."""
+    stages = [vars(each) for each in stage_modules(model)]
+    if not all(COMPILES in each for each in stages):
+        return False
+    for each in stages:
+        each[COMPILES] = options
+    return True
 
 
 def follow_stages(module: nn.Module, model: nn.Module) -> None:

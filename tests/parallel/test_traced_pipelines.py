@@ -14,7 +14,7 @@ import torch
 from catching import caught
 from pipelines import differences
 from torch import nn
-from traced_models import FAMILIES, UNet, by_hand, family, train, widen
+from traced_models import FAMILIES, UNet, by_hand, family, loss_sum, train, widen
 
 import accel
 from accel.errors import PrepareError, StageError
@@ -48,8 +48,7 @@ def test_a_traced_model_takes_the_steps_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("mesh", "world"), [("pp=2", 2), ("pp=4", 4), ("dp=2,pp=2", 4)])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("mesh", "world", "accumulation"), [("pp=2", 2, 3), ("pp=4", 4, 1), ("dp=2,pp=2", 4, 3)])
 def test_families_take_the_steps_of_one_process(
     ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str, mesh: str, world: int, accumulation: int
 ) -> None:
@@ -274,3 +273,35 @@ def test_checkpoints_of_stages_load_on_one_rank_and_back(ranks: Simulator, tmp_p
     assert expected.keys() == whole.state_dict().keys()
     assert all(torch.equal(each, expected[key]) for key, each in whole.state_dict().items())
     assert ranks.run(load, 2, default_group=True) == [0.0, 0.0]
+
+
+def _compiled_difference(ctx: accel.DistContext, name: str) -> float:
+    """The difference of this rank's gradients to those of graphs that are not compiled."""
+    made, batch_of = family(name)
+    found: list[dict[str, torch.Tensor]] = []
+    for compiles in (False, True):
+        model = _prepared(ctx, made(0.0), batch_of(4, 0)[0], micro_batches=2)
+        if compiles:
+            _ = accel.compile_model(model, backend="aot_eager", fullgraph=True)  # raises where a graph breaks
+        inputs, targets = batch_of(4, 1)
+        given = (accel.loss_scale(ctx), None, inputs)
+        _ = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
+        named = model.named_parameters()
+        found.append({key: each.grad.clone() for key, each in named if each.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    return max(float((found[0][key] - each).abs().max()) for key, each in found[1].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "t5", "granite"])
+def test_compiled_stages_are_one_graph_each_with_the_same_gradients(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    widen(monkeypatch, name)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    differences = ranks.run(partial(_compiled_difference, name=name), 2, default_group=True)
+    assert max(differences) < 1e-10
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+    torch.compiler.reset()

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from accel.comm import peer_error
 from accel.errors import AccelError, StageError
-from accel.parallel._modules import named_modules
-from accel.parallel._private import is_view, module_hooks
+from accel.parallel._modules import COMPILES, named_modules
+from accel.parallel._private import is_compiled, is_view, module_hooks
 from accel.parallel.axes.pipeline._boundaries import Boundary
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work
 from accel.parallel.axes.pipeline._trace_cut import TracedStage
@@ -222,6 +222,7 @@ class TracedModule(nn.Module):
         self.index = index
         self.count = count
         self.rank = rank
+        vars(self)[COMPILES] = None
 
     @property
     def is_last(self) -> bool:
@@ -241,6 +242,9 @@ class TracedModule(nn.Module):
             with work.around():
                 held = [self._tensor(name, trace) for name in stage.held]
                 read = [inputs[number] for number in stage.inputs]
+                options = vars(self)[COMPILES]
+                if options is not None and not is_compiled(stage.graph):
+                    cast(Any, stage.graph).compile(**options)
                 found = stage.graph(*held, *read, *(given if self.index else ()))
                 if self.is_last:
                     return work.finish(pytree.tree_unflatten(list(found), trace.result), batch)

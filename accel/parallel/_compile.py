@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
@@ -48,14 +48,18 @@ class Recomputed(Mixin, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, remembering its inputs and kept outputs only."""
-        forward = cast(Any, super()).forward
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        contexts: dict[str, Any] = {}
-        if self.kept:
-            operators = [_operator(name) for name in self.kept]
-            contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, operators)
-        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)  # pyright: ignore[reportUnknownVariableType]
+        return recomputed_call(cast(Any, super()).forward, self.kept, *args, **kwargs)
+
+
+def recomputed_call(forward: Callable[..., Any], kept: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that runs again in backward, remembering its inputs and the outputs of the named operators."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    contexts: dict[str, Any] = {}
+    if kept:
+        operators = [_operator(name) for name in kept]
+        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, operators)
+    return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)  # pyright: ignore[reportUnknownVariableType]
 
 
 def add_within(modules: Iterable[nn.Module], mixin: type[Mixin]) -> None:

@@ -14,6 +14,7 @@ import torch
 from catching import caught
 from pipelines import differences
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from traced_models import FAMILIES, UNet, by_hand, family, loss_sum, train, widen
 
 import accel
@@ -114,7 +115,7 @@ STAGES = (("a",), ("b",))
     ("kind", "told"),
     [
         (Branch, "if hidden.sum|in forward"),
-        (Again, "checkpoints activations"),
+        (Again, "checkpoints activations by a call of its own"),
         (Outside, "a parameter that is in none of the model's modules"),
         (Moment, "norm.running_mean, in the stages 0, 1"),
     ],
@@ -172,7 +173,7 @@ def test_one_graph_serves_any_number_of_rows_and_each_mode_has_its_own(ranks: Si
         whole = copy.deepcopy(model)
         plan = accel.parallel.Plan(cut="trace", micro_batches=2)
         model = accel.prepare_model(ctx, model, plan=plan, example=family("unet").batch(4, 0)[0])
-        pixels = family("unet").batch(12, 1)[0]["pixel_values"]
+        pixels = family("unet").batch(24, 1)[0]["pixel_values"][::2]  # rows apart in memory
         found = []
         with accel.evaluating(model, whole):
             for rows in (12, 8, 5, 2, 1):
@@ -223,7 +224,8 @@ def test_the_law_notices_a_lost_tie(ranks: Simulator) -> None:
 def test_the_law_notices_a_graph_of_evaluation_in_training(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
     from accel.parallel.axes.pipeline import _traced
 
-    monkeypatch.setattr(_traced, "modes_of", lambda model: {name: False for name, _ in model.named_modules()})
+    evaluates = _traced.Mode(training=False, kept=None)
+    monkeypatch.setattr(_traced, "modes_of", lambda model: {name: evaluates for name, _ in model.named_modules()})
     with pytest.raises(AssertionError):
         _check(ranks, "unet", "pp=2", 2)
 
@@ -305,3 +307,47 @@ def test_compiled_stages_are_one_graph_each_with_the_same_gradients(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert not torch._dynamo.utils.counters["graph_break"]
     torch.compiler.reset()
+
+
+class Counting(TorchDispatchMode):
+    """Counts draws of dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "bernoulli" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _recomputed(ctx: accel.DistContext, name: str, how: str) -> tuple[dict[str, torch.Tensor], int]:
+    """Gradients, and the number of draws in forward and backward."""
+    made, batch_of = family(name)
+    model: Any = made(0.1).train()
+    if how == "transformers":
+        model.activation_checkpointing_enable()
+    elif how == "accel":
+        _ = accel.checkpoint_activations(model)
+    model = _prepared(ctx, model, batch_of(4, 0)[0], micro_batches=2)
+    inputs, targets = batch_of(4, 1)
+    given = (accel.loss_scale(ctx), None, inputs)
+    with accel.seeding.seeded(ctx, 1), Counting() as counting:
+        _ = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
+    named = accel.unwrap_model(model).named_parameters()
+    return {key: each.grad.clone() for key, each in named if each.grad is not None}, counting.count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["granite", "t5"])
+@pytest.mark.parametrize("how", ["accel", "transformers"])
+def test_checkpointed_blocks_run_again_with_the_same_draws(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    widen(monkeypatch, name)
+    plain = ranks.run(partial(_recomputed, name=name, how=""), 2, default_group=True)
+    again = ranks.run(partial(_recomputed, name=name, how=how), 2, default_group=True)
+    for (expected, before), (found, after) in zip(plain, again, strict=True):
+        assert found.keys() == expected.keys()
+        assert max(float((each - expected[key]).abs().max()) for key, each in found.items()) < 1e-12
+        assert after > before > 0

@@ -212,7 +212,7 @@ class Pipeline:
         self, ctx: DistContext, model: nn.Module, work: Work, traces: Traces, *, trains: bool
     ) -> list[torch.Tensor]:
         """Run the graphs of traced stages; a kind of batch that is new is exported first."""
-        from accel.parallel.axes.pipeline._traced import boundaries_at, tracing
+        from accel.parallel.axes.pipeline._traced import TracedModule, boundaries_at, tracing
 
         stages = cast("Sequence[TracedModule]", stage_modules(model))
         batch = work.micro_batches[0]

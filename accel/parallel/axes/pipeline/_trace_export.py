@@ -24,6 +24,7 @@ from accel.errors import StageError
 from accel.parallel._modules import named_modules
 from accel.parallel._private import fake_mode, is_fake, saves_otherwise
 from accel.parallel.axes.pipeline._stage_module import MicroBatch
+from accel.parallel.axes.pipeline._trace_blocks import Kept, leave_whole, with_blocks
 from accel.parallel.axes.pipeline._trace_cut import (
     Crossing,
     TracedStage,
@@ -64,7 +65,20 @@ def ghost_of(model: nn.Module, device: torch.device) -> Ghost:
     found = copy.deepcopy(model, memo)
     for module in found.modules():
         vars(module).pop("_compiled_call_impl", None)  # regions that torch would compile inside of its own trace
+        leave_whole(module)
     return Ghost(found, mode, device)
+
+
+class Mode(NamedTuple):
+    """The mode of a module.
+
+    Attributes:
+        training: whether it trains.
+        kept: operators whose outputs it keeps while its others run again in backward; None for all.
+    """
+
+    training: bool
+    kept: Kept | None
 
 
 class BatchForm(NamedTuple):
@@ -134,16 +148,16 @@ def export_stages(
     batch: MicroBatch,
     form: BatchForm,
     stages: Sequence[Sequence[str]] | int,
-    modes: Mapping[str, bool],
+    modes: Mapping[str, Mode],
     around: AbstractContextManager[object],
 ) -> StageGraphs:
     """Export a ghost for a kind of batch, and cut it; what cannot be exported is a `StageError`.
 
-    `stages`: paths of the modules of each stage, or a number of stages. `modes`: whether each module trains, by path.
-    `around`: autocast of the run.
+    `stages`: paths of the modules of each stage, or a number of stages. `modes`: of each module, by path. `around`:
+    autocast of the run.
     """
     for path, module in named_modules(ghost.model):
-        module.training = modes[path]
+        module.training = modes[path].training
     listed, spec = pytree.tree_flatten((batch.args, dict(batch.kwargs)))
     fakes: list[Any] = []
     shapes = cast(Any, torch.export).ShapesCollection()
@@ -152,7 +166,8 @@ def export_stages(
             if not isinstance(each, torch.Tensor):
                 fakes.append(each)
                 continue
-            fakes.append(torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=ghost.device))
+            # contiguous, as at each run: operators depend on strides
+            fakes.append(torch.empty(each.shape, dtype=each.dtype, device=ghost.device))
             if facts[2] and not form.rows:
                 shapes[fakes[-1]] = {0: torch.export.Dim.DYNAMIC}
     args, kwargs = pytree.tree_unflatten(fakes, spec)
@@ -170,6 +185,9 @@ def export_stages(
         stages = choose_stages(read, stages, _blocks(ghost.model))
     cuts = cut_program(read, begins_of(read, stages))
     _check_sizes(cuts)
+    blocks = {path: mode.kept for path, mode in modes.items() if mode.kept is not None}
+    fresh = frozenset(node.name for node in read.fresh)
+    cuts = tuple(each._replace(graph=with_blocks(each.graph, blocks, fresh)) for each in cuts)
     guards = _guards([node.meta.get("val") for node in read.inputs])
     paths = tuple(map(tuple, stages))
     return StageGraphs(paths, cuts, program.call_spec.out_spec, constants, guards, form.rows)
@@ -275,11 +293,11 @@ class _Watch(TorchFunctionMode):
         """Raise `StageError` for what was noted."""
         if self.checkpoint:
             raise StageError(
-                "the forward checkpoints activations, which a graph would keep",
-                expected="a forward that saves what its backward needs",
+                "the forward checkpoints activations by a call of its own, which a graph would keep",
+                expected="accel.checkpoint_activations(model), or layers of transformers that checkpoint",
                 got=f"{self.checkpoint} inside of a checkpoint",
                 where=WHERE,
-                fix="Turn it off, as by model.gradient_checkpointing_disable().",
+                fix="Turn it off, and checkpoint blocks: accel.checkpoint_activations(model).",
             )
         if self.outside:
             raise StageError(

@@ -17,11 +17,13 @@ from accel.parallel._modules import COMPILES, named_modules
 from accel.parallel._private import is_compiled, is_view, module_hooks
 from accel.parallel.axes.pipeline._boundaries import Boundary
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work
+from accel.parallel.axes.pipeline._trace_blocks import recomputed
 from accel.parallel.axes.pipeline._trace_cut import TracedStage
 from accel.parallel.axes.pipeline._trace_export import (
     WHERE,
     BatchForm,
     Ghost,
+    Mode,
     StageGraphs,
     export_stages,
     form_of,
@@ -30,6 +32,7 @@ from accel.parallel.axes.pipeline._trace_export import (
 )
 
 _MOST_TRACES = 16
+_HARMLESS = "make_inputs_require_grads"  # of transformers, for checkpoints of another kind than a stage's
 
 
 class Holdings(NamedTuple):
@@ -89,18 +92,19 @@ def drop_others(model: nn.Module, kept: frozenset[str]) -> list[nn.Parameter]:
     return [each for each in before if id(each) not in live]
 
 
-def modes_of(model: nn.Module) -> dict[str, bool]:
-    """Return whether each module trains, by path; raise `StageError` for a module with hooks that are not accel's."""
-    found: dict[str, bool] = {}
+def modes_of(model: nn.Module) -> dict[str, Mode]:
+    """Return the mode of each module, by path; raise `StageError` for a module with hooks that are not accel's."""
+    found: dict[str, Mode] = {}
     for path, module in named_modules(model):
-        found[path] = module.training
+        found[path] = Mode(module.training, recomputed(module))
         for hook in module_hooks(module):
             source = getattr(hook, "__module__", "") or ""
-            if not source.startswith("accel."):
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            if not source.startswith("accel.") and not name.endswith(_HARMLESS):
                 raise StageError(
                     "a module has a hook, which does not run in a graph",
                     expected="modules without hooks",
-                    got=f"{getattr(hook, '__qualname__', type(hook).__qualname__)} of {path or 'the model'}",
+                    got=f"{name} of {path or 'the model'}",
                     where=WHERE,
                     fix="Remove it, or do its work in the module's forward.",
                 )
@@ -241,7 +245,7 @@ class TracedModule(nn.Module):
             inputs = pytree.tree_leaves((batch.args, dict(batch.kwargs)))
             with work.around():
                 held = [self._tensor(name, trace) for name in stage.held]
-                read = [inputs[number] for number in stage.inputs]
+                read = [_contiguous(inputs[number]) for number in stage.inputs]
                 options = vars(self)[COMPILES]
                 if options is not None and not is_compiled(stage.graph):
                     cast(Any, stage.graph).compile(**options)
@@ -283,6 +287,10 @@ class TracedModule(nn.Module):
             where = f"stage {self.index} of {self.count}, {micro}, rank {self.rank}"
             problem = f"a pipeline stage failed: {type(error).__name__}: {str(error).strip()}"
             raise lost or StageError(problem, where=where) from error
+
+
+def _contiguous(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
 @contextlib.contextmanager

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of a traced stage whose operators run again in backward, as torch's export does not keep checkpoints."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import fx, nn
+
+from accel.mixins import remove_mixin
+from accel.parallel._compile import Recomputed, recomputed_call
+
+Kept = tuple[str, ...]  # names of the operators whose outputs are kept
+
+
+class RecomputedBlock(nn.Module):
+    """The operators of one block, computed again in backward.
+
+    Args:
+        graph: of the block.
+        kept: names of the operators whose outputs are kept.
+    """
+
+    def __init__(self, graph: fx.GraphModule, kept: Kept) -> None:
+        super().__init__()
+        self.graph = graph
+        self.kept = kept
+
+    def forward(self, *values: Any) -> Any:
+        """Run the graph, remembering its inputs and kept outputs only."""
+        return recomputed_call(self.graph, self.kept, *values)
+
+
+def with_blocks(stage: fx.GraphModule, blocks: Mapping[str, Kept], fresh: frozenset[str]) -> fx.GraphModule:
+    """Return a stage's graph in which each block is one call that runs again in backward.
+
+    `blocks`: paths of modules. `fresh`: names of nodes that depend on inputs alone, which stay outside.
+    """
+    runs = _runs(stage.graph, blocks, fresh)
+    if not runs:
+        return stage
+    graph = fx.Graph()
+    held: dict[str, Any] = {
+        str(node.target): getattr(stage, str(node.target)) for node in stage.graph.nodes if node.op == "get_attr"
+    }
+    run_of = {node: at for at, (_, nodes) in enumerate(runs) for node in nodes}
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def emit(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            for source in node.all_input_nodes:
+                _ = emit(source)
+            if node in run_of:
+                path, nodes = runs[run_of[node]]
+                _call(graph, copies, held, stage, nodes, blocks[path.partition("@")[0]], emit)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        return copies[node]
+
+    for node in stage.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = graph.node_copy(node)
+    for node in stage.graph.nodes:
+        _ = emit(node)
+    return fx.GraphModule(held, graph)
+
+
+def _runs(graph: fx.Graph, blocks: Mapping[str, Kept], fresh: frozenset[str]) -> list[tuple[str, list[fx.Node]]]:
+    """Neighbouring operators of one block, fresh ones left out."""
+    runs: list[tuple[str, list[fx.Node]]] = []
+    latest = ""
+    outside: set[fx.Node] = set()
+    for node in graph.nodes:
+        # sizes of a block's own values are fresh too, and stay inside
+        if node.name in fresh and all(each.op != "call_function" or each in outside for each in node.all_input_nodes):
+            outside.add(node)
+        if node.op != "call_function" or node in outside:
+            continue
+        path = _block_of(node, blocks)
+        if path and path == latest:
+            runs[-1][1].append(node)
+        elif path:
+            runs.append((path, [node]))
+        latest = path
+    return runs
+
+
+def recomputed(module: nn.Module) -> Kept | None:
+    """Return the operators whose outputs a checkpointed module keeps in training; None for another module."""
+    if isinstance(module, Recomputed):
+        return module.kept
+    return () if _of_transformers(module) and module.training else None
+
+
+def leave_whole(module: nn.Module) -> None:
+    """Take a module's checkpoint away. Mutates it."""
+    if isinstance(module, Recomputed):
+        remove_mixin([module], Recomputed)
+    if _of_transformers(module):
+        cast(Any, module).gradient_checkpointing = False
+
+
+def _of_transformers(module: nn.Module) -> bool:
+    """Whether a module is a layer of transformers that checkpoints its own call."""
+    is_layer = any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+    return is_layer and bool(getattr(module, "gradient_checkpointing", False))
+
+
+def _block_of(node: fx.Node, blocks: Mapping[str, Kept]) -> str:
+    """The path of the outermost block of an operator, with the number of the call; nothing outside of blocks."""
+    stack = cast("Mapping[str, tuple[str, Any]]", node.meta.get("nn_module_stack") or {})
+    return next((path for path, _ in stack.values() if path.partition("@")[0] in blocks), "")
+
+
+def _call(
+    graph: fx.Graph,
+    copies: dict[fx.Node, fx.Node],
+    held: dict[str, Any],
+    stage: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    kept: Kept,
+    emit: Any,
+) -> None:
+    """Put one call in the place of some nodes."""
+    own = set(nodes)
+    sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in own)
+    inner_graphs = [each for each in sources if each.op == "get_attr"]
+    values = [each for each in sources if each.op != "get_attr"]
+    results = [node for node in nodes if any(user not in own for user in node.users)]
+    inside = fx.Graph()
+    local: dict[fx.Node, fx.Node] = {each: inside.placeholder(each.name) for each in values}
+    for node in (*inner_graphs, *nodes):
+        local[node] = inside.node_copy(node, local.__getitem__)
+    _ = inside.output(tuple(local[node] for node in results))
+    owned = {str(each.target): getattr(stage, str(each.target)) for each in inner_graphs}
+    name = f"block_{len(held)}"
+    held[name] = RecomputedBlock(fx.GraphModule(owned, inside), kept)
+    call = graph.call_module(name, tuple(emit(each) for each in values))
+    for at, node in enumerate(results):
+        copies[node] = graph.call_function(operator.getitem, (call, at))
+    for node in nodes:
+        _ = copies.setdefault(node, call)  # read inside of the block alone

@@ -292,11 +292,11 @@ def _on_its_way(held: HeldParameters, step: EstimatedStep, plan: Plan, copies: E
 
 @functools.lru_cache(maxsize=1)
 def _keeps_a_sum() -> bool:
-    """Whether the torch installed keeps the gradients that `fully_shard` summed last, as those before 2.13 do."""
+    """Whether the torch installed keeps the gradients that `fully_shard` summed last, as 2.12 does and no other."""
     from importlib.metadata import PackageNotFoundError, version  # 15 ms
 
     try:
-        return tuple(map(int, version("torch").split(".")[:2])) < (2, 13)
+        return tuple(map(int, version("torch").split(".")[:2])) == (2, 12)
     except PackageNotFoundError:
         return False
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import traced_models
 from pipelines import Words, by_hand, differences, train
 from processes import job, patience, run_ranks, script_ranks
 from test_pipelines import SCHEDULES
@@ -105,3 +106,23 @@ def test_others_are_told_of_a_rank_that_dies_inside_a_stage(tmp_path: Path, monk
             assert "told: 2 PeerError" in rank.said()
             assert "which exchanges with rank 1. Another rank has left or hangs" in rank.said()
     assert time.monotonic() - began < patience(40)  # and not the 60 s of the time-out
+
+
+def _traces(rank: int, environs: list[dict[str, str]], folder: str) -> None:
+    torch.set_num_threads(1)
+    with accel.session(environs[rank], device="cpu") as ctx, pytest.MonkeyPatch.context() as patch:
+        traced_models.widen(patch, "bert")
+        expected = traced_models.by_hand("bert", rows=(4, 4, 3, 4))
+        first = traced_models.train(ctx, "bert", mesh="pp=2", rows=(4, 4), save=folder)
+        second = traced_models.train(ctx, "bert", mesh="pp=2", rows=(3, 4), resume=folder, begin=2)
+        found = second._replace(figures=first.figures + second.figures)
+        own = expected._replace(parameters={name: expected.parameters[name] for name in found.parameters})
+        parameters, figures = differences([found], own)
+        assert parameters < 1e-10
+        assert figures < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_traced_model_trains_and_resumes_in_two_processes(tmp_path: Path) -> None:
+    run_ranks(_traces, job(2), str(tmp_path / "saved"))

@@ -154,10 +154,14 @@ def train(
     rows: tuple[int, ...] = (4, 4, 3),
     plan: accel.parallel.Plan | None = None,
     change: Callable[[nn.Module], object] = lambda model: None,
+    save: str = "",
+    resume: str = "",
+    begin: int = 0,
 ) -> Trained:
     """Train by AdamW with clipping, a step for each number of rows; ranks with samples of their own divide the rows.
 
-    `change`: of the prepared model, to plant a mistake.
+    `change`: of the prepared model, to plant a mistake. `save`, `resume`: folders of checkpoints behind and before the
+    training. `begin`: number of the first step.
     """
     made, batch_of = family(name)
     ctx = accel.replace(ctx, mesh=mesh) if mesh else ctx
@@ -166,10 +170,13 @@ def train(
     plan = plan or accel.parallel.Plan(cut="trace", micro_batches=2 if "pp=4" not in mesh else 4)
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=batch_of(4, 0)[0])
     _ = change(accel.unwrap_model(model))
+    items = {"model": model, "optimizer": optimizer}
+    if resume:
+        _ = accel.load_state(ctx, resume, items)
     share, shares = ctx.data_parallel
     scaler, accum = accel.loss_scale(ctx), accel.Accumulation(accumulation)
     figures: list[float] = []
-    for step, size in enumerate(rows):
+    for step, size in enumerate(rows, begin):
         for micro in range(accumulation):
             inputs, targets = batch_of(size * shares, 100 * step + micro)
             inputs = {key: each[share::shares] for key, each in inputs.items()}
@@ -183,6 +190,8 @@ def train(
         accum, scaler = result.accum, result.scaler
         assert result.grad_norm is not None
         figures.append(float(result.grad_norm))
+    if save:
+        _ = accel.save_state(ctx, save, items, step=begin + len(rows))
     inner = accel.unwrap_model(model)
     named = inner.named_parameters(remove_duplicate=False)
     found = {name: whole_of(each) for name, each in named}

@@ -23,7 +23,10 @@ from accel.parallel.axes.pipeline._skipped import take_hidden
 from accel.parallel.axes.pipeline._stage_module import StageModule, first_tensor, has_own
 from accel.parallel.axes.pipeline._stage_plan import Layout
 
-_FIX = "Put what the forward computes between its modules into a module of its own, which one stage has."
+_FIX = (
+    "Put what the forward computes between its modules into a module of its own, which one stage has; or try"
+    ' Plan(cut="trace") with prepare(..., example=batch).'
+)
 # May be called anywhere: where they are skipped, the shapes and the meaning of what they are given stay.
 _ANYWHERE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity)
 

@@ -155,7 +155,10 @@ def _empty(module: nn.Module, path: str, reads: Reads) -> None:
 
 
 _CHAIN = "a chain: every stage runs the whole forward, in which the modules of other stages only pass their inputs on"
-_ELSEWHERE = " A model that cannot be changed trains by the strategy fsdp along dp."
+_ELSEWHERE = (
+    ' A model that cannot be changed: try Plan(cut="trace") with prepare(..., example=batch), or the strategy fsdp'
+    " along dp."
+)
 _LABELS = ("labels", "label")
 
 

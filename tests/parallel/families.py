@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from steps import ByState
@@ -227,11 +227,13 @@ class Mesh(NamedTuple):
         strategy: of data parallelism.
         prepare: from context, model, optimizer and a batch of one row to the prepared model and optimizer; None for
             `accel.prepare`.
+        traced: whether the model is cut into pipeline stages by tracing.
     """
 
     axes: str
     strategy: str = "fsdp"
     prepare: Callable[[accel.DistContext, nn.Module, Any, Mapping[str, Tensor]], tuple[nn.Module, Any]] | None = None
+    traced: bool = False
 
     @property
     def size(self) -> int:
@@ -239,7 +241,9 @@ class Mesh(NamedTuple):
         return torch.Size(int(each.split("=")[1]) for each in self.axes.split(",")).numel()
 
 
-MESHES: Mapping[str, Mesh] = {"tp=2": Mesh("tp=2"), "dp=2,tp=2": Mesh("dp=2,tp=2")}
+MESHES: Mapping[str, Mesh] = {"tp=2": Mesh("tp=2"), "dp=2,tp=2": Mesh("dp=2,tp=2")} | {
+    axes: Mesh(axes, traced=True) for axes in ("pp=2", "pp=4", "dp=2,pp=2")
+}
 
 
 class Wide(TorchFunctionMode):
@@ -317,10 +321,16 @@ def loss_of(name: str, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[T
     target = batch["target"]
     kind = FAMILIES[name].kind
     if kind == "features":
-        with Wide():
-            return model(given["source"], target).square().sum(), len(target)
+        given["target"] = target
     with Wide():
         output = model(**given)
+    return loss_sum(kind, output, target)
+
+
+def loss_sum(kind: str, output: Any, target: Tensor) -> tuple[Tensor, int]:
+    """Return the sum of losses of an output, and the number of those that count."""
+    if kind == "features":
+        return output.square().sum(), len(target)
     if kind == "vectors":
         return (output.text_embeds * output.image_embeds.roll(1, -1)).sum(), len(target)
     logits = output.logits
@@ -397,6 +407,54 @@ def on_mesh(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, ba
     return Result(accel.get_state_dict(ctx, model, dst=None), losses, norms)
 
 
+def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, batch: int) -> Result:
+    """Train on a mesh with stages, which take a batch of all ranks together in micro-batches of two rows."""
+    ctx = accel.replace(ctx, mesh=mesh.axes, strategy=mesh.strategy)
+    model = make(name)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    samples, kind = rows(name), FAMILIES[name].kind
+    share, shares = ctx.data_parallel
+    size = batch // shares
+    example = _given(kind, torch.utils.data.default_collate(samples[:4]))
+    plan = accel.parallel.Plan(cut="trace", micro_batches=max(ctx.axis("pp").size, size // 2))
+    with Wide():
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
+    starts = range(0, len(samples), batch)
+    result = Result({}, [], [])
+    scaler, accum = accel.loss_scale(ctx), accel.Accumulation(accumulation)
+    sums: list[Tensor] = []
+    for at in starts:
+        whole = samples[at : at + batch]
+        own = whole[share::shares]
+        each = torch.utils.data.default_collate(own)
+        target = each["target"]
+        count = int((target != IGNORED).sum()) if target.ndim > 1 and kind != "features" else len(target)
+        accum = accum.next(last=at == starts[-1])
+        inputs = _given(kind, each)
+        with Wide():
+            loss, accum = accel.forward_backward(
+                ctx, model, scaler, accum, inputs, targets=target, loss_fn=_summed(kind), weight=count
+            )
+        sums.append(torch.stack([loss.double() * count, torch.tensor(float(count), dtype=torch.float64)]))
+        if accum.sync:
+            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+            accum, scaler = step.accum, step.scaler
+            total = accel.reduce(ctx, torch.stack(sums).sum(0))
+            result.losses.append(float(total[0] / total[1]))
+            result.norms.append(float(cast(Tensor, step.grad_norm)))
+            sums = []
+    return result._replace(parameters=cast(Any, accel.get_state_dict(ctx, model, dst=None)))
+
+
+def _given(kind: str, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs of the forward among a batch."""
+    return {key: each for key, each in batch.items() if key != "target" or kind == "features"}
+
+
+def _summed(kind: str) -> Callable[[Any, Tensor], Tensor]:
+    return lambda output, target: loss_sum(kind, output, target)[0]
+
+
 def difference(want: Result, got: Result) -> float:
     """Return the largest difference; not a number where one is not."""
     pairs = [(want.parameters[key], got.parameters[key]) for key in want.parameters]
@@ -407,10 +465,11 @@ def difference(want: Result, got: Result) -> float:
 def cell(simulator: Simulator, name: str, mesh: Mesh, *, accumulations: Sequence[int] = (1, 3)) -> float:
     """Return the largest difference between a mesh and a plain loop."""
     found: list[float] = []
+    run = on_stages if mesh.traced else on_mesh
     for accumulation in accumulations:
         want = plain(name, accumulation, 4)
         every = simulator.run(
-            lambda ctx, accumulation=accumulation: on_mesh(ctx, name, mesh, accumulation, 4),
+            lambda ctx, accumulation=accumulation: run(ctx, name, mesh, accumulation, 4),
             mesh.size,
             default_group=True,
         )

@@ -115,6 +115,25 @@ def test_adapters_follow_the_layers_that_they_adapt(ranks, sequence):
     _check(ranks, make, _language_loss, size=4 if sequence else 2, plan=accel.parallel.Plan(sequence=sequence))
 
 
+@SLOW
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_follow_the_layers_of_a_plan_that_is_found(ranks):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    sizes = {"vocab_size": CLASSES, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+
+    def make() -> nn.Module:
+        heads = {"num_attention_heads": 4, "max_position_embeddings": 16}
+        drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **heads, **drops))
+        config = peft.LoraConfig(
+            r=2, target_modules=["query", "value", "dense"], lora_dropout=0.0, init_lora_weights=False
+        )
+        return peft.get_peft_model(model, config)
+
+    _check(ranks, make, _language_loss)
+
+
 class Adapted(nn.Module):
     """A layer beside a low-rank correction of one's own."""
 

@@ -37,7 +37,8 @@ def merged(kernel: Kernel, tensors: list[torch.Tensor], grad: torch.Tensor) -> l
 def test_fused_blocks_add_up_to_the_whole(dtype: torch.dtype, most: float) -> None:
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(2, 3, 96, 64, generator=generator).to("cuda", dtype) for _ in range(4)]
-    kernel = kernel_of(*made[:3], Masked(causal=True))
+    q, k, v, grad = made
+    kernel = kernel_of(q, k, v, Masked(causal=True))
     assert kernel is not WRITTEN_OUT
-    for mine, theirs in zip(merged(kernel, made[:3], made[3]), merged(WRITTEN_OUT, made[:3], made[3]), strict=True):
+    for mine, theirs in zip(merged(kernel, [q, k, v], grad), merged(WRITTEN_OUT, [q, k, v], grad), strict=True):
         assert (mine - theirs).abs().max().item() < most

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from accel.comm import Call, call_site, exchange_values
+from accel.comm._streams import DeviceEvent, streams_of
 from accel.context import DistContext, context_first
 from accel.devices import wide_dtype
 from accel.errors import ConfigError
@@ -28,10 +29,11 @@ class StepValues:
 
     Args:
         numbers: numbers by name, all names in their order; 0 in place of those on devices.
-        waiting: names and a stacked copy of the tensors on devices.
+        waiting: names and a stacked copy of the tensors on each device, with the event after the copy where a device
+            has streams.
     """
 
-    def __init__(self, numbers: dict[str, float], waiting: list[tuple[list[str], torch.Tensor]]) -> None:
+    def __init__(self, numbers: dict[str, float], waiting: list[tuple[list[str], torch.Tensor, DeviceEvent]]) -> None:
         self._numbers = numbers
         self._waiting = waiting
         self._lock = threading.Lock()
@@ -45,7 +47,9 @@ class StepValues:
         """Return the numbers; waits for the devices. Several threads may call it."""
         with self._lock:
             while self._waiting:
-                names, stacked = self._waiting[-1]
+                names, stacked, copied = self._waiting[-1]
+                if copied is not None:  # this thread reads on another stream than the one that copied
+                    streams_of(stacked.device).synchronize(copied)
                 self._numbers.update(zip(names, cast("Any", stacked).tolist(), strict=True))
                 _ = self._waiting.pop()
         return self._numbers
@@ -70,7 +74,7 @@ def make_values(values: Mapping[str, object]) -> StepValues:
                 waiting.setdefault(value.device, {})[name] = value
         else:
             numbers[name] = _number(name, value)
-    stacks = [(list(tensors), _stacked(tensors)) for tensors in waiting.values()]
+    stacks = [(list(tensors), *_stacked(tensors)) for tensors in waiting.values()]
     return StepValues(numbers, stacks)
 
 
@@ -133,10 +137,12 @@ def _check_tensor(name: str, value: torch.Tensor) -> None:
         )
 
 
-def _stacked(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Copy tensors on one device: a replayed graph overwrites its results."""
-    wide = wide_dtype(next(iter(tensors.values())).device)
-    return torch.stack([tensor.detach().reshape(()).to(wide) for tensor in tensors.values()])
+def _stacked(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, DeviceEvent]:
+    """Copy tensors on one device, as a replayed graph overwrites its results; with the event after it on CUDA."""
+    device = next(iter(tensors.values())).device
+    copy = torch.stack([tensor.detach().reshape(()).to(wide_dtype(device)) for tensor in tensors.values()])
+    streams = streams_of(device)
+    return copy, streams.record(streams.current()) if streams.is_pinnable else None
 
 
 class _Said(msgspec.Struct, frozen=True):

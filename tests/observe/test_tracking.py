@@ -20,7 +20,9 @@ from catching import caught
 from processes import patience, same_path
 
 import accel
+from accel.comm._streams import HostStreams
 from accel.testing import Simulator
+from accel.trackers import _log
 
 jsonl, csv = accel.trackers.jsonl, accel.trackers.csv
 
@@ -386,3 +388,28 @@ def test_a_tracker_that_hangs_does_not_hold_the_process_back(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr.decode()
     assert b"tracker hang: 1 unfinished: did not come back from log" in done.stderr
     assert [line["step"] for line in lines(tmp_path)] == [1]
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of the CPU that takes itself for one of a device."""
+
+    is_cpu = False
+
+
+def test_a_number_of_a_device_is_read_once_its_copy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[object]()
+
+    class Streams(HostStreams):
+        is_pinnable = True
+
+        def record(self, stream: object) -> object:
+            return "copied"
+
+        def synchronize(self, what: object) -> None:
+            waited.append(what)
+
+    monkeypatch.setattr(_log, "streams_of", Streams)
+    values = _log.make_values({"loss": torch.tensor(0.5).as_subclass(Elsewhere)})
+    assert not waited
+    assert values.read() == {"loss": 0.5}
+    assert waited == ["copied"]

@@ -181,8 +181,14 @@ def dtensor_like(part: torch.Tensor, template: DTensor, shape: torch.Size | None
     placements = [Replicate()] * mesh.ndim if shape is None else template.placements
     shape = part.shape if shape is None else shape
     stride = torch.empty(shape, device="meta").stride()
-    part = part.to(local_part(template).device)
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+    device = local_part(template).device
+    if device.type in (mesh.device_type, "meta"):
+        return DTensor.from_local(part.to(device), mesh, placements, run_check=False, shape=shape, stride=stride)
+    # offloaded: torch would move the part to the mesh's devices
+    like = DTensor.from_local(part.to("meta"), mesh, placements, run_check=False, shape=shape, stride=stride)
+    made = cast("DTensor", torch.empty_like(like, device=device))
+    _ = local_part(made).copy_(part)
+    return made
 
 
 class Packed(NamedTuple):

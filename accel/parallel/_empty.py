@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, cast
 
 import torch
@@ -71,13 +71,13 @@ def values_or_room(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.detach().to(device)
 
 
-def allocate_empty(model: nn.Module, device: torch.device) -> None:
+def allocate_empty(model: nn.Module, device: torch.device, only: Container[int] | None = None) -> None:
     """Give empty tensors of a model memory, filled with NaN until their values come; plain parameters stay the same
-    objects."""
+    objects. `only`: the parameters to give it to, by id; None for all, and buffers."""
     made: dict[int, nn.Parameter] = {}  # by the empty one's id: tied parameters stay one
     for path, module in named_modules(model):
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.is_meta:
+            if not parameter.is_meta or (only is not None and id(parameter) not in only):
                 continue
             if not is_dtensor(parameter):
                 make_room([parameter], device)
@@ -88,7 +88,7 @@ def allocate_empty(model: nn.Module, device: torch.device) -> None:
                 replace_parameter(f"{path}.{name}" if path else name, parameter, made[id(parameter)])
             setattr(module, name, made[id(parameter)])
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:
+            if buffer.is_meta and only is None:
                 setattr(module, name, _unknown(buffer, device))
 
 

@@ -16,6 +16,8 @@ from torch.optim import SGD, AdamW
 import accel
 from accel.errors import PrepareError
 from accel.parallel import Plan
+from accel.parallel._empty import allocate_empty
+from accel.parallel.axes.shard import _fully_shard
 from accel.testing import Simulator
 
 
@@ -94,6 +96,33 @@ def test_a_load_fills_the_shards(ranks: Simulator, tmp_path: Path, fields: dict[
 
     expected = ranks.run(save, 2, default_group=True)
     torch.testing.assert_close(ranks.run(load, 2, default_group=True), expected, rtol=0, atol=0)
+
+
+def test_of_an_empty_offloaded_model_the_shards_alone_are_on_the_host(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's device is the host here, so what is allocated on which is told by the calls."""
+
+    def noting(model: nn.Module, device: torch.device, only: Any = None) -> None:
+        empty = [name for name, each in [*model.named_parameters(), *model.named_buffers()] if each.is_meta]
+        allocate_empty(model, device, only)
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        model.allocated = [*getattr(model, "allocated", ()), {each for each in empty if not tensors[each].is_meta}]
+
+    def rank(ctx: accel.DistContext) -> Any:
+        net = _net(empty=True)
+        net.gain = nn.Parameter(torch.empty((), device="meta"))
+        net.scale = torch.full((4,), 2.0)
+        _ = [block[2].requires_grad_(False) for block in net.blocks]
+        _, model, _ = _prepared(ctx, net, offload=True, ignored=("BatchNorm1d",))
+        return model.allocated
+
+    monkeypatch.setattr(_fully_shard, "allocate_empty", noting)
+    for on_host, on_device in ranks.run(rank, 2, default_group=True):
+        assert on_host == {
+            f"{name}.{end}" for name in ("first", "blocks.0.0", "blocks.1.0") for end in ("weight", "bias")
+        }
+        assert {"gain", "blocks.0.2.weight", "blocks.0.2.running_mean"} < on_device
 
 
 def test_a_forward_before_the_values_came_is_refused_on_every_rank(ranks: Simulator) -> None:

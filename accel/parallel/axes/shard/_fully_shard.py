@@ -16,7 +16,7 @@ from accel.context import DistContext
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._labels import label_parameters, replace_parameter
-from accel.parallel._leftovers import sum_unused, watch_used
+from accel.parallel._leftovers import shards_of, sum_unused, watch_used
 from accel.parallel._modules import is_pipelined, stage_modules, unwrap_model
 from accel.parallel._refused import check_all, check_quantized
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
@@ -160,7 +160,10 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
     ignored = [each for each in inner.parameters() if id(each) in below]
     units = [_shard(ctx, inner, root, mesh, stage, options, is_empty=is_empty) for root in stage_modules(inner)]
     if is_empty:
-        allocate_empty(inner, torch.device("cpu") if options.offload else ctx.device)
+        if options.offload:  # shards alone: the device computes with all else where it is
+            taken = {id(part.parameter) for each in units for unit in each for part in shards_of(unit)}
+            allocate_empty(inner, torch.device("cpu"), taken)
+        allocate_empty(inner, ctx.device)
     else:
         make_room(ignored, ctx.device)
         _move(ignored, ctx.device)

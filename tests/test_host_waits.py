@@ -7,10 +7,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import patience
 
+PAGE = Path(__file__).parent.parent / "docs" / "host-waits.md"
 SCRIPT = Path(__file__).parent / "helpers" / "standin_steps.py"
 CASES = (
     "raise", "raise, clipped", "raise, accumulated", "skip", "ignore", "ignore, clipped", "raise in bf16",
@@ -20,7 +22,7 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def waits() -> dict[str, list[list[str]]]:
+def counts() -> dict[str, Any]:
     """What each step of each case waited for; a device type stays registered, so a process of its own finds out."""
     command = [sys.executable, "-W", "ignore", str(SCRIPT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
@@ -29,11 +31,26 @@ def waits() -> dict[str, list[list[str]]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_waits_once_for_a_decision_and_never_without_one(waits: dict[str, list[list[str]]], case: str) -> None:
+def test_a_step_waits_once_for_a_decision_and_never_without_one(counts: dict[str, Any], case: str) -> None:
     # the scale of fp16 decides over each step, whatever the policy
     once = not case.startswith("ignore") or case.endswith("fp16")
-    assert waits[case] == [["copy to the host"] if once else []] * 3
+    assert counts["steps"][case] == [["copy to the host"] if once else []] * 3
 
 
-def test_every_case_is_looked_at(waits: dict[str, list[list[str]]]) -> None:
-    assert set(CASES) == waits.keys()
+def test_every_case_is_looked_at(counts: dict[str, Any]) -> None:
+    assert set(CASES) == counts["steps"].keys()
+
+
+def test_the_page_has_the_waits_of_each_verb(counts: dict[str, Any]) -> None:
+    rows = [_row(verb) for verb in counts["alone"]]
+    found = [
+        f"{row} {alone} | {together} |"
+        for row, alone, together in zip(rows, counts["alone"].values(), counts["together"].values(), strict=True)
+    ]
+    shown = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert shown == found
+
+
+def _row(verb: str) -> str:
+    name, _, kind = verb.partition(", ")
+    return f"| `{name}`, {kind} |" if kind else f"| `{name}` |"

@@ -14,6 +14,7 @@ REASONS = {
     "bigmodel": "the order in which slots are filled, without threads",
     "checkpoint": "arithmetic of boxes and of what is kept, the format's number, notes that ranks leave each other",
     "cli": "the words that a command takes, what a terminal shows, completion without a shell",
+    "collectives": "the check of tensor kinds, passed by tensors of a stand-in device",
     "comm": "gloo's threads at exit; transport that a test counts or lets fail",
     "config": "the reader of YAML, value by value",
     "context": "devices and sessions that a test replaces, limits that pages of docs quote",

@@ -202,7 +202,9 @@ def _spread_norm(
     mesh, dims = spread
     device = parts[0].device
     mine = torch.as_tensor(_local_norm(parts, norm_type), dtype=torch.float64, device=device).reshape(1)
-    power = (mine if norm_type == math.inf else mine**norm_type) + torch.as_tensor(alone).to(device)
+    # a number is not copied to the device, for which the host would wait
+    others = alone.to(device) if isinstance(alone, torch.Tensor) else alone
+    power = (mine if norm_type == math.inf else mine**norm_type) + others
     for dim in dims:
         group = mesh.get_group(dim)
         comm, largest = adopt(group, device), norm_type == math.inf

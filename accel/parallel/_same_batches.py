@@ -302,11 +302,11 @@ class LaterBatches:
         wide = wide_dtype(device)
         exact = torch.full((1,), self._text, dtype=torch.int64, device=device).mul_(_MIX)
         for each in self._exact.values():
-            exact += each.to(device)
+            exact += each.to(device, non_blocking=True)
         exact = (((exact ^ (exact >> 31)) * _MIX) >> 40) & (2**_EXACT_BITS - 1)
         figures = torch.zeros(_FIGURES, dtype=wide, device=device)
         for each in self._figures.values():
-            figures += each.to(device, wide)
+            figures += each.to(device, wide, non_blocking=True)
         values = torch.cat([exact.to(wide), figures])
         rest = torch.tensor([1.0, self._weights], dtype=wide).to(device, non_blocking=True)
         self.clear()

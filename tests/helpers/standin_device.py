@@ -75,6 +75,10 @@ class StandIn(torch.Tensor):
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
 
+    def tolist(self) -> Any:
+        """Return the values; the host waits for them."""
+        return self.to("cpu").tolist()
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -97,8 +101,18 @@ class _Counting(TorchDispatchMode):
 def counting() -> Generator[list[str]]:
     """Collect the operators by which the host waits for the device."""
     waits: list[str] = []
-    with _Counting(waits):
-        yield waits
+    made = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        there = device is not None and torch.device(device).type == NAME
+        return made(data, **options).to(device) if there else made(data, device=device, **options)
+
+    torch.tensor = tensor  # which makes no tensor on a device that Python defines
+    try:
+        with _Counting(waits):
+            yield waits
+    finally:
+        torch.tensor = made
 
 
 def _run(func: Any, args: Sequence[Any], given: Mapping[str, Any], waits: list[str]) -> Any:
@@ -114,6 +128,10 @@ def _run(func: Any, args: Sequence[Any], given: Mapping[str, Any], waits: list[s
         waits.append("copy to the host")
     if func is _aten.copy_.default and here and not isinstance(args[0], StandIn):
         waits.append("copy to the host")
+    # from memory that is not pinned CUDA copies while the host waits, unless told not to
+    comes = func is _aten._to_copy.default and to is not None and to.type == NAME and not here
+    if comes and not kwargs.get("non_blocking", False):
+        waits.append("copy from the host")
     others = [each for each in flat if isinstance(each, torch.Tensor) and not isinstance(each, StandIn) and each.dim()]
     if here and others and func is not _aten.copy_.default:
         raise RuntimeError(f"expected all tensors to be on the same device: {func}")

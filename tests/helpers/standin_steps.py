@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import standin_device
@@ -16,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel.collectives import _packing
 from accel.testing import _group, simulate_groups
 from accel.testing._collectives import Buffers
 
@@ -28,7 +30,9 @@ def _inner(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def reach_into_devices() -> None:
-    """Let collectives of simulated ranks use the memory behind the device's tensors."""
+    """Let collectives take the device's tensors, and simulated ranks use the memory behind them."""
+    is_wrapper = _packing._is_wrapper
+    _packing._is_wrapper = lambda kind: kind is not standin_device.StandIn and is_wrapper(kind)
     join = _group.SimulatedGroup._join
 
     def joined(self: Any, call: Any, buffers: Buffers, *rest: Any) -> Any:
@@ -47,8 +51,9 @@ def train(ctx: accel.DistContext, *, accumulation: int = 1, **options: Any) -> l
         data = TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
         loader = accel.prepare_loader(ctx, DataLoader(data, batch_size=4))
         state = accel.train_state(ctx, seed=0, accumulation=accumulation)
-        waits.clear()
+        own = list[str]()
         for batch in accel.batches(ctx, loader, state):
+            waits.clear()  # those of the copy of a batch that is not pinned
             inputs, targets = batch.data
             assert inputs.device == DEVICE, inputs.device
             state = state.next(batch)
@@ -57,8 +62,10 @@ def train(ctx: accel.DistContext, *, accumulation: int = 1, **options: Any) -> l
                 state = accel.backward(ctx, loss, state, weight=(targets >= 0).sum())
             if state.sync:
                 state = accel.optimizer_step(ctx, optimizer, state, **options)
-                found.append(list(waits))
-                waits.clear()
+                found.append([*own, *waits])
+                own.clear()
+            else:
+                own += waits
             if len(found) == STEPS:
                 break
     return found
@@ -98,7 +105,62 @@ def run(case: str) -> list[list[str]]:
     return simulate_groups(on_rank, size, default_group=True)[0]
 
 
+def wait_in_verbs(ctx: accel.DistContext) -> dict[str, int]:
+    """Return how often the host waits in each verb."""
+    found = dict[str, int]()
+    with standin_device.counting() as waits:
+
+        def count(name: str, verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            waits.clear()
+            result = verb(*args, **options)
+            found[name] = len(waits)
+            return result
+
+        net = nn.Sequential(nn.Linear(8, 16, device=DEVICE), nn.ReLU(), nn.Linear(16, 4, device=DEVICE))
+        model = count("prepare_model", accel.prepare_model, ctx, net)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = count("prepare_optimizer", accel.prepare_optimizer, ctx, adamw)
+        data = TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
+        loader = accel.prepare_loader(ctx, DataLoader(data, batch_size=4))
+        state = accel.train_state(ctx, seed=0)
+        batches = iter(accel.batches(ctx, loader, state))
+        metrics = accel.metrics.running_metrics(loss="mean")
+        ema = count("Ema", accel.training.Ema, model, decay=0.9)
+        for at, policy in enumerate(("raise", "skip", "ignore")):
+            batch = count("batches", next, batches)
+            inputs, targets = batch.data
+            state = state.next(batch)
+            loss = functional.cross_entropy(model(inputs), targets, reduction="sum")
+            weight = (targets >= 0).sum() if at else float(len(targets))
+            kind = "a weight on the device" if at else "a number as weight"
+            state = count(f"backward, {kind}", accel.backward, ctx, loss, state, weight=weight)
+            step = partial(accel.optimizer_step, max_norm=1.0, nonfinite=policy)
+            state = count(f"optimizer_step, {policy}", step, ctx, optimizer, state)
+            metrics = count(f"metrics.add, {kind}", metrics.add, weight, loss=loss.detach())
+            count("ema.update_", ema.update_, model)
+        count("state.grad_norm", lambda: state.grad_norm)
+        count("metrics.read", metrics.read, ctx)
+        for verb in (accel.gather, accel.reduce, accel.broadcast, accel.pad_across_processes):
+            count(verb.__name__, verb, ctx, {"a": inputs})
+        count("gather_for_metrics", accel.gather_for_metrics, ctx, {"a": inputs}, batch)
+        count("wait_for_everyone", accel.wait_for_everyone, ctx)
+    return found
+
+
+def verbs(size: int) -> dict[str, int]:
+    """Return the waits of the verbs on so many ranks."""
+    if size == 1:
+        return wait_in_verbs(accel.single(str(DEVICE)))
+
+    def on_rank(group: Any) -> dict[str, int]:
+        with torch.autograd.set_multithreading_enabled(False):
+            return wait_in_verbs(accel.from_group(group, device=str(DEVICE)))
+
+    return simulate_groups(on_rank, size, default_group=True)[0]
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     reach_into_devices()
-    print(json.dumps({case: run(case) for case in sys.argv[1:] or CASES}))
+    steps = {case: run(case) for case in sys.argv[1:] or CASES}
+    print(json.dumps({"steps": steps, "alone": verbs(1), "together": verbs(2)}))

@@ -86,6 +86,7 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/models.md", r"accel ([\d.]+), torch", lambda: accel.__version__),
     ("docs/models.md", r"format (\d+), accel", lambda: FORMAT),
     ("docs/check-setup.md", r"  accel-torch +([\d.]+)", lambda: accel.__version__),
+    ("docs/comparison.md", r"asks\s+for\s+torch\s+([\d.]+)", lambda: oldest("torch")),
     ("README.md", r"Needs Python ([\d.]+)", lambda: oldest("python")),
     ("README.md", r"and torch ([\d.]+) or newer", lambda: oldest("torch")),
 ]

@@ -23,7 +23,7 @@ from accel.parallel.axes.pipeline._trace_cut import (
     cut_program,
     model_line,
 )
-from accel.parallel.axes.pipeline._trace_program import read_program
+from accel.parallel.axes.pipeline._trace_program import first_operators, read_program
 
 WIDTH = 4
 KINDS = ("linear", "skip", "mask", "tied", "norm", "relu", "halves", "counts", "free")
@@ -221,6 +221,12 @@ def test_chosen_stages_hold_blocks_in_equal_numbers(depth: int, count: int) -> N
     numbers = [int(paths[0].rpartition(".")[2]) for paths in stages] + [depth]
     sizes = [end - begin for begin, end in itertools.pairwise(numbers)]
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_operators_that_torch_saw_in_no_module_name_none() -> None:
+    program = read_program(exported(Shared().eval(), torch.randn(4, 4)))
+    program.body[0].meta["nn_module_stack"] = {"": ("_empty_nn_module_stack_from_metadata_hook", "")}
+    assert set(first_operators(program.body)) == {"b", "norm"}
 
 
 def test_the_line_of_the_model_is_the_last_one_outside_of_torch() -> None:

@@ -82,7 +82,9 @@ def first_operators(body: Sequence[fx.Node]) -> dict[str, int]:
 def _paths(node: fx.Node) -> list[str]:
     stack = cast("Mapping[str, tuple[str, Any]]", node.meta.get("nn_module_stack") or {})
     # a module that is called twice is named with "@1" the second time
-    return [path.partition("@")[0] for path, _ in stack.values() if path]
+    paths = [path.partition("@")[0] for path, _ in stack.values() if path]
+    # torch's word for an operator that it saw in no module
+    return [path for path in paths if not path.startswith("_") or "empty_nn_module_stack" not in path]
 
 
 def _schema(node: fx.Node) -> Any:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -210,3 +210,32 @@ def test_holders_of_a_tied_parameter_are_the_ranks_of_its_names(data: st.DataObj
     chosen = data.draw(st.lists(st.integers(0, 5), min_size=1, unique=True))
     found = holders([stage_of(f"block{at}.weight", stages) for at in chosen], owners)
     assert found == tuple(sorted({owners[at] for at in chosen}))
+
+
+class Uneven(nn.Module):
+    """Blocks beside a large embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(400, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 4)) for _ in range(6))
+        self.head = nn.Linear(4, 400, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize(("balance", "first"), [("blocks", 3), ("memory", 3), ("time", 4)])
+def test_stages_are_balanced_by_blocks_memory_or_time(balance: Any, first: int) -> None:
+    stages = accel.parallel.stage_plan(Uneven(), 2, balance=balance)
+    assert sum(path.startswith("blocks") for path in stages[0]) == first
+    heavy = accel.parallel.stage_plan(Uneven(), 2, balance=balance, costs={"embed": 1e9})
+    assert sum(path.startswith("blocks") for path in heavy[0]) == 1
+
+
+def test_an_unknown_balance_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown balance"):
+        _ = accel.parallel.stage_plan(Uneven(), 2, balance="parameters")  # type: ignore[arg-type]

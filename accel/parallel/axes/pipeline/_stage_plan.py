@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast, get_args
 
 from torch import nn
 
 from accel.errors import ConfigError, PrepareError
-from accel.errors._checks import check_count, did_you_mean, with_article
+from accel.errors._checks import check_choice, check_count, did_you_mean, with_article
 from accel.parallel._modules import named_modules, repeated
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -114,17 +114,24 @@ def _joined(path: str, key: str) -> str:
 Stages = tuple[tuple[str, ...], ...]
 
 
-def stage_plan(model: nn.Module, stages: int, *, costs: Mapping[str, float] | None = None) -> Stages:
+Balance = Literal["blocks", "memory", "time"]
+
+
+def stage_plan(
+    model: nn.Module, stages: int, *, costs: Mapping[str, float] | None = None, balance: Balance = "blocks"
+) -> Stages:
     """Return the paths of the modules of each pipeline stage. No communication; the model may be on the meta device.
 
-    The repeated blocks of the model are divided so that the costliest stage costs least. Modules before them go
-    to the first stage, modules behind them to the last. Change the result as you like, and pass it as
-    `Plan(stages=...)`.
+    By `costs` and `balance`, the repeated blocks of the model are divided so that the costliest stage costs least.
+    Modules before them go to the first stage, modules behind them to the last. Change the result as you like, and pass
+    it as `Plan(stages=...)`.
 
     Args:
         model: calls its blocks one after another, each with what the one before returned.
         stages: number of stages.
-        costs: relative time of modules by path; 1 for a block and 0 for another module that it does not name.
+        costs: cost of modules by path, in the place of that of `balance`.
+        balance: cost of the others: "blocks" for 1 a block and 0 for another module; "memory" for the bytes of
+            parameters; "time" for the elements of weights that tokens are multiplied by, so that embeddings are free.
 
     Returns:
         Paths by stage.
@@ -132,7 +139,8 @@ def stage_plan(model: nn.Module, stages: int, *, costs: Mapping[str, float] | No
     Raises:
         PrepareError: the model has no list of blocks or several, fewer blocks than stages, or parameters that belong to
             no module of the chain; all of them are listed.
-        ConfigError: not a number of stages, or costs that are no numbers from 0, or of other modules.
+        ConfigError: not a number of stages, an unknown balance, or costs that are no numbers from 0, or of other
+            modules.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -140,8 +148,9 @@ def stage_plan(model: nn.Module, stages: int, *, costs: Mapping[str, float] | No
         (('0', '1'), ('2',))
     """
     check_count(stages, "not a number of stages", where="stages=")
+    check_choice(balance, get_args(Balance), "unknown balance of stages", where="stage_plan, balance=")
     chain = find_chain(model)
-    weights = _costs(chain, costs or {})
+    weights = _costs(chain, costs or {}, _estimated(model, chain, balance))
     if len(chain.blocks) < stages:
         raise PrepareError(
             "fewer blocks than stages",
@@ -235,9 +244,25 @@ def _second_places(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _costs(chain: Chain, given: Mapping[str, float]) -> dict[str, float]:
+def _estimated(model: nn.Module, chain: Chain, balance: Balance) -> dict[str, float]:
+    """The cost of each module of the chain by a balance."""
+    around = (*chain.before, *chain.behind)
+    if balance == "blocks":
+        return dict.fromkeys(around, 0.0) | dict.fromkeys(chain.blocks, 1.0)
+    return {path: _cost(model.get_submodule(path), balance) for path in (*around, *chain.blocks)}
+
+
+def _cost(module: nn.Module, balance: Balance) -> float:
+    if balance == "memory":
+        return float(sum(each.numel() * each.element_size() for each in module.parameters()))
+    tables = [each for each in module.modules() if isinstance(each, nn.Embedding)]
+    rows = {id(each) for table in tables for each in table.parameters()}
+    return float(sum(each.numel() for each in module.parameters() if each.ndim > 1 and id(each) not in rows))
+
+
+def _costs(chain: Chain, given: Mapping[str, float], estimated: Mapping[str, float]) -> dict[str, float]:
     """Cost of each module of the chain."""
-    defaults = dict.fromkeys((*chain.before, *chain.behind), 0.0) | dict.fromkeys(chain.blocks, 1.0)
+    defaults = dict(estimated)
     for path, cost in given.items():
         if path not in defaults:
             raise ConfigError(

@@ -10,6 +10,7 @@ import libcst as cst
 from typing_extensions import override
 
 from accel.migrate._epochs import Caller, Epochs, OnState, find_epochs, state_lines
+from accel.migrate._forward import autocast, flattened, forward, models_of, runs
 from accel.migrate._items import Items, restores
 from accel.migrate._reading import Body, Gathers, Reading, aliases_in, marked, read_loop, retarget
 from accel.migrate._script import ScopePass, Script
@@ -25,12 +26,10 @@ from accel.migrate._tree import (
     leading,
     led_by,
     loads,
-    method_of,
     own_lines,
     replace_names,
     small,
     statement,
-    targets,
     text_of,
     walk,
     with_block,
@@ -42,10 +41,6 @@ _OUTPUTS = (
     "under bf16 and fp16 the model's outputs keep that format; Accelerate converts them to fp32: "
     'Precision(outputs="fp32"), or .float()'
 )
-
-
-# methods that run no model, whatever they are given
-_IDLE = ("train", "eval", "parameters", "named_parameters", "requires_grad_", "state_dict", "append", "extend")
 
 
 def _backwards(script: Script, node: cst.CSTNode) -> list[cst.Call]:
@@ -64,6 +59,12 @@ def _own_loops(node: cst.CSTNode, outer: tuple[cst.CSTNode, ...] = ()) -> list[t
         else:
             found += _own_loops(child, outer)
     return found
+
+
+_CLIPPED = "max_norm= clips by the norm of all parameters that the step changes, not of some models alone"
+_AGAIN = (
+    "gradients of all backward passes of a batch are averaged over ranks; in DDP a second one through a graph is not"
+)
 
 
 class Training(ScopePass):
@@ -238,19 +239,20 @@ class _Loop(cst.CSTTransformer):
         if not isinstance(node, cst.For) or reading is None:
             why = "how the state moves: this loop draws its batches by hand"
             return self._give_up(cast(cst.BaseStatement, node), why, "loop")
-        flat, models, outside = _flattened(self._script, block(node))
+        flat, models, outside = flattened(self._script, block(node))
         self._begin = next((at for at, each in enumerate(block(node)) if isinstance(each, cst.With) and models), None)
         if outside is not None:
             return self._give_up(node, outside, "step")
         body = Body(self._script, self._notes, reading, flat)
         at = [index for index, each in enumerate(body.statements) if _backwards(self._script, each)]
-        if len(at) != 1 or called(body.statements[at[0]]) is None:
+        passes = [called(body.statements[each]) is not None for each in at]
+        if not at or not all(passes) or any(steps(self._script, each) for each in body.statements[at[0] : at[-1]]):
             stepping = {full_name(call.func) for call in calls(node) if steps(self._script, call)}
             if len(stepping) > 1:
                 why = "the accumulation and loss scale that each of the models that step in turn carries"
                 return self._give_up(node, why, "parts")
             return self._give_up(node, "how several or guarded backward passes share a window", "step")
-        before, backward, after = body.statements[: at[0]], body.statements[at[0]], body.statements[at[0] + 1 :]
+        before, backward, after = body.statements[: at[-1]], body.statements[at[-1]], body.statements[at[-1] + 1 :]
         lines = self._window(reading, body, models, before, backward, after)
         if self.failed is not None:
             return node
@@ -281,32 +283,32 @@ class _Loop(cst.CSTTransformer):
             return []
         behind = _Synced(script)
         rest = [*rest[:at], *(cast(cst.BaseStatement, each.visit(behind)) for each in rest[at:])]
-        length = step.accumulation or script.accumulation
         script.windows = script.windows or step.by_hand
         call = cast(cst.Call, called(backward))
-        inside = Lines()
-        for at, each in enumerate(early.body):
-            if is_division(script, each, length):
-                inside.drop(each)
-                begin = begin - 1 if begin is not None and at < begin else begin
-            else:
-                inside.add(whole_loss(script, each, length, loads(call.args[0].value)))
-        loss = undivided(script, call.args[0].value, length)
+        inside, begin, several = self._whole(early.body, begin, call)
+        loss = undivided(script, call.args[0].value, self.length)
         if any(full_name(each.func).partition(".")[0] in script.models for each in calls(loss)):
             name = script.free("loss", "step_loss")
             made = statement(f"{name} = {{value}}", value=loss)
             inside.add(led_by(made, [line for line in leading(backward) if line.comment]))
             backward = led_by(backward, [])
             loss = cst.Name(name)
-        names = models or [name for name in _models_of(script, inside.body) if name]
+        names = models or [name for name in models_of(script, inside.body) if name]
         running = [name for name in names if not name.startswith("*")]
-        running += _models_of(script, inside.body) if len(running) < len(names) else []
-        start, end = _forward(script, inside.body, loss, running)
+        running += models_of(script, inside.body) if len(running) < len(names) else []
+        start, end = forward(script, inside.body, loss, running)
         start = start if begin is None else begin
         held = [*early.rest(), *inside.rest()]
         window = self._accumulated(
-            inside.body[start:], end - start, led_by(backward, [*held, *leading(backward)]), loss, names, running
+            inside.body[start:],
+            end - start,
+            self._backward(led_by(backward, [*held, *leading(backward)]), loss, again=several),
+            names,
+            running,
         )
+        trained = {name for name in names if name in script.models}
+        if step.clips & trained and trained - step.clips:
+            rest[at] = led_by(rest[at], [*leading(rest[at]), self._notes.change(_CLIPPED)])
         head = [*body.head, statement(f"{script.state} = {script.state}.next({body.batch})")]
         if behind.found:
             head.append(statement(f"{script.synced} = {script.state}.sync"))
@@ -318,6 +320,27 @@ class _Loop(cst.CSTTransformer):
         lines = [cast(cst.BaseStatement, each.visit(gathers)) for each in lines]
         leave = _Leave(script, body.batch, names, returns=self._carried)
         return [cast(cst.BaseStatement, each.visit(leave)) for each in lines]
+
+    def _whole(
+        self, nodes: Sequence[cst.BaseStatement], begin: int | None, last: cst.Call
+    ) -> tuple[Lines, int | None, bool]:
+        """Return the statements before the last backward without divisions of losses, and whether one is a backward."""
+        script = self._script
+        inside = Lines()
+        earlier = [each for node in nodes for each in _backwards(script, node)]
+        losses = {name for each in (last, *earlier) for name in loads(each)}
+        seen = 0
+        for at, each in enumerate(nodes):
+            if _backwards(script, each):
+                loss = undivided(script, cast(cst.Call, called(each)).args[0].value, self.length)
+                inside.add(self._backward(each, loss, again=seen > 0))
+                seen += 1
+            elif is_division(script, each, self.length):
+                inside.drop(each)
+                begin = begin - 1 if begin is not None and at < begin else begin
+            else:
+                inside.add(whole_loss(script, each, self.length, losses))
+        return inside, begin, seen > 0
 
     def _early(self, body: Body, before: Sequence[cst.BaseStatement]) -> tuple[Lines, int | None]:
         """Return the statements before the backward that stay, and the first of them inside of `accumulate`."""
@@ -332,40 +355,37 @@ class _Loop(cst.CSTTransformer):
                 early.add(each)
         return early, begin
 
-    def _accumulated(
-        self,
-        nodes: Sequence[cst.BaseStatement],
-        end: int,
-        backward: cst.BaseStatement,
-        loss: cst.BaseExpression,
-        names: list[str],
-        running: list[str],
-    ) -> cst.BaseStatement:
+    def _backward(self, line: cst.BaseStatement, loss: cst.BaseExpression, *, again: bool) -> cst.BaseStatement:
+        """Return the line of a backward; a second one of a window is of the same samples."""
         script = self._script
-        call = cast(cst.Call, called(backward))
+        call = cast(cst.Call, called(line))
         written = statement(f"{script.state} = accel.backward({script.ctx}, {{loss}}, {script.state})", loss=loss)
         options = [arg for arg in call.args[1:] if arg.keyword is not None]
+        options += cast(cst.Call, expression("f(same_units=True)")).args if again else []
         if options:
             inner = cast(cst.Assign, small(written))
             made = cast(cst.Call, inner.value)
             inner = inner.with_changes(value=made.with_changes(args=[*made.args, *options]))
             written = cast(cst.SimpleStatementLine, written).with_changes(body=[inner])
-        line = cast(cst.SimpleStatementLine, backward)
-        marks = [self._notes.change(_ROWS)]
-        written = written.with_changes(
-            leading_lines=[*line.leading_lines, *marks], trailing_whitespace=line.trailing_whitespace
-        )
-        autocast = any(script.method(each) == "autocast" for node in nodes for each in calls(node))
+        marks = [self._notes.change(_ROWS), *([self._notes.change(_AGAIN)] if again else [])]
+        trailing = cast(cst.SimpleStatementLine, line).trailing_whitespace
+        return written.with_changes(leading_lines=[*leading(line), *marks], trailing_whitespace=trailing)
+
+    def _accumulated(
+        self,
+        nodes: Sequence[cst.BaseStatement],
+        end: int,
+        written: cst.BaseStatement,
+        names: list[str],
+        running: list[str],
+    ) -> cst.BaseStatement:
+        script = self._script
+        own = any(script.method(each) == "autocast" for node in nodes for each in calls(node))
         lines: list[cst.BaseStatement] = list(nodes)
-        first = next((at for at, each in enumerate(nodes[:end]) if _runs(script, each, running)), None)
-        if first is not None and not autocast:
+        first = next((at for at, each in enumerate(nodes[:end]) if runs(script, each, running)), None)
+        if first is not None and not own:
             marks = [self._notes.change(_OUTPUTS)]
-            inner_lines = list(nodes[first:end])
-            lead = leading(inner_lines[0])
-            inner_lines[0] = led_by(inner_lines[0], [])
-            made_with = statement(f"with accel.autocast({script.ctx}):\n    pass")
-            block_with = led_by(with_block(made_with, inner_lines), [*lead, *marks])
-            lines = [*nodes[:first], block_with, *nodes[end:]]
+            lines = [*nodes[:first], *autocast(script, nodes[first:end], marks), *nodes[end:]]
         lines.append(written)
         wrapped = [name for name in names if name not in script.local.values()]
         outer = statement(f"with accel.accumulate({', '.join([script.ctx, script.state, *wrapped])}):\n    pass")
@@ -426,66 +446,3 @@ class _Leave(cst.CSTTransformer):
         dropped = f"accel.training.discard({', '.join([state, *self._models])})" if self._models else state
         left = statement(f"if not {self._batch}.is_last:\n    {state} = {dropped}.next_epoch()")
         return cst.FlattenSentinel([led_by(left, updated_node.leading_lines), led_by(updated_node, [])])  # type: ignore[list-item]
-
-
-def _flattened(
-    script: Script, nodes: Sequence[cst.BaseStatement]
-) -> tuple[list[cst.BaseStatement], list[str], str | None]:
-    """Return the statements of a loop with those of `accelerator.accumulate` in place, and the models it names."""
-    lines: list[cst.BaseStatement] = []
-    models: list[str] = []
-    for node in nodes:
-        inner = node if isinstance(node, cst.With) else None
-        found = inner and [each for each in inner.items if script.method(each.item) == "accumulate"]
-        if not inner or not found:
-            lines.append(node)
-            continue
-        if len(inner.items) > 1:
-            return lines, models, "where the other managers of this block belong"
-        models += [arg.star + text_of(arg.value) for arg in cast(cst.Call, found[0].item).args]
-        body = block(inner)
-        header = list(leading(inner))
-        body[0] = led_by(body[0], [*header, *leading(body[0])])
-        lines += body
-    return lines, models, None
-
-
-def _models_of(script: Script, nodes: Sequence[cst.BaseStatement]) -> list[str]:
-    """Return the prepared models that statements run, in their order."""
-    found: dict[str, None] = {}
-    for node in nodes:
-        for call in calls(node):
-            for each in (call.func, *(arg.value for arg in call.args)):
-                name = full_name(each).partition(".")[0]
-                if name in script.models:
-                    found[name] = None
-    return list(found)
-
-
-def _runs(script: Script, node: cst.CSTNode, names: Sequence[str]) -> bool:
-    """Whether a statement calls a model, or hands one to a function."""
-    for call in calls(node):
-        _owner, name = method_of(call)
-        if name in _IDLE:
-            continue
-        if script.method(call):
-            continue
-        if full_name(call.func).partition(".")[0] in names or any(full_name(arg.value) in names for arg in call.args):
-            return True
-    return False
-
-
-def _forward(
-    script: Script, nodes: Sequence[cst.BaseStatement], loss: cst.BaseExpression, names: Sequence[str]
-) -> tuple[int, int]:
-    """Return the first statement of the forward, and the one after the last that makes the loss."""
-    running = [at for at, node in enumerate(nodes) if _runs(script, node, names)]
-    start = running[0] if running else len(nodes)
-    wanted = loads(loss)
-    making = [
-        at
-        for at, node in enumerate(nodes)
-        if at >= start and wanted & {n for each in walk(node) for n in targets(each)}
-    ]
-    end = max([*running, *making], default=len(nodes) - 1) + 1
-    return start, end

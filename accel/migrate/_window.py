@@ -51,6 +51,7 @@ class Step:
         self.accumulation: cst.BaseExpression | None = None
         self.by_hand = False
         self.held: list[cst.EmptyLine] = []
+        self.clips: set[str] = set()  # names that clipping reads
 
     def takes(self, node: cst.BaseStatement) -> bool:
         """Take a statement that `optimizer_step` replaces; whether it was one."""
@@ -92,6 +93,7 @@ class Step:
         if value is None or self.clip is not None or len(targets(node)) > 1:
             return False
         self.clip = (_CLIPS[name], value)
+        self.clips = loads(call.args[0].value) if call.args else set()
         self.norm_type = argument(call, "norm_type", 2)
         self.norm_name = next(iter(targets(node)), "")
         return True

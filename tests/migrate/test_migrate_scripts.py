@@ -142,6 +142,20 @@ def test_a_class_that_keeps_its_accelerator_keeps_a_context(tmp_path: Path, monk
     assert found["main"]({**args, "resume": "out/step-00000002", "out": "again"}) == losses[1:]
 
 
+def test_two_backward_passes_of_a_batch_are_those_of_one_process() -> None:
+    found: dict[str, Any] = {"__name__": "losses"}
+    exec((Path(__file__).parent / "pairs" / "losses.after").read_text(), found)
+
+    def weights(ctx: accel.DistContext) -> torch.Tensor:
+        args: dict[str, Any] = {"batch_size": 4 // ctx.world_size}
+        found["main"](ctx, args)
+        return torch.tensor(args["weights"])
+
+    alone = weights(accel.single())
+    for each in simulate(weights, world_size=2):
+        torch.testing.assert_close(each, alone)
+
+
 def test_two_models_are_saved_where_both_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--output_dir", str(tmp_path), "--report_to", "jsonl", "--gradient_accumulation_steps", "2"]
     run_written("subjects", *words, "--train_text_encoder", "--max_train_steps", "2", monkeypatch=monkeypatch)

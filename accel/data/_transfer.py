@@ -121,7 +121,7 @@ class _Copier:
         tensors: list[torch.Tensor] = []
 
         def copy(leaf: Any) -> object:
-            if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
+            if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu" or not _has_one_memory(leaf):
                 return leaf.to(self._streams.device)
             with self._streams.on(self._side):
                 tensors.append(self._streams.to(leaf))
@@ -137,6 +137,11 @@ class _Copier:
         for tensor in copy.tensors:  # its memory is not given to another copy while the computation may need it
             self._streams.last_use(tensor, current)
         return copy.data
+
+
+def _has_one_memory(tensor: torch.Tensor) -> bool:
+    """Return whether torch can note a stream's use of a tensor: of sparse and of older nested ones it cannot."""
+    return tensor.layout is torch.jagged or (tensor.layout is torch.strided and not tensor.is_nested)
 
 
 def _pins(node: object) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from accel.comm._streams import streams_of
+from accel.comm._streams import HostStreams, streams_of
 from accel.data._transfer import moved, one_ahead, pin, to_device
 from accel.errors import TreeError
 
@@ -111,6 +111,43 @@ def _reading(log, count, error=None):
         yield torch.ones(i), i
     if error is not None:
         raise error
+
+
+class Recorded(HostStreams):
+    """Streams that take what torch's can: it registers record_stream for the keys of dense tensors alone."""
+
+    is_pinnable = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.used = list[torch.Tensor]()
+
+    def last_use(self, tensor: torch.Tensor, stream: object) -> None:
+        if tensor.layout is not torch.jagged and (tensor.layout is not torch.strided or tensor.is_nested):
+            raise NotImplementedError(f"aten::record_stream of {tensor.layout}")
+        self.used.append(tensor)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ahead", [True, False])
+def test_sparse_and_nested_tensors_of_a_batch_arrive_too(ahead):
+    dense = torch.eye(3)
+    nested = {
+        kind: torch.nested.nested_tensor([dense, dense[:2]], layout=kind) for kind in (torch.strided, torch.jagged)
+    }
+    batch = {
+        "dense": dense,
+        "coo": dense.to_sparse(),
+        "csr": dense.to_sparse_csr(),
+        "nested": nested[torch.strided],
+        "jagged": nested[torch.jagged],
+    }
+    streams = Recorded(torch.device("cpu"))
+    ((arrived, _),) = moved(iter([(batch, 0)]), streams, ahead=ahead)
+    assert arrived["coo"].to_dense().equal(dense)
+    assert arrived["csr"].to_dense().equal(dense)
+    assert [each.layout for each in streams.used] == [torch.strided, torch.jagged]
+    assert streams.used[0] is arrived["dense"]
 
 
 def test_the_first_is_given_at_once_and_later_ones_are_started_one_ahead():

@@ -202,6 +202,7 @@ TensorStyle = Literal[
     "copy_input",
     "split_sequence",
     "gather_sequence",
+    "whole_sequence",
     "sequence_parallel",
     "sequence_parallel_gather_output",
 ]

@@ -6,7 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from families import MESHES, TOLERANCE, cell
+from families import MESHES, TOLERANCE, Mesh, cell
+
+import accel
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -23,3 +25,22 @@ from families import MESHES, TOLERANCE, cell
 def test_a_family_trains_as_in_a_plain_loop(ranks: Any, name: str, mesh: str) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     assert cell(ranks, name, MESHES[mesh], accumulations=(3,)) <= TOLERANCE
+
+
+def _in_parts(ctx: accel.DistContext, model: Any, optimizer: Any, _example: Any) -> Any:
+    return accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(sequence=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OLMo 2",  # norms over all heads
+        pytest.param("GLM-4", marks=pytest.mark.slow),
+        pytest.param("Mixtral", marks=pytest.mark.slow),
+        pytest.param("Phi-3", marks=pytest.mark.slow),
+    ],
+)
+def test_modules_that_need_all_tokens_stand_between_those_that_work_on_parts(ranks: Any, name: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    assert cell(ranks, name, Mesh("tp=2", prepare=_in_parts), accumulations=(3,)) <= TOLERANCE

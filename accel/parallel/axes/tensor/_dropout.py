@@ -35,7 +35,7 @@ def dropout_marks(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Mark
     found: dict[str, Mark] = {}
     for path, rule in rules.items():
         block = path.rpartition(".")[0]
-        if rule.style == "gather_sequence" and _drops(modules[block]):
+        if rule.style == "gather_sequence" and draws(modules[block]):
             found[block] = "divided"
     columns = {
         _whole_layer(modules, path) for path, rule in rules.items() if rule.style in COLWISE - {"colwise_gather_output"}
@@ -46,7 +46,7 @@ def dropout_marks(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Mark
         while holder and not _inside(columns, holder):
             holder = holder.rpartition(".")[0]
         inside = _inside(columns, holder)
-        if isinstance(modules[holder], nn.MultiheadAttention) or not inside or not _drops(modules[holder]):
+        if isinstance(modules[holder], nn.MultiheadAttention) or not inside or not draws(modules[holder]):
             continue
         found |= {holder: "holder", row: "joins", **dict.fromkeys(inside, cast(Mark, "divides"))}
     return found
@@ -66,8 +66,8 @@ def _whole_layer(modules: Mapping[str, nn.Module], path: str) -> str:
     return path
 
 
-def _drops(module: nn.Module) -> bool:
-    """Whether a module has a dropout, or an attribute with "drop" in its name, of a rate above 0."""
+def draws(module: nn.Module) -> bool:
+    """Return whether a module has a dropout, or an attribute with "drop" in its name, of a rate above 0."""
     return any(_rate_of(each) > 0 for each in module.modules())
 
 

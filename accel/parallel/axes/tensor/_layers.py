@@ -213,6 +213,19 @@ class Around(Mixin):
         return cast(Any, super()).forward(*args, **kwargs)
 
 
+class WholeSequence(Around):
+    """A module that works on all the tokens, alike on every rank, between others that work on parts of them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's part of the output, the first of several."""
+        output = super().forward(*args, **kwargs)
+        group = self.accel_layer.group
+        if isinstance(output, tuple):
+            first, *others = cast("tuple[Any, ...]", output)
+            return own_part(first, SEQUENCE_DIM, group), *others
+        return own_part(output, SEQUENCE_DIM, group)
+
+
 def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
     """Return this rank's part of a parameter, from which gradients flow back to the whole.
 
@@ -258,6 +271,7 @@ def mixin_for(rule: Rule) -> type[LocalParameters | Around] | None:
         "copy_input": Around,
         "split_sequence": Around,
         "gather_sequence": Around,
+        "whole_sequence": WholeSequence,
     }.get(rule.style, LocalParameters)
 
 
@@ -272,6 +286,8 @@ def _entered(x: torch.Tensor, layer: Layer) -> torch.Tensor:
     style = layer.rule.style
     if style == "gather_sequence":
         return gathered_summed(x, SEQUENCE_DIM, layer.group).contiguous()
+    if style == "whole_sequence":
+        return _gathered(x, SEQUENCE_DIM, layer)
     if style == "copy_input":
         return x if layer.rule.copied else copied(x, layer.group)
     if x.ndim < 3 or x.shape[SEQUENCE_DIM] % layer.size:

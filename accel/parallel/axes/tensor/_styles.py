@@ -77,7 +77,7 @@ COPYING = frozenset({"copy_input", "gather_sequence"})  # sums gradients of its 
 _SUMMANDS = frozenset(
     {"rowwise_sequence", "replicated_with_grad_allreduce", "sequence_parallel", "sequence_parallel_gather_output"}
 )
-_WITHOUT_PARAMETERS = frozenset({"copy_input", "split_sequence", "gather_sequence"})
+_WITHOUT_PARAMETERS = frozenset({"copy_input", "split_sequence", "gather_sequence", "whole_sequence"})
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):

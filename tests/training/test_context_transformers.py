@@ -44,7 +44,50 @@ def make_gpt2(**changes: Any) -> Any:
         return transformers.GPT2LMHeadModel(config).double()
 
 
-MODELS = {"llama": make_llama, "gpt2": make_gpt2}
+def make_mistral(window: int = 5) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.MistralConfig(
+        vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=LENGTH, sliding_window=window, **sizes
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.MistralForCausalLM(config).double()
+
+
+def make_gemma2() -> Any:
+    """Return a Gemma 2 with soft caps, whose layers have a window in turn."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.Gemma2Config(
+        vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=4, max_position_embeddings=LENGTH, sliding_window=4,
+        attn_logit_softcapping=2.0, query_pre_attn_scalar=4, attn_implementation="eager", **sizes,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.Gemma2ForCausalLM(config).double()
+
+
+def make_gpt_oss() -> Any:
+    """Return a gpt-oss, whose attention has sinks and a window in turn."""
+    config = transformers.GptOssConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, num_local_experts=2, num_experts_per_tok=1, max_position_embeddings=LENGTH,
+        sliding_window=5, attn_implementation="eager", experts_implementation="eager",
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.GptOssForCausalLM(config).double()
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks)
+        return model
+
+
+MODELS = {
+    "llama": make_llama,
+    "gpt2": make_gpt2,
+    "mistral": make_mistral,
+    "gemma2": make_gemma2,
+    "gpt_oss": make_gpt_oss,
+}
 IDS = torch.randint(VOCABULARY, (3, 4, LENGTH), generator=torch.Generator().manual_seed(2))
 PACKED = torch.cat([torch.arange(5), torch.arange(8), torch.arange(3)]).expand(4, -1)
 
@@ -106,6 +149,21 @@ def largest_difference(ranks: Simulator, size: int, mesh: str, **options: Any) -
 )
 def test_training_equals_one_process(ranks: Simulator, size: int, mesh: str, options: dict[str, Any]) -> None:
     assert largest_difference(ranks, size, mesh, **options) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "tolerance"),
+    [
+        ("mistral", "gather", 1e-10),
+        ("mistral", "heads", 1e-10),
+        ("gemma2", "gather", 1e-5),  # whose own attention takes its softmax in float32
+        ("gpt_oss", "gather", 1e-5),
+    ],
+)
+def test_windows_soft_caps_and_sinks_cross_the_ranks(
+    ranks: Simulator, kind: str, method: str, tolerance: float
+) -> None:
+    assert largest_difference(ranks, 2, "cp=2", kind=kind, method=method) < tolerance
 
 
 def logits_of(ctx: accel.DistContext, model: Any, **changes: Any) -> Any:
@@ -178,19 +236,10 @@ def test_inputs_that_cannot_follow_a_cut_are_refused(ranks: Simulator, changes: 
     assert all(words in said for said in ranks.run(rank, 2, default_group=True))
 
 
-def make_mistral(window: int) -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = transformers.MistralConfig(
-        vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=LENGTH, sliding_window=window, **sizes
-    )
-    return transformers.MistralForCausalLM(config)
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: make_llama(attention_dropout=0.1), "attention_dropout=0"),
-        (lambda: make_mistral(4), "a sliding window of 4 in a sequence of 16"),
     ],
 )
 def test_other_attention_than_softmax_over_all_keys_is_refused(ranks: Simulator, make: Any, words: str) -> None:

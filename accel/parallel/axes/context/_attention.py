@@ -18,9 +18,11 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.parallel._private import untraced
 from accel.parallel.axes.context._kernels import (
+    PLAIN,
     Attended,
     Kernel,
     Masked,
+    Scoring,
     accumulation_dtype,
     attend,
     document_mask,
@@ -40,7 +42,15 @@ from accel.topology import ContextMethod
 
 
 def gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, *, causal: bool, scale: float, documents: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    causal: bool,
+    scale: float,
+    documents: Tensor | None,
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
@@ -51,7 +61,7 @@ def gather_attention(
     if not causal:
         keys, values = torch.split(both, [k.shape[-1], v.shape[-1]], -1)
         pair = None if documents is None or all_documents is None else (documents, all_documents)
-        return attend(q, keys, values, causal=False, scale=scale, documents=pair)
+        return attend(q, keys, values, causal=False, scale=scale, documents=pair, scoring=scoring)
     both = sorted_positions(both, 2, group.size())
     all_documents = None if all_documents is None else sorted_positions(all_documents, 1, group.size())
     keys, values = torch.split(both, [k.shape[-1], v.shape[-1]], -1)
@@ -60,12 +70,14 @@ def gather_attention(
     for at, piece in enumerate(pieces(group.rank(), group.size())):
         # keys up to the piece's own end: with an early and a late piece each, no rank has more work than another
         end = (piece + 1) * own
+        first = 0 if scoring.window is None else max(0, piece * own - scoring.window + 1)
         rows = slice(at * own, (at + 1) * own)
+        columns = slice(first, end)
         pair = None
         if documents is not None and all_documents is not None:
-            pair = documents[:, rows], all_documents[:, :end]
-        queries = q[:, :, rows]
-        halves.append(attend(queries, keys[:, :, :end], values[:, :, :end], causal=True, scale=scale, documents=pair))
+            pair = documents[:, rows], all_documents[:, columns]
+        here = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
+        halves.append(attend(*here, causal=True, scale=scale, documents=pair, scoring=scoring))
     return torch.cat(halves, 2)
 
 
@@ -76,7 +88,15 @@ def sorted_positions(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def heads_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, *, causal: bool, scale: float, documents: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    causal: bool,
+    scale: float,
+    documents: Tensor | None,
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
@@ -92,7 +112,9 @@ def heads_attention(
     if documents is not None:
         everywhere = sorted_positions(gathered(documents, 1, group), 1, size)
         pair = everywhere, everywhere
-    out = attend(*whole, causal=causal, scale=scale, documents=pair)
+    if scoring.sinks is not None:
+        scoring = scoring._replace(sinks=scoring.sinks.chunk(size)[group.rank()])
+    out = attend(*whole, causal=causal, scale=scale, documents=pair, scoring=scoring)
     return _positions_for_heads(out, group)
 
 
@@ -141,12 +163,21 @@ class _RingStep(NamedTuple):
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, *, causal: bool, scale: float, documents: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    causal: bool,
+    scale: float,
+    documents: Tensor | None,
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
     No rank ever holds more than two ranks' keys and values; the next ones travel while a block is computed.
     """
+    _ = scoring  # plain: checked by `context_attention`
     everywhere = None
     if documents is not None:
         everywhere = torch.stack(gathered(documents, 1, group).chunk(group.size(), 1))
@@ -283,6 +314,9 @@ def context_attention(
     documents: Tensor | None = None,
     scale: float | None = None,
     method: ContextMethod | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return scaled dot-product attention of this rank's positions to those of all ranks along the mesh's axis cp.
 
@@ -302,13 +336,17 @@ def context_attention(
             them round, so that a rank holds two ranks' at most, and computes meanwhile; "heads" gives each rank the
             whole sequence for some of the heads (Ulysses), whose number must be a multiple of cp. None for the
             `context` of the plan of the model that `prepare` has prepared, "gather" without one.
+        window: number of latest positions that a position sees, its own included, with `causal`; None for all.
+        softcap: largest size of a score s, as softcap * tanh(s / softcap); None for none.
+        sinks: a score of each head that takes weight and has no value, shape [heads]; None for none. With "ring" there
+            is neither of these three; soft caps and sinks are computed without a fused kernel.
 
     Returns:
         Shape [batch, heads, own, head dim of v].
 
     Raises:
-        ConfigError: shapes, dtypes or devices that do not fit together, an unknown method, or heads that cp does not
-            divide.
+        ConfigError: shapes, dtypes or devices that do not fit together, an unknown method, heads that cp does not
+            divide, or a window, soft cap or sinks that the method or the order does not have.
         PeerError: another rank was lost.
         ContextClosedError: the context is closed.
 
@@ -320,16 +358,27 @@ def context_attention(
     q, k, v = _as_autocast(q, k, v)
     size = ctx.axis("cp").size
     _check(q, k, v, documents, size)
+    scoring = Scoring(window, softcap, sinks)
+    _check_scoring(q, scoring, causal=causal)
     factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     if method is not None:
         check_choice(method, get_args(ContextMethod), "unknown method of context parallelism", where="method=")
     if size == 1:
         pair = None if documents is None else (documents, documents)
-        return attend(q, k, v, causal=causal, scale=factor, documents=pair)
+        return attend(q, k, v, causal=causal, scale=factor, documents=pair, scoring=scoring)
     chosen = planned_method(ctx) if method is None else method
     if chosen == "heads":
         _check_heads(q, size)
-    return _across(ctx, _METHODS[chosen], q, k, v, causal=causal, scale=factor, documents=documents)
+    if chosen == "ring" and scoring != PLAIN:
+        raise ConfigError(
+            "the ring has plain scores and no window",
+            expected='method "gather" or "heads"',
+            got=", ".join(name for name, each in scoring._asdict().items() if each is not None),
+            where="context_attention, method='ring'",
+            fix='Take Plan(context="gather").',
+        )
+    facts = {"causal": causal, "scale": factor, "documents": documents, "scoring": scoring}
+    return _across(ctx, _METHODS[chosen], q, k, v, **facts)
 
 
 @untraced
@@ -385,6 +434,26 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, size: int)
             where="context_attention, documents=",
             fix="Cut them with the rest of the batch, by accel.parallel.split_sequence.",
         )
+
+
+def _check_scoring(q: Tensor, scoring: Scoring, *, causal: bool) -> None:
+    """Raise `ConfigError` for a window, soft cap or sinks that fit no query."""
+    where = "context_attention"
+    window, softcap, sinks = scoring
+    if window is not None and (type(window) is not int or window < 1):
+        raise ConfigError("not a window", expected="1 position or more", got=repr(window), where=f"{where}, window=")
+    if window is not None and not causal:
+        raise ConfigError(
+            "a window of latest positions has an order",
+            expected="causal=True",
+            got="causal=False",
+            where=f"{where}, window=",
+        )
+    if softcap is not None and not softcap > 0:
+        raise ConfigError("not a soft cap", expected="above 0", got=repr(softcap), where=f"{where}, softcap=")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        got = str(list(sinks.shape))
+        raise ConfigError("not the sinks of the heads", expected=f"[{q.shape[1]}]", got=got, where=f"{where}, sinks=")
 
 
 def _check_heads(q: Tensor, size: int) -> None:

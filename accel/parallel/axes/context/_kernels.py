@@ -172,8 +172,38 @@ _EFFICIENT = Kernel(_efficient_forward, _efficient_backward)
 Documents = tuple[Tensor, Tensor]
 
 
+class Scoring(NamedTuple):
+    """Changes to the softmax of scaled products.
+
+    Attributes:
+        window: number of latest positions that a query sees, its own included; None for all.
+        softcap: largest size of a score, which tanh approaches; None for none.
+        sinks: a score of each head that takes weight and has no value (Xiao et al. 2023, attention sinks), [heads];
+            None for none.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are those of torch's kernels, but for a mask."""
+        return self.softcap is None and self.sinks is None
+
+
+PLAIN = Scoring()
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, documents: Documents | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    documents: Documents | None = None,
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
     """Return the attention of queries [batch, heads, queries, head dim] to keys of fewer or as many heads.
 
@@ -181,12 +211,40 @@ def attend(
     """
     k = repeated(k, q.shape[1])
     v = repeated(v, q.shape[1])
+    window = scoring.window if scoring.window is not None and scoring.window < k.shape[2] else None
+    mask = None
     if documents is not None:
         mask = document_mask(*documents, causal=causal)
+    if window is not None or (causal and mask is None and not scoring.is_plain):
+        seen = _latest(q.shape[2], k.shape[2], window, q.device)
+        mask = seen if mask is None else mask & seen
+    if not scoring.is_plain:
+        return _scored(q, k, v, mask, scale, scoring)
+    if mask is not None:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     if not causal or q.shape[2] == k.shape[2]:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=_lower_right(q, k), scale=scale)
+
+
+def _scored(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, scoring: Scoring) -> Tensor:
+    """Return attention with a soft cap or sinks, which torch's kernels do not have, written out."""
+    scores = (q @ k.transpose(-1, -2)).to(accumulation_dtype(q)) * scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, _hidden(scores.dtype))
+    if scoring.sinks is None:
+        return scores.softmax(-1).to(v.dtype) @ v
+    sinks = scoring.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    chances = torch.cat([scores, sinks], -1).softmax(-1)
+    return chances[..., :-1].to(v.dtype) @ v
+
+
+def _latest(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return the mask of the last queries, which see the latest keys up to their own; [queries, keys]."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen if window is None else seen.triu(keys - queries - window + 1)
 
 
 def _lower_right(q: Tensor, k: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from accel.topology import ContextMethod
 
 NAME = "accel_context"  # of the attention, and of the keyword that carries the context to it
 # keywords of attentions that mean other scores or masks, and reach the function where a model has them
-_OTHER_SCORES = ("softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q", "block_mask")
+_OTHER_SCORES = ("position_bias", "head_mask", "cu_seq_lens_q", "block_mask")
 
 
 class ContextCall(NamedTuple):
@@ -215,8 +215,6 @@ def _attention(
         )
     window = keywords.get("sliding_window")
     whole = query.shape[2] * call.ctx.axis("cp").size
-    if window is not None and window < whole:
-        raise _unsupported(f"a sliding window of {window} in a sequence of {whole}", where)
     if other := [name for name in _OTHER_SCORES if keywords.get(name) is not None]:
         raise _unsupported(", ".join(other), where)
     causal = keywords.get("is_causal")
@@ -229,6 +227,9 @@ def _attention(
         documents=None if call.documents is None else call.documents.expand(query.shape[0], -1),
         scale=scaling,
         method=call.method,
+        window=None if window is None or window >= whole else window,
+        softcap=keywords.get("softcap"),
+        sinks=keywords.get("s_aux"),
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -236,7 +237,7 @@ def _attention(
 def _unsupported(got: str, where: str) -> ConfigError:
     return ConfigError(
         "this attention does not cross ranks",
-        expected="softmax over all keys of a document, causal or full",
+        expected="softmax over keys of a document, causal or full, with a window, a soft cap or sinks",
         got=got,
         where=where,
         fix="Leave cp out of the mesh.",

@@ -18,11 +18,10 @@ from accel import devices
 ROOT = Path(__file__).parent.parent
 CUDA = {  # what of CUDA each of these uses, that other accelerators have not or have under other names
     "bigmodel/_arguments.py": "a GPU by number, as device maps name it",
-    "checkpoint/_background.py": "copies to pinned memory on a stream",
     "cli/_setup.py": "versions of CUDA, cuDNN and NCCL",
+    "comm/_streams.py": "copies of pinned memory while the host goes on",
     "config/_settings.py": "--gpu-ids, which is CUDA_VISIBLE_DEVICES; the name of a choice",
     "context/_make.py": "the word GPU in an error",
-    "data/_transfer.py": "copies from pinned memory on a stream",
     "data/stream/_dispatch.py": "copies from pinned memory",
     "launching/local/_launch_plan.py": "--gpu-ids, which is CUDA_VISIBLE_DEVICES",
     "metrics/_flops.py": "streams of CUDA",

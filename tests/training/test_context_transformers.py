@@ -373,3 +373,38 @@ def test_stages_share_sequences(ranks: Simulator, size: int, mesh: str, plan: ac
     expected = ranks.run(lambda ctx: train_stages(ctx, "dp=1", accel.parallel.Plan()), 1, default_group=True)[0]
     for got in ranks.run(lambda ctx: train_stages(ctx, mesh, plan), size, default_group=True):
         assert max((got[name] - each).abs().max().item() for name, each in expected.items()) < 1e-10
+
+
+def make_bert(kind: str) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if kind == "modernbert":  # whose windows are around each position
+        dropout = {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}
+    config = {"bert": transformers.BertConfig, "modernbert": transformers.ModernBertConfig}[kind](
+        vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes, **dropout
+    )
+    model = {"bert": transformers.BertForMaskedLM, "modernbert": transformers.ModernBertForMaskedLM}[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return model(config).double()
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_encoders_cross_the_ranks(ranks: Simulator, kind: str) -> None:
+    def rank(ctx: accel.DistContext, mesh: str) -> tuple[float, dict[str, Tensor]]:
+        ctx = accel.replace(ctx, mesh=mesh)
+        model = accel.prepare_model(ctx, make_bert(kind))
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "targets": IDS[0]}, shift=())
+        logits = model(input_ids=part["ids"], position_ids=part["position_ids"]).logits
+        loss = cross_entropy(logits.flatten(0, 1), part["targets"].flatten(), reduction="sum")
+        optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters()))
+        scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
+        weight = part["targets"].numel()
+        accum = accel.backward(ctx, loss / weight, scaler, accum, weight=weight)
+        _ = accel.optimizer_step(ctx, optimizer, scaler, accum)
+        return float(accel.reduce(ctx, loss.detach())), accel.get_state_dict(ctx, model, dst=None)
+
+    loss, expected = ranks.run(lambda ctx: rank(ctx, "dp=1"), 1, default_group=True)[0]
+    for found_loss, found in ranks.run(lambda ctx: rank(ctx, "cp=2"), 2, default_group=True):
+        assert found_loss == pytest.approx(loss, abs=1e-9)
+        assert max((found[name] - each).abs().max().item() for name, each in expected.items()) < 1e-10

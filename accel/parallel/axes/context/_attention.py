@@ -58,7 +58,8 @@ def gather_attention(
     """
     both = gathered_summed(torch.cat((k, v), -1), 2, group)
     all_documents = None if documents is None else gathered(documents, 1, group)
-    if not causal:
+    window = scoring.window
+    if not causal and window is None:
         keys, values = torch.split(both, [k.shape[-1], v.shape[-1]], -1)
         pair = None if documents is None or all_documents is None else (documents, all_documents)
         return attend(q, keys, values, causal=False, scale=scale, documents=pair, scoring=scoring)
@@ -68,16 +69,19 @@ def gather_attention(
     own = q.shape[2] // 2
     halves: list[Tensor] = []
     for at, piece in enumerate(pieces(group.rank(), group.size())):
-        # keys up to the piece's own end: with an early and a late piece each, no rank has more work than another
-        end = (piece + 1) * own
-        first = 0 if scoring.window is None else max(0, piece * own - scoring.window + 1)
+        begin = piece * own
+        end = begin + own
+        # causal: keys up to the piece's end; with an early and a late piece each, no rank has more work than another
+        first = 0 if window is None else max(0, begin - window + 1)
+        last = end if causal or window is None else min(keys.shape[2], end + window - 1)
         rows = slice(at * own, (at + 1) * own)
-        columns = slice(first, end)
+        columns = slice(first, last)
         pair = None
         if documents is not None and all_documents is not None:
             pair = documents[:, rows], all_documents[:, columns]
         here = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
-        halves.append(attend(*here, causal=True, scale=scale, documents=pair, scoring=scoring))
+        facts: Any = {"scale": scale, "documents": pair, "scoring": scoring, "offset": begin - first}
+        halves.append(attend(*here, causal=causal, **facts))
     return torch.cat(halves, 2)
 
 
@@ -336,7 +340,7 @@ def context_attention(
             them round, so that a rank holds two ranks' at most, and computes meanwhile; "heads" gives each rank the
             whole sequence for some of the heads (Ulysses), whose number must be a multiple of cp. None for the
             `context` of the plan of the model that `prepare` has prepared, "gather" without one.
-        window: number of latest positions that a position sees, its own included, with `causal`; None for all.
+        window: a position sees those at a smaller distance than this, its own included; None for all.
         softcap: largest size of a score s, as softcap * tanh(s / softcap); None for none.
         sinks: a score of each head that takes weight and has no value, shape [heads]; None for none. With "ring" there
             is neither of these three; soft caps and sinks are computed without a fused kernel.
@@ -359,7 +363,7 @@ def context_attention(
     size = ctx.axis("cp").size
     _check(q, k, v, documents, size)
     scoring = Scoring(window, softcap, sinks)
-    _check_scoring(q, scoring, causal=causal)
+    _check_scoring(q, scoring)
     factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     if method is not None:
         check_choice(method, get_args(ContextMethod), "unknown method of context parallelism", where="method=")
@@ -436,19 +440,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, size: int)
         )
 
 
-def _check_scoring(q: Tensor, scoring: Scoring, *, causal: bool) -> None:
+def _check_scoring(q: Tensor, scoring: Scoring) -> None:
     """Raise `ConfigError` for a window, soft cap or sinks that fit no query."""
     where = "context_attention"
     window, softcap, sinks = scoring
     if window is not None and (type(window) is not int or window < 1):
         raise ConfigError("not a window", expected="1 position or more", got=repr(window), where=f"{where}, window=")
-    if window is not None and not causal:
-        raise ConfigError(
-            "a window of latest positions has an order",
-            expected="causal=True",
-            got="causal=False",
-            where=f"{where}, window=",
-        )
     if softcap is not None and not softcap > 0:
         raise ConfigError("not a soft cap", expected="above 0", got=repr(softcap), where=f"{where}, softcap=")
     if sinks is not None and sinks.shape != (q.shape[1],):

@@ -176,7 +176,7 @@ class Scoring(NamedTuple):
     """Changes to the softmax of scaled products.
 
     Attributes:
-        window: number of latest positions that a query sees, its own included; None for all.
+        window: positions at a smaller distance are seen, of a causal attention the earlier ones; None for all.
         softcap: largest size of a score, which tanh approaches; None for none.
         sinks: a score of each head that takes weight and has no value (Xiao et al. 2023, attention sinks), [heads];
             None for none.
@@ -204,10 +204,12 @@ def attend(
     scale: float,
     documents: Documents | None = None,
     scoring: Scoring = PLAIN,
+    offset: int | None = None,
 ) -> Tensor:
     """Return the attention of queries [batch, heads, queries, head dim] to keys of fewer or as many heads.
 
     Causal: the last query sees all keys, the one before it all but the last. Documents: keys of its own alone.
+    `offset` is the first query's position among the keys; None where the last ones are of one position.
     """
     k = repeated(k, q.shape[1])
     v = repeated(v, q.shape[1])
@@ -216,7 +218,8 @@ def attend(
     if documents is not None:
         mask = document_mask(*documents, causal=causal)
     if window is not None or (causal and mask is None and not scoring.is_plain):
-        seen = _latest(q.shape[2], k.shape[2], window, q.device)
+        first = k.shape[2] - q.shape[2] if offset is None else offset
+        seen = _near(q.shape[2], k.shape[2], first, window, causal=causal, device=q.device)
         mask = seen if mask is None else mask & seen
     if not scoring.is_plain:
         return _scored(q, k, v, mask, scale, scoring)
@@ -241,10 +244,14 @@ def _scored(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
     return chances[..., :-1].to(v.dtype) @ v
 
 
-def _latest(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the mask of the last queries, which see the latest keys up to their own; [queries, keys]."""
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return seen if window is None else seen.triu(keys - queries - window + 1)
+def _near(queries: int, keys: int, first: int, window: int | None, *, causal: bool, device: torch.device) -> Tensor:
+    """Return the mask of queries from the position `first` on, True within the window; [queries, keys]."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if causal:
+        seen = seen.tril(first)
+    if window is None:
+        return seen
+    return seen.tril(first + window - 1).triu(first - window + 1)
 
 
 def _lower_right(q: Tensor, k: Tensor) -> Tensor:

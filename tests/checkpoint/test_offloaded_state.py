@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,13 +15,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 import accel
 from accel.tensors import dtensor_like, local_part
+from accel.testing import Simulator
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh.from_group(cast(Any, dist.group.WORLD), "cuda", mesh_dim_names=("dp",))
-    dist.destroy_process_group()
+def mesh_of_gpus() -> DeviceMesh:
+    """Return the mesh of a lone rank whose device would be a GPU."""
+    return DeviceMesh.from_group(cast(Any, dist.group.WORLD), "cuda", mesh_dim_names=("dp",))
 
 
 def offloaded(mesh: DeviceMesh, *shape: int) -> DTensor:
@@ -32,30 +30,38 @@ def offloaded(mesh: DeviceMesh, *shape: int) -> DTensor:
 
 
 @pytest.mark.parametrize("shape", [torch.Size((4, 2)), None])
-def test_what_is_spread_like_an_offloaded_tensor_is_on_the_host(mesh: DeviceMesh, shape: torch.Size | None) -> None:
-    template = offloaded(mesh, 4, 2)
-    part = torch.arange(8.0).view(4, 2)
-    made = dtensor_like(part, template, shape)
-    assert (made.device.type, made.device_mesh, made.shape) == ("cpu", mesh, (4, 2))
-    assert all(each.is_replicate() for each in made.placements) == (shape is None)
-    assert local_part(made).equal(part)
+def test_what_is_spread_like_an_offloaded_tensor_is_on_the_host(ranks: Simulator, shape: torch.Size | None) -> None:
+    def rank(_: accel.DistContext) -> None:
+        mesh = mesh_of_gpus()
+        template = offloaded(mesh, 4, 2)
+        part = torch.arange(8.0).view(4, 2)
+        made = dtensor_like(part, template, shape)
+        assert (made.device.type, made.device_mesh, made.shape) == ("cpu", mesh, (4, 2))
+        assert all(each.is_replicate() for each in made.placements) == (shape is None)
+        assert local_part(made).equal(part)
+
+    ranks.run(rank, 1, default_group=True)
 
 
-def test_a_resumed_offloaded_model_has_its_state_on_the_host(mesh: DeviceMesh, tmp_path: Path) -> None:
-    def run() -> dict[str, Any]:
+def test_a_resumed_offloaded_model_has_its_state_on_the_host(ranks: Simulator, tmp_path: Path) -> None:
+    def make(mesh: DeviceMesh) -> dict[str, Any]:
         model = nn.Linear(4, 3, bias=False)
         model.weight = nn.Parameter(offloaded(mesh, 3, 4))
         return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
 
-    ctx, items = accel.single("cpu"), run()
-    items["model"].weight.grad = offloaded(mesh, 3, 4)
-    items["optimizer"].step()
-    path = accel.save_state(ctx, tmp_path, items, step=1)
-    again = run()
-    _ = accel.load_state(ctx, path, again)
-    before, after = (each["optimizer"].state[each["model"].weight]["exp_avg"] for each in (items, again))
-    assert after.device.type == "cpu"
-    assert local_part(after).equal(local_part(before))
-    assert local_part(again["model"].weight).equal(local_part(items["model"].weight))
-    again["model"].weight.grad = offloaded(mesh, 3, 4)
-    again["optimizer"].step()
+    def rank(_: accel.DistContext) -> None:
+        mesh = mesh_of_gpus()
+        ctx, items = accel.single("cpu"), make(mesh)
+        items["model"].weight.grad = offloaded(mesh, 3, 4)
+        items["optimizer"].step()
+        path = accel.save_state(ctx, tmp_path, items, step=1)
+        again = make(mesh)
+        _ = accel.load_state(ctx, path, again)
+        before, after = (each["optimizer"].state[each["model"].weight]["exp_avg"] for each in (items, again))
+        assert after.device.type == "cpu"
+        assert local_part(after).equal(local_part(before))
+        assert local_part(again["model"].weight).equal(local_part(items["model"].weight))
+        again["model"].weight.grad = offloaded(mesh, 3, 4)
+        again["optimizer"].step()
+
+    ranks.run(rank, 1, default_group=True)

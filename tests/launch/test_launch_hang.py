@@ -176,7 +176,12 @@ answers = st.none() | st.lists(
 )
 
 
-@given(st.lists(st.builds(RankAnswer, st.sampled_from([WAITING, LOADING, ""]), st.booleans(), answers), max_size=500))
+heard_of = st.builds(
+    RankAnswer, st.sampled_from([WAITING, LOADING, ""]), st.booleans(), answers, st.sampled_from(["", "SIGSTOP"])
+)
+
+
+@given(st.lists(heard_of, max_size=500))
 def test_many_ranks_take_few_lines(heard: list[RankAnswer]) -> None:
     report = hang_report(dict(enumerate(heard)), 1)
     assert len(report.splitlines()) <= 1 + 4 + 17 + 4 * 6

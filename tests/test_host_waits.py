@@ -13,7 +13,7 @@ import pytest
 from processes import patience
 
 PAGE = Path(__file__).parent.parent / "docs" / "host-waits.md"
-SCRIPT = Path(__file__).parent / "helpers" / "standin_steps.py"
+SCRIPT = Path(__file__).parent / "helpers" / "counted_steps.py"
 CASES = (
     "raise", "raise, clipped", "raise, accumulated", "skip", "ignore", "ignore, clipped", "raise in bf16",
     "ignore in bf16", "raise in fp16", "ignore in fp16", "raise on 2 replicas", "ignore on 2 replicas",

@@ -1,154 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device type of its own, which computes on the CPU and counts what makes the host wait for it.
+"""A script: a device of another vendor, registered through torch's privateuse1 backend, is found and used by its table.
 
-Run in a process of its own: the type stays registered, and `torch.accelerator` finds it from then on.
+Registration is for the whole process, so a test runs this in a child. The device computes nothing; it records calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+import json
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import backend_registration
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
-
-NAME = "standin"
-_aten = torch.ops.aten
-READS = {
-    _aten._local_scalar_dense.default,
-    _aten.equal.default,
-    _aten.is_nonzero.default,
-    _aten.nonzero.default,
-    _aten.masked_select.default,
-    _aten._unique2.default,
-}
 
 
-def register() -> torch.device:
-    """Register the type, once a process."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME)
-    module: Any = torch.get_device_module(NAME)
-    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    module.Stream = module.Event = _Stream
-    module.current_stream = _Stream
-    module.stream = lambda stream: stream
-    module.current_device = lambda: 0
-    module.synchronize = lambda *_: None
-    return torch.device(NAME, 0)
+class Standin:
+    """The module `torch.standin`."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.streams = {0: torch.zeros(4, dtype=torch.uint8), 1: torch.ones(4, dtype=torch.uint8)}
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        del seed
+
+    def current_device(self) -> int:
+        return self.current
+
+    def device_count(self) -> int:
+        return 2
+
+    def set_device(self, device: torch.device) -> None:
+        self.current = device.index
+
+    def get_device_name(self, device: torch.device) -> str:
+        return f"Standin {device.index}"
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return self.streams[device.index].clone()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.streams[device.index] = state.clone()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
 
 
-class _Stream:
-    """A stream, or an event, of a device that does everything at once."""
+def main() -> None:
+    module: Any = Standin()
+    # torch's experimental way to register a device without C++; this script fails when torch changes it
+    register: Any = vars(backend_registration)["_setup_privateuseone_for_python_backend"]
+    register("standin", module)
+    dist.Backend.register_backend("standccl", lambda *_: None, devices=["standin"])  # type: ignore[arg-type]
 
-    def __init__(self, *_: object, **_named: object) -> None: ...
+    from accel import devices, random
+    from accel.context._make import choose_device
+    from accel.env import LaunchEnv
+    from accel.errors import DeviceError
+    from accel.precision._fp8 import check_compute
 
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def record_event(self, *_: object) -> _Stream:
-        return self
-
-    def record(self, *_: object) -> None: ...
-
-    wait = wait_event = wait_stream = synchronize = record
-
-
-class StandIn(torch.Tensor):
-    """A tensor of the device, around one of the CPU."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=torch.device(NAME, 0),
-        )
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
-
-    def tolist(self) -> Any:
-        """Return the values; the host waits for them."""
-        return self.to("cpu").tolist()
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return _run(func, args, kwargs or {}, [])
+    device = choose_device(None, LaunchEnv(local_rank=1))
+    devices.select_device(device)
+    found: dict[str, Any] = {
+        "auto": str(device),
+        "selected": module.current,
+        "count": devices.count_devices("standin"),
+        "backend": devices.backend_of(device),
+        "name": devices.name_of_device(device),
+        "wide": str(devices.wide_dtype(device)),
+        "peak": devices.peak_memory(device),
+    }
+    state = random.capture_rng(device)
+    module.streams[1] = torch.full((4,), 7, dtype=torch.uint8)
+    random.restore_rng(state, device)
+    found["stream"] = module.streams[1].tolist()
+    for what, call in (
+        ("third", lambda: choose_device(None, LaunchEnv(local_rank=2))),
+        ("bf16", lambda: check_compute(device, "bf16")),
+        ("fp16", lambda: check_compute(device, "fp16")),
+    ):
+        try:
+            call()
+            found[what] = ""
+        except DeviceError as error:
+            found[what] = str(error)
+    print(json.dumps(found))
 
 
-class _Counting(TorchDispatchMode):
-    def __init__(self, waits: list[str]) -> None:
-        super().__init__()
-        self.waits = waits
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return _run(func, args, kwargs or {}, self.waits)
-
-
-@contextmanager
-def counting() -> Generator[list[str]]:
-    """Collect the operators by which the host waits for the device."""
-    waits: list[str] = []
-    made = torch.tensor
-
-    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
-        there = device is not None and torch.device(device).type == NAME
-        return made(data, **options).to(device) if there else made(data, device=device, **options)
-
-    torch.tensor = tensor  # which makes no tensor on a device that Python defines
-    try:
-        with _Counting(waits):
-            yield waits
-    finally:
-        torch.tensor = made
-
-
-def _run(func: Any, args: Sequence[Any], given: Mapping[str, Any], waits: list[str]) -> Any:
-    kwargs = dict(given)
-    flat = tree_flatten((args, kwargs))[0]
-    here = [each for each in flat if isinstance(each, StandIn)]
-    to = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
-    if func in READS and here:
-        waits.append(str(func))
-    if func is _aten.record_stream.default:
-        return None
-    if func is _aten._to_copy.default and to is not None and to.type == "cpu" and here:
-        waits.append("copy to the host")
-    if func is _aten.copy_.default and here and not isinstance(args[0], StandIn):
-        waits.append("copy to the host")
-    # from memory that is not pinned CUDA copies while the host waits, unless told not to
-    comes = func is _aten._to_copy.default and to is not None and to.type == NAME and not here
-    if comes and not kwargs.get("non_blocking", False):
-        waits.append("copy from the host")
-    others = [each for each in flat if isinstance(each, torch.Tensor) and not isinstance(each, StandIn) and each.dim()]
-    if here and others and func is not _aten.copy_.default:
-        raise RuntimeError(f"expected all tensors to be on the same device: {func}")
-    stays = (bool(here) and to is None) or (to is not None and to.type == NAME)
-    if to is not None:
-        kwargs["device"] = torch.device("cpu")
-    known = {id(each.inner): each for each in here}
-    plain, named = tree_map(lambda each: each.inner if isinstance(each, StandIn) else each, (tuple(args), kwargs))
-    result = func(*plain, **named)
-    if func is _aten.copy_.default:
-        return args[0]
-    if not stays or func in (_aten._local_scalar_dense.default, _aten.equal.default):
-        return result
-
-    def back(each: Any) -> Any:
-        if not isinstance(each, torch.Tensor):
-            return each
-        return known[id(each)] if id(each) in known else StandIn(each)
-
-    return tree_map(back, result)
+if __name__ == "__main__":
+    main()

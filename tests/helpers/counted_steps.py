@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import standin_device
+import counted_device
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,18 +21,18 @@ from accel.collectives import _packing
 from accel.testing import _group, simulate_groups
 from accel.testing._collectives import Buffers
 
-DEVICE = standin_device.register()
+DEVICE = counted_device.register()
 STEPS = 3
 
 
 def _inner(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [each.inner if isinstance(each, standin_device.StandIn) else each for each in tensors]
+    return [each.inner if isinstance(each, counted_device.CountedTensor) else each for each in tensors]
 
 
 def reach_into_devices() -> None:
     """Let collectives take the device's tensors, and simulated ranks use the memory behind them."""
     is_wrapper = _packing._is_wrapper
-    _packing._is_wrapper = lambda kind: kind is not standin_device.StandIn and is_wrapper(kind)
+    _packing._is_wrapper = lambda kind: kind is not counted_device.CountedTensor and is_wrapper(kind)
     join = _group.SimulatedGroup._join
 
     def joined(self: Any, call: Any, buffers: Buffers, *rest: Any) -> Any:
@@ -44,7 +44,7 @@ def reach_into_devices() -> None:
 def train(ctx: accel.DistContext, *, accumulation: int = 1, **options: Any) -> list[list[str]]:
     """Return what the host waited for in each optimizer step."""
     found = list[list[str]]()
-    with standin_device.counting() as waits:
+    with counted_device.counting() as waits:
         net = nn.Sequential(nn.Linear(8, 16, device=DEVICE), nn.ReLU(), nn.Linear(16, 4, device=DEVICE))
         model = accel.prepare_model(ctx, net)
         optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -108,7 +108,7 @@ def run(case: str) -> list[list[str]]:
 def wait_in_verbs(ctx: accel.DistContext) -> dict[str, int]:
     """Return how often the host waits in each verb."""
     found = dict[str, int]()
-    with standin_device.counting() as waits:
+    with counted_device.counting() as waits:
 
         def count(name: str, verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
             waits.clear()

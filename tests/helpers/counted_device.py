@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device type of its own, which computes on the CPU and counts what makes the host wait for it.
+
+Run in a process of its own: the type stays registered, and `torch.accelerator` finds it from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+NAME = "counted"
+_aten = torch.ops.aten
+READS = {
+    _aten._local_scalar_dense.default,
+    _aten.equal.default,
+    _aten.is_nonzero.default,
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten._unique2.default,
+}
+
+
+def register() -> torch.device:
+    """Register the type, once a process."""
+    backend_registration._setup_privateuseone_for_python_backend(NAME)
+    module: Any = torch.get_device_module(NAME)
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.Stream = module.Event = _Stream
+    module.current_stream = _Stream
+    module.stream = lambda stream: stream
+    module.current_device = lambda: 0
+    module.synchronize = lambda *_: None
+    return torch.device(NAME, 0)
+
+
+class _Stream:
+    """A stream, or an event, of a device that does everything at once."""
+
+    def __init__(self, *_: object, **_named: object) -> None: ...
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def record_event(self, *_: object) -> _Stream:
+        return self
+
+    def record(self, *_: object) -> None: ...
+
+    wait = wait_event = wait_stream = synchronize = record
+
+
+class CountedTensor(torch.Tensor):
+    """A tensor of the device, around one of the CPU."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=torch.device(NAME, 0),
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def tolist(self) -> Any:
+        """Return the values; the host waits for them."""
+        return self.to("cpu").tolist()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {}, [])
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, waits: list[str]) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {}, self.waits)
+
+
+@contextmanager
+def counting() -> Generator[list[str]]:
+    """Collect the operators by which the host waits for the device."""
+    waits: list[str] = []
+    made = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        there = device is not None and torch.device(device).type == NAME
+        return made(data, **options).to(device) if there else made(data, device=device, **options)
+
+    torch.tensor = tensor  # which makes no tensor on a device that Python defines
+    try:
+        with _Counting(waits):
+            yield waits
+    finally:
+        torch.tensor = made
+
+
+def _run(func: Any, args: Sequence[Any], given: Mapping[str, Any], waits: list[str]) -> Any:
+    kwargs = dict(given)
+    flat = tree_flatten((args, kwargs))[0]
+    here = [each for each in flat if isinstance(each, CountedTensor)]
+    to = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+    if func in READS and here:
+        waits.append(str(func))
+    if func is _aten.record_stream.default:
+        return None
+    if func is _aten._to_copy.default and to is not None and to.type == "cpu" and here:
+        waits.append("copy to the host")
+    if func is _aten.copy_.default and here and not isinstance(args[0], CountedTensor):
+        waits.append("copy to the host")
+    # from memory that is not pinned CUDA copies while the host waits, unless told not to
+    comes = func is _aten._to_copy.default and to is not None and to.type == NAME and not here
+    if comes and not kwargs.get("non_blocking", False):
+        waits.append("copy from the host")
+    others = [
+        each for each in flat if isinstance(each, torch.Tensor) and not isinstance(each, CountedTensor) and each.dim()
+    ]
+    if here and others and func is not _aten.copy_.default:
+        raise RuntimeError(f"expected all tensors to be on the same device: {func}")
+    stays = (bool(here) and to is None) or (to is not None and to.type == NAME)
+    if to is not None:
+        kwargs["device"] = torch.device("cpu")
+    known = {id(each.inner): each for each in here}
+    plain, named = tree_map(lambda each: each.inner if isinstance(each, CountedTensor) else each, (tuple(args), kwargs))
+    result = func(*plain, **named)
+    if func is _aten.copy_.default:
+        return args[0]
+    if not stays or func in (_aten._local_scalar_dense.default, _aten.equal.default):
+        return result
+
+    def back(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor):
+            return each
+        return known[id(each)] if id(each) in known else CountedTensor(each)
+
+    return tree_map(back, result)

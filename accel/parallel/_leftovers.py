@@ -75,8 +75,9 @@ def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: object)
     """Sum the gradients of a group of `fully_shard`, with zeros for those that are missing."""
     for each in group.fsdp_params:
         whole = getattr(each, "_unsharded_param", None)
-        has_none = whole is not None and whole.grad is None and each.unsharded_accumulated_grad is None
-        if group.reduce_grads and has_none and whole.requires_grad:
+        if whole is None or whole.grad is not None or each.unsharded_accumulated_grad is not None:
+            continue
+        if group.reduce_grads and whole.requires_grad:
             whole.grad = torch.zeros_like(whole)
     post_backward(*unused)
 

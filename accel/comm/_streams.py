@@ -19,7 +19,7 @@ DeviceEvent: TypeAlias = Any
 
 
 class DeviceStreams(Protocol):
-    """DeviceStreams, events and memory of one device.
+    """Streams, events and memory of one device.
 
     Attributes:
         device: the device.
@@ -89,7 +89,7 @@ class DeviceStreams(Protocol):
 
 
 class TorchStreams:
-    """DeviceStreams of an accelerator, by torch."""
+    """Streams of an accelerator, by torch."""
 
     is_asynchronous = True
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from accel.comm._streams import DeviceStream
 from accel.errors import ConfigError
-from accel.testing._device_memory import Access, DeviceMemory, Kind, MemoryBlock, span
+from accel.testing._device_memory import Access, DeviceMemory, Kind, MemoryBlock
 from accel.testing._device_operators import DeviceMode, copy_to_device
 from accel.testing._device_watch import HOST, Clock, RaceWatch, join
 from accel.testing._process import outside_of_modes
@@ -294,14 +294,6 @@ class SimulatedDevice:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.data = self.to(tensor.data)
-
-    def host_touches(self, tensor: Tensor, *, writes: bool) -> None:
-        """Note an access of the host to pinned memory that no operator makes, such as a read from a file into it."""
-        block = self.memory.block_of(tensor)
-        if block is not None:
-            with self._lock:
-                self.settle()
-                self.look_by_host([(block, *span(tensor), writes)], "host")
 
     def settle(self) -> None:
         """Poison blocks that have ended: the allocator may reuse one after its owner's and its users' work so far."""

@@ -9,7 +9,7 @@ import libcst as cst
 from typing_extensions import override
 
 from accel.migrate._script import Script
-from accel.migrate._tree import small, targets, walk
+from accel.migrate._tree import OfVariables, small, targets, walk
 
 _PREFIX = "self__"
 
@@ -70,7 +70,7 @@ class Flattened(cst.CSTTransformer):
         return cst.Name(_PREFIX + name, lpar=original_node.lpar, rpar=original_node.rpar)
 
 
-class Restored(cst.CSTTransformer):
+class Restored(OfVariables):
     """Write the variables as attributes again; the context and the trackers are attributes in these classes too."""
 
     def __init__(self, script: Script, kept: OwnContexts) -> None:
@@ -123,18 +123,6 @@ class Restored(cst.CSTTransformer):
     @staticmethod
     def _attribute(name: str, node: cst.Name) -> cst.Attribute:
         return cst.Attribute(cst.Name("self"), cst.Name(name), lpar=node.lpar, rpar=node.rpar)
-
-    @override
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
-        return updated_node.with_changes(attr=original_node.attr)
-
-    @override
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        return updated_node.with_changes(keyword=original_node.keyword)
-
-    @override
-    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
-        return updated_node.with_changes(name=original_node.name)
 
     @override
     def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:

@@ -238,10 +238,8 @@ class Lines:
         return self._held
 
 
-class _Renames(cst.CSTTransformer):
-    def __init__(self, change: Callable[[cst.Name], cst.BaseExpression]) -> None:
-        super().__init__()
-        self._change = change
+class OfVariables(cst.CSTTransformer):
+    """Changes of names that are variables: those of attributes, keywords and parameters stay."""
 
     @override
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
@@ -254,6 +252,12 @@ class _Renames(cst.CSTTransformer):
     @override
     def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
         return updated_node.with_changes(name=original_node.name)
+
+
+class _Renames(OfVariables):
+    def __init__(self, change: Callable[[cst.Name], cst.BaseExpression]) -> None:
+        super().__init__()
+        self._change = change
 
     @override
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:

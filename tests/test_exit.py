@@ -26,28 +26,40 @@ from processes import free_port
 
 def rank(number, port, mesh):
     environ = dict(RANK=str(number), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if adopted:
+        os.environ.update(environ)
+        dist.init_process_group("gloo")
+        ctx = accel.from_group(dist.group.WORLD, device="cpu")
+        train(ctx)
+        accel.close(ctx)
+        dist.destroy_process_group()
+        kept.clear()  # the wrapped model frees the group, and holds the GIL while it does
+        return
     with accel.session(environ, device="cpu", mesh=mesh) as ctx:
         if not mesh:
             ctx = accel.replace(ctx, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model, optimizer = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        scaler = accel.loss_scale(ctx)
-        for _ in range(3):
-            accel.backward(ctx, model(torch.ones(2, 4)).sum(), scaler)
-            accel.optimizer_step(ctx, optimizer, scaler)
-            accel.gather(ctx, torch.ones(3))
-        if starved:  # then only what nobody else wants to compute with is theirs: they come late to what follows
-            for thread in os.listdir("/proc/self/task"):
-                if "pt_gloo" in open(f"/proc/self/task/{thread}/comm").read():
-                    os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
-            accel.gather(ctx, torch.ones(3))
-            dist.all_reduce(torch.ones(100_000))
+        train(ctx)
+
+def train(ctx):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = accel.loss_scale(ctx)
+    for _ in range(3):
+        accel.backward(ctx, model(torch.ones(2, 4)).sum(), scaler)
+        accel.optimizer_step(ctx, optimizer, scaler)
+        accel.gather(ctx, torch.ones(3))
+    if starved:  # then only what nobody else wants to compute with is theirs: they come late to what follows
+        for thread in os.listdir("/proc/self/task"):
+            if "pt_gloo" in open(f"/proc/self/task/{thread}/comm").read():
+                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+        accel.gather(ctx, torch.ones(3))
+        dist.all_reduce(torch.ones(100_000))
     kept.append((ctx, model, optimizer))  # alive until the interpreter ends
 
 torch.set_num_threads(1)
 gc.collect()
 gc.freeze()  # what imports have made: collections of a child walk what the child has made
-kept, statuses, starved = [], [], "starved" in sys.argv
+kept, statuses, starved, adopted = [], [], "starved" in sys.argv, "adopted" in sys.argv
 for at in range(int(sys.argv[1])):
     port, children = free_port(), []
     for number in range(2):
@@ -104,9 +116,10 @@ def busy_machine(processes: int) -> Generator[None]:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
-def test_exits_while_gloo_s_threads_have_something_to_drop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", ["opened", "adopted"])
+def test_exits_while_gloo_s_threads_have_something_to_drop(group: str, tmp_path: Path) -> None:
     with busy_machine(1 + (os.cpu_count() or 1)):
-        assert "10 exits" in run_rounds(tmp_path, 5, "starved")
+        assert "10 exits" in run_rounds(tmp_path, 5, "starved", group)
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")

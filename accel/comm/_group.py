@@ -307,12 +307,15 @@ class Comm:
         if owned and self.roll is not None:
             self.roll.leave()  # before the group ends, so that ranks still in a call report why it fails
         opened = self.opened
+        adopted = self._group is not None
         self.along.clear()
         self._closed = True
         self._group = self._share = None
         self.roll = self.beside = self.bell = None
         self.opened = []
         if not owned and not opened:
+            if adopted:
+                await_idle_threads()  # its owner may destroy it next; see there
             return
         gc.collect()  # a group still referenced when it is destroyed can abort the interpreter at exit
         if owned:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import random
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -103,7 +105,11 @@ class ScriptRank:
     def wait(self, seconds: float) -> int:
         """Wait up to so long on a quiet machine; return the status, that of a signal below 0."""
         self._process.join(patience(seconds))
-        assert self._process.exitcode is not None, f"still runs:\n{self.said()}"
+        if self._process.exitcode is None:
+            assert self._process.pid is not None
+            os.kill(self._process.pid, signal.SIGABRT)  # it prints what its threads do
+            self._process.join(5)
+            raise AssertionError(f"still runs:\n{self.said()}")
         return self._process.exitcode
 
     def said(self) -> str:
@@ -135,6 +141,7 @@ def _run_script(words: list[str], environ: dict[str, str], out: str) -> None:
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    faulthandler.enable()
     os.environ.clear()
     os.environ.update(environ)
     multiprocessing.set_start_method(None, force=True)  # the system's own, as in a process that nobody forked

@@ -38,6 +38,7 @@ def show_choices(
     if found.fitting:
         lines += [_table(found.fitting[:most], _TITLES, _cells), *_rest(len(found.fitting) - most), ""]
         lines += _advice(found.fitting[0])
+        lines += _loss(*found.fitting[:2]) if len(found.fitting) > 1 else []
     else:
         lines += [f"No mesh of {job.ranks} ranks fits.", *_way_out(job, found, more)]
     return "\n".join([*lines, *_too_large(found.too_large), *_impossible(found.refused)])
@@ -112,6 +113,34 @@ def _advice(choice: Choice) -> Iterator[str]:
     if step.micro_batches > 1 and axes.pp == 1:
         each = "" if step.held else ", sync_each_batch=True"
         yield f"  and accel.train_state(ctx, accumulation={step.micro_batches}{each})"
+
+
+def _loss(first: Choice, second: Choice) -> list[str]:
+    """Why the second mesh is not the first."""
+    slower = second.time.total / first.time.total - 1
+    if slower < 0.01:
+        axes = len(second.axes.sizes) - len(first.axes.sizes)
+        more = second.memory.total - first.memory.total
+        reasons = [f"on {axes} more {'axis' if axes == 1 else 'axes'}"] if axes > 0 else []
+        reasons += [f"and needs {show_size(more)} more"] if more > 0 and not reasons else []
+        return _folded(f"The second, {second.axes}, is as fast within 1 %,", f"{' '.join(reasons) or 'and no worse'}.")
+    causes = sorted(_slower_parts(first, second), key=lambda pair: -pair[1])
+    told = [f"{show_seconds(seconds)} more of {name}" for name, seconds in causes[:2] if seconds > causes[0][1] / 10]
+    return _folded(f"The second, {second.axes}, takes {slower:.0%} longer:", *told)
+
+
+def _folded(first: str, *others: str) -> list[str]:
+    whole = f"{first} {' and '.join(others)}"
+    return [whole] if len(whole) <= _COLUMNS else [first, *(f"  {each}" for each in others)]
+
+
+def _slower_parts(first: Choice, second: Choice) -> Iterator[tuple[str, float]]:
+    """Parts of a step that take longer on the second mesh, and by how many seconds."""
+    again = second.step.recompute and not first.step.recompute
+    yield ("computing again" if again else "products"), second.time.compute - first.time.compute
+    yield "waiting for stages", second.time.bubble - first.time.bubble
+    for name, seconds in second.time.messages.items():
+        yield name, seconds - first.time.messages.get(name, 0.0)
 
 
 def _way_out(job: Job, found: Choices, more: tuple[int, Choice] | None) -> Iterator[str]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -280,11 +280,13 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
         compute: of the products.
         bubble: of ranks along pp that wait for others.
         exposed: of messages that nothing hides.
+        messages: the same by collective and axis, such as "all-reduce along tp".
     """
 
     compute: float
     bubble: float
     exposed: float
+    messages: Mapping[str, float] = {}
 
     @property
     def total(self) -> float:
@@ -329,11 +331,12 @@ def _rank_time(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, 
     compute = (attention + products) / hosts.flops
     rounds = plan.stages_per_rank * step.micro_batches
     bubble = compute * (axes.pp - 1) / rounds
-    exposed = 0.0
+    messages: dict[str, float] = {}
     for each in step_traffic(model, axes, step, plan, stage=rank):
         took = _message_time(each, axes, hosts)
-        exposed += _exposed(each, took, compute, attention / hosts.flops, model.layers // axes.pp)
-    return StepTime(compute=compute, bubble=bubble, exposed=exposed)
+        name = f"{each.operation} along {each.axis}"
+        messages[name] = _exposed(each, took, compute, attention / hosts.flops, model.layers // axes.pp)
+    return StepTime(compute=compute, bubble=bubble, exposed=sum(messages.values()), messages=messages)
 
 
 def _operations(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, rank: int) -> tuple[float, float]:

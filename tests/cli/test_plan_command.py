@@ -20,6 +20,10 @@ LLAMA_8B: dict[str, Any] = {
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
 }  # fmt: skip
 
+LLAMA_70B = LLAMA_8B | {
+    "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672,
+}  # fmt: skip
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -50,6 +54,27 @@ def test_the_fastest_mesh_comes_first_and_says_how_to_take_it(folder: Path, caps
 def test_lines_are_as_wide_as_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str], ranks: str) -> None:
     _, text = asked(capsys, ".", "--ranks", ranks, "--memory", "40GB", "--top", "1000", "--tokens", "8192")
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_it_says_why_the_second_mesh_lost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = asked(capsys, ".", "--ranks", "64", "--memory", "80GB", "--tokens", "8192")
+    assert "The second, dp_replicate=2,dp_shard=32, is as fast within 1 %, on 1 more axis." in text.splitlines()
+    (folder / "config.json").write_text(json.dumps(LLAMA_70B))
+    _, text = asked(capsys, ".", "--ranks", "64", "--memory", "80GB", "--tokens", "8192")
+    lines = text.splitlines()
+    at = next(at for at, line in enumerate(lines) if line.startswith("The second, "))
+    assert "% longer: " in lines[at]
+    assert "ms more of all-reduce along tp" in lines[at]
+
+
+def test_what_the_second_mesh_waits_for_is_what_its_step_has_more(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text = asked(capsys, ".", "--ranks", "64", "--memory", "80GB", "--json")
+    for each in msgspec.json.decode(text)["fitting"]:
+        time = each["options"]["time"]
+        assert time["exposed"] == pytest.approx(sum(time["messages"].values()))
+        assert all(seconds >= 0 for seconds in time["messages"].values())
 
 
 def test_programs_read_all_meshes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,8 @@
 """Pipelines: a model cut into stages, and torch's schedules that run micro-batches through them.
 
 Begin with `_pipeline.py`. `_stage_plan.py` assigns modules to stages, `_stages.py` cuts the model, `_boundaries.py`
-finds the shapes between stages, `_schedule.py` runs a batch, `_stage_module.py` is a stage as schedules call it.
+finds the shapes between stages, `_schedule.py` runs a batch, `_stage_module.py` is a stage as schedules call it. Models
+that are no chain of modules: `_trial.py` tries a cut by tracing, `_traced.py` and the files `_trace_*.py` make it.
 """
 
 from accel.parallel.axes.pipeline._pipeline import (

@@ -22,11 +22,9 @@ from accel.errors._checks import with_article
 from accel.parallel.axes.pipeline._skipped import take_hidden
 from accel.parallel.axes.pipeline._stage_module import StageModule, first_tensor, has_own
 from accel.parallel.axes.pipeline._stage_plan import Layout
+from accel.parallel.axes.pipeline._trial import Trial
 
-_FIX = (
-    "Put what the forward computes between its modules into a module of its own, which one stage has; or try"
-    ' Plan(cut="trace") with prepare(..., example=batch).'
-)
+_FIX = "Put what the forward computes between its modules into a module of its own, which one stage has."
 # May be called anywhere: where they are skipped, the shapes and the meaning of what they are given stay.
 _ANYWHERE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity)
 
@@ -48,17 +46,25 @@ class Boundary(msgspec.Struct, frozen=True):
 
 
 def find_boundaries(
-    comm: Comm, layout: Layout, stages: Sequence[StageModule], main: torch.Tensor, device: torch.device
+    comm: Comm, layout: Layout, stages: Sequence[StageModule], main: torch.Tensor, device: torch.device, trial: Trial
 ) -> tuple[Boundary, ...]:
     """Return the shapes between stages, from the first input of a micro-batch. A collective of the pipeline; a
-    `StageError` is alike on all its ranks."""
+    `StageError` is alike on all its ranks, with the outcome of a trial cut for a model that is no chain."""
     found: list[Boundary] = []
     own = {stage.index: stage for stage in stages}
     for at in range(layout.stages):
         before = boundary_of(main) if at == 0 else found[-1]
 
         def work(at: int = at, before: Boundary = before) -> Boundary:
-            return _run(own[at], main if at == 0 else _noise(before, device)) if at in own else before
+            if at not in own:
+                return before
+            try:
+                return _run(own[at], main if at == 0 else _noise(before, device))
+            except StageError as error:
+                given = own[at].work
+                if not error.expected or given is None:  # the forward's own failure
+                    raise
+                raise trial.with_outcome(error, given.micro_batches[0], given.around) from error
 
         shapes = agreed_values(comm, Call("forward_backward: shapes"), work, Boundary)
         found.append(shapes[layout.owners[at]])

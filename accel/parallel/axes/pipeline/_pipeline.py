@@ -27,6 +27,7 @@ from accel.tree._walk import tensors
 if TYPE_CHECKING:
     from accel.parallel.axes.pipeline._schedule import Runnable, StageSchedule
     from accel.parallel.axes.pipeline._traced import Traces
+    from accel.parallel.axes.pipeline._trial import Trial
 
 
 _COPY = "accel_tied_copy"
@@ -147,6 +148,7 @@ class Pipeline:
         may_be_unused: whether parameters may stay out of a loss.
         holding: whether gradients wait for the window's end.
         traces: graphs of a model that was cut by tracing; None for a chain.
+        trial: a cut by tracing, for errors of a chain.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class Pipeline:
         *,
         may_be_unused: bool = False,
         traces: Traces | None = None,
+        trial: Trial | None = None,
     ) -> None:
         self.comm = comm
         self.group = group
@@ -170,6 +173,7 @@ class Pipeline:
         self.may_be_unused = may_be_unused
         self.holding = False
         self.traces = traces
+        self.trial = trial
         self._known: dict[object, tuple[Boundary, ...]] = {}
         self._schedules: dict[object, StageSchedule] = {}
 
@@ -189,8 +193,12 @@ class Pipeline:
             watch.look(_listed(work.micro_batches), trains=trains)
         if self.traces is not None:
             return self._run_traced(ctx, model, work, self.traces, trains=trains)
+        assert self.trial is not None
         stages = cast("Sequence[StageModule]", stage_modules(model))
-        mains = [main_input(each) for each in work.micro_batches]
+        try:
+            mains = [main_input(each) for each in work.micro_batches]
+        except StageError as error:
+            raise self.trial.with_outcome(error, work.micro_batches[0], work.around) from error
         facts = _facts(ctx, model, work, trains)
         passed = self._known.get(facts)
         if _missing_somewhere(ctx, self.comm, passed is None):
@@ -200,7 +208,7 @@ class Pipeline:
 
             probe = work._replace(finish=whole, micro_batches=work.probe or work.micro_batches)
             with working(stages, probe):
-                passed = find_boundaries(self.comm, self.layout, stages, mains[0], ctx.device)
+                passed = find_boundaries(self.comm, self.layout, stages, mains[0], ctx.device, self.trial)
             self._known[facts] = passed
         assert passed is not None
         with working(stages, work):

@@ -155,10 +155,6 @@ def _empty(module: nn.Module, path: str, reads: Reads) -> None:
 
 
 _CHAIN = "a chain: every stage runs the whole forward, in which the modules of other stages only pass their inputs on"
-_ELSEWHERE = (
-    ' A model that cannot be changed: try Plan(cut="trace") with prepare(..., example=batch), or the strategy fsdp'
-    " along dp."
-)
 _LABELS = ("labels", "label")
 
 
@@ -177,7 +173,7 @@ def stage_failure(
     found = _reason(error, module, stages, at, hidden, kwargs)
     if found is None:
         return StageError(problem, where=where)
-    return StageError(problem, expected=_CHAIN, got=found[0], where=where, fix=found[1] + _ELSEWHERE)
+    return StageError(problem, expected=_CHAIN, got=found[0], where=where, fix=found[1])
 
 
 def _reason(

@@ -15,10 +15,7 @@ from accel.parallel._modules import named_modules, repeated
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
-_FIX = (
-    "Name the modules of each stage: Plan(stages=[[...], [...]]); or try"
-    ' Plan(cut="trace") with prepare(..., example=batch).'
-)
+_FIX = "Name the modules of each stage: Plan(stages=[[...], [...]])."
 
 
 class Chain(NamedTuple):

@@ -24,6 +24,7 @@ from accel.parallel.axes.pipeline._pipeline import Pipeline, Pipelined, attach, 
 from accel.parallel.axes.pipeline._skipped import remove_modules, stage_view
 from accel.parallel.axes.pipeline._stage_module import StageModule, example_batch
 from accel.parallel.axes.pipeline._stage_plan import Layout, Stages, check_stages, make_layout, own_stages, stage_plan
+from accel.parallel.axes.pipeline._trial import Trial, skeleton_of, trial_batch
 from accel.topology import Dimension, dimension_of
 
 _BESIDE: tuple[Dimension, ...] = ("pipeline", "expert", "tensor", "context", "data", "replicate", "shard")
@@ -93,6 +94,12 @@ def _check_traced(ctx: DistContext, model: nn.Module, options: StageOptions) -> 
             fix="Pass accel.prepare(ctx, model, optimizer, plan=plan, example=batch): a tensor, a tuple of arguments"
             " or a mapping.",
         )
+    _check_mesh(ctx, options)
+    _ = layout, modes_of(model)
+
+
+def _check_mesh(ctx: DistContext, options: StageOptions) -> None:
+    """Raise for axes that the stages of a traced model are not divided along."""
     beside = {name: axis.size for name, axis in ctx.position.axes if axis.size > 1 and name != "pp"}
     kinds = {name: dimension_of(name) for name in beside}
     if found := [name for name in beside if kinds[name] in ("expert", "tensor", "context", "sequence")]:
@@ -111,7 +118,6 @@ def _check_traced(ctx: DistContext, model: nn.Module, options: StageOptions) -> 
             where=_WHERE,
             fix="Leave both out of the plan.",
         )
-    _ = layout, modes_of(model)
 
 
 def _check_ties(model: nn.Module, layout: Layout, stages: Stages) -> None:
@@ -133,10 +139,30 @@ def _plan(ctx: DistContext, model: nn.Module, options: StageOptions) -> tuple[La
     """The pipeline's numbers, and the modules of each stage."""
     layout = _layout(ctx, options)
     if options.stages is None:
-        return layout, stage_plan(model, layout.stages)
+        try:
+            return layout, stage_plan(model, layout.stages)
+        except PrepareError as error:
+            batch = trial_batch(model, options.example, ctx.containers)
+            raise _trial(ctx, model, options).with_outcome(error, batch) from error
     stages = tuple(map(tuple, options.stages))
     check_stages(model, stages, _WHERE)
     return layout, stages
+
+
+def _trial(ctx: DistContext, model: nn.Module, options: StageOptions) -> Trial:
+    """A cut by tracing instead of one of the chain."""
+    layout = _layout(ctx, options)
+    default = StageOptions()
+    names = ("schedule", "stages_per_rank", "micro_batches")
+    own = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
+    plan = ", ".join(['cut="trace"', *(f"{name}={value!r}" for name, value in own.items())])
+    line = f"accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan({plan}), example=batch)"
+    obstacle = ""
+    try:
+        _check_mesh(ctx, options)
+    except PrepareError as error:
+        obstacle = f"{error.problem}, here {error.got}"
+    return Trial(model, ctx.device, layout.stages, line, obstacle)
 
 
 def _layout(ctx: DistContext, options: StageOptions) -> Layout:
@@ -160,6 +186,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
     layout, stages = _plan(ctx, model, options)
     compare_models(ctx, options, dict(model.named_parameters()))
     names = tied_names(model)
+    trial = _trial(ctx, skeleton_of(model), options)
     order = tuple(model.state_dict(keep_vars=True))
     mine = own_stages(layout, ctx.axis("pp").rank)
     elsewhere = [path for at, paths in enumerate(stages) if at not in mine for path in paths]
@@ -180,7 +207,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
     add_mixin([model], Pipelined)
     along = adopt(group, ctx.device)
     unused = options.find_unused_parameters
-    attach(model, Pipeline(along, group, layout, names, order, ties, may_be_unused=unused), modules)
+    attach(model, Pipeline(along, group, layout, names, order, ties, may_be_unused=unused, trial=trial), modules)
     return model
 
 

@@ -81,6 +81,8 @@ def _candidates(done: Sequence[str], part: str) -> list[str]:
         return _flags(getattr(import_module("accel.cli._setup"), f"{done[0]}_parser")(), done[1:], part)
     if done[0] == "docs":
         return ["--web"] if part.startswith("-") else import_module("accel.cli._docs").names()
+    if done[0] in ("report", "compare", "watch", "profile"):
+        return _flags(getattr(import_module("accel.cli._runs"), f"{done[0]}_parser")(), done[1:], part)
     if done[0] == "migrate":
         return _flags(import_module("accel.cli._migrate").parser(), [], part)
     if done[0] in ("estimate", "plan"):

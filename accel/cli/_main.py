@@ -32,6 +32,7 @@ COMMANDS = (
     Command("estimate", "estimate the memory that training a model takes", "accel.cli._estimate"),
     Command("plan", "list the meshes on which a model can be trained", "accel.cli._plan"),
     Command("report", "write one page of a run, or of several side by side", "accel.cli._runs", "run_report"),
+    Command("compare", "print what differs between two runs", "accel.cli._runs", "run_compare"),
     Command("watch", "follow a run: curves, throughput, ranks, checkpoints", "accel.cli._runs", "run_watch"),
     Command("profile", "print where the time of each rank went, from traces", "accel.cli._runs", "run_profile"),
     Command("migrate", "rewrite scripts written for Accelerate", "accel.cli._migrate"),

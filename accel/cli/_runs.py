@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands on the folder of a run: `accel report`, `accel watch` and `accel profile`; and how they read it."""
+"""Commands on folders of runs: `accel report`, `compare`, `watch` and `profile`; and how they read them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,28 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import msgspec
 
 from accel.checkpoint._retention import survey
 from accel.cli._parser import Parser
 from accel.errors import CheckpointError, ConfigError, MissingExtraError
 from accel.errors._checks import did_you_mean
-from accel.report import RunData, StoredCheckpoint, name_runs, read_data, report_page, state_of
+from accel.report import (
+    RunData,
+    StoredCheckpoint,
+    compare_runs,
+    describe_comparison,
+    name_runs,
+    read_data,
+    report_page,
+    state_of,
+)
 from accel.report.traces import describe_profile, read_traces
 from accel.report.watch import FollowedRun, status_line
-from accel.run_folder import PROFILE, RUN
+from accel.run_folder import METRICS, PROFILE, RUN
 from accel.storage import as_place
 from accel.terminal import show_size
 
@@ -34,7 +45,7 @@ def read_run_folder(name: str, folder: Path) -> RunData:
         raise ConfigError("a file of the run cannot be read", got=str(error), where=str(folder)) from error
     if data.is_empty:
         raise ConfigError(
-            "the folder is not a run's",
+            "the folder is not a run's, and none is in it",
             expected="metrics.jsonl, run.json, launches, checkpoints or a profile",
             where=str(folder),
             fix="Log by `accel.tracking` with `jsonl()`, or start the run by `accel launch`.",
@@ -85,16 +96,45 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
 _REPORT_USAGE = "accel report DIR [DIR...] [--output FILE]"
 _REPORT_ABOUT = (
     "Write one HTML page of runs side by side: curves, checkpoints, launches, configuration. "
-    "DIR is a run's folder, as given to save_state and tracking, or that of --log-dir. The page needs no server."
+    "DIR is a run's folder, as given to save_state and tracking, or that of --log-dir; or a folder in which runs are "
+    "searched, three levels deep. The page needs no server."
 )
+_DEPTH = 3  # levels of folders in which runs are searched
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the folders of runs at or in a folder, in order of their paths; the folder itself if it holds none.
+
+    A folder with run.json or metrics.jsonl is a run, and no run is inside another. Links to folders are not followed.
+    """
+    found = list(_runs_in(folder, _DEPTH))
+    return found or [folder]
+
+
+def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
+    if any((folder / name).is_file() for name in (RUN, METRICS)):
+        yield folder
+        return
+    if depth:
+        try:
+            inner = sorted(each.name for each in os.scandir(folder) if each.is_dir(follow_symlinks=False))
+        except OSError as error:
+            raise ConfigError("a folder cannot be read", got=str(error.strerror), where=str(folder)) from error
+        for name in inner:
+            yield from _runs_in(folder / name, depth - 1)
+
+
 _OUTPUT = "report.html"
 
 
 def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Write the page; return the exit status."""
     known = report_parser().read(words)
-    folders: list[Path] = known.folders
-    output = Path(known.output) if known.output else folders[0] / _OUTPUT
+    asked: list[Path] = known.folders
+    output = Path(known.output) if known.output else asked[0] / _OUTPUT
+    for each in asked:
+        check_folder(each, fix="Name the folder that save_state or tracking got.")
+    folders = [run for each in asked for run in find_runs(each)]
     runs = [read_run_folder(name, folder) for name, folder in zip(name_runs(folders), folders, strict=True)]
     page = report_page(runs).encode(errors="replace")
     try:
@@ -112,11 +152,56 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
 def report_parser() -> Parser:
     """Return the parser of the command's words."""
     built = Parser("accel report", usage=_REPORT_USAGE, description=_REPORT_ABOUT)
-    _ = built.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run")
+    _ = built.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, or of runs")
     _ = built.add_argument(
         "--output", default="", metavar="FILE", help=f"the page (default: {_OUTPUT} in the first DIR)"
     )
     return built
+
+
+_COMPARE_USAGE = "accel compare DIR DIR [--rtol R] [--json]"
+_COMPARE_ABOUT = (
+    "Compare two runs, A and B: settings, versions and code that differ, the first step at which metrics differ, and "
+    "the largest difference of each. Exits with 0 if the runs are alike, 1 if they differ, 2 if one cannot be read."
+)
+
+
+def run_compare(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Print the comparison; return the exit status."""
+    known = compare_parser().read(words)
+    if not 0 <= known.rtol < 1:
+        raise ConfigError("not a tolerance", expected="a number from 0 to below 1", got=str(known.rtol), where="--rtol")
+    a, b = (_read_compared(folder) for folder in (known.first, known.second))
+    found = compare_runs(a, b, rtol=known.rtol)
+    if known.json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        print(describe_comparison(found), end="")
+    return 0 if found.alike else 1
+
+
+def compare_parser() -> Parser:
+    """Return the parser of the command's words."""
+    built = Parser("accel compare", usage=_COMPARE_USAGE, description=_COMPARE_ABOUT)
+    _ = built.add_argument("first", type=Path, metavar="DIR", help="folder of run A")
+    _ = built.add_argument("second", type=Path, metavar="DIR", help="folder of run B")
+    _ = built.add_argument(
+        "--rtol",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="values within R times the larger one are alike (default: 0, no difference at all)",
+    )
+    _ = built.add_argument("--json", action="store_true", help="for programs")
+    return built
+
+
+def _read_compared(folder: Path) -> RunData:
+    """Read a run that is compared; a record that cannot be read would look like none."""
+    data = read_run_folder(folder.name, folder)
+    if data.run is None and (folder / RUN).exists():
+        raise ConfigError("the run's record cannot be read", where=str(folder / RUN))
+    return data
 
 
 _WATCH_USAGE = "accel watch DIR [--every-s SECONDS] [--plain] [--once]"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
+    from accel.report._compare import compare_runs as compare_runs, describe_comparison as describe_comparison
     from accel.report._page import report_page as report_page
     from accel.report._run_data import (
         Curves as Curves,
@@ -40,5 +41,6 @@ __getattr__ = exports(
             "state_of",
         ),
         "_page": ("report_page",),
+        "_compare": ("compare_runs", "describe_comparison"),
     },
 )

@@ -15,6 +15,7 @@ from accel.lazy import exports
 
 if TYPE_CHECKING:
     from accel.run_folder._files import (
+        CODE as CODE,
         LAUNCHES as LAUNCHES,
         METRICS as METRICS,
         PROFILE as PROFILE,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         found_stranger as found_stranger,
         installed_versions as installed_versions,
         launch_file as launch_file,
+        read_diff as read_diff,
         read_launches as read_launches,
         read_run as read_run,
     )
@@ -71,6 +73,7 @@ __getattr__ = exports(
             "MetricsLine",
             "decode_line",
             "encode_line",
+            "CODE",
             "LAUNCHES",
             "METRICS",
             "PROFILE",
@@ -86,6 +89,7 @@ __getattr__ = exports(
             "ask_git",
             "found_stranger",
             "installed_versions",
+            "read_diff",
         ),
         "_secrets": (
             "bounded",

@@ -50,6 +50,7 @@ def read_json(path: str | os.PathLike[str], type_: type[T]) -> T | None:
 METRICS = "metrics.jsonl"  # a line for each logged step
 RUN = "run.json"  # the record of the run
 LAUNCHES = "launches"  # a folder with a log for each launch and host
+CODE = "code.diff"  # how tracked files differ from the commit
 PROFILE = "profile"  # a folder with a trace for each rank
 RUN_EVENT = "accel.run"  # audit event by which a rank announces the run's folder to its launcher
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,12 +17,19 @@ from msgspec.structs import replace
 
 import accel
 from accel.run_folder._files import LAUNCHES, RUN, read_json
+from accel.run_folder._secrets import hide_in_diff
 
 _DISTRIBUTION = "accel-torch"  # of this package; `accel` on the index is a stranger's
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "datasets", "torchao", "torchdata")
 _STRANGER = re.compile(r"accel-[^-]+\.(dist|egg)-info", re.IGNORECASE)
 _PATIENCE_S = 5.0  # a status of a large tree on a slow disk
 _GIT = ("git", "--no-optional-locks")
+_EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # git's name for a folder without files
+_DIFF_PATIENCE_S = 20.0
+_MOST_DIFF = 1_000_000  # bytes that are stored
+_MOST_READ = 16_000_000  # bytes that git may write, most of which is left out
+# no program of the repository's settings, and one form whatever the user's settings are
+_DIFF = "diff --no-ext-diff --no-textconv --no-color --no-relative --src-prefix=a/ --dst-prefix=b/"
 
 
 class SourceState(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +76,48 @@ def ask_git(folder: str) -> Callable[[], SourceState | None]:
         return parse_status(said.decode(errors="replace")) if asked.returncode == 0 else None
 
     return answer
+
+
+def read_diff(folder: str, source: SourceState) -> str:
+    """Return how tracked files differ from the commit, as `git diff` prints it, with stars in place of credentials.
+
+    Files beyond 1 MB in all are left out; the last line has their number. Raises `OSError` where git gives no answer.
+    """
+    command = [*_GIT, "-C", folder or ".", *_DIFF.split(), source.commit or _EMPTY_TREE, "--"]
+    asked = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    watchdog = threading.Timer(_DIFF_PATIENCE_S, asked.kill)
+    watchdog.daemon = True
+    watchdog.start()
+    assert asked.stdout is not None
+    with asked.stdout as stream:
+        said = stream.read(_MOST_READ + 1)
+    is_cut = len(said) > _MOST_READ
+    if is_cut:
+        asked.kill()
+    status = asked.wait()
+    watchdog.cancel()
+    if status != 0 and not is_cut:
+        raise OSError(f"git diff ended with status {status}" + f", after {_DIFF_PATIENCE_S:g} s" * (status < 0))
+    files = re.split(r"(?m)^(?=diff --git )", said.decode(errors="replace"))
+    return _bounded_diff([each for each in files if each], is_cut=is_cut)
+
+
+def _bounded_diff(files: Sequence[str], *, is_cut: bool) -> str:
+    kept: list[str] = []
+    size = 0
+    for each in files[:-1] if is_cut else files:
+        if size + len(each.encode()) > _MOST_DIFF:
+            continue
+        shown = hide_in_diff(each)
+        kept.append(shown)
+        size += len(shown.encode())
+    left_out = len(files) - len(kept)
+    if left_out:
+        more = " or more" if is_cut else ""
+        kept.append(f"# left out: {left_out}{more} changed files, beyond {_MOST_DIFF / 1e6:g} MB\n")
+    return "".join(kept)
 
 
 def parse_status(text: str) -> SourceState:
@@ -348,6 +398,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         settings: settings of the context with their sources.
         versions: versions of Python and packages at the last start.
         source: state of the script's git repository at the last start; None if there is none.
+        code: `code.diff` if that file has the differences of tracked files from the commit, or the reason why there is
+            none; empty if it was not asked for.
         status: state of the run as the training loop left it.
         error: error of the loop; empty without one.
         lost: records that files of the run lack, by tracker; empty for none.
@@ -366,6 +418,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Setting] = {}
     versions: dict[str, str] = {}
     source: SourceState | None = None
+    code: str = ""
     status: Literal["running", "finished", "failed"] = "running"
     error: str = ""
     lost: str = ""

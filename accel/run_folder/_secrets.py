@@ -7,6 +7,7 @@ bounded number of times, so no text takes longer than its length asks for; and t
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -173,6 +174,22 @@ def hide_in_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
     """
     hidden: list[str] = []
     return {name: _shown(value, is_secret_name(name), name, hidden) for name, value in config.items()}, tuple(hidden)
+
+
+_KEY_LINE = re.compile(r"(?m)^([ +-])[A-Za-z0-9+/=]{40,}$")  # of a PEM block whose marks the diff does not show
+
+
+def hide_in_diff(diff: str) -> str:
+    """Return the differences of one file with stars in place of credentials, however long; lines keep their signs."""
+    blocks = itertools.groupby(_starred(diff).splitlines(keepends=True), key=lambda line: line[:1])
+    shown: list[str] = []
+    for sign, lines in blocks:
+        if sign in ("+", "-"):  # which would part the lines of one value
+            inner = _starred("".join(line[1:] for line in lines))
+            shown += [f"{sign}{line}" for line in inner.splitlines(keepends=True)]
+        else:
+            shown += lines
+    return _KEY_LINE.sub(rf"\1{STARS}", "".join(shown))
 
 
 def hide_variable(name: str, value: str) -> str:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,13 +17,16 @@ from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
 from accel.errors._checks import check_count, did_you_mean
 from accel.run_folder import (
+    CODE,
     RUN,
     RUN_EVENT,
     RunRecord,
     Setting,
+    SourceState,
     ask_git,
     hide_in_text,
     installed_versions,
+    read_diff,
     read_json,
     write_json,
 )
@@ -35,8 +39,9 @@ class _OpenRunFile(msgspec.Struct, frozen=True):
     record: RunRecord
 
 
-def run_file(ctx: DistContext, hidden: Sequence[str]) -> Tracker:
-    """Return the tracker that writes `run.json`; `hidden` has the dotted names of credentials in the configuration."""
+def run_file(ctx: DistContext, hidden: Sequence[str], *, code: bool) -> Tracker:
+    """Return the tracker that writes `run.json`, and with `code` the differences of tracked files; `hidden` has the
+    dotted names of credentials in the configuration."""
     fields: dict[str, Any] = {
         "hidden": tuple(hidden),
         "settings": _settings(ctx),
@@ -44,13 +49,13 @@ def run_file(ctx: DistContext, hidden: Sequence[str]) -> Tracker:
     }
     return Tracker(
         RUN,
-        start=lambda run, config: _start(run, config, fields),
+        start=lambda run, config: _start(run, config, fields, code=code),
         log=lambda live, values, step: None,
         finish=_finish,
     )
 
 
-def _start(run: Run, config: Config, fields: dict[str, Any]) -> _OpenRunFile:
+def _start(run: Run, config: Config, fields: dict[str, Any], *, code: bool) -> _OpenRunFile:
     source = ask_git(_script_folder())
     folder = run.folder_for(RUN)
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,12 +64,29 @@ def _start(run: Run, config: Config, fields: dict[str, Any]) -> _OpenRunFile:
     times: dict[str, Any] = {"started_s": now}
     if before is not None and before.id == run.id:
         times = {"started_s": before.started_s, "resumed_s": (*before.resumed_s, now), "lost": before.lost}
-    facts = {"config": dict(config), "versions": installed_versions(), "source": source()}
+    state = source()
+    facts: dict[str, Any] = {"config": dict(config), "versions": installed_versions(), "source": state}
+    if code:
+        facts["code"] = _store_code(folder / CODE, state)
     record = RunRecord(id=run.id, project=run.project, name=run.name, **times, **facts, **fields)
     opened = _OpenRunFile(str(folder / RUN), record)
     write_json(opened.path, record)
     sys.audit(RUN_EVENT, str(folder))
     return opened
+
+
+def _store_code(path: Path, source: SourceState | None) -> str:
+    """Store how tracked files differ from the commit; return the file's name, or the reason why there is none."""
+    try:
+        if source is None:
+            raise OSError("the script is in no git repository, or git gave no answer")
+        diff = read_diff(_script_folder(), source)
+    except OSError as error:
+        path.unlink(missing_ok=True)  # one of an earlier start says nothing of this one
+        logging.getLogger("accel.trackers").warning("the changes of the code are not stored: %s", error)
+        return f"not stored: {error}"
+    _ = path.write_text(diff)
+    return CODE
 
 
 def _finish(opened: _OpenRunFile, ending: Ending) -> None:

@@ -124,6 +124,7 @@ def tracking(
     config: object = None,
     dir: str | os.PathLike[str] | None = None,
     run: str | None = None,
+    code: bool = False,
     strict: bool = False,
     debug: bool = False,
     room_bytes: int = _ROOM_BYTES,
@@ -142,6 +143,8 @@ def tracking(
         config: configuration to store: a mapping, Struct, dataclass or Namespace; rank 0's. Credentials become stars.
         dir: folder of the run's files, made if it is missing; best the one given to `save_state`.
         run: name of the run for people; a date and part of its identity by default.
+        code: whether `code.diff` in the folder has how tracked files differ from the commit, 1 MB at most. Credentials
+            become stars.
         strict: whether lost records raise `TrackerError`, on every rank at the same `log`. Each `log` is then a
             collective of one small message.
         debug: whether each `log` compares the values of all ranks. A collective that waits for the device.
@@ -163,7 +166,16 @@ def tracking(
         '{"step":1,"loss":0.5,"'
     """
     trackers = init_trackers(
-        ctx, project, to=to, config=config, dir=dir, run=run, strict=strict, debug=debug, room_bytes=room_bytes
+        ctx,
+        project,
+        to=to,
+        config=config,
+        dir=dir,
+        run=run,
+        code=code,
+        strict=strict,
+        debug=debug,
+        room_bytes=room_bytes,
     )
     try:
         yield trackers
@@ -182,6 +194,7 @@ def init_trackers(
     config: object = None,
     dir: str | os.PathLike[str] | None = None,
     run: str | None = None,
+    code: bool = False,
     strict: bool = False,
     debug: bool = False,
     room_bytes: int = _ROOM_BYTES,
@@ -211,6 +224,9 @@ def init_trackers(
     def open_places() -> _Opening:
         nonlocal stored
         _check(project, to, run, room_bytes)
+        if code and dir is None:
+            fix = "Name the folder of the run: dir=."
+            raise ConfigError("the changes of the code have no folder", where="tracking, code=", fix=fix)
         if dir is not None and ctx.is_main_process:
             _make_folder(os.fspath(dir))
         stored = plain_config(config)
@@ -224,7 +240,7 @@ def init_trackers(
     call = Call("tracking", detail, call_site())
     opening = agreed_values(ctx.comm, call, open_places, _Opening)[0]
     if folder is not None and ctx.is_main_process:
-        mine.append(run_file(ctx, stored[1]))
+        mine.append(run_file(ctx, stored[1], code=code))
     run_now = msgspec.structs.replace(new, id=opening.id, name=opening.name)
     tracked = TrackedRun(run_now, stored[0], to, mine, opening.first_steps, room_bytes=room_bytes)
     return Trackers(tracked, strict=strict, debug=debug)

@@ -147,6 +147,34 @@ def test_a_loop_that_raises_ends_its_run_as_failed_with_all_records(error: BaseE
     assert run["id"] == recorded.runs[0].id
 
 
+def test_a_run_stores_how_the_code_differs_from_its_commit_and_says_where_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, out = tmp_path / "code", tmp_path / "out"
+    code.mkdir()
+    git = ["git", "-C", str(code), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (code / "train.py").write_text("lr = 1\n")
+    for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
+        _ = subprocess.run([*git, *words], check=True, capture_output=True)
+    (code / "train.py").write_text("lr = 2\npassword: Zq7Vx9Lw3Kj\n")
+
+    def run(folder: Path, *, stored: bool) -> str:
+        monkeypatch.setattr("accel.trackers._tracked_run._script_folder", lambda: str(folder))
+        with accel.tracking(accel.single(), "p", to=[], dir=out, code=stored) as trackers:
+            accel.log(accel.single(), trackers, {"loss": 1.0}, step=0)
+        return json.loads((out / "run.json").read_text())["code"]
+
+    assert run(code, stored=False) == ""
+    assert not (out / "code.diff").exists()
+    assert run(code, stored=True) == "code.diff"
+    assert (out / "code.diff").read_text().endswith("-lr = 1\n+lr = 2\n+password: ***\n")
+    assert run(tmp_path, stored=True).startswith("not stored: ")
+    assert not (out / "code.diff").exists()
+    assert "the changes of the code are not stored" in caplog.text
+    with pytest.raises(accel.errors.ConfigError, match="Name the folder of the run"):
+        _ = accel.init_trackers(accel.single(), "p", to=[jsonl()], code=True)
+
+
 def test_a_wait_at_the_end_is_told_with_the_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

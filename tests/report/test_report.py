@@ -21,6 +21,7 @@ from hypothesis import given, settings, strategies as st
 from sample_runs import START_S, write_everything, write_launch, write_metrics, write_run
 
 from accel.cli import main
+from accel.cli._runs import find_runs
 from accel.errors import MissingExtraError
 from accel.report import Curves, MetricCurve, _page, name_runs, read_data, report_page, state_of, thin
 from accel.report._html import element, table
@@ -296,3 +297,26 @@ def test_the_command_writes_the_page_and_refuses_what_is_no_run(
     ):
         assert main(["report", *words]) == 2
         assert told in capsys.readouterr().err
+
+
+def test_runs_are_searched_three_levels_deep_and_links_are_not_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    for place in ("one", "a/two", "a/b/three", "a/b/c/four", "one/step-1/inner"):
+        write_metrics(runs / place, 20)
+    (runs / "a" / "five").mkdir()
+    write_run(runs / "a" / "five", config={})
+    write_metrics(elsewhere, 20)
+    (runs / "link").symlink_to(elsewhere)
+    (runs / "a" / "loop").symlink_to(runs)
+    found = [path.relative_to(runs).as_posix() for path in find_runs(runs)]
+    assert found == ["a/b/three", "a/five", "a/two", "one"]
+    assert find_runs(runs / "link") == [runs / "link"]  # as it was named
+    assert main(["report", str(runs)]) == 0
+    assert "4 runs" in Texts((runs / "report.html").read_text()).text
+    (tmp_path / "none" / "deep").mkdir(parents=True)
+    _ = capsys.readouterr()
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "the folder is not a run's, and none is in it" in capsys.readouterr().err
+    assert not (tmp_path / "none" / "report.html").exists()

@@ -26,6 +26,7 @@ from accel.run_folder import (
     hide_in_words,
     installed_versions,
     launch_file,
+    read_diff,
     read_json,
     read_launches,
     read_new,
@@ -168,6 +169,45 @@ def test_git_tells_commit_and_changes(tmp_path: Path) -> None:
     state = ask_git(str(tmp_path))()
     assert state is not None
     assert (state.clean, state.changed, state.untracked) == (False, 2, 1)
+
+
+def make_repository(folder: Path, files: dict[str, str]) -> None:
+    """A repository whose one commit has these files."""
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=trunk")
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
+        _ = subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
+
+
+def test_differences_from_the_commit_are_those_of_tracked_files_without_credentials(tmp_path: Path) -> None:
+    make_repository(tmp_path, {"a.py": "lr = 1\n", "huge.txt": "", "z.py": ""})
+    state = ask_git(str(tmp_path))()
+    assert state is not None
+    assert read_diff(str(tmp_path), state) == ""
+    (tmp_path / "a.py").write_text('lr = 2\napi_key = "Zq7Vx9Lw3Kj"\n')
+    (tmp_path / "untracked.py").write_text("lr = 3\n")
+    (tmp_path / "huge.txt").write_text("x\n" * 600_000)
+    (tmp_path / "z.py").write_text("last = 1\n")
+    marker = tmp_path / "ran"
+    config = ["git", "-C", str(tmp_path), "config", "diff.external", f"touch {marker};:"]
+    _ = subprocess.run(config, check=True)
+    diff = read_diff(str(tmp_path), state)
+    assert '-lr = 1\n+lr = 2\n+api_key = "***"\n' in diff
+    assert "+last = 1\n# left out: 1 changed files, beyond 1 MB\n" in diff
+    assert "untracked" not in diff
+    assert not marker.exists()
+    with pytest.raises(OSError, match="git diff ended with status"):
+        _ = read_diff(str(tmp_path / "nowhere"), state)
+
+
+def test_differences_before_the_first_commit_are_all_tracked_files(tmp_path: Path) -> None:
+    _ = subprocess.run(["git", "-C", str(tmp_path), "init"], check=True, capture_output=True)
+    (tmp_path / "a.py").write_text("lr = 1\n")
+    _ = subprocess.run(["git", "-C", str(tmp_path), "add", "."], check=True)
+    state = ask_git(str(tmp_path))()
+    assert state is not None
+    assert "+lr = 1" in read_diff(str(tmp_path), state)
 
 
 def test_versions_name_python_and_torch() -> None:

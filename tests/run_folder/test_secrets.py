@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from accel.run_folder import hide_in_config, hide_in_text, hide_in_words
-from accel.run_folder._secrets import MOST_TEXT, hide_in_text as hide, is_secret_name
+from accel.run_folder._secrets import MOST_TEXT, hide_in_diff, hide_in_text as hide, is_secret_name
 
 S = "Zq7Vx9Lw3Kj"
 LONG = S * 3
@@ -225,3 +225,25 @@ def test_no_text_of_the_bounded_length_takes_long(piece: str) -> None:
     began_s = time.process_time()
     _ = hide(text)
     assert time.process_time() - began_s < 1.0  # the pattern of before took 10 s and more for the first of them
+
+
+BODY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7VJTUt9Us8cKj"
+PEM = [f"-----BEGIN {'PRIVATE'} KEY-----", *[BODY] * 4, f"-----END {'PRIVATE'} KEY-----"]
+
+
+@pytest.mark.parametrize("sign", ["+", "-", " "])
+@pytest.mark.parametrize(("first", "last"), [(0, 6), (0, 3), (3, 6), (2, 4)])
+def test_differences_of_files_keep_their_lines_and_lose_credentials(sign: str, first: int, last: int) -> None:
+    lines = ["diff --git a/x b/x", "--- a/x", "+++ b/x", "@@ -1 +1 @@", " for step in range(9):", "-lr = 1", "+lr = 2"]
+    secrets = [*PEM[first:last], f'api_key = "{S}"', f"url = 'https://me:{S}@host'", "max_tokens = 512"]
+    shown = hide_in_diff("".join(f"{line}\n" for line in [*lines, *(f"{sign}{line}" for line in secrets)]))
+    assert shown.split("\n")[: len(lines)] == lines
+    assert shown.endswith(f"_key = \"***\"\n{sign}url = 'https://***@host'\n{sign}max_tokens = 512\n")
+    assert BODY[:20] not in shown
+    assert S not in shown
+
+
+def test_differences_are_not_cut_where_texts_are() -> None:
+    diff = "".join(f"+line = {at}\n" for at in range(5000))
+    assert len(diff) > MOST_TEXT
+    assert hide_in_diff(diff) == diff

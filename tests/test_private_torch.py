@@ -40,6 +40,7 @@ ELSEWHERE = {
     "torch.nn.MultiheadAttention": ("_reset_parameters",),
     "torch.nn.modules.batchnorm": ("_BatchNorm", "_NormBase"),
     "torch.nn.modules.module": ("_EXTRA_STATE_KEY_SUFFIX",),  # "_extra_state"
+    "torch.optim.SGD": ("_step_supports_amp_scaling",),
     "torch.optim.Optimizer": ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
     "torch.distributed.optim.ZeroRedundancyOptimizer": ("_overlap_with_ddp",),
     "torch.optim.lr_scheduler.SequentialLR": ("_milestones", "_schedulers"),

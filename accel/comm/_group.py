@@ -32,7 +32,7 @@ MOST_GATHERED = 64
 
 # Marks that guards put on frozen records: by object identity, weakly, and no part of the record. A copy, or an equal
 # record made afresh, is not marked. A record finds its own by its weak references, so that no context is needed.
-Subject = Literal["followed", "spent", "left", "watched", "passed", "broken off"]
+Subject = Literal["followed", "spent", "left", "watched", "passed", "broken off", "deferred"]
 
 
 class Mark(weakref.ref[object]):
@@ -143,6 +143,8 @@ class Comm:
         later_batches: figures of batches that ranks of further groups share, by group.
         seen_loss: finite if the losses of backward passes without a window were; None before one.
         steps: decisions about optimizer steps that all ranks take together.
+        deferred: reads the outcome of a step that the device alone knows, and raises its error; None without.
+        defers: whether parameters of a step are marked as "deferred".
     """
 
     __slots__ = (
@@ -155,6 +157,8 @@ class Comm:
         "bell",
         "beside",
         "control",
+        "deferred",
+        "defers",
         "later_batches",
         "lost",
         "marks",
@@ -200,6 +204,8 @@ class Comm:
         self.opened: list[dist.ProcessGroup] = []
         self.along: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
         self.unfinished: Unfinished | None = None
+        self.deferred: Callable[[], None] | None = None
+        self.defers = False
         self.spare: dict[str, torch.Tensor] = {}
         self.notes: dict[str, str] = {}
         self.marks = Marks()
@@ -248,7 +254,7 @@ class Comm:
         """Continue with a group that was opened again, over a store without notes."""
         self._group = group
         self._number = 0
-        self.met = None
+        self.met = self.deferred = None
         self.right_orders.clear()
         self.steps.clear()
         self.roll = RollCall(store, self.rank, self.size)
@@ -287,6 +293,12 @@ class Comm:
         self._number += 1
         return self._number
 
+    def settle(self) -> None:
+        """Read the outcome of a deferred step and raise its error, once. Waits for the device."""
+        if self.deferred is not None:
+            deferred, self.deferred = self.deferred, None
+            deferred()
+
     def finish(self) -> None:
         """Wait for background work and raise its error. A collective if there is any."""
         if self.unfinished is not None:
@@ -310,7 +322,7 @@ class Comm:
         adopted = self._group is not None
         self.along.clear()
         self._closed = True
-        self._group = self._share = None
+        self._group = self._share = self.deferred = None
         self.roll = self.beside = self.bell = None
         self.opened = []
         if not owned and not opened:

@@ -347,7 +347,8 @@ def session(
     """Give a context from the environment, and close what it opened at the end of the block. A collective.
 
     Arguments and errors are those of `from_env`. After the block the context refuses to communicate. The end of the
-    block waits for a save in the background and raises what went wrong with it; after an exception it only waits.
+    block waits for a save in the background and raises what went wrong with it, and the error of a deferred step; after
+    an exception it only waits.
 
     Examples:
         >>> with accel.session() as ctx:
@@ -357,7 +358,10 @@ def session(
     ctx = from_env(environ, init_method=init_method, **settings)
     try:
         yield ctx
-        ctx.comm.finish()
+        try:
+            ctx.comm.settle()
+        finally:
+            ctx.comm.finish()
     finally:
         close(ctx)
 

@@ -173,7 +173,7 @@ def save_state(
         CheckpointError: a value cannot be stored, another process, named in the error, is saving into the folder, or
             the disk failed; the same on every rank, nothing has changed.
         NonFiniteError: a tensor on any rank is not finite; the same on every rank, nothing has changed. In mode
-            "async", `result` raises it.
+            "async", `result` raises it. Or a gradient of a deferred step was not finite.
         CollectiveMismatch: ranks passed other steps or differently shaped items.
 
     Examples:
@@ -183,6 +183,7 @@ def save_state(
     """
     ctx.comm.finish()
     with shared_failure(ctx.comm, Call("save_state", site=call_site())):
+        ctx.comm.settle()
         place, per_host = folder_of(out)
         _check_folder(place.name)
         _check_step(step)

@@ -155,6 +155,7 @@ def gather_rows(
     """Return the rows of all ranks, in rank order; `own` waits for its device. A collective that compares names."""
     call = Call(name, "\n".join(f"{metric}: {kind}" for metric, kind in kinds.items()), call_site())
     with shared_failure(ctx.comm, call):
+        ctx.comm.settle()  # else it would read values of a step that was left out
         row = own()
     payload = as_tensor(msgspec.msgpack.encode(row))
     return [msgspec.msgpack.decode(as_bytes(each), type=MetricsRow) for each in exchange(ctx.comm, call, payload)]

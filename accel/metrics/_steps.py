@@ -179,8 +179,8 @@ class StepOutcome(Protocol):
         ...
 
     @property
-    def stepped(self) -> bool:
-        """Whether the latest step changed parameters."""
+    def stepped(self) -> bool | None:
+        """Whether the latest step changed parameters; None while that is not known."""
         ...
 
     @property
@@ -244,10 +244,10 @@ class StepStatistics(msgspec.Struct, frozen=True, eq=False, dict=True):
         if tokens is not None:
             found["tokens"] = tokens
         if state is not None and ends:
-            found["skipped_steps"] = int(not state.stepped)
+            found["skipped_steps"] = int(state.stepped is False)  # of a deferred step `read` raises the error
             if state.scaler.dynamic:
                 found["loss_scale"] = state.scaler.scale
-            if state.grad_norm is not None and state.stepped:
+            if state.grad_norm is not None and state.stepped is not False:
                 found["grad_norm"] = state.grad_norm
                 found["grad_norm_max"] = state.grad_norm
         metrics = self.metrics.add(1, **found)

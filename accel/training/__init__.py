@@ -3,8 +3,9 @@
 
 Begin with `_train_step.py`, a window's life on one page: `TrainState.next` (`_train_state.py`) takes a batch,
 `_forward_backward.py` computes its losses (`_loss_sums.py`) and their gradients (`_backward.py`), and where the window
-(`_window.py`) ends `_step.py` divides, clips and steps, unless `_refused.py` refuses. Before the loop come
-`_prepare.py` and `_resume.py`; apart from it are `_clip.py`, `_fused.py`, `_evaluating.py` and `_generate.py`.
+(`_window.py`) ends `_step.py` divides, clips and steps, unless `_refused.py` refuses; `_deferred.py` lets the device
+decide. Before the loop come `_prepare.py` and `_resume.py`; apart from it are `_clip.py`, `_fused.py`, `_evaluating.py`
+and `_generate.py`.
 """
 
 from accel.parallel._leftovers import clear_gradients

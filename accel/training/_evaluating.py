@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel.comm._group import find_mark
 from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import check_choice, check_kind
 from accel.items._module import clean_name, reshard
@@ -81,8 +82,8 @@ class Stepped(Protocol):
     """Protocol of step results: the part of a `StepResult` that an average reads."""
 
     @property
-    def stepped(self) -> bool:
-        """Whether parameters were changed."""
+    def stepped(self) -> bool | None:
+        """Whether parameters were changed; None while that is not known."""
         ...
 
 
@@ -138,9 +139,18 @@ class Ema(nn.Module):
 
         Raises:
             PrepareError: another model, or one that was prepared after the average was made.
+            ConfigError: a model of steps with `nonfinite="defer"`.
         """
-        if step is not None and not step.stepped:
+        if step is not None and step.stepped is False:
             return
+        if (step is not None and step.stepped is None) or _is_deferred(model):
+            raise ConfigError(
+                "an average of weights whose latest step may have been left out",
+                expected="an optimizer step with a known outcome",
+                got="nonfinite='defer'",
+                where="Ema.update_",
+                fix="Pass nonfinite='skip' or 'raise' to optimizer_step.",
+            )
         # `updates` is on the CPU, so this does not wait for the device.
         weight = 1 - ema_decay(int(self.updates), self.decay, warmup=self.warmup)
         pairs = self._pairs(model)
@@ -210,6 +220,11 @@ class Ema(nn.Module):
             where=f"Ema, {name}",
             fix="Make the Ema after accel.prepare, of the model that is trained.",
         )
+
+
+def _is_deferred(model: nn.Module) -> bool:
+    """Return whether a step of the model's parameters has deferred its outcome."""
+    return any(find_mark(each, "deferred") is not None for each in model.parameters())
 
 
 def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:

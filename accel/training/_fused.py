@@ -158,6 +158,7 @@ def _name(parameter: torch.Tensor) -> str:
 def _checked(ctx: DistContext, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """Return the group of each parameter, by `id`, after checks of model, context and optimizer."""
     ctx.comm.check_open()
+    ctx.comm.settle()
     refused = {
         "an engine steps all of its parameters at once": engine_of(ctx) is not None,
         "ranks exchange the gradients of unsharded parameters after the backward, so nothing would be saved": (

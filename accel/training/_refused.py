@@ -19,7 +19,7 @@ from accel.parallel.axes.context import check_context_used
 from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor, split_dims
 from accel.topology import AXIS_NAMES, SHARED_DIMS
-from accel.training._window import blame
+from accel.training._window import blame, seen_losses
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -119,7 +119,7 @@ def check_overflow(
     raise NonFiniteError(
         "a gradient is not finite" if accum is None else f"a gradient of step {accum.updates} is not finite",
         expected="finite gradients" if not scaler.dynamic else f"a finite step within {_MOST_OVERFLOWS}",
-        got="inf or NaN" + blame(ctx, accum, apart=apart),
+        got="inf or NaN" + blame(ctx, seen_losses(ctx, accum), apart=apart),
         where=_first_nonfinite(ctx, optimizers),
         fix="Lower the learning rate, clip with max_norm=, divide means by a count of at least 1 where a micro-batch"
         " may hold no unit, or pass nonfinite='skip' to leave such steps out.",

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, get_args, overload
 
 import torch
@@ -15,14 +15,14 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, 
 
 from accel import xla
 from accel.context import DistContext, context_first
-from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_choice
-from accel.optim import Accumulation, Carried, clamp_, parameters_of, scale_, step_masters
+from accel.optim import Accumulation, clamp_, parameters_of, scale_, step_masters
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
 from accel.parallel._labels import steps_alone
 from accel.precision._amp import LossScale
 from accel.topology import dimension_of
+from accel.training._deferred import Deferred, check_deferrable, defer, give_found_inf, mark_deferred
 from accel.training._refused import check_overflow, check_settings
 from accel.training._train_state import TrainState, after_step, ended_window
 from accel.training._window import (
@@ -30,12 +30,13 @@ from accel.training._window import (
     carried_batches,
     check_alone,
     check_batches,
-    check_limit,
-    check_norm_type,
+    check_limits,
     check_real,
     checked_window,
     division,
+    read_outcome,
     refuse_leftovers,
+    seen_losses,
     shortening,
     total_weight,
     whole_norm,
@@ -49,10 +50,12 @@ def step_here(
     window: Accumulation,
     weight: float | torch.Tensor,
     request: StepRequest,
-) -> EngineOutcome:
+    deferring: Callable[..., Deferred] | None = None,
+) -> tuple[EngineOutcome, Deferred | None]:
     """Divide, clip, step and clear the gradients. A collective if some are sharded.
 
-    Gradients and parameters do not change if the window is empty, or if a checked gradient is not finite.
+    Gradients and parameters do not change if the window is empty, or if a checked gradient is not finite. `deferring`
+    takes the norms, the weight and what norms carried, in place of the check.
     """
     # All refusals come before the first write: a rank that raises leaves parameters and gradients as they were.
     parts = _parts(ctx, optimizers, window, joint=request.joint)
@@ -61,29 +64,32 @@ def step_here(
     clips = any(limit is not None for limit in request.max_norms)
     every = parameters_of(optimizers)
     norms: list[float | torch.Tensor] = []
-    carried = carried_batches(ctx, read=request.check_finite)
-    if request.check_finite or clips:
+    looks = request.check_finite or deferring is not None
+    carried = carried_batches(ctx, read=looks)
+    if looks or clips:
         norms = [whole_norm(ctx, part, every, request.norm_type, carried) for part in parts]
     if request.check_finite:
         # The step's wait for the device. Ranks decide alike: gradients or the norms of shards, and the weight, are
         # equal on all.
-        finite, empty, sums = _read(norms, weight, carried)
+        finite, empty, sums = read_outcome(norms, weight, carried)
         if carried is not None:
             check_batches(ctx, carried, sums, request.step)
         if empty or not finite:
-            return EngineOutcome(stepped=False, finite=finite, grad_norm=None)
+            return EngineOutcome(stepped=False, finite=finite, grad_norm=None), None
+    deferred = None if deferring is None else deferring(norms, weight, carried)
     # The norm of the divided gradients, without a pass over them: division and clipping share one multiply.
     norms = [norm * request.factor for norm in norms]
     _apply(parts, request, norms)
     grad_norm = _joined(norms, parts, joint=request.joint)
     for each in optimizers:
-        if ctx.precision.master_weights is None:
-            each.step()
+        step = each.step if ctx.precision.master_weights is None else partial(step_masters, each)
+        if deferred is None:
+            _ = step()
         else:
-            step_masters(each)
+            give_found_inf(each, deferred.found_inf, step)
     # Cleared at once: the memory is free before the next forward, and the next window begins with none.
     clear_here(optimizers)
-    return EngineOutcome(stepped=True, finite=True, grad_norm=grad_norm)
+    return EngineOutcome(stepped=True, finite=True, grad_norm=grad_norm), deferred
 
 
 def step_by(
@@ -94,11 +100,9 @@ def step_by(
     request: StepRequest,
 ) -> EngineOutcome:
     """Let an engine step, unless the window is known to be empty."""
-    if request.check_finite:
-        # An engine has its own norm, so the weight alone is read.
-        _, empty, _ = _read([], weight)
-        if empty:
-            return EngineOutcome(stepped=False, finite=True, grad_norm=None)
+    # An engine has its own norm, so the weight alone is read.
+    if request.check_finite and read_outcome([], weight).empty:
+        return EngineOutcome(stepped=False, finite=True, grad_norm=None)
     return engine.step(ctx, optimizers, request)
 
 
@@ -138,31 +142,6 @@ def _disjoint(groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     return left
 
 
-def _read(
-    norms: list[float | torch.Tensor], weight: float | torch.Tensor, carried: Carried | None = None
-) -> tuple[bool, bool, list[float]]:
-    """Return whether the gradients are finite, whether the window is empty, and what norms carried, in one wait."""
-    along = [] if carried is None else cast("list[torch.Tensor]", list(cast(Any, carried.sums).unbind()))
-    values: list[float | torch.Tensor] = [*along, *norms, weight]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if tensors:
-        # Stacked on one device first: several tensors are read in one wait.
-        first = tensors[0]
-        wide = wide_dtype(first.device)
-        read = iter(torch.stack([value.to(first.device, wide) for value in tensors]).cpu())
-        values = [next(read) if isinstance(value, torch.Tensor) else value for value in values]
-    *known, total = map(float, values)
-    if not 0 <= total < math.inf:
-        raise ConfigError(
-            "a weight of this window is none",
-            expected="finite numbers, 0 or above",
-            got=f"a sum of {total}",
-            where="backward, weight=",
-            fix="The window's gradients are invalid: drop them by discard or clear_gradients of accel.training.",
-        )
-    return all(map(math.isfinite, known[len(along) :])), total == 0, known[: len(along)]
-
-
 def _apply(parts: list[list[torch.Tensor]], request: StepRequest, norms: list[float | torch.Tensor]) -> None:
     """Divide and clip, in one pass over the gradients that share a norm."""
     for at, part in enumerate(parts):
@@ -189,7 +168,7 @@ def _joined(norms: list[float | torch.Tensor], parts: list[list[torch.Tensor]], 
 
 A = TypeVar("A")
 T = TypeVar("T")
-NonFinite = Literal["raise", "skip", "ignore"]
+NonFinite = Literal["raise", "skip", "ignore", "defer"]
 MaxNorm = float | Sequence[float | None] | None
 
 _POLICIES = get_args(NonFinite)
@@ -200,14 +179,14 @@ class StepResult(NamedTuple, Generic[A]):
     """Outcome of `optimizer_step`, and the records to go on with.
 
     Attributes:
-        stepped: whether parameters were changed.
+        stepped: whether parameters were changed; None under `nonfinite="defer"`, where the host does not know.
         accum: the accumulation, between two windows; None if none was passed.
         scaler: the loss scale for the next window.
         grad_norm: norm of the gradients of all ranks before clipping, shape [], or [optimizers] where `max_norm` was a
             list; None if no limit or check needed it.
     """
 
-    stepped: bool
+    stepped: bool | None
     accum: A
     scaler: LossScale
     grad_norm: torch.Tensor | None
@@ -289,9 +268,10 @@ def optimizer_step(
             does not clip.
         norm_type: p of the p-norm, above 0; inf for the largest absolute value.
         max_value: largest absolute value of a gradient's element, instead of `max_norm`.
-        nonfinite: policy for inf or NaN in a gradient: `raise`, `skip` the step, or `ignore`, which does not wait for
-            the device. Under `ignore` a window without weight is a step with zero gradients. Under a dynamic loss scale
-            an overflow is always skipped.
+        nonfinite: policy for inf or NaN in a gradient: `raise`; `skip` the step; `defer`, where optimizers with
+            fused=True leave the step out on the device, and a later call raises; or `ignore`. The last two do not wait
+            for the device, and a window without weight is a step with zero gradients. Under a dynamic loss scale an
+            overflow is always skipped.
 
     Returns:
         The next state, with `stepped` and `grad_norm`; for the parts, a `StepResult`.
@@ -299,7 +279,8 @@ def optimizer_step(
     Raises:
         StepError: calls out of order, a parameter took no part in the loss, or held a gradient before the window
             began; nothing was changed.
-        NonFiniteError: by the policy `nonfinite`, on every rank; parameters and gradients did not change.
+        NonFiniteError: by the policy `nonfinite`, on every rank; parameters and gradients did not change. Or a deferred
+            step before this one was left out.
         ConfigError: an option outside its range, a scheduler or optimizer that needs an argument to step, a scheduler
             without a further step, a setting of the launcher without effect, or a mesh with an unused axis cp; nothing
             was changed.
@@ -311,6 +292,7 @@ def optimizer_step(
         >>> state.updates, state.stepped
         (1, True)
     """
+    ctx.comm.settle()
     state = None
     if isinstance(scaler, TrainState):
         check_alone(accum, "optimizer_step")
@@ -319,7 +301,7 @@ def optimizer_step(
     schedulers = [] if scheduler is None else _listed(scheduler, LRScheduler, "optimizer_step, scheduler=")
     _check_not_exhausted(schedulers)
     check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
-    limits = _check_limits(optimizers, max_norm, norm_type, max_value)
+    limits = check_limits(optimizers, max_norm, norm_type, max_value)
     window = checked_window(ctx, scaler, accum, accum if state is None else state)
     _check_begin(ctx, optimizers, accum)
     weight = total_weight(window)
@@ -329,23 +311,52 @@ def optimizer_step(
         joint=not isinstance(max_norm, Sequence),
         norm_type=norm_type,
         max_value=max_value,
-        check_finite=nonfinite != "ignore" or scaler.dynamic,
+        check_finite=nonfinite in ("raise", "skip") or scaler.dynamic,
         accumulation=None if accum is None else accum.steps,
         step=None if accum is None else accum.updates,
     )
-    engine = engine_of(ctx)
+    engine, deferring = engine_of(ctx), None
+    if nonfinite == "defer":
+        check_deferrable(ctx, optimizers, scaler, engine=engine is not None)
+        deferring = _deferring(ctx, optimizers, accum, scaler)
+    if nonfinite == "defer" or ctx.comm.defers:
+        mark_deferred(ctx, optimizers, defers=deferring is not None)
     if engine is None:
-        outcome = step_here(ctx, optimizers, window, weight, request)
+        outcome, deferred = step_here(ctx, optimizers, window, weight, request, deferring)
     else:
-        outcome = step_by(engine, ctx, optimizers, weight, request)
+        outcome, deferred = step_by(engine, ctx, optimizers, weight, request), None
     if not outcome.finite and (nonfinite == "raise" or scaler.dynamic):
         check_overflow(ctx, scaler, accum, optimizers, apart=_decide_apart(ctx, optimizers))
     _end(ctx, engine, optimizers, schedulers, stepped=outcome.stepped)
-    step = _result(ctx, optimizers, outcome, accum, scaler)
+    step = _result(ctx, optimizers, outcome, accum, scaler, deferred)
     if state is None:
         return step
     assert step.accum is not None
-    return after_step(ctx, state, step.accum, step.scaler, stepped=step.stepped, grad_norm=step.grad_norm)
+    stepped = outcome.stepped if deferred is None else deferred
+    return after_step(ctx, state, step.accum, step.scaler, stepped=stepped, grad_norm=step.grad_norm)
+
+
+def _deferring(
+    ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation | None, scaler: LossScale
+) -> Callable[..., Deferred]:
+    """Return `defer` with the facts of a step."""
+    apart, updates = _decide_apart(ctx, optimizers), None if accum is None else accum.updates
+    note = partial(_note, ctx, updates, scaler, apart=apart)
+    return partial(defer, ctx, step=updates, losses=seen_losses(ctx, accum), apart=apart, note=note)
+
+
+def _note(
+    ctx: DistContext,
+    updates: int | None,
+    scaler: LossScale,
+    *,
+    apart: bool,
+    stepped: bool = True,
+    finite: bool = True,
+) -> None:
+    """Note a decision for ranks to compare, unless they may decide apart."""
+    if ctx.world_size > 1 and not apart:
+        ctx.comm.steps.add(updates=updates, stepped=stepped, finite=finite, scale=scaler.scale)
 
 
 def _end(
@@ -414,21 +425,25 @@ def _result(
     outcome: EngineOutcome,
     accum: Accumulation | None,
     scaler: LossScale,
+    deferred: Deferred | None,
 ) -> StepResult[Accumulation] | StepResult[None]:
-    """Return the records after a step; its decision is noted, for ranks to compare, unless they may decide apart."""
+    """Return the records after a step, and note its decision, or that it is yet to be read."""
     stepped, finite = outcome.stepped, outcome.finite
     norm = outcome.grad_norm if stepped else None
     after = scaler.update(finite=finite) if stepped or not finite else scaler
-    if ctx.world_size > 1 and not _decide_apart(ctx, optimizers):
+    if deferred is not None:
+        ctx.comm.deferred = deferred.read
+    elif ctx.world_size > 1:
         updates = None if accum is None else accum.updates
-        ctx.comm.steps.add(updates=updates, stepped=stepped, finite=finite, scale=after.scale)
+        _note(ctx, updates, after, apart=_decide_apart(ctx, optimizers), stepped=stepped, finite=finite)
+    known = stepped if deferred is None else None
     if accum is None:
         ctx.comm.seen_loss = None
-        return StepResult(stepped, None, after, norm)
+        return StepResult(known, None, after, norm)
     closed = accum.close(stepped=stepped, finite=finite)
     if after is not scaler:
         ctx.comm.marks.put(closed, "spent", scaler)  # refused if the next window begins with it
-    return StepResult(stepped, closed, after, norm)
+    return StepResult(known, closed, after, norm)
 
 
 def _decide_apart(ctx: DistContext, optimizers: list[Optimizer]) -> bool:
@@ -465,28 +480,3 @@ def _cannot_step(found: object, kind: type, where: str) -> ConfigError:
             fix="Call scheduler.step(metric) yourself, with a metric from accel.reduce, the same on every rank.",
         )
     return ConfigError("cannot be stepped", expected=f"a torch {kind.__name__}", got=type(found).__name__, where=where)
-
-
-def _check_limits(
-    optimizers: list[Optimizer], max_norm: MaxNorm, norm_type: float, max_value: float | None
-) -> list[float | None]:
-    """Return one largest norm for all optimizers, or one for each."""
-    check_norm_type(norm_type)
-    if max_norm is None and max_value is None:
-        return [None]
-    limits: list[float | None] = list(max_norm) if isinstance(max_norm, Sequence) else [max_norm]
-    for limit in limits:
-        if limit is not None:
-            check_limit(limit, "max_norm=")
-    if isinstance(max_norm, Sequence) and len(limits) != len(optimizers):
-        raise ConfigError(
-            "norms and optimizers differ in number",
-            expected=f"{len(optimizers)}, or one number for all together",
-            got=f"{len(limits)}",
-            where="max_norm=",
-        )
-    if max_value is not None:
-        check_limit(max_value, "max_value=")
-        if any(limit is not None for limit in limits):
-            raise ConfigError("two kinds of clipping", expected="max_norm or max_value", got="both")
-    return limits

@@ -18,6 +18,7 @@ from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation, check_latest, next_micro_batch
 from accel.parallel._leftovers import clear_gradients
 from accel.precision._amp import LossScale, loss_scale
+from accel.training._deferred import Deferred
 
 
 def is_begun(window: Accumulation) -> bool:
@@ -129,9 +130,13 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
         return self.accum.updates
 
     @property
-    def stepped(self) -> bool:
-        """Whether the latest `optimizer_step` changed parameters. Neither compared nor saved; False before any step."""
-        return vars(self).get("stepped", False)
+    def stepped(self) -> bool | None:
+        """Whether the latest `optimizer_step` changed parameters. Neither compared nor saved; False before any step.
+
+        None after one with `nonfinite="defer"`, until a later call has read its outcome.
+        """
+        found = vars(self).get("stepped", False)
+        return found.stepped if isinstance(found, Deferred) else found
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -326,7 +331,7 @@ def after_step(
     accum: Accumulation,
     scaler: LossScale,
     *,
-    stepped: bool,
+    stepped: bool | Deferred,
     grad_norm: torch.Tensor | None,
 ) -> TrainState:
     """Return the state between two windows."""

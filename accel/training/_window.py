@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer
 
 from accel.comm import Call, adopt, agreed, notes_of_ranks
 from accel.context import DistContext, group_of
+from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.optim import (
     Accumulation,
@@ -145,6 +146,34 @@ def check_limit(limit: float, where: str) -> None:
     """Raise `ConfigError` unless a number is above 0."""
     if not _is_above_zero(limit):
         raise ConfigError("not a limit to clip to", expected="above 0", got=_shown(limit), where=where)
+
+
+def check_limits(
+    optimizers: list[Optimizer],
+    max_norm: float | Sequence[float | None] | None,
+    norm_type: float,
+    max_value: float | None,
+) -> list[float | None]:
+    """Return one largest norm for all optimizers, or one for each."""
+    check_norm_type(norm_type)
+    if max_norm is None and max_value is None:
+        return [None]
+    limits: list[float | None] = list(max_norm) if isinstance(max_norm, Sequence) else [max_norm]
+    for limit in limits:
+        if limit is not None:
+            check_limit(limit, "max_norm=")
+    if isinstance(max_norm, Sequence) and len(limits) != len(optimizers):
+        raise ConfigError(
+            "norms and optimizers differ in number",
+            expected=f"{len(optimizers)}, or one number for all together",
+            got=f"{len(limits)}",
+            where="max_norm=",
+        )
+    if max_value is not None:
+        check_limit(max_value, "max_value=")
+        if any(limit is not None for limit in limits):
+            raise ConfigError("two kinds of clipping", expected="max_norm or max_value", got="both")
+    return limits
 
 
 def check_real(grads: Iterable[torch.Tensor], where: str) -> None:
@@ -299,6 +328,55 @@ def check_batches(ctx: DistContext, carried: Carried, sums: Sequence[float], ste
     later.check(carried.own, sums, step)
 
 
+Figures = Sequence[float | torch.Tensor]
+
+
+class StepFigures(NamedTuple):
+    """Whether the gradients are finite, whether the window is empty, and the sums that norms carried."""
+
+    finite: bool
+    empty: bool
+    sums: list[float]
+
+
+def read_outcome(norms: Figures, weight: float | torch.Tensor, carried: Carried | None = None) -> StepFigures:
+    """Return the outcome in one wait for the device; raise `ConfigError` if the weight is none."""
+    along = [] if carried is None else cast("list[torch.Tensor]", list(cast(Any, carried.sums).unbind()))
+    figures = [*along, *norms, weight]
+    tensors = [figure for figure in figures if isinstance(figure, torch.Tensor)]
+    if tensors:
+        read = iter(stacked(tensors, tensors[0].device).cpu())
+        figures = [next(read) if isinstance(figure, torch.Tensor) else figure for figure in figures]
+    return judged(list(map(float, figures)), len(along))
+
+
+def stacked(figures: Figures, device: torch.device) -> torch.Tensor:
+    """Put figures on one device, so that several are read in one wait."""
+    wide = wide_dtype(device)
+    # a number is filled in: a copy of it would wait
+    return torch.stack(
+        [
+            figure.to(device, wide)
+            if isinstance(figure, torch.Tensor)
+            else torch.full((), figure, dtype=wide, device=device)
+            for figure in figures
+        ]
+    )
+
+
+def judged(figures: list[float], along: int) -> StepFigures:
+    total = figures[-1]
+    if not 0 <= total < math.inf:
+        raise ConfigError(
+            "a weight of this window is none",
+            expected="finite numbers, 0 or above",
+            got=f"a sum of {total}",
+            where="backward, weight=",
+            fix="The window's gradients are invalid: drop them by discard or clear_gradients of accel.training.",
+        )
+    return StepFigures(all(map(math.isfinite, figures[along:-1])), total == 0, figures[:along])
+
+
 _SEEN = "losses"  # beside an accumulation's fields: the window's first loss, or what is not finite if another was not
 _FINITE, _BAD, _UNKNOWN = "finite", "bad", "unknown"
 
@@ -318,12 +396,16 @@ def note_loss(
     return after
 
 
-def blame(ctx: DistContext, accum: Accumulation | None, *, apart: bool) -> str:
-    """Return a clause that names the ranks whose loss was not finite. Waits for the device.
+def seen_losses(ctx: DistContext, accum: Accumulation | None) -> torch.Tensor | None:
+    """Return a tensor of shape [] that is finite if the window's losses are; None where that is not known."""
+    return ctx.comm.seen_loss if accum is None else vars(accum).get(_SEEN)
+
+
+def blame(ctx: DistContext, seen: torch.Tensor | None, *, apart: bool) -> str:
+    """Return a clause that names the ranks whose loss was not finite, by `seen_losses`. Waits for the device.
 
     Every rank that refuses the step calls this; one that refuses alone waits a second for the others.
     """
-    seen = ctx.comm.seen_loss if accum is None else vars(accum).get(_SEEN)
     own = _UNKNOWN if seen is None else _FINITE if bool(torch.isfinite(seen)) else _BAD
     told = {ctx.rank: own} if apart else notes_of_ranks(ctx.comm, "losses", own)
     if bad := sorted(rank for rank, each in told.items() if each == _BAD):

@@ -6,16 +6,21 @@ Run in a process of its own: the type stays registered, and `torch.accelerator` 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from accel.comm._streams import TorchStreams
+
 NAME = "counted"
+_COUNTS: dict[int, list[str]] = {}  # what `counting` collects, by thread: ranks are threads
 _aten = torch.ops.aten
 READS = {
     _aten._local_scalar_dense.default,
@@ -55,7 +60,30 @@ class _Stream:
 
     def record(self, *_: object) -> None: ...
 
-    wait = wait_event = wait_stream = synchronize = record
+    def synchronize(self, *_: object) -> None:
+        _COUNTS[threading.get_ident()].append("an event")
+
+    wait = wait_event = wait_stream = record
+
+
+class PinnableStreams(TorchStreams):
+    """Streams as those of CUDA: copies to pinned memory do not wait, but their events do."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.is_pinnable = True
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory."""
+        return torch.empty(shape, dtype=dtype)
+
+    def current(self) -> _Stream:
+        """Return a stream: torch has none of this type."""
+        return _Stream()
+
+    def record(self, stream: _Stream) -> _Stream:
+        """Return an event."""
+        return stream.record_event()
 
 
 class CountedTensor(torch.Tensor):
@@ -94,6 +122,8 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its own operators come here next
         return _run(func, args, kwargs or {}, self.waits)
 
 
@@ -108,11 +138,13 @@ def counting() -> Generator[list[str]]:
         return made(data, **options).to(device) if there else made(data, device=device, **options)
 
     torch.tensor = tensor  # which makes no tensor on a device that Python defines
+    _COUNTS[threading.get_ident()] = waits
     try:
         with _Counting(waits):
             yield waits
     finally:
         torch.tensor = made
+        del _COUNTS[threading.get_ident()]
 
 
 def _run(func: Any, args: Sequence[Any], given: Mapping[str, Any], waits: list[str]) -> Any:
@@ -126,7 +158,8 @@ def _run(func: Any, args: Sequence[Any], given: Mapping[str, Any], waits: list[s
         return None
     if func is _aten._to_copy.default and to is not None and to.type == "cpu" and here:
         waits.append("copy to the host")
-    if func is _aten.copy_.default and here and not isinstance(args[0], CountedTensor):
+    goes_on = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+    if func is _aten.copy_.default and here and not isinstance(args[0], CountedTensor) and not goes_on:
         waits.append("copy to the host")
     # from memory that is not pinned CUDA copies while the host waits, unless told not to
     comes = func is _aten._to_copy.default and to is not None and to.type == NAME and not here

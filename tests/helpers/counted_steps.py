@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import warnings
@@ -44,10 +45,12 @@ def reach_into_devices() -> None:
 def train(ctx: accel.DistContext, *, accumulation: int = 1, **options: Any) -> list[list[str]]:
     """Return what the host waited for in each optimizer step."""
     found = list[list[str]]()
+    pinning = dataclasses.replace(ctx, streams=counted_device.PinnableStreams(DEVICE))
+    fused = options.get("nonfinite") == "defer"
     with counted_device.counting() as waits:
         net = nn.Sequential(nn.Linear(8, 16, device=DEVICE), nn.ReLU(), nn.Linear(16, 4, device=DEVICE))
         model = accel.prepare_model(ctx, net)
-        optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused))
         data = TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
         loader = accel.prepare_loader(ctx, DataLoader(data, batch_size=4))
         state = accel.train_state(ctx, seed=0, accumulation=accumulation)
@@ -61,7 +64,7 @@ def train(ctx: accel.DistContext, *, accumulation: int = 1, **options: Any) -> l
                 loss = functional.cross_entropy(model(inputs).float(), targets, reduction="sum")
                 state = accel.backward(ctx, loss, state, weight=(targets >= 0).sum())
             if state.sync:
-                state = accel.optimizer_step(ctx, optimizer, state, **options)
+                state = accel.optimizer_step(pinning, optimizer, state, **options)
                 found.append([*own, *waits])
                 own.clear()
             else:
@@ -81,9 +84,14 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "raise in bf16": (1, {"precision": "bf16"}, {"max_norm": 1.0}),
     "ignore in bf16": (1, {"precision": "bf16"}, {"nonfinite": "ignore"}),
     "raise in fp16": (1, {"precision": "fp16"}, {"max_norm": 1.0}),
+    "defer": (1, {}, {"nonfinite": "defer"}),
+    "defer, accumulated": (1, {}, {"accumulation": 3, "nonfinite": "defer", "max_norm": 1.0}),
+    "defer in bf16": (1, {"precision": "bf16"}, {"nonfinite": "defer", "max_norm": 1.0}),
     "ignore in fp16": (1, {"precision": "fp16"}, {"nonfinite": "ignore"}),
     "raise on 2 replicas": (2, {}, {"max_norm": 1.0}),
     "ignore on 2 replicas": (2, {}, {"nonfinite": "ignore"}),
+    "defer on 2 replicas": (2, {}, {"nonfinite": "defer", "max_norm": 1.0}),
+    "defer along tp": (2, {"mesh": "tp=2"}, {"nonfinite": "defer"}),
     "raise along tp": (2, {"mesh": "tp=2"}, {"max_norm": 1.0}),
     "ignore along tp": (2, {"mesh": "tp=2"}, {"nonfinite": "ignore"}),
 }
@@ -107,6 +115,7 @@ def run(case: str) -> list[list[str]]:
 
 def wait_in_verbs(ctx: accel.DistContext) -> dict[str, int]:
     """Return how often the host waits in each verb."""
+    pinning = dataclasses.replace(ctx, streams=counted_device.PinnableStreams(DEVICE))
     found = dict[str, int]()
     with counted_device.counting() as waits:
 
@@ -118,7 +127,7 @@ def wait_in_verbs(ctx: accel.DistContext) -> dict[str, int]:
 
         net = nn.Sequential(nn.Linear(8, 16, device=DEVICE), nn.ReLU(), nn.Linear(16, 4, device=DEVICE))
         model = count("prepare_model", accel.prepare_model, ctx, net)
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         optimizer = count("prepare_optimizer", accel.prepare_optimizer, ctx, adamw)
         data = TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
         loader = accel.prepare_loader(ctx, DataLoader(data, batch_size=4))
@@ -126,7 +135,7 @@ def wait_in_verbs(ctx: accel.DistContext) -> dict[str, int]:
         batches = iter(accel.batches(ctx, loader, state))
         metrics = accel.metrics.running_metrics(loss="mean")
         ema = count("Ema", accel.training.Ema, model, decay=0.9)
-        for at, policy in enumerate(("raise", "skip", "ignore")):
+        for at, policy in enumerate(("raise", "skip", "ignore", "defer", "ignore after defer")):
             batch = count("batches", next, batches)
             inputs, targets = batch.data
             state = state.next(batch)
@@ -134,10 +143,11 @@ def wait_in_verbs(ctx: accel.DistContext) -> dict[str, int]:
             weight = (targets >= 0).sum() if at else float(len(targets))
             kind = "a weight on the device" if at else "a number as weight"
             state = count(f"backward, {kind}", accel.backward, ctx, loss, state, weight=weight)
-            step = partial(accel.optimizer_step, max_norm=1.0, nonfinite=policy)
-            state = count(f"optimizer_step, {policy}", step, ctx, optimizer, state)
+            step = partial(accel.optimizer_step, max_norm=1.0, nonfinite=policy.split()[0])
+            state = count(f"optimizer_step, {policy}", step, pinning, optimizer, state)
             metrics = count(f"metrics.add, {kind}", metrics.add, weight, loss=loss.detach())
-            count("ema.update_", ema.update_, model)
+            if policy != "defer":
+                count("ema.update_", ema.update_, model)
         count("state.grad_norm", lambda: state.grad_norm)
         count("metrics.read", metrics.read, ctx)
         for verb in (accel.gather, accel.reduce, accel.broadcast, accel.pad_across_processes):

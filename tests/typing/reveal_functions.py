@@ -63,7 +63,7 @@ def carried(ctx: accel.DistContext, loader: accel.Loader, loss: torch.Tensor, op
         with accel.accumulate(ctx, state):
             assert_type(accel.backward(ctx, loss, state), accel.TrainState)
         assert_type(accel.optimizer_step(ctx, optimizer, state), accel.TrainState)
-    assert_type((state.epoch, state.updates, state.sync, state.stepped), tuple[int, int, bool, bool])
+    assert_type((state.epoch, state.updates, state.sync, state.stepped), tuple[int, int, bool, bool | None])
     assert_type(accel.training.discard(state), accel.TrainState)
     assert_type(accel.total_steps(loader, accumulation=2, epochs=3), int)
     for batch in accel.batches(ctx, loader):  # evaluation

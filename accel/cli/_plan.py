@@ -15,7 +15,7 @@ from accel.cli._parser import RESERVED, RESERVED_FOR, Parser, memory_limit
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate import Hosts, Job, Transformer, choose_meshes, read_transformer
-from accel.estimate._choices import Choice, Choices, Refusal
+from accel.estimate._choices import Choice, Choices, RankStages, Refusal, stages_of
 from accel.estimate._memory import PARTS
 from accel.estimate._step import OPTIMIZERS
 from accel.formats import PrecisionName
@@ -39,6 +39,8 @@ def show_choices(
         lines += [_table(found.fitting[:most], _TITLES, _cells), *_rest(len(found.fitting) - most), ""]
         lines += _advice(found.fitting[0])
         lines += _loss(*found.fitting[:2]) if len(found.fitting) > 1 else []
+        staged = next((each for each in found.fitting[:most] if each.axes.pp > 1), None)
+        lines += _stages(model, staged, job.hosts) if staged is not None else []
     else:
         lines += [f"No mesh of {job.ranks} ranks fits.", *_way_out(job, found, more)]
     return "\n".join([*lines, *_too_large(found.too_large), *_impossible(found.refused)])
@@ -104,6 +106,7 @@ def _advice(choice: Choice) -> Iterator[str]:
         several = plan.stages_per_rank > 1
         fields += [f'schedule="{plan.schedule}", stages_per_rank={plan.stages_per_rank}'] if several else []
         fields += [f"micro_batches={step.micro_batches}"]
+        fields += ["stages=stages"] if step.balance != "blocks" else []
     mesh = f" --mesh {axes}" if str(axes) else ""
     yield f"The first: accel launch{mesh} --strategy {step.strategy} train.py"
     if fields:
@@ -113,6 +116,29 @@ def _advice(choice: Choice) -> Iterator[str]:
     if step.micro_batches > 1 and axes.pp == 1:
         each = "" if step.held else ", sync_each_batch=True"
         yield f"  and accel.train_state(ctx, accumulation={step.micro_batches}{each})"
+
+
+def _stages(model: Transformer, choice: Choice, hosts: Hosts) -> Iterator[str]:
+    """A table of the stages of each rank along pp."""
+    found = stages_of(model, choice, hosts)
+    count = sum(len(each.stages) for each in found)
+    rows: list[Sequence[str]] = [("STAGES", "BLOCKS", "MEMORY", "PRODUCTS")]
+    for each in found:
+        blocks = [_blocks(at, count, *ends) for at, ends in zip(each.stages, each.blocks, strict=True)]
+        cells = (", ".join(map(str, each.stages)), ", ".join(blocks), show_size(each.memory.total))
+        rows.append((*cells, show_seconds(each.time.compute)))
+    balance = choice.step.balance
+    yield ""
+    yield from _folded(f"Stages of {choice.axes},", f"balanced by {balance}, on each rank along pp:")
+    yield show_table(rows)
+    if balance != "blocks":
+        yield f'in the script, stages = accel.parallel.stage_plan(model, {count}, balance="{balance}")'
+
+
+def _blocks(stage: int, count: int, first: int, last: int) -> str:
+    """The blocks of a stage, and what it has at the model's ends."""
+    text = f"{first}-{last}" if last > first else str(first)
+    return ("embedding, " if stage == 0 else "") + text + (", head" if stage == count - 1 else "")
 
 
 def _loss(first: Choice, second: Choice) -> list[str]:
@@ -225,12 +251,14 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         options: the choice, with the memory and time of a step.
         memory: bytes on the rank that needs most.
         step_s: seconds of a step.
+        stages: of each rank along pp; of meshes that fit.
     """
 
     mesh: str
     options: Choice
     memory: int
     step_s: float
+    stages: Sequence[RankStages] = ()
 
 
 def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
@@ -245,7 +273,7 @@ def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
             parameters=model.count,
             ranks=job.ranks,
             limit=job.memory,
-            fitting=list(map(_row, found.fitting)),
+            fitting=[_row(each, stages_of(model, each, job.hosts)) for each in found.fitting],
             too_large=list(map(_row, found.too_large)),
             refused=dict(Counter(str(each.problem) for each in found.refused)),
         )
@@ -338,5 +366,6 @@ def _enough(job: Job, found: Choices, known: argparse.Namespace) -> Iterator[tup
             yield ranks, more.fitting[0]
 
 
-def _row(choice: Choice) -> PlanRow:
-    return PlanRow(mesh=str(choice.axes), options=choice, memory=choice.memory.total, step_s=choice.time.total)
+def _row(choice: Choice, stages: Sequence[RankStages] = ()) -> PlanRow:
+    memory = choice.memory.total
+    return PlanRow(mesh=str(choice.axes), options=choice, memory=memory, step_s=choice.time.total, stages=stages)

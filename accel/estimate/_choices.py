@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,10 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from accel.errors import ConfigError
-from accel.estimate._cost import Hosts, StepTime, step_time
-from accel.estimate._memory import RankMemory, rank_memory
+from accel.estimate._cost import Hosts, StepTime, rank_time, step_time
+from accel.estimate._memory import RankMemory, memory_by_moment, rank_memory
 from accel.estimate._model import Transformer
-from accel.estimate._step import EstimatedStep
+from accel.estimate._step import EstimatedStep, rank_stages, stage_layers
 from accel.formats import PrecisionName, StrategyName
 from accel.topology import Axes, Plan
 
@@ -141,6 +142,39 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     time: StepTime
 
 
+class RankStages(msgspec.Struct, frozen=True, kw_only=True):
+    """The stages of a rank along pp.
+
+    Attributes:
+        stages: indices of the stages.
+        blocks: first and last block of each stage.
+        memory: of the rank, when it needs most.
+        time: of the step on the rank.
+    """
+
+    stages: Sequence[int]
+    blocks: Sequence[tuple[int, int]]
+    memory: RankMemory
+    time: StepTime
+
+
+def stages_of(model: Transformer, choice: Choice, hosts: Hosts) -> Sequence[RankStages]:
+    """Return the stages of each rank along pp, with their memory and time; nothing without a pipeline."""
+    axes, step, plan = choice.axes, choice.step, choice.plan
+    if axes.pp == 1:
+        return ()
+    layers = stage_layers(model, axes.pp * plan.stages_per_rank, step.balance)
+    ends = list(itertools.accumulate(layers))
+    found: list[RankStages] = []
+    for rank in range(axes.pp):
+        own = rank_stages(plan, axes.pp, rank)
+        memory = max(memory_by_moment(model, axes, step, plan, rank), key=lambda each: each.total)
+        time = rank_time(model, axes, step, plan, hosts, rank)
+        blocks = [(ends[at] - layers[at], ends[at] - 1) for at in own]
+        found.append(RankStages(stages=own, blocks=blocks, memory=memory, time=time))
+    return found
+
+
 class Refusal(NamedTuple):
     """A mesh that the model or the batch cannot be spread over, and the reason."""
 
@@ -220,19 +254,26 @@ def _choice(model: Transformer, axes: Axes, strategy: StrategyName, job: Job) ->
     best: Choice | None = None
     for step, plan in _ways(axes, base):
         found = mesh_problem(axes, model, plan, tokens=job.tokens) or _too_few(axes, step, plan)
-        if found is not None:
-            problem = problem or found
-            continue
-        memory = rank_memory(model, axes, step, plan)
-        if best is not None and memory.total > max(job.memory, best.memory.total):
-            continue
-        time = step_time(model, axes, step, plan, job.hosts)
-        way = Choice(axes=axes, step=step, plan=plan, memory=memory, time=time)
-        if best is None or _rank(way, job.memory) < _rank(best, job.memory):
-            best = way
-    found = best or problem
-    assert found is not None  # there is at least one way to look at
-    return found
+        if found is None:
+            best = _better(best, model, axes, step, plan, job)
+        problem = problem or found
+    if best is None:
+        assert problem is not None  # there is at least one way to look at
+        return problem
+    for balance in ("time", "memory") if axes.pp > 1 else ():
+        balanced = msgspec.structs.replace(best.step, balance=balance)
+        best = _better(best, model, axes, balanced, best.plan, job)
+    return best
+
+
+def _better(best: Choice | None, model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, job: Job) -> Choice:
+    """Return a way to use a mesh, or the best one so far."""
+    memory = rank_memory(model, axes, step, plan)
+    if best is not None and memory.total > max(job.memory, best.memory.total):
+        return best
+    time = step_time(model, axes, step, plan, job.hosts)
+    way = Choice(axes=axes, step=step, plan=plan, memory=memory, time=time)
+    return way if best is None or _rank(way, job.memory) < _rank(best, job.memory) else best
 
 
 def _rank(choice: Choice, memory: int) -> tuple[float, float]:

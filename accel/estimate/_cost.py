@@ -15,6 +15,7 @@ from accel.estimate._step import (
     EqualRanks,
     EstimatedStep,
     HeldParameters,
+    busy_ranks,
     copies_of,
     divides_logits,
     expert_shards,
@@ -304,8 +305,7 @@ def step_time(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, h
         plan: options of the spreading.
         hosts: speeds of the machine.
     """
-    ranks = {0, min(1, axes.pp - 1), axes.pp - 1}
-    found = [_rank_time(model, axes, step, plan, hosts, rank) for rank in ranks]
+    found = [rank_time(model, axes, step, plan, hosts, rank) for rank in busy_ranks(model, axes, step, plan)]
     return max(found, key=lambda each: each.total)
 
 
@@ -326,7 +326,8 @@ def _bandwidth(size: int, stride: int, hosts: Hosts) -> float:
     return hosts.inside if together == size else min(hosts.inside, together * hosts.between)
 
 
-def _rank_time(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, hosts: Hosts, rank: int) -> StepTime:
+def rank_time(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, hosts: Hosts, rank: int) -> StepTime:
+    """Return the time of a step on the rank at an index along pp."""
     attention, products = _operations(model, axes, step, plan, rank)
     compute = (attention + products) / hosts.flops
     rounds = plan.stages_per_rank * step.micro_batches
@@ -342,7 +343,7 @@ def _rank_time(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, 
 def _operations(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, rank: int) -> tuple[float, float]:
     """Operations of a rank in a step: of causal attention, and of products with parameters."""
     stages = axes.pp * plan.stages_per_rank
-    layers = stage_layers(model.layers, stages)
+    layers = stage_layers(model, stages, step.balance)
     own = rank_stages(plan, axes.pp, rank)
     count = sum(layers[at] for at in own)
     sequences = step.rows * step.micro_batches

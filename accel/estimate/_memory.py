@@ -22,6 +22,7 @@ from accel.estimate._step import (
     EstimatedStep,
     HeldParameters,
     Kept,
+    busy_ranks,
     copies_of,
     expert_shards,
     held_by,
@@ -98,8 +99,7 @@ def largest_parts(
 
 
 def _moments(model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan | None) -> Iterator[RankMemory]:
-    ranks = {0, min(1, axes.pp - 1), axes.pp - 1}  # those between hold no more micro-batches than the second
-    for rank in ranks:
+    for rank in busy_ranks(model, axes, step, plan or Plan()):
         yield from memory_by_moment(model, axes, step, plan or Plan(), rank)
 
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -13,7 +14,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate._model import Model, Parameter, Transformer, is_expert, sizes_of, units_of
 from accel.formats import PrecisionName, StrategyName, precision
-from accel.topology import Axes, Plan, data_dimension
+from accel.topology import Axes, Balance, Plan, data_dimension, divide
 
 Engine = Literal["fully_shard", "ddp", "none"]
 _FP32 = 4
@@ -60,6 +61,7 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
         recompute: whether blocks keep their inputs alone and compute the rest again in backward.
         held: whether gradients wait on their rank for the last micro-batch; else each one exchanges them.
         dealt: whether ranks of DDP share the optimizer's state, as by `ZeroRedundancyOptimizer`.
+        balance: cost by which `stage_plan` divides the blocks among the stages of a pipeline.
 
     Raises:
         ConfigError: an unknown name, or a number below 1.
@@ -74,11 +76,13 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
     recompute: bool = False
     held: bool = True
     dealt: bool = False
+    balance: Balance = "blocks"
 
     def __post_init__(self) -> None:
         _ = precision(self.precision)
         check_choice(self.optimizer, list(OPTIMIZERS), "unknown optimizer", where="EstimatedStep.optimizer")
         check_choice(self.strategy, ["ddp", "fsdp"], "unknown strategy", where="EstimatedStep.strategy")
+        check_choice(self.balance, get_args(Balance), "unknown balance of stages", where="EstimatedStep.balance")
         for name in ("tokens", "rows", "micro_batches"):
             if getattr(self, name) < 1:
                 got = str(getattr(self, name))
@@ -155,9 +159,39 @@ def keeps_blocks(plan: Plan, axes: Axes) -> bool:
     return axes.pp > 1 or plan.reshard_after_forward is False
 
 
-def stage_layers(layers: int, stages: int) -> list[int]:
-    """Return the number of blocks of each stage: equal, or earlier stages one more."""
-    return [layers // stages + (at < layers % stages) for at in range(stages)]
+def stage_layers(model: Transformer, stages: int, balance: Balance) -> tuple[int, ...]:
+    """Return the number of blocks of each stage, as `stage_plan` divides them."""
+    if balance == "blocks":
+        return tuple(model.layers // stages + (at < model.layers % stages) for at in range(stages))
+    weight = model.embedding()[0].count if model.tied else 0  # the head has the embedding's, too
+    first = sum(each.count for each in model.embedding()) if balance == "memory" else 0
+    block, last = (_cost(each, balance) for each in (model.block(), model.head()))
+    return _divided(first, block, last + weight, model.layers, stages)
+
+
+def _cost(parameters: Iterable[Parameter], balance: Balance) -> int:
+    return sum(each.count for each in parameters if balance == "memory" or len(each.shape) > 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _divided(first: int, block: int, last: int, layers: int, stages: int) -> tuple[int, ...]:
+    """The number of blocks of each stage, by the costs of a block and of what lies around them."""
+    costs = [float(block)] * layers
+    costs[0] += first
+    costs[-1] += last
+    ends = divide(costs, stages)
+    return tuple(end - begin for begin, end in zip((0, *ends[:-1]), ends, strict=True))
+
+
+def busy_ranks(model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan) -> Sequence[int]:
+    """Return ranks along pp, among them those that need most memory and most time: the first two, the last one, and the
+    first of those with most blocks, as later ones hold no more micro-batches."""
+    found = [0, min(1, axes.pp - 1), axes.pp - 1]
+    sizes = sizes_of(model)
+    if sizes is not None and axes.pp > 1:
+        layers = stage_layers(sizes, axes.pp * plan.stages_per_rank, step.balance)
+        found.append(max(range(axes.pp), key=lambda rank: sum(layers[at] for at in rank_stages(plan, axes.pp, rank))))
+    return tuple(dict.fromkeys(found))
 
 
 def rank_stages(plan: Plan, pp: int, rank: int) -> tuple[int, ...]:
@@ -250,7 +284,7 @@ def _held_by_sizes(
 ) -> HeldParameters:
     own = rank_stages(plan, axes.pp, rank)
     stages = axes.pp * plan.stages_per_rank
-    layers = stage_layers(model.layers, stages)
+    layers = stage_layers(model, stages, step.balance)
     is_first, is_last = 0 in own, stages - 1 in own
     ends = [*(model.embedding() if is_first else ()), *(model.head() if is_last else ())]
     if model.tied and is_last and not is_first:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Axes of a mesh of ranks, as plain values, free of torch; one file, `_axes.py`.
+"""Axes of a mesh of ranks, as plain values, free of torch.
 
-A text such as "dp=2,tp=4" becomes `Axes`, the sizes; these give rows of ranks and a rank's `MeshPosition`; `Plan` is
-the user's choice of how a model is spread along them.
+Begin with `_axes.py`. A text such as "dp=2,tp=4" becomes `Axes`, the sizes; these give rows of ranks and a rank's
+`MeshPosition`; `Plan` is the user's choice of how a model is spread along them. `_stages.py` divides blocks among the
+stages of a pipeline.
 """
 
 from accel.topology._axes import (
@@ -33,3 +34,4 @@ from accel.topology._axes import (
     rank_rows as rank_rows,
     without_mesh as without_mesh,
 )
+from accel.topology._stages import Balance as Balance, divide as divide

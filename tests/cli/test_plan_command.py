@@ -77,6 +77,21 @@ def test_what_the_second_mesh_waits_for_is_what_its_step_has_more(
         assert all(seconds >= 0 for seconds in time["messages"].values())
 
 
+def test_the_stages_of_the_first_mesh_with_pp_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = (".", "--ranks", "16", "--memory", "80GB", "--batch", "256", "--link", "20GB,1GB", "--host", "2")
+    _, text = asked(capsys, *slow)
+    lines = text.splitlines()
+    at = lines.index("Stages of pp=2,dp=8, balanced by time, on each rank along pp:")
+    assert lines[at + 1].split() == ["STAGES", "BLOCKS", "MEMORY", "PRODUCTS"]
+    assert lines[at + 2].startswith("0       embedding, 0-16  62.2 GB")
+    assert lines[at + 3].startswith("1       17-31, head")
+    assert lines[at + 4] == 'in the script, stages = accel.parallel.stage_plan(model, 2, balance="time")'
+    assert "micro_batches=32, stages=stages)" in text
+    first = msgspec.json.decode(asked(capsys, *slow, "--json")[1])["fitting"][0]
+    assert [each["blocks"] for each in first["stages"]] == [[[0, 16]], [[17, 31]]]
+    assert "Stages of" not in asked(capsys, ".", "--ranks", "8", "--memory", "80GB", "--top", "1")[1]
+
+
 def test_programs_read_all_meshes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = asked(capsys, ".", "--ranks", "8", "--memory", "80GB", "--json")
     found = msgspec.json.decode(text)

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import get_args
 
 import msgspec
 import pytest
-from hypothesis import given, strategies as st
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
 
+import accel
 from accel.errors import ConfigError
-from accel.estimate import Transformer, list_meshes, mesh_problem
-from accel.topology import Axes, Plan, coordinates
+from accel.estimate import EstimatedStep, Hosts, Transformer, list_meshes, mesh_problem, rank_memory, step_time
+from accel.estimate._choices import Choice, stages_of
+from accel.estimate._step import stage_layers
+from accel.topology import Axes, Balance, Plan, coordinates
 
 LLAMA = Transformer(layers=6, width=48, heads=12, kv_heads=4, head_width=4, inner=36, vocabulary=144)
 MIXTRAL = msgspec.structs.replace(LLAMA, experts=6, experts_per_token=2)
@@ -104,3 +110,74 @@ def test_what_a_mixture_demands_is_named(axes: Axes, plan: Plan, expected: str |
 def test_no_ranks_have_no_mesh() -> None:
     with pytest.raises(ConfigError, match="not a number of ranks"):
         _ = list(list_meshes(0))
+
+
+class Decoder(nn.Module):
+    """A module with the parameters of a transformer's sizes, without memory."""
+
+    def __init__(self, sizes: Transformer) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
+            if sizes.positions:
+                self.positions = nn.Embedding(sizes.positions, sizes.width)
+            self.layers = nn.ModuleList(self._block(sizes) for _ in range(sizes.layers))
+            self.norm = nn.RMSNorm(sizes.width)
+            self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        if sizes.tied:
+            self.head.weight = self.embed.weight
+
+    def _block(self, sizes: Transformer) -> nn.Module:
+        found = nn.Module()
+        for at, each in enumerate(sizes.block()):
+            found.register_parameter(f"p{at}", nn.Parameter(torch.empty(each.shape)))
+        return found
+
+
+@given(
+    st.builds(
+        msgspec.structs.replace,
+        st.just(LLAMA),
+        layers=st.integers(2, 9),
+        vocabulary=st.sampled_from([10, 144, 900]),
+        positions=st.sampled_from([0, 300]),
+        tied=st.booleans(),
+    ),
+    st.integers(1, 5),
+    st.sampled_from(get_args(Balance)),
+)
+@settings(max_examples=20)
+def test_stages_have_the_blocks_of_stage_plan(sizes: Transformer, stages: int, balance: Balance) -> None:
+    stages = min(stages, sizes.layers)
+    plan = accel.parallel.stage_plan(Decoder(sizes), stages, balance=balance)
+    counts = [sum(path.startswith("layers.") for path in paths) for paths in plan]
+    assert list(stage_layers(sizes, stages, balance)) == counts
+
+
+@given(st.sampled_from(get_args(Balance)), st.sampled_from([(2, 1), (3, 1), (3, 2)]), st.booleans())
+def test_the_slowest_and_the_fullest_rank_are_among_the_stages(
+    balance: Balance, stages: tuple[int, int], large: bool
+) -> None:
+    pp, each = stages
+    sizes = msgspec.structs.replace(LLAMA, layers=9, vocabulary=2000 if large else 20)
+    plan = Plan(stages_per_rank=each, schedule="1F1B" if each == 1 else "Interleaved1F1B")
+    step = EstimatedStep(tokens=24, micro_batches=12, balance=balance)
+    axes = Axes(pp=pp, dp=2)
+    memory, time = rank_memory(sizes, axes, step, plan), step_time(sizes, axes, step, plan, Hosts())
+    found = stages_of(sizes, Choice(axes=axes, step=step, plan=plan, memory=memory, time=time), Hosts())
+    assert max(one.memory.total for one in found) == memory.total
+    assert max(one.time.total for one in found) == time.total
+    blocks = [at for one in found for first, last in one.blocks for at in range(first, last + 1)]
+    assert sorted(blocks) == list(range(9))
+    assert sorted(at for one in found for at in one.stages) == list(range(pp * each))
+
+
+def test_balance_by_time_moves_blocks_away_from_the_head() -> None:
+    sizes = msgspec.structs.replace(LLAMA, layers=9, vocabulary=900)
+    step = EstimatedStep(tokens=24, micro_batches=12)
+    links = Hosts(inside=1e18, between=1e18, latency_s=1e-18)
+    times = [
+        step_time(sizes, Axes(pp=3), msgspec.structs.replace(step, balance=each), Plan(), links)
+        for each in get_args(Balance)
+    ]
+    assert times[2].total < times[0].total

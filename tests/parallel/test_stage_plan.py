@@ -17,7 +17,8 @@ import accel
 from accel.errors import ConfigError, PrepareError
 from accel.parallel.axes.pipeline._pipeline import holders, stage_of
 from accel.parallel.axes.pipeline._stage_module import plan_rows, split_batch
-from accel.parallel.axes.pipeline._stage_plan import check_stages, divide, make_layout, own_stages
+from accel.parallel.axes.pipeline._stage_plan import check_stages, make_layout, own_stages
+from accel.topology import divide
 
 SCHEDULES = get_args(get_type_hints(accel.parallel.Plan)["schedule"])
 COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=9)

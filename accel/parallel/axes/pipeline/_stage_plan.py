@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, cast, get_args
+from typing import NamedTuple, cast, get_args
 
 from torch import nn
 
 from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import check_choice, check_count, did_you_mean, with_article
 from accel.parallel._modules import named_modules, repeated
+from accel.topology import Balance, divide
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
@@ -111,9 +112,6 @@ def _joined(path: str, key: str) -> str:
 Stages = tuple[tuple[str, ...], ...]
 
 
-Balance = Literal["blocks", "memory", "time"]
-
-
 def stage_plan(
     model: nn.Module, stages: int, *, costs: Mapping[str, float] | None = None, balance: Balance = "blocks"
 ) -> Stages:
@@ -167,33 +165,6 @@ def stage_plan(
     plan = tuple(map(tuple, found))
     check_stages(model, plan, "stage_plan")
     return plan
-
-
-def divide(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Return the ends of contiguous, non-empty parts of a list so that the costliest part costs least; ties make
-    earlier parts longer."""
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[n]: highest cost of a part, and sum of squares, of the first n costs in the parts so far
-    best: list[tuple[float, float]] = [(sums[n], sums[n] ** 2) if n else (math.inf, math.inf) for n in range(len(sums))]
-    ends: list[list[int]] = []
-    for part in range(1, parts):
-        chosen = [0] * len(sums)
-        following = [(math.inf, math.inf)] * len(sums)
-        for n in range(part + 1, len(sums)):
-            for begin in range(part, n):
-                own = sums[n] - sums[begin]
-                found = (max(best[begin][0], own), best[begin][1] + own**2)
-                if found <= following[n]:
-                    following[n] = found
-                    chosen[n] = begin
-        best = following
-        ends.append(chosen)
-    cuts = [len(costs)]
-    for chosen in reversed(ends):
-        cuts.append(chosen[cuts[-1]])
-    return tuple(reversed(cuts))
 
 
 def check_stages(model: nn.Module, stages: Sequence[Sequence[str]], where: str) -> None:

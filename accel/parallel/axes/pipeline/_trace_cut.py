@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from accel.errors import StageError
-from accel.parallel.axes.pipeline._stage_plan import divide
 from accel.parallel.axes.pipeline._trace_program import Program, first_operators
+from accel.topology import divide
 
 _FIX = "Begin the stage at another module: Plan(stages=[[...], [...]])."
 

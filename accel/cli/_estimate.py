@@ -33,7 +33,7 @@ from accel.estimate._sources import cached_model, is_model_name
 from accel.estimate._step import OPTIMIZERS
 from accel.formats import PrecisionName
 from accel.terminal import show_count, show_size, show_table
-from accel.topology import Axes
+from accel.topology import Axes, Balance
 
 if TYPE_CHECKING:
     from accel.estimate._build import Input
@@ -57,6 +57,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "--strategy": tuple(STRATEGIES),
     "--optimizer": tuple(OPTIMIZERS),
     "--context": CONTEXT_METHODS,
+    "--balance": get_args(Balance),
     "--placement": PLACEMENTS,
     "--fill": FILLS,
 }

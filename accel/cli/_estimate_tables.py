@@ -43,7 +43,7 @@ from accel.estimate._sources import describe_source, name_headers, read_headers
 from accel.formats import PrecisionName, StrategyName
 from accel.storage import parse_size
 from accel.terminal import show_count, show_size, show_table
-from accel.topology import Axes, ContextMethod, Plan, fit_axes, mesh_sizes
+from accel.topology import Axes, Balance, ContextMethod, Plan, fit_axes, mesh_sizes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -236,6 +236,7 @@ def add_mesh_flags(built: argparse.ArgumentParser) -> None:
     _ = add("--recompute", action="store_true", help="blocks keep their inputs alone: accel.checkpoint_activations")
     _ = add("--sequence", action="store_true", help="ranks along tp share tokens: Plan(sequence=True)")
     _ = add("--context", metavar="NAME", help=f"along cp: {', '.join(CONTEXT_METHODS)} (default: gather)")
+    _ = add("--balance", metavar="NAME", help=f"stages along pp, by {', '.join(get_args(Balance))} (default: blocks)")
 
 
 def check_without_mesh(known: argparse.Namespace) -> None:
@@ -245,6 +246,7 @@ def check_without_mesh(known: argparse.Namespace) -> None:
         "--recompute": known.recompute,
         "--sequence": known.sequence,
         "--context": known.context is not None,
+        "--balance": known.balance is not None,
     }
     if named := [flag for flag, is_given in given.items() if is_given]:
         raise ConfigError(
@@ -322,6 +324,8 @@ def _step(known: argparse.Namespace) -> EstimatedStep:
             raise ConfigError("one answer for a mesh", expected="one", got=" and ".join(names), where=flag)
     strategy = known.strategy[0] if known.strategy else "fsdp"
     check_choice(strategy, ["ddp", "fsdp"], "not a strategy of a mesh", where="--strategy")
+    balance = known.balance or "blocks"
+    check_choice(balance, get_args(Balance), "unknown balance of stages", where="--balance")
     return EstimatedStep(
         rows=int(match[1]),
         tokens=int(match[2]),
@@ -330,6 +334,7 @@ def _step(known: argparse.Namespace) -> EstimatedStep:
         optimizer=known.optimizer,
         strategy=cast(StrategyName, strategy),
         recompute=known.recompute,
+        balance=cast(Balance, balance),
     )
 
 

@@ -175,7 +175,7 @@ def _cost(parameters: Iterable[Parameter], balance: Balance) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _divided(first: int, block: int, last: int, layers: int, stages: int) -> tuple[int, ...]:
-    """The number of blocks of each stage, by the costs of a block and of what lies around them."""
+    """The number of blocks of each stage, by the costs of a block and of what is around them."""
     costs = [float(block)] * layers
     costs[0] += first
     costs[-1] += last

@@ -88,7 +88,7 @@ def words_of(options: Mapping[str, Any]) -> list[str] | None:
     if not step["held"] or plan["stages_per_rank"] > 1:
         return None
     words = ["--strategy", step["strategy"], "--micro-batches", str(step["micro_batches"])]
-    words += ["--context", plan["context"]]
+    words += ["--context", plan["context"], "--balance", step["balance"]]
     return [*words, *["--recompute"] * step["recompute"], *["--sequence"] * plan["sequence"]]
 
 

@@ -207,7 +207,7 @@ TensorStyle = Literal[
     "sequence_parallel_gather_output",
 ]
 HeadStyle = Literal["colwise", "colwise_gather_output"]
-ExpertStyle = Literal["dispatch", "local"]
+ExpertStyle = Literal["dispatch", "local", "sorted"]
 Cut = Literal["chain", "trace"]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"

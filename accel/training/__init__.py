@@ -10,6 +10,7 @@ and `_generate.py`.
 
 from accel.parallel._leftovers import clear_gradients
 from accel.training._evaluating import Ema
+from accel.training._expert_load import ExpertCounts, ExpertLoad
 from accel.training._forward_backward import forward
 from accel.training._fused import fused_step
 from accel.training._generate import generate
@@ -18,6 +19,8 @@ from accel.training._train_state import discard
 
 __all__ = [
     "Ema",
+    "ExpertCounts",
+    "ExpertLoad",
     "StepResult",
     "clear_gradients",
     "discard",

@@ -48,6 +48,10 @@ CLIP = {
     "vision_config": IMAGE,
     "projection_dim": 16,
 }
+LLAMA4 = GATED | {
+    "intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "interleave_moe_layer_step": 1,
+    "attention_chunk_size": 8,
+}  # fmt: skip
 DEEPSEEK = GATED | {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
@@ -155,6 +159,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Granite": Family("GraniteForCausalLM", "GraniteConfig", GATED),
     "Llama": Family("LlamaForCausalLM", "LlamaConfig", GATED),
+    "Llama 4": Family("Llama4ForCausalLM", "Llama4TextConfig", LLAMA4),
     "M2M100": Family("M2M100ForConditionalGeneration", "M2M100Config", SEQ2SEQ, "translation"),
     "Mamba": Family(
         "MambaForCausalLM",
@@ -195,6 +200,7 @@ FAMILIES: Mapping[str, Family] = {
     "Persimmon": Family("PersimmonForCausalLM", "PersimmonConfig", ENCODER | {"use_cache": False}),
     "Phi": Family("PhiForCausalLM", "PhiConfig", ENCODER | {"use_cache": False}),
     "Phi-3": Family("Phi3ForCausalLM", "Phi3Config", GATED),
+    "Phi-MoE": Family("PhimoeForCausalLM", "PhimoeConfig", MIXTURE),
     "Qwen 2": Family("Qwen2ForCausalLM", "Qwen2Config", GATED),
     "Qwen 3": Family("Qwen3ForCausalLM", "Qwen3Config", GATED),
     "RoBERTa": Family("RobertaForMaskedLM", "RobertaConfig", ENCODER | {"max_position_embeddings": 40}),
@@ -237,8 +243,9 @@ class Mesh(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
-        return torch.Size(int(each.split("=")[1]) for each in self.axes.split(",")).numel()
+        """Number of ranks; those along ep are ranks of the other axes."""
+        sizes = [each.split("=") for each in self.axes.split(",")]
+        return torch.Size(int(size) for name, size in sizes if name != "ep").numel()
 
 
 MESHES: Mapping[str, Mesh] = {"tp=2": Mesh("tp=2"), "dp=2,tp=2": Mesh("dp=2,tp=2")} | {
@@ -278,6 +285,8 @@ def make(name: str) -> nn.Module:
         if key.endswith(UNUSED):
             _ = each.requires_grad_(False)
     for module in model.modules():
+        if type(module).__name__ == "PhimoeTopKRouter":
+            _ = module.eval()  # it draws experts in training
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for key, value in list(vars(module).items()):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import WIDTH, Trained, Words, by_hand, differences, train
+from pipelines import WIDTH, Trained, Words, by_hand, differences, loss_sum, train
 from torch import Tensor, nn
 
 import accel
@@ -73,3 +73,25 @@ def test_stages_with_experts_train_as_one_process(ranks: int, mesh: str, schedul
     parameters, figures = differences(found, expected._replace(figures=norms))
     assert parameters < 1e-10
     assert figures < 1e-12
+
+
+def test_each_stage_counts_the_tokens_of_its_experts() -> None:
+    plan = accel.parallel.Plan(experts={"blocks.*.experts": "dispatch"}, micro_batches=2)
+
+    def run(ctx: accel.DistContext) -> dict[str, int]:
+        ctx = accel.replace(ctx, mesh="pp=2,dp=2,ep=2", strategy="ddp")
+        net = mixture()
+        model, optimizer = accel.prepare(ctx, net, torch.optim.SGD(net.parameters(), lr=0.1), plan=plan)
+        load = accel.training.ExpertLoad(model, experts={"blocks.*.experts": EXPERTS})
+        scaler, accum = accel.loss_scale(ctx), accel.Accumulation(1).next()
+        ids = torch.arange(12).reshape(4, 3) % 5
+        with load.counting(accum):
+            _, accum = accel.forward_backward(
+                ctx, model, scaler, accum, (ids,), targets=ids, loss_fn=loss_sum, weight=ids.numel()
+            )
+        step = accel.optimizer_step(ctx, optimizer, scaler, accum)
+        return {path: int(each.sum()) for path, each in load.update_(ctx, step).layers.items()}
+
+    second = {"blocks.2.experts": 48, "blocks.3.experts": 48}  # two ranks, 12 tokens, two experts each
+    found = simulate(run, 4, default_group=True)
+    assert sorted(found, key=len) == [{}, {}, second, second]

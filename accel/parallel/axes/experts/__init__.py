@@ -10,6 +10,8 @@ from accel.parallel.axes.experts._expert_plan import (
     expert_modules as expert_modules,
     expert_plan as expert_plan,
     is_expert_parameter as is_expert_parameter,
+    is_sorted_experts as is_sorted_experts,
+    moe_modules as moe_modules,
     shard_experts as shard_experts,
 )
 from accel.parallel.axes.experts._layer import (
@@ -18,8 +20,11 @@ from accel.parallel.axes.experts._layer import (
     dispatch_tokens as dispatch_tokens,
 )
 from accel.parallel.axes.experts._routing import (
+    WITH_OWN_TOKENS as WITH_OWN_TOKENS,
     Routing as Routing,
     balance_loss as balance_loss,
+    balanced_bias as balanced_bias,
+    expert_counts as expert_counts,
     route_tokens as route_tokens,
 )
 from accel.parallel.axes.experts._spread import EXPERT as EXPERT

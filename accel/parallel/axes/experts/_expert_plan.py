@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 STYLES = get_args(ExpertStyle)
+STYLE = "accel_style"  # attribute of spread experts
 _OF_TRANSFORMERS = "ep_dispatch_experts"  # their name of "dispatch"; their other styles are of single parameters
+_SORTED = "Llama4TextExperts"  # class that transformers lists in no plan: tokens come scaled and sorted by expert
 _WHERE = "prepare_model, Plan.experts"
 
 
@@ -36,7 +38,8 @@ def expert_plan(model: nn.Module) -> dict[str, str]:
     """Return the styles that a model declares for its modules of experts, by path. No communication.
 
     These are the modules that the model, or one inside of it, lists in `ep_plan` for tokens to be dispatched to, as
-    those of transformers do. The result is a value for `Plan(experts=)`: print it, change it, pass it.
+    those of transformers do; and the experts of Llama 4, by their class. The result is a value for `Plan(experts=)`:
+    print it, change it, pass it.
 
     Args:
         model: not yet spread.
@@ -47,6 +50,8 @@ def expert_plan(model: nn.Module) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for holder, module in named_modules(model):
+        if is_sorted_experts(module):
+            found[holder] = "sorted"
         listed = getattr(module, "ep_plan", None)
         if not isinstance(listed, Mapping):
             continue
@@ -55,6 +60,23 @@ def expert_plan(model: nn.Module) -> dict[str, str]:
                 paths = matching(_paths(model), f"{holder}.{pattern}" if holder else pattern)
                 found.update(dict.fromkeys(paths, "dispatch"))
     return found
+
+
+def is_sorted_experts(module: nn.Module) -> bool:
+    """Return whether a module of experts is called with all tokens for each expert, zeros where it is not chosen."""
+    kinds = type(module).__mro__
+    return any(kind.__name__ == _SORTED for kind in kinds) or getattr(module, STYLE, "") == "sorted"
+
+
+def moe_modules(model: nn.Module) -> dict[str, int]:
+    """Return the number of experts by path of the modules of experts: spread ones, and those of `expert_plan`."""
+    spread = [path for path, module in named_modules(model) if getattr(module, STYLE, "")]
+    held = [path for path in dict.fromkeys((*expert_plan(model), *spread)) if _stacked(model.get_submodule(path))]
+    return {path: _stacked(model.get_submodule(path))[0].shape[0] for path in held}
+
+
+def _stacked(module: nn.Module) -> list[nn.Parameter]:
+    return [each for each in module.parameters(recurse=False) if each.ndim]
 
 
 def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["model"], ranks: int) -> dict[str, str]:
@@ -67,9 +89,8 @@ def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["mode
     styles = _styles(model, experts)
     problems = [] if experts == "model" else list(_pattern_problems(model, experts))
     problems += [each for path in styles for each in _module_problems(model, path, ranks)]
-    problems += [
-        each for path, style in styles.items() if style == "dispatch" for each in _buffer_problems(model, path)
-    ]
+    problems += [each for path, style in styles.items() if style != "local" for each in _buffer_problems(model, path)]
+    problems += [each for path, style in styles.items() if style == "sorted" for each in _bias_problems(model, path)]
     if problems:
         listed = any(_holds_modules(model, path) for path in styles)
         raise _refused(ranks, "; ".join(problems), fix=_STACK if listed else "")
@@ -144,6 +165,13 @@ def _buffer_problems(model: nn.Module, path: str) -> Iterator[str]:
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.ndim and buffer.shape[0] in counts:
             yield f"{path or 'the model'}: has all experts in the buffer {name}; make it a frozen parameter"
+
+
+def _bias_problems(model: nn.Module, path: str) -> Iterator[str]:
+    """Yield the biases of experts whose rows of zeros are left out, as their outputs are zeros."""
+    for name, each in model.get_submodule(path).named_parameters(recurse=False):
+        if each.ndim < 3:
+            yield f"{path or 'the model'}: has {name} {list(each.shape)}, so outputs of zeros may not be zeros"
 
 
 def _holds_modules(model: nn.Module, path: str) -> bool:

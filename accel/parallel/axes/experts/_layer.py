@@ -226,9 +226,11 @@ class LocalExperts(Mixin):
 
     Attributes:
         accel_run: `run_local`, hidden from torch.compile.
+        accel_style: "local".
     """
 
     accel_run: Run
+    accel_style = "local"
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the module with this rank's parts of its parameters."""
@@ -242,10 +244,30 @@ class DispatchedExperts(Mixin):
         accel_run: `run_dispatched`, hidden from torch.compile.
         accel_alike: mesh of the ranks that hold the same tokens and dispatch a part of them each; None where no other
             rank holds them.
+        accel_style: "dispatch".
     """
 
     accel_run: Run
     accel_alike: DeviceMesh | None = None
+    accel_style = "dispatch"
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the experts of tokens on the ranks that hold them. A collective along `ep`, as its backward."""
+        return self.accel_run(self, cast(Any, super()).forward, inputs, named)
+
+
+class SortedExperts(Mixin):
+    """A module whose forward is called with a row for each expert and token, those of an expert side by side.
+
+    Attributes:
+        accel_run: `run_sorted`, hidden from torch.compile.
+        accel_alike: as in `DispatchedExperts`.
+        accel_style: "sorted".
+    """
+
+    accel_run: Run
+    accel_alike: DeviceMesh | None = None
+    accel_style = "sorted"
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the experts of tokens on the ranks that hold them. A collective along `ep`, as its backward."""
@@ -283,6 +305,42 @@ def _dispatched(module: nn.Module, run: Callable[..., Any], rows: Tensor, indice
             stand_in = came.sum(0, keepdim=True) + 1
             outputs = run(stand_in, own.new_zeros(1, 1), weights.new_ones(1, 1))[:0]
     return combine_tokens(outputs, sent, weights)
+
+
+def run_sorted(module: Any, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
+    """Run a module's own forward with the rows of this rank's experts that are not zeros; return outputs of the rank's
+    own rows, zeros for those of zeros."""
+    given = (*inputs, *named.values())
+    experts = _spread_of(module)[1]
+    rows = given[0]
+    if len(given) != 1 or not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[0] % experts:
+        raise PrepareError(
+            "experts of sorted tokens are called with something else",
+            expected=f"forward(rows), of shape [{experts} * tokens, width], the rows of one expert side by side",
+            got=", ".join(str(list(each.shape)) if isinstance(each, Tensor) else type(each).__name__ for each in given),
+            where="Plan.experts",
+            fix='Take the style "dispatch" for a forward(tokens, indices, weights).',
+        )
+    chosen = rows.detach().ne(0).any(-1).nonzero().flatten()  # the host waits for the number
+    indices = (chosen // max(rows.shape[0] // experts, 1))[:, None]
+    alike = None if module.accel_alike is None else module.accel_alike.get_group()
+    part = (rows.index_select(0, chosen), indices, rows.new_ones(indices.shape))
+    outputs = _in_parts(lambda *own: _dispatched_sorted(module, run, *own), part, alike)
+    return outputs.new_zeros(rows.shape[0], outputs.shape[-1]).index_copy(0, chosen, outputs)
+
+
+def _dispatched_sorted(
+    module: nn.Module, run: Callable[..., Any], rows: Tensor, indices: Tensor, weights: Tensor
+) -> Tensor:
+    mesh, experts = _spread_of(module)
+    sent = dispatch_tokens(rows, indices, experts=experts, group=mesh.get_group(EP))
+    most = max(*sent.counts, 1)
+    firsts = torch.tensor([most * at - sum(sent.counts[:at]) for at in range(len(sent.counts))], device=rows.device)
+    places = torch.arange(sent.rows.shape[0], device=rows.device) + firsts[sent.experts]
+    filled = sent.rows.new_zeros(most * len(sent.counts), sent.rows.shape[-1]).index_copy(0, places, sent.rows)
+    with _local_parts(module):
+        outputs = run(filled)
+    return combine_tokens(outputs.index_select(0, places), sent, weights)
 
 
 def _routed(run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> tuple[Tensor, ...]:

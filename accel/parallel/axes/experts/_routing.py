@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of experts for each token, and the loss that keeps experts equally busy."""
+"""The choice of experts for each token, their load, and what keeps them equally busy: a bias or a loss."""
 
 from __future__ import annotations
 
@@ -60,7 +60,77 @@ def route_tokens(logits: Tensor, k: int, *, normalize: bool = True) -> Routing:
     return Routing(indices, weights.to(logits.dtype), probabilities)
 
 
-_WITH_OWN_TOKENS = ("dp", "dp_replicate", "dp_shard", "cp")  # axes along which ranks have tokens of their own
+def expert_counts(indices: Tensor, experts: int, *, mask: Tensor | None = None) -> Tensor:
+    """Return the number of choices that fell on each expert. No communication, and no wait for the device.
+
+    Args:
+        indices: experts of each token, integers of shape [..., k]; one expert a token where they have one dimension.
+        experts: number of all experts.
+        mask: 1 for tokens that count and 0 for padding, one entry a token, or one for equally many neighbours, such as
+            a sample's; None if all count.
+
+    Returns:
+        Integers of shape [experts].
+
+    Raises:
+        ConfigError: indices that are no integers, or a mask of other tokens.
+
+    Examples:
+        >>> accel.parallel.expert_counts(torch.tensor([[0, 1], [1, 3]]), 4).tolist()
+        [1, 2, 0, 1]
+        >>> accel.parallel.expert_counts(torch.tensor([[0, 1], [1, 3]]), 4, mask=torch.tensor([1, 0])).tolist()
+        [1, 1, 0, 0]
+    """
+    tokens = indices.numel() if indices.ndim < 2 else indices.shape[:-1].numel()
+    marks = 1 if mask is None else mask.numel()
+    if indices.is_floating_point() or (mask is not None and (tokens % marks if marks else tokens)):
+        raise ConfigError(
+            "not the experts of these tokens",
+            expected=f"integers of shape [tokens, k]{'' if mask is None else f', and {tokens} tokens in the mask'}",
+            got=f"{indices.dtype} of shape {list(indices.shape)}" + ("" if mask is None else f", and {marks} entries"),
+            where="expert_counts",
+        )
+    chosen = indices.flatten().long()
+    ones = torch.ones_like(chosen)
+    if mask is not None:
+        kept = mask.reshape(-1).to(chosen.device, non_blocking=True) != 0
+        ones = kept.long().repeat_interleave(len(chosen) // max(marks, 1))
+    return chosen.new_zeros(experts).index_add_(0, chosen, ones)
+
+
+def balanced_bias(bias: Tensor, counts: Tensor, speed: float) -> Tensor:
+    """Return the bias of a router after a step: lower by `speed` for overloaded experts, higher for the others.
+
+    A router adds it to the scores by which it chooses experts, not to their weights, so experts are balanced without
+    a loss. Experts with the mean number of tokens keep theirs. No communication, and no wait for the device.
+
+    Args:
+        bias: one entry an expert, of any shape.
+        counts: tokens of each expert in the step, over all ranks, integers of shape [experts].
+        speed: size of a step, such as 0.001.
+
+    Raises:
+        ConfigError: another number of experts, or a bias in 16 bits, which would lose the steps.
+
+    Reference: Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2.
+
+    Examples:
+        >>> accel.parallel.balanced_bias(torch.zeros(3), torch.tensor([4, 2, 0]), 0.1).tolist()
+        [-0.10000000149011612, 0.0, 0.10000000149011612]
+    """
+    if bias.numel() != counts.numel() or bias.element_size() < 4 or not bias.is_floating_point():
+        raise ConfigError(
+            "not the bias of these experts",
+            expected=f"{counts.numel()} entries in float32 or float64",
+            got=f"{bias.numel()} in {bias.dtype}",
+            where="balanced_bias",
+            fix="Convert it after the model: router.e_score_correction_bias = router.e_score_correction_bias.float().",
+        )
+    missing = counts.sum() - counts * counts.numel()  # the sign of the mean less the count, in integers
+    return bias + missing.sign().to(bias.dtype).reshape(bias.shape) * speed
+
+
+WITH_OWN_TOKENS = ("dp", "dp_replicate", "dp_shard", "cp")  # axes along which ranks have tokens of their own
 
 
 @context_first
@@ -104,7 +174,7 @@ def balance_loss(ctx: DistContext, probabilities: Tensor, indices: Tensor, *, ma
     weights = counted.repeat_interleave(indices.numel() // max(tokens, 1))
     chosen = counted.new_zeros(experts).index_add(0, indices.flatten(), weights)
     totals = torch.cat([chosen, (probabilities * counted[:, None]).sum(0), counted.sum().reshape(1)])
-    group = group_of(ctx, *_WITH_OWN_TOKENS)
+    group = group_of(ctx, *WITH_OWN_TOKENS)
     if group is not None:
         totals = copied(summed(totals, group), group)  # each rank's loss has its own weight, so gradients are summed
     choices, probable, number = torch.split(totals, [experts, experts, 1])

@@ -25,7 +25,14 @@ from accel.parallel.axes.experts._expert_plan import (
     open_expert_mesh,
     resolve_experts,
 )
-from accel.parallel.axes.experts._layer import DispatchedExperts, LocalExperts, run_dispatched, run_local
+from accel.parallel.axes.experts._layer import (
+    DispatchedExperts,
+    LocalExperts,
+    SortedExperts,
+    run_dispatched,
+    run_local,
+    run_sorted,
+)
 from accel.topology import dimension_of
 
 if TYPE_CHECKING:
@@ -87,6 +94,7 @@ def _add_forwards(ctx: DistContext, model: nn.Module, styles: Mapping[str, str])
     alike = ctx.mesh["tp"] if ctx.mesh is not None and ctx.axes.tp > 1 else None
     called = {style: [model.get_submodule(path) for path, own in styles.items() if own == style] for style in STYLES}
     add_mixin(called["dispatch"], DispatchedExperts, accel_run=staticmethod(hide(run_dispatched)), accel_alike=alike)
+    add_mixin(called["sorted"], SortedExperts, accel_run=staticmethod(hide(run_sorted)), accel_alike=alike)
     add_mixin(called["local"], LocalExperts, accel_run=staticmethod(hide(run_local)))
 
 

@@ -42,6 +42,8 @@ def register() -> torch.device:
     module.stream = lambda stream: stream
     module.current_device = lambda: 0
     module.synchronize = lambda *_: None
+    module.get_rng_state = lambda *_: torch.get_rng_state()
+    module.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     return torch.device(NAME, 0)
 
 

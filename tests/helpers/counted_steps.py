@@ -6,24 +6,29 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import counted_device
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel.checkpoint import _live_tensors
 from accel.collectives import _packing
 from accel.testing import _group, simulate_groups
 from accel.testing._collectives import Buffers
 
 DEVICE = counted_device.register()
 STEPS = 3
+PLAN = accel.parallel.Plan(tensor={"0.0": "colwise", "1.0": "rowwise"})
 
 
 def _inner(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -31,7 +36,7 @@ def _inner(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def reach_into_devices() -> None:
-    """Let collectives take the device's tensors, and simulated ranks use the memory behind them."""
+    """Let collectives and saves take the device's tensors, simulated ranks and FSDP2 use the memory behind them."""
     is_wrapper = _packing._is_wrapper
     _packing._is_wrapper = lambda kind: kind is not counted_device.CountedTensor and is_wrapper(kind)
     join = _group.SimulatedGroup._join
@@ -40,18 +45,34 @@ def reach_into_devices() -> None:
         return join(self, call, Buffers(_inner(buffers.inputs), _inner(buffers.outputs)), *rest)
 
     _group.SimulatedGroup._join = joined
+    post = _group.SimulatedGroup._post
+
+    def posted(self: Any, kind: Any, source: int, target: int, tag: int, tensors: Sequence[Tensor]) -> Any:
+        return post(self, kind, source, target, tag, _inner(tensors))
+
+    _group.SimulatedGroup._post = posted
+    # a Python device has no storage to free: what FSDP2 gathers stays
+    _fsdp_param.free_storage = _fsdp_param.alloc_storage = lambda tensor: None
+    dispatch, memory = _live_tensors._dispatch, _live_tensors.memory_id
+    _live_tensors._dispatch = lambda kind: dispatch(Tensor if kind is counted_device.CountedTensor else kind)
+    _live_tensors.memory_id = lambda tensor: memory(*_inner([tensor]))
+
+
+def make_net() -> nn.Module:
+    """Two blocks, for two stages of a pipeline."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.ReLU()) for _ in range(2)))
 
 
 def train(ctx: accel.DistContext, *, accumulation: int = 1, **options: Any) -> list[list[str]]:
-    """Return what the host waited for in each optimizer step."""
+    """Return what the host waited for in each optimizer step; of a pipeline without the first, which finds shapes."""
+    staged = ctx.axis("pp").size > 1
     found = list[list[str]]()
     pinning = dataclasses.replace(ctx, streams=counted_device.PinnableStreams(DEVICE))
     fused = options.get("nonfinite") == "defer"
     with counted_device.counting() as waits:
-        net = nn.Sequential(nn.Linear(8, 16, device=DEVICE), nn.ReLU(), nn.Linear(16, 4, device=DEVICE))
-        model = accel.prepare_model(ctx, net)
+        model = accel.prepare_model(ctx, make_net(), plan=PLAN if ctx.axis("tp").size > 1 else None)
         optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused))
-        data = TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
+        data = TensorDataset(torch.randn(64, 8), torch.randint(8, (64,)))
         loader = accel.prepare_loader(ctx, DataLoader(data, batch_size=4))
         state = accel.train_state(ctx, seed=0, accumulation=accumulation)
         own = list[str]()
@@ -60,18 +81,24 @@ def train(ctx: accel.DistContext, *, accumulation: int = 1, **options: Any) -> l
             inputs, targets = batch.data
             assert inputs.device == DEVICE, inputs.device
             state = state.next(batch)
-            with accel.accumulate(ctx, state, model):
-                loss = functional.cross_entropy(model(inputs).float(), targets, reduction="sum")
-                state = accel.backward(ctx, loss, state, weight=(targets >= 0).sum())
+            weight = (targets >= 0).sum()
+            if staged:
+                passed = accel.forward_backward(
+                    ctx, model, state, inputs, loss_fn=sum_of_losses, targets=targets, weight=weight
+                )
+                state = passed[1]
+            else:
+                with accel.accumulate(ctx, state, model):
+                    state = accel.backward(ctx, sum_of_losses(model(inputs), targets), state, weight=weight)
             if state.sync:
                 state = accel.optimizer_step(pinning, optimizer, state, **options)
                 found.append([*own, *waits])
                 own.clear()
             else:
                 own += waits
-            if len(found) == STEPS:
+            if len(found) == STEPS + staged:
                 break
-    return found
+    return found[staged:]
 
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -92,9 +119,21 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ignore on 2 replicas": (2, {}, {"nonfinite": "ignore"}),
     "defer on 2 replicas": (2, {}, {"nonfinite": "defer", "max_norm": 1.0}),
     "defer along tp": (2, {"mesh": "tp=2"}, {"nonfinite": "defer"}),
+    "raise on shards": (2, {"strategy": "fsdp"}, {"max_norm": 1.0}),
+    "skip on shards, accumulated": (2, {"strategy": "fsdp"}, {"nonfinite": "skip", "accumulation": 2}),
+    "ignore on shards": (2, {"strategy": "fsdp"}, {"nonfinite": "ignore"}),
+    "defer on shards": (2, {"strategy": "fsdp"}, {"nonfinite": "defer"}),
+    "raise along pp": (2, {"mesh": "pp=2"}, {"max_norm": 1.0}),
+    "ignore along pp": (2, {"mesh": "pp=2"}, {"nonfinite": "ignore"}),
+    "defer along pp": (2, {"mesh": "pp=2"}, {"nonfinite": "defer"}),
     "raise along tp": (2, {"mesh": "tp=2"}, {"max_norm": 1.0}),
     "ignore along tp": (2, {"mesh": "tp=2"}, {"nonfinite": "ignore"}),
 }
+
+
+def sum_of_losses(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of a batch."""
+    return functional.cross_entropy(outputs.float(), targets, reduction="sum")
 
 
 def run(case: str) -> list[list[str]]:
@@ -113,7 +152,7 @@ def run(case: str) -> list[list[str]]:
     return simulate_groups(on_rank, size, default_group=True)[0]
 
 
-def wait_in_verbs(ctx: accel.DistContext) -> dict[str, int]:
+def wait_in_verbs(ctx: accel.DistContext, out: Path) -> dict[str, int]:
     """Return how often the host waits in each verb."""
     pinning = dataclasses.replace(ctx, streams=counted_device.PinnableStreams(DEVICE))
     found = dict[str, int]()
@@ -125,11 +164,10 @@ def wait_in_verbs(ctx: accel.DistContext) -> dict[str, int]:
             found[name] = len(waits)
             return result
 
-        net = nn.Sequential(nn.Linear(8, 16, device=DEVICE), nn.ReLU(), nn.Linear(16, 4, device=DEVICE))
-        model = count("prepare_model", accel.prepare_model, ctx, net)
+        model = count("prepare_model", accel.prepare_model, ctx, make_net())
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         optimizer = count("prepare_optimizer", accel.prepare_optimizer, ctx, adamw)
-        data = TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
+        data = TensorDataset(torch.randn(64, 8), torch.randint(8, (64,)))
         loader = accel.prepare_loader(ctx, DataLoader(data, batch_size=4))
         state = accel.train_state(ctx, seed=0)
         batches = iter(accel.batches(ctx, loader, state))
@@ -154,23 +192,34 @@ def wait_in_verbs(ctx: accel.DistContext) -> dict[str, int]:
             count(verb.__name__, verb, ctx, {"a": inputs})
         count("gather_for_metrics", accel.gather_for_metrics, ctx, {"a": inputs}, batch)
         count("wait_for_everyone", accel.wait_for_everyone, ctx)
+        items = {"model": model, "optimizer": optimizer, "state": state}
+        count("save_state, sync", accel.save_state, pinning, out, items, step=1)
+        saving = count("save_state, async", partial(accel.save_state, mode="async"), pinning, out, items, step=2)
+        _ = saving.result()
     return found
 
 
-def verbs(size: int) -> dict[str, int]:
-    """Return the waits of the verbs on so many ranks."""
+def verbs(size: int, out: Path, **settings: Any) -> dict[str, int]:
+    """Return the waits of the verbs on so many ranks, of the rank that waits most."""
     if size == 1:
-        return wait_in_verbs(accel.single(str(DEVICE)))
+        return wait_in_verbs(accel.single(str(DEVICE)), out)
 
     def on_rank(group: Any) -> dict[str, int]:
         with torch.autograd.set_multithreading_enabled(False):
-            return wait_in_verbs(accel.from_group(group, device=str(DEVICE)))
+            return wait_in_verbs(accel.from_group(group, device=str(DEVICE), **settings), out)
 
-    return simulate_groups(on_rank, size, default_group=True)[0]
+    ranks = simulate_groups(on_rank, size, default_group=True)
+    return {verb: max(each[verb] for each in ranks) for verb in ranks[0]}
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     reach_into_devices()
     steps = {case: run(case) for case in sys.argv[1:] or CASES}
-    print(json.dumps({"steps": steps, "alone": verbs(1), "together": verbs(2)}))
+    with tempfile.TemporaryDirectory() as folder:
+        found = {
+            "alone": verbs(1, Path(folder, "alone")),
+            "together": verbs(2, Path(folder, "together")),
+            "sharded": verbs(2, Path(folder, "sharded"), strategy="fsdp"),
+        }
+    print(json.dumps({"steps": steps} | found))

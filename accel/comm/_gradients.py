@@ -60,26 +60,37 @@ def exchanged(x: Tensor, to: Sequence[int], back: Sequence[int], group: dist.Pro
     return _through(x, lambda rows: _exchanged(rows, to, back, group), lambda grad: _exchanged(grad, back, to, group))
 
 
-def start_shift(tensors: Sequence[Tensor], by: int, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
+def start_shift(
+    tensors: Sequence[Tensor],
+    by: int,
+    group: dist.ProcessGroup,
+    *,
+    arriving: Sequence[Sequence[int]] | None = None,
+) -> Callable[[], list[Tensor]]:
     """Send tensors to the rank `by` later, cyclically; return a function that waits for those of the rank `by` earlier.
 
-    A collective of one message. Tensors have one dtype, equal shapes on all ranks, and stay unchanged until the wait.
+    A collective of one message. Tensors have one dtype and stay unchanged until the wait. `arriving` are the shapes
+    that come, None for those of the tensors. Where there is no element to send or to receive, no message travels.
     """
     size = group.size()
+    shapes = [each.shape for each in tensors] if arriving is None else [torch.Size(each) for each in arriving]
     flat = torch.cat([each.reshape(-1) for each in tensors])
-    received = torch.empty_like(flat)
-    to = (group.rank() + by) % size
-    source = (group.rank() - by) % size
-    send = dist.P2POp(dist.isend, flat, group=group, group_peer=to)
-    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
+    received = flat.new_empty(sum(each.numel() for each in shapes))
+    operations: list[dist.P2POp] = []
+    if flat.numel():
+        to = (group.rank() + by) % size
+        operations.append(dist.P2POp(dist.isend, flat, group=group, group_peer=to))
+    if received.numel():
+        source = (group.rank() - by) % size
+        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
     # both at once: a ring in which all ranks send first would never end on NCCL
-    works = dist.batch_isend_irecv([send, receive])
+    works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait() -> list[Tensor]:
         for work in works:
             _ = work.wait()
-        parts = torch.split(received, [each.numel() for each in tensors])
-        return [part.view_as(each) for part, each in zip(parts, tensors, strict=True)]
+        parts = torch.split(received, [each.numel() for each in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     return wait
 

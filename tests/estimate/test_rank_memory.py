@@ -48,11 +48,11 @@ def one_document(ctx: accel.DistContext, positions: torch.Tensor) -> None:
     _ = gathered(positions, 1, group)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, **_: Any) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Any, _seen: Any) -> torch.Tensor:
     """Attend as context parallelism does, without its mask: torch's causal bias cannot be made without memory."""
     times = q.shape[1] // k.shape[1]
     k, v = (each if times == 1 else each.repeat_interleave(times, 1) for each in (k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=terms.scale)
 
 
 def trained(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import accel
 from accel.comm import start_shift
 from accel.errors import ConfigError
-from accel.parallel.axes.context import _attention, _kernels
+from accel.parallel.axes.context import _kernels, _ring
 from accel.parallel.axes.context._kernels import WRITTEN_OUT, Masked, kernel_of
 from accel.testing import Simulator
 
@@ -205,8 +205,8 @@ def test_keys_travel_while_a_block_is_computed(ranks: Simulator, monkeypatch: py
 
         return kernel._replace(forward=forward)
 
-    monkeypatch.setattr(_attention, "start_shift", noting_shift)
-    monkeypatch.setattr(_attention, "kernel_of", noting_kernel)
+    monkeypatch.setattr(_ring, "start_shift", noting_shift)
+    monkeypatch.setattr(_ring, "kernel_of", noting_kernel)
     x = torch.zeros(1, 1, 2, 8)
 
     def rank(ctx: accel.DistContext) -> None:
@@ -242,9 +242,9 @@ def test_recomputed_activations_have_the_same_gradients(ranks: Simulator, method
 def test_keys_travel_before_they_are_repeated(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elements that one rank sends in a forward: keys and values once, whatever the number of heads."""
     sent: list[int] = []
-    for name in ("gathered_summed", "start_shift"):
-        whole = f"accel.parallel.axes.context._attention.{name}"
-        original = getattr(__import__(whole.rpartition(".")[0], fromlist=["x"]), name)
+    for name in ("_attention.gathered_summed", "_ring.start_shift"):
+        whole = f"accel.parallel.axes.context.{name}"
+        original = getattr(__import__(whole.rpartition(".")[0], fromlist=["x"]), name.partition(".")[2])
 
         def count(x: Any, *rest: Any, original: Any = original) -> Any:
             sent.append(sum(each.numel() for each in (x if isinstance(x, list) else [x])))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows, soft caps and sinks in attention over a sequence that ranks share, against one written out."""
+"""Windows, soft caps, sinks and masks in attention over a sequence that ranks share, against one written out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import accel
+from accel.comm import start_shift
 from accel.errors import ConfigError
+from accel.parallel.axes.context import _ring
 from accel.testing import Simulator
 
 
@@ -25,6 +27,8 @@ class Scores(NamedTuple):
     softcap: float | None = None
     has_sinks: bool = False
     has_documents: bool = False
+    has_ignored: bool = False
+    mask: str = ""  # "bool" or "scores"
     causal: bool = True
     seed: int = 0
 
@@ -44,12 +48,14 @@ def make_inputs(case: Scores) -> dict[str, Tensor]:
         "grad": normal(2, case.heads, case.length, 4),
         "sinks": normal(case.heads),
         "documents": starts.cumsum(1),
+        "ignored": torch.rand(2, case.length, generator=generator) < 0.3,
+        "mask": normal(1, case.heads, case.length, case.length),
     }
 
 
 def written_out(case: Scores, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The output and gradients, position by position."""
-    q, k, v, sinks = (inputs[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks"))
+    q, k, v, sinks, mask = (inputs[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks", "mask"))
     times = case.heads // case.key_heads
     rows = list[Tensor]()
     for head in range(case.heads):
@@ -60,15 +66,22 @@ def written_out(case: Scores, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
             scores = (k[:, head // times, begin:end] * q[:, head, at : at + 1]).sum(-1) / 2
             if case.softcap is not None:
                 scores = case.softcap * torch.tanh(scores / case.softcap)
+            if case.mask == "scores":
+                scores = scores + mask[:, head, at, begin:end]
+            if case.mask == "bool":
+                scores = scores.masked_fill(mask[:, head, at, begin:end] < -0.5, -torch.inf)
+            if case.has_ignored:
+                scores = scores.masked_fill(inputs["ignored"][:, begin:end], -torch.inf)
             if case.has_documents:
                 same = inputs["documents"][:, begin:end] == inputs["documents"][:, at : at + 1]
                 scores = scores.masked_fill(~same, -torch.inf)
             weights = scores.exp()
             total = weights.sum(1, keepdim=True) + (sinks[head].exp() if case.has_sinks else 0)
-            rows.append(((weights / total)[..., None] * v[:, head // times, begin:end]).sum(1))
+            weights = torch.where(total > 0, weights / total.clamp(min=1e-300), 0.0)  # none sees: 0
+            rows.append((weights[..., None] * v[:, head // times, begin:end]).sum(1))
     out = torch.stack(rows, 1).unflatten(1, (case.heads, case.length))
     out.backward(inputs["grad"])
-    found = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad, "sinks": sinks.grad}
+    found = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad, "sinks": sinks.grad, "mask": mask.grad}
     return {name: each for name, each in found.items() if each is not None}
 
 
@@ -81,11 +94,12 @@ def difference(ranks: Simulator, size: int, case: Scores, method: Any) -> float:
         ctx = accel.replace(ctx, mesh=f"cp={size}")
         names = ("q", "k", "v", "grad")
         part = accel.parallel.split_sequence(ctx, {name: inputs[name] for name in names}, dim=2)
-        documents = accel.parallel.split_sequence(ctx, {"documents": inputs["documents"]})["documents"]
-        own = accel.parallel.split_sequence(
-            ctx, {name: expected[name] for name in ("out", "q", "k", "v")}, dim=2, shift=()
-        )
+        of_tokens = {name: inputs[name] for name in ("documents", "ignored")}
+        of_tokens = accel.parallel.split_sequence(ctx, of_tokens)
+        compared = {name: expected[name] for name in ("out", "q", "k", "v", "mask") if name in expected}
+        own = accel.parallel.split_sequence(ctx, compared, dim=2)
         q, k, v = (part[name].clone().requires_grad_() for name in "qkv")
+        mask = accel.parallel.split_sequence(ctx, {"mask": inputs["mask"]}, dim=2)["mask"].requires_grad_()
         sinks = inputs["sinks"].clone().requires_grad_()
         out = accel.parallel.context_attention(
             ctx,
@@ -93,14 +107,16 @@ def difference(ranks: Simulator, size: int, case: Scores, method: Any) -> float:
             k,
             v,
             causal=case.causal,
-            documents=documents if case.has_documents else None,
+            documents=of_tokens["documents"] if case.has_documents else None,
+            key_padding_mask=of_tokens["ignored"] if case.has_ignored else None,
+            attn_mask={"scores": mask, "bool": mask > -0.5}.get(case.mask),
             window=case.window,
             softcap=case.softcap,
             sinks=sinks if case.has_sinks else None,
             method=method,
         )
         out.backward(part["grad"])
-        got = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
+        got = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad, "mask": mask.grad}
         off = max((each - own[name]).abs().max().item() for name, each in got.items() if each is not None)
         return off, torch.zeros(case.heads) if sinks.grad is None else sinks.grad
 
@@ -123,19 +139,105 @@ CASES = (
     Scores(has_sinks=True, window=4),
     Scores(has_sinks=True, has_documents=True, causal=False),
     Scores(window=6, softcap=2.0, has_sinks=True, has_documents=True, key_heads=4),
+    Scores(has_ignored=True),
+    Scores(has_ignored=True, causal=False, has_documents=True, window=9),
+)
+MASKS = (
+    Scores(mask="scores"),
+    Scores(mask="scores", causal=False),
+    Scores(mask="scores", window=7, softcap=2.0, has_documents=True, has_ignored=True, has_sinks=True),
+    Scores(mask="bool"),
+    Scores(mask="bool", causal=False, key_heads=1),
 )
 
 
-@pytest.mark.parametrize("method", ["gather", "heads"])
+@pytest.mark.parametrize("method", ["gather", "ring", "heads"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_equals_attention_that_is_written_out(ranks: Simulator, size: int, method: str) -> None:
-    for case in CASES:
+    for case in CASES + MASKS if method == "gather" else CASES:
         assert difference(ranks, size, case, method) < 1e-11, case
+
+
+def test_tiles_of_a_ring_cover_the_window(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ring, "_TILE", 1)
+    for case in CASES:
+        if case.window is not None:
+            assert difference(ranks, 3, case, "ring") < 1e-11, case
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "messages"),
+    [
+        # 4 ranks, pieces of 3 positions: pairs of ranks, by the positions whose keys travel from one to the other
+        (1, True, {}),
+        (2, True, {(0, 1): 1, (1, 2): 1, (2, 3): 1, (1, 0): 1, (2, 1): 1, (3, 2): 1}),
+        (4, True, {(0, 1): 3, (1, 2): 3, (2, 3): 3, (1, 0): 3, (2, 1): 3, (3, 2): 3}),
+        (2, False, {(0, 1): 2, (1, 2): 2, (2, 3): 2, (1, 0): 2, (2, 1): 2, (3, 2): 2}),
+    ],
+)
+def test_no_key_travels_that_a_window_does_not_need(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, window: int, causal: bool, messages: dict[tuple[int, int], int]
+) -> None:
+    sent: list[tuple[tuple[int, int], int]] = []
+
+    def counted(tensors: list[Tensor], by: int, group: Any, **options: Any) -> Any:
+        if positions := tensors[0].shape[2]:
+            sent.append(((group.rank(), (group.rank() + by) % group.size()), positions))
+        return start_shift(tensors, by, group, **options)
+
+    monkeypatch.setattr(_ring, "start_shift", counted)
+    whole = torch.zeros(1, 2, 24, 4)
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=4")
+        part = accel.parallel.split_sequence(ctx, {"x": whole}, dim=2)["x"].requires_grad_()
+        out = accel.parallel.context_attention(ctx, part, part, part, window=window, causal=causal, method="ring")
+        out.sum().backward()
+
+    ranks.run(rank, 4, default_group=True)
+    back = {(to, source): count for (source, to), count in messages.items()}
+    # in the forward keys, in the backward keys again and their gradients
+    assert sorted(sent) == sorted([*messages.items(), *messages.items(), *back.items()])
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_queries_of_another_sequence_see_the_keys_of_all_ranks(ranks: Simulator, size: int, method: Any) -> None:
+    """Cross-attention: 16 queries, 24 keys of which some are padding."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"q": (2, 4, 16, 4), "grad": (2, 4, 16, 4), "k": (2, 2, 24, 4), "v": (2, 2, 24, 4)}
+    given = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    ignored = torch.arange(24) >= torch.tensor([[24], [17]])
+    q, k, v = (given[name].clone().requires_grad_() for name in "qkv")
+    keys, values = (each.repeat_interleave(2, 1) for each in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, ~ignored[:, None, None])
+    out.backward(given["grad"])
+    expected = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh=f"cp={size}")
+
+        def cut(name: str, whole: Any) -> Tensor:
+            dim = 1 if name == "ignored" else 2
+            return accel.parallel.split_sequence(ctx, {name: whole}, dim=dim)[name]
+
+        q, k, v = (cut(name, given[name]).clone().requires_grad_() for name in "qkv")
+        padding = cut("ignored", ignored)
+        facts: Any = {"causal": False, "key_padding_mask": padding, "method": method}
+        out = accel.parallel.context_attention(ctx, q, k, v, **facts)
+        out.backward(cut("grad", given["grad"]))
+        got = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
+        with pytest.raises(ConfigError, match="a window of two sequences"):
+            accel.parallel.context_attention(ctx, q, k, v, window=3, **facts)
+        differences = [each - cut(name, expected[name]) for name, each in got.items() if each is not None]
+        return max(each.abs().max().item() for each in differences)
+
+    assert max(ranks.run(rank, size, default_group=True)) < 1e-12
 
 
 @settings(max_examples=15)
 @given(
-    st.sampled_from(["gather", "heads"]),
+    st.sampled_from(["gather", "ring", "heads"]),
     st.builds(
         Scores,
         length=st.sampled_from([4, 8, 12]),
@@ -146,6 +248,7 @@ def test_equals_attention_that_is_written_out(ranks: Simulator, size: int, metho
         softcap=st.none() | st.floats(0.2, 8.0),
         has_sinks=st.booleans(),
         has_documents=st.booleans(),
+        has_ignored=st.booleans(),
         seed=st.integers(0, 99),
     ),
 )
@@ -156,8 +259,10 @@ def test_equals_attention_that_is_written_out_for_drawn_cases(ranks: Simulator, 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"window": 4, "method": "ring"}, 'expected method "gather" or "heads", got window'),
-        ({"softcap": 2.0, "method": "ring"}, "got softcap"),
+        ({"attn_mask": torch.zeros(6, 12), "method": "ring"}, 'Take Plan\\(context="gather"\\)'),
+        ({"attn_mask": torch.zeros(6, 6)}, r"expands to \[1, 4, 6, 12\]"),
+        ({"attn_mask": torch.zeros(6, 12, dtype=torch.int64)}, r"mask\.bool\(\)"),
+        ({"key_padding_mask": torch.zeros(1, 6)}, "True for a key to ignore"),
         ({"window": 0}, "1 position or more"),
         ({"softcap": 0.0}, "above 0"),
         ({"sinks": torch.zeros(3)}, r"expected \[4\], got \[3\]"),

@@ -7,7 +7,16 @@ import itertools
 
 from hypothesis import given, strategies as st
 
-from accel.parallel.axes.context._split import natural_order, pieces, places, rank_order, ring_block
+from accel.parallel.axes.context._split import (
+    natural_order,
+    near_keys,
+    near_steps,
+    near_tiles,
+    pieces,
+    places,
+    rank_order,
+    ring_block,
+)
 
 sizes = st.integers(1, 12)
 
@@ -46,6 +55,36 @@ def test_blocks_are_the_pairs_that_the_mask_leaves(size: int, causal: bool) -> N
             assert all(query > key for query, key in itertools.product(queries, keys))
     whole = itertools.product(range(2 * size), repeat=2)
     assert sorted(seen) == [(query, key) for query, key in whole if not causal or query >= key]
+
+
+@given(
+    size=sizes,
+    length=st.integers(1, 4),
+    window=st.integers(1, 30),
+    tile=st.integers(1, 5),
+    causal=st.booleans(),
+)
+def test_tiles_hold_what_a_window_sees_and_no_more_keys_travel(
+    size: int, length: int, window: int, tile: int, causal: bool
+) -> None:
+    seen: list[tuple[int, int]] = []
+    for rank, source in itertools.product(range(size), repeat=2):
+        travel = near_keys(rank, source, size, length, window, causal=causal)
+        needed: list[set[int]] = [set(), set()]
+        for own, (half, piece) in itertools.product(pieces(rank, size), enumerate(pieces(source, size))):
+            for rows, columns in near_tiles(own - piece, length, window, tile, causal=causal):
+                assert set(columns) <= set(travel[half])
+                for row, column in itertools.product(rows, columns):
+                    query, key = own * length + row, piece * length + column
+                    if abs(query - key) < window and (query >= key or not causal):
+                        seen.append((query, key))
+                        needed[half].add(column)
+        if source != rank:
+            assert any(travel) <= ((rank - source) % size in near_steps(size, length, window))
+            assert all(not run or {run.start, run.stop - 1} <= rows for run, rows in zip(travel, needed, strict=True))
+    whole = itertools.product(range(2 * size * length), repeat=2)
+    expected = [(query, key) for query, key in whole if abs(query - key) < window and (query >= key or not causal)]
+    assert sorted(seen) == expected
 
 
 def test_a_contiguous_cut_would_be_unequal() -> None:

@@ -46,7 +46,7 @@ print("equal", flush=True)
 DIES = """
 import os, sys, time
 import torch, accel
-import accel.parallel.axes.context._attention as ring
+import accel.parallel.axes.context._ring as ring
 
 torch.set_num_threads(1)
 message = int(sys.argv[1])
@@ -54,12 +54,12 @@ sent = 0
 start_shift = ring.start_shift
 
 
-def dies_at_a_message(*arguments):
+def dies_at_a_message(*arguments, **options):
     global sent
     sent += 1
     if ctx.rank == 1 and sent == message:
         os._exit(0)
-    return start_shift(*arguments)
+    return start_shift(*arguments, **options)
 
 
 with accel.session(device="cpu", timeout_s=60) as ctx:

@@ -155,9 +155,12 @@ def test_training_equals_one_process(ranks: Simulator, size: int, mesh: str, opt
     ("kind", "method", "tolerance"),
     [
         ("mistral", "gather", 1e-10),
+        ("mistral", "ring", 1e-10),
         ("mistral", "heads", 1e-10),
         ("gemma2", "gather", 1e-5),  # whose own attention takes its softmax in float32
+        ("gemma2", "ring", 1e-5),
         ("gpt_oss", "gather", 1e-5),
+        ("gpt_oss", "ring", 1e-5),
     ],
 )
 def test_windows_soft_caps_and_sinks_cross_the_ranks(

@@ -22,10 +22,12 @@ class Masked(NamedTuple):
         causal: whether query i sees keys 0 to i.
         mask: True where a key is seen, in a shape that expands to [batch, heads, queries, keys]; beside it
             `causal` is False.
+        softcap: largest size of a score, which tanh approaches; None for none.
     """
 
     causal: bool
     mask: Tensor | None = None
+    softcap: float | None = None
 
 
 class Attended(NamedTuple):
@@ -58,6 +60,8 @@ class Kernel(NamedTuple):
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, masked: Masked) -> Kernel:
     """Return the kernel for all blocks of an attention, by the queries, keys and mask of one; if that has a mask of its
     own, all have."""
+    if masked.softcap is not None:
+        return WRITTEN_OUT
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         return _CPU
     if q.device.type != "cuda" or masked.mask is not None:
@@ -72,10 +76,12 @@ def kernel_of(q: Tensor, k: Tensor, v: Tensor, masked: Masked) -> Kernel:
 
 def _scores(q: Tensor, k: Tensor, masked: Masked, scale: float) -> Tensor:
     scores = (q @ k.transpose(-1, -2)).to(accumulation_dtype(q)) * scale
+    if masked.softcap is not None:
+        scores = torch.tanh(scores / masked.softcap) * masked.softcap
     mask = masked.mask
     if masked.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    return scores if mask is None else scores.masked_fill(~mask, _hidden(scores.dtype))
+    return scores if mask is None else scores.masked_fill(~mask, hidden_score(scores.dtype))
 
 
 def _written_out_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> Attended:
@@ -88,9 +94,13 @@ def _written_out_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, masked: Masked, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = attended.lse
-    chances = (_scores(q, k, masked, scale) - lse[..., None]).exp()
+    scores = _scores(q, k, masked, scale)
+    chances = (scores - lse[..., None]).exp()
     shared = (grad * attended.out).to(lse.dtype).sum(-1, keepdim=True)
-    of_scores = (chances * ((grad @ v.transpose(-1, -2)).to(lse.dtype) - shared) * scale).to(q.dtype)
+    of_scores = chances * ((grad @ v.transpose(-1, -2)).to(lse.dtype) - shared) * scale
+    if masked.softcap is not None:  # the slope of tanh; a key that is not seen has no chance
+        of_scores = of_scores * (1 - (scores / masked.softcap).clamp(-1, 1).square())
+    of_scores = of_scores.to(q.dtype)
     return of_scores @ k, of_scores.transpose(-1, -2) @ q, chances.to(grad.dtype).transpose(-1, -2) @ grad
 
 
@@ -150,10 +160,10 @@ def _efficient_backward(
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None:
         return None
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, _hidden(dtype))
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, hidden_score(dtype))
 
 
-def _hidden(dtype: torch.dtype) -> float:
+def hidden_score(dtype: torch.dtype) -> float:
     """Return the score of a key that is not seen: finite, so that a row that sees no key of a block is no NaN."""
     return -30_000.0 if dtype == torch.float16 else -1e30
 
@@ -169,82 +179,120 @@ _FLASH = Kernel(_flash_forward, _flash_backward)
 _EFFICIENT = Kernel(_efficient_forward, _efficient_backward)
 
 
-Documents = tuple[Tensor, Tensor]
-
-
-class Scoring(NamedTuple):
-    """Changes to the softmax of scaled products.
+class Terms(NamedTuple):
+    """Facts of an attention over a sequence that ranks share: what a query sees, and how it scores.
 
     Attributes:
+        causal: whether a position sees itself and earlier ones alone.
+        scale: factor of the products.
+        documents: numbers of the documents of the own positions, [batch, own]; None for one document.
+        ignored: True for own keys that no query sees, [batch, own keys]; None for none.
+        mask: mask of the own queries and all keys in the order of the sequence, as torch's `attn_mask`; None for none.
         window: positions at a smaller distance are seen, of a causal attention the earlier ones; None for all.
         softcap: largest size of a score, which tanh approaches; None for none.
         sinks: a score of each head that takes weight and has no value (Xiao et al. 2023, attention sinks), [heads];
             None for none.
     """
 
+    causal: bool
+    scale: float
+    documents: Tensor | None = None
+    ignored: Tensor | None = None
+    mask: Tensor | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether scores are those of torch's kernels, but for a mask."""
-        return self.softcap is None and self.sinks is None
+
+class Seen(NamedTuple):
+    """Parts of `Terms` for some queries and some keys.
+
+    Attributes:
+        documents: numbers of the documents of the queries and of the keys, [batch, queries] and [batch, keys].
+        ignored: of the keys, [batch, keys].
+        mask: of the queries and the keys.
+        first: position of the first query among the keys; None where the last ones are of one position.
+    """
+
+    documents: tuple[Tensor, Tensor] | None = None
+    ignored: Tensor | None = None
+    mask: Tensor | None = None
+    first: int | None = None
 
 
-PLAIN = Scoring()
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    documents: Documents | None = None,
-    scoring: Scoring = PLAIN,
-    offset: int | None = None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, seen: Seen) -> Tensor:
     """Return the attention of queries [batch, heads, queries, head dim] to keys of fewer or as many heads.
 
     Causal: the last query sees all keys, the one before it all but the last. Documents: keys of its own alone.
-    `offset` is the first query's position among the keys; None where the last ones are of one position.
     """
     k = repeated(k, q.shape[1])
     v = repeated(v, q.shape[1])
-    window = scoring.window if scoring.window is not None and scoring.window < k.shape[2] else None
-    mask = None
+    is_plain = terms.softcap is None and terms.sinks is None
+    mask = _mask_of(q, k, terms, seen, is_hint=is_plain)
+    bias = None if seen.mask is None or seen.mask.dtype == torch.bool else seen.mask.to(q.dtype)
+    if not is_plain:
+        return _scored(q, k, v, mask, bias, terms)
+    attention = functional.scaled_dot_product_attention
+    if bias is not None and mask is not None:
+        bias = bias.masked_fill(~mask, -torch.inf)
+    if bias is not None or mask is not None:
+        return attention(q, k, v, attn_mask=mask if bias is None else bias, scale=terms.scale)
+    if not terms.causal or q.shape[2] == k.shape[2]:
+        return attention(q, k, v, is_causal=terms.causal, scale=terms.scale)
+    return attention(q, k, v, attn_mask=_lower_right(q, k), scale=terms.scale)
+
+
+def _mask_of(q: Tensor, k: Tensor, terms: Terms, seen: Seen, *, is_hint: bool) -> Tensor | None:
+    """Return the mask that a block needs, True where a key is seen; None for none. With `is_hint` the causal order
+    alone is left to the kernel."""
+    queries, keys = q.shape[2], k.shape[2]
+    first = keys - queries if seen.first is None else seen.first
+    window = terms.window if terms.window is not None and terms.window < max(keys, first + queries) else None
+    masks = packed_masks(seen.documents, seen.ignored)
+    if seen.mask is not None and seen.mask.dtype == torch.bool:
+        masks.append(seen.mask)
+    if window is not None or (terms.causal and (masks or seen.mask is not None or not is_hint)):
+        masks.append(near_mask(queries, keys, first, window, causal=terms.causal, device=q.device))
+    return all_of(masks)
+
+
+def packed_masks(documents: tuple[Tensor, Tensor] | None, ignored: Tensor | None) -> list[Tensor]:
+    """Return the masks, each broadcastable to [batch, heads, queries, keys], of documents and of keys to ignore."""
+    masks: list[Tensor] = []
     if documents is not None:
-        mask = document_mask(*documents, causal=causal)
-    if window is not None or (causal and mask is None and not scoring.is_plain):
-        first = k.shape[2] - q.shape[2] if offset is None else offset
-        seen = _near(q.shape[2], k.shape[2], first, window, causal=causal, device=q.device)
-        mask = seen if mask is None else mask & seen
-    if not scoring.is_plain:
-        return _scored(q, k, v, mask, scale, scoring)
-    if mask is not None:
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    if not causal or q.shape[2] == k.shape[2]:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=_lower_right(q, k), scale=scale)
+        masks.append((documents[0][:, :, None] == documents[1][:, None, :])[:, None])
+    if ignored is not None:
+        masks.append(~ignored[:, None, None, :])
+    return masks
 
 
-def _scored(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, scoring: Scoring) -> Tensor:
+def all_of(masks: list[Tensor]) -> Tensor | None:
+    """Return the mask that is True where all are; None for no mask."""
+    together = masks[0] if masks else None
+    for each in masks[1:]:
+        together = each if together is None else together & each
+    return together
+
+
+def _scored(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, terms: Terms) -> Tensor:
     """Return attention with a soft cap or sinks, which torch's kernels do not have, written out."""
-    scores = (q @ k.transpose(-1, -2)).to(accumulation_dtype(q)) * scale
-    if scoring.softcap is not None:
-        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = (q @ k.transpose(-1, -2)).to(accumulation_dtype(q)) * terms.scale
+    if terms.softcap is not None:
+        scores = torch.tanh(scores / terms.softcap) * terms.softcap
+    if bias is not None:
+        scores = scores + bias
     if mask is not None:
-        scores = scores.masked_fill(~mask, _hidden(scores.dtype))
-    if scoring.sinks is None:
-        return scores.softmax(-1).to(v.dtype) @ v
-    sinks = scoring.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    chances = torch.cat([scores, sinks], -1).softmax(-1)
-    return chances[..., :-1].to(v.dtype) @ v
+        scores = scores.masked_fill(~mask, hidden_score(scores.dtype))
+    if terms.sinks is not None:
+        sinks = terms.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    chances = scores.softmax(-1)[..., : k.shape[2]]
+    if mask is not None:  # for a query that sees no key
+        chances = chances.masked_fill(~mask, 0)
+    return chances.to(v.dtype) @ v
 
 
-def _near(queries: int, keys: int, first: int, window: int | None, *, causal: bool, device: torch.device) -> Tensor:
+def near_mask(queries: int, keys: int, first: int, window: int | None, *, causal: bool, device: torch.device) -> Tensor:
     """Return the mask of queries from the position `first` on, True within the window; [queries, keys]."""
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
     if causal:
@@ -263,15 +311,6 @@ def _lower_right(q: Tensor, k: Tensor) -> Tensor:
         return cast(Any, bias).causal_lower_right(queries, keys)
     except RuntimeError:  # in blocks that keep the outputs of some operators, by `checkpoint_activations(keep=)`
         return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-
-
-def document_mask(of_queries: Tensor, of_keys: Tensor, *, causal: bool) -> Tensor:
-    """Return the mask of packed documents, True where a query sees a key; shape [batch, 1, queries, keys]."""
-    same = (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
-    if not causal:
-        return same
-    queries, keys = same.shape[-2:]
-    return same & torch.ones(queries, keys, dtype=torch.bool, device=same.device).tril(keys - queries)
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:

@@ -76,6 +76,55 @@ def ring_block(rank: int, source: int, size: int, *, causal: bool) -> RingBlock:
     )  # our early half precedes both of its halves, our late half follows them
 
 
+def near(ahead: int, length: int, window: int, *, causal: bool) -> tuple[range, range] | None:
+    """Return the rows of a piece of queries, and those of the piece of keys that is `ahead` pieces before it, that are
+    at a smaller distance than `window`; None for no row."""
+    if ahead == 0:
+        return range(length), range(length)
+    count = min(length, window - 1 - (abs(ahead) - 1) * length)
+    if count <= 0 or (causal and ahead < 0):
+        return None
+    first = range(count)
+    last = range(length - count, length)
+    return (first, last) if ahead > 0 else (last, first)
+
+
+def near_tiles(ahead: int, length: int, window: int, tile: int, *, causal: bool) -> list[tuple[range, range]]:
+    """Return the rows of `near` in runs of `tile` queries at most, each with the keys that one of them sees."""
+    pair = near(ahead, length, window, causal=causal)
+    if pair is None:
+        return []
+    rows, columns = pair
+    found: list[tuple[range, range]] = []
+    for begin in range(rows.start, rows.stop, tile):
+        end = min(begin + tile, rows.stop)
+        at = ahead * length  # place of the first query's piece, from the begin of the piece of keys
+        first = max(columns.start, at + begin - window + 1)
+        last = min(columns.stop, at + end + (0 if causal else window - 1))
+        if first < last:
+            found.append((range(begin, end), range(first, last)))
+    return found
+
+
+def near_keys(rank: int, source: int, size: int, length: int, window: int, *, causal: bool) -> tuple[range, range]:
+    """Return the rows of each half of a rank's keys, pieces of `length`, that another rank's queries see."""
+    runs: list[range] = []
+    for piece in pieces(source, size):
+        pairs = [near(own - piece, length, window, causal=causal) for own in pieces(rank, size)]
+        columns = [pair[1] for pair in pairs if pair is not None]
+        if not columns:
+            runs.append(range(0))
+            continue
+        runs.append(range(min(each.start for each in columns), max(each.stop for each in columns)))
+    return runs[0], runs[1]
+
+
+def near_steps(size: int, length: int, window: int) -> list[int]:
+    """Return the distances of ranks between which a window makes keys travel, from a rank to the one so much later."""
+    reach = -((1 - window) // length)
+    return [step for step in range(1, size) if min(step, size - step) <= reach]
+
+
 _METHOD = "context: method"
 _ATTENDED = "context: attention ran"
 _CUT = "context: a sequence was cut"

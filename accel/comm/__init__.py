@@ -30,7 +30,10 @@ from accel.comm._gradients import (
     gathered_summed as gathered_summed,
     own_part as own_part,
     scattered as scattered,
+    start_gather as start_gather,
+    start_scatter as start_scatter,
     start_shift as start_shift,
+    start_sum as start_sum,
     summed as summed,
 )
 from accel.comm._group import Comm as Comm, adopt as adopt, alone as alone, connect as connect

@@ -95,6 +95,29 @@ def start_shift(
     return wait
 
 
+def start_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin to sum a contiguous tensor over ranks, in place; return a function that waits for the sum. A collective."""
+    work = _dist.all_reduce(x, group=group, async_op=True)
+    return lambda: _waited(work, x)
+
+
+def start_gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin to gather tensors of one shape; return a function that waits for them, [size, *x.shape]. A collective."""
+    mine = x.contiguous()
+    out = mine.new_empty((group.size(), *mine.shape))
+    work = _gather_into(out.flatten(0, 1), mine, group=group, async_op=True)
+    return lambda: _waited(work, out, mine)
+
+
+def start_scatter(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin to sum summands [size, ...] for each rank; return a function that waits for this rank's sum. A
+    collective."""
+    summands = x.contiguous()
+    out = summands.new_empty(summands.shape[1:])
+    work = _scatter_into(out, summands.flatten(0, 1), group=group, async_op=True)
+    return lambda: _waited(work, out, summands)
+
+
 class _Linear(torch.autograd.Function):
     """A linear function, with the function of its gradient."""
 
@@ -109,6 +132,12 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
         return ctx.transposed(*grad_outputs), None, None
+
+
+def _waited(work: Any, out: Tensor, *_kept: Tensor) -> Tensor:
+    """The output of a message after its end, up to which its inputs are kept."""
+    work.wait()
+    return out
 
 
 def _through(x: Tensor, function: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.formats import CompileMode
 from accel.mixins import Mixin, add_mixin, remove_mixin
-from accel.parallel._modules import Select, compile_graphs, selected, unwrap_model
+from accel.parallel._modules import OVERLAPS, Select, compile_graphs, named_modules, selected, unwrap_model
 
 M = TypeVar("M", bound=nn.Module)
 Keep: TypeAlias = Literal["products"] | Sequence[str]
@@ -170,8 +170,8 @@ def compile_model(
         The model that was passed.
 
     Raises:
-        ConfigError: torch has no such backend, nothing is chosen, mode beside options, or the eager backend for
-            blocks that `checkpoint_activations` recomputes.
+        ConfigError: torch has no such backend, nothing is chosen, mode beside options, the eager backend for blocks
+            that `checkpoint_activations` recomputes, or layers that `Plan(overlap=True)` divides.
 
     Reference: torch.nn.Module.compile.
     """
@@ -193,7 +193,21 @@ def compile_model(
     if regions in (None, "repeated") and compile_graphs(inner, settings):
         return model
     chosen = [inner] if regions is None else list(selected(inner, regions, "compile_model").values())
+    _check_overlap(inner, chosen)
     add_mixin([module for module in chosen if type(module).forward.__module__.startswith("torch.")], _Traced)
     for module in chosen:
         cast(Any, module).compile(**settings)
     return model
+
+
+def _check_overlap(model: nn.Module, regions: Iterable[nn.Module]) -> None:
+    """Raise `ConfigError` for regions with layers that send beside their products: a graph has no place for both."""
+    inside = {id(each) for region in regions for each in region.modules() if OVERLAPS in vars(each)}
+    if inside:
+        raise ConfigError(
+            "torch does not compile layers that send beside their products",
+            expected="a plan without overlap, or regions without layers that ranks along tp divide",
+            got=", ".join([path for path, each in named_modules(model) if id(each) in inside][:5]),
+            where="compile_model",
+            fix="Leave overlap out: plan=accel.parallel.Plan(overlap=False).",
+        )

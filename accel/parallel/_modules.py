@@ -80,6 +80,7 @@ WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of the 
 HELD = "accel_held"  # attribute of an engine's wrapper: its `EngineGradients`
 EMPTIED = "accel_emptied"  # attribute of modules whose parameters are empty between passes: what makes them so
 COMPILES = "accel_compile_with"  # attribute of a traced stage: options of torch.compile for its graphs
+OVERLAPS = "accel_overlaps"  # attribute of modules that send beside their own products
 STAGES = "accel_stages"  # attribute of a pipelined model
 _DIVIDED = "accel_divided"  # attribute of a module that follows a pipelined model
 

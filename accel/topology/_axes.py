@@ -231,6 +231,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             loss of its `labels=`.
         sequence: whether ranks along tp share the tokens between the layers that they share (sequence parallelism);
             beside `tensor="model"`; styles of one's own include it.
+        overlap: whether layers that ranks along tp divide send the messages of their inputs and outputs in chunks, each
+            beside the product of the next chunk.
         context: method by which ranks along cp see each other's keys and values: "gather" all at once, "ring" one
             rank's after another's, or "heads" of the whole sequence for some of the heads each.
         stages: paths of the modules of each pipeline stage; None for what `stage_plan` finds in the model.
@@ -255,6 +257,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tensor: Mapping[str, TensorStyle] | FromModel = "model"
     head: HeadStyle | None = None
     sequence: bool = False
+    overlap: bool = False
     context: ContextMethod = "gather"
     stages: tuple[Patterns, ...] | None = None
     cut: Cut = "chain"

@@ -150,17 +150,28 @@ def loader(samples: int, batch: int) -> DataLoader[Any]:
 
 
 def train(
-    ctx: accel.DistContext, model: nn.Module, optimizer: Any, data: Any, steps: int, *, divided: bool
+    ctx: accel.DistContext,
+    model: nn.Module,
+    optimizer: Any,
+    data: Any,
+    steps: int,
+    *,
+    divided: bool,
+    losses: list[torch.Tensor] | None = None,
 ) -> list[float]:
-    """An epoch in windows of micro-batches, weighted by tokens; the norms."""
+    """An epoch in windows of micro-batches, weighted by tokens; the norms. `losses` gets those of this rank's
+    micro-batches, summed over tokens."""
     run = ByState(ctx, steps)
     norms = list[float]()
     for batch in run.batches(data):
         ids, labels = batch.data
         tokens = int((labels != IGNORED).sum()) if int(batch.valid) else 0
         with run.accumulate(model):
-            loss = total_loss(ctx, model(ids), labels, divided=divided) / max(tokens, 1)
+            total = total_loss(ctx, model(ids), labels, divided=divided)
+            loss = total / max(tokens, 1)
             run.backward(loss, weight=tokens)
+        if losses is not None:
+            losses.append(total.detach())
         if run.sync:
             run.step(optimizer, max_norm=0.3)
             norms.append(float(run.grad_norm))

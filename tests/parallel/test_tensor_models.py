@@ -88,23 +88,30 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("tied", "sequence"),
-    [(True, False), (False, True), pytest.param(False, False, marks=SLOW), pytest.param(True, True, marks=SLOW)],
+    ("tied", "sequence", "overlap"),
+    [
+        (True, False, False),
+        (False, True, True),
+        pytest.param(False, False, True, marks=SLOW),
+        pytest.param(True, True, False, marks=SLOW),
+    ],
 )
-def test_a_llama_trains_by_its_own_plan(ranks, tied, sequence):
-    plan = accel.parallel.Plan(sequence=sequence)
+def test_a_llama_trains_by_its_own_plan(ranks, tied, sequence, overlap):
+    plan = accel.parallel.Plan(sequence=sequence, overlap=overlap)
     _check(ranks, lambda: _llama(tie_word_embeddings=tied), _language_loss, size=4, plan=plan)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=SLOW)])
-def test_a_tied_gpt2_trains_by_the_plan_that_is_known_for_it(ranks, sequence):
-    _check(ranks, _gpt2, _language_loss, plan=accel.parallel.Plan(sequence=sequence))
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=SLOW)])
+def test_a_tied_gpt2_trains_by_the_plan_that_is_known_for_it(ranks, sequence, overlap):
+    _check(ranks, _gpt2, _language_loss, plan=accel.parallel.Plan(sequence=sequence, overlap=overlap))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=SLOW)])
-def test_adapters_follow_the_layers_that_they_adapt(ranks, sequence):
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=SLOW)])
+def test_adapters_follow_the_layers_that_they_adapt(ranks, sequence, overlap):
     peft = pytest.importorskip("peft", reason="peft is not installed")
 
     def make() -> nn.Module:
@@ -112,7 +119,8 @@ def test_adapters_follow_the_layers_that_they_adapt(ranks, sequence):
         config = peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.0, init_lora_weights=False)
         return peft.get_peft_model(_llama(), config)
 
-    _check(ranks, make, _language_loss, size=4 if sequence else 2, plan=accel.parallel.Plan(sequence=sequence))
+    plan = accel.parallel.Plan(sequence=sequence, overlap=overlap)
+    _check(ranks, make, _language_loss, size=4 if sequence else 2, plan=plan)
 
 
 @SLOW
@@ -131,7 +139,7 @@ def test_adapters_follow_the_layers_of_a_plan_that_is_found(ranks):
         )
         return peft.get_peft_model(model, config)
 
-    _check(ranks, make, _language_loss)
+    _check(ranks, make, _language_loss, plan=accel.parallel.Plan(overlap=True))
 
 
 class Adapted(nn.Module):

@@ -21,12 +21,13 @@ import torch
 from tensor_models import loader, made, plans, train
 
 import accel
+from accel.parallel.axes.tensor import _overlap
 
 
-def run(ctx, name, out):
+def run(ctx, name, out, overlap=False):
     model = made(fused=True, tied=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    plan = accel.parallel.Plan(tensor=plans(fused=True)[name])
+    plan = accel.parallel.Plan(tensor=plans(fused=True)[name], overlap=overlap)
     model, optimizer, data = accel.prepare(ctx, model, optimizer, loader(7, 4), plan=plan)
     norms = train(ctx, model, optimizer, data, 2, divided=True)
     accel.save_state(ctx, out, {{"model": model, "optimizer": optimizer}}, step=1)
@@ -37,8 +38,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with accel.session(device="cpu") as ctx:
         assert ctx.axis("tp").size == 2
+        _overlap._LEAST_ROWS = 1
         for name in ("ends", "sequence, ends"):
             run(ctx, name, f"{{sys.argv[1]}}-{{name[:3]}}")
+            run(ctx, name, f"{{sys.argv[1]}}-{{name[:3]}}-beside", overlap=True)
 """
 
 
@@ -55,8 +58,9 @@ def test_two_processes_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     names = {"__name__": "train_divided"}
     exec(source, names)
     names["run"](accel.single(), "ends", str(tmp_path / "alone"))
-    ends = [names["made"](2, fused=True, tied=True) for _ in range(3)]
-    for model, out in zip(ends, ("alone", "both-end", "both-seq"), strict=True):
+    outs = ("alone", "both-end", "both-seq", "both-end-beside", "both-seq-beside")
+    ends = [names["made"](2, fused=True, tied=True) for _ in outs]
+    for model, out in zip(ends, outs, strict=True):
         accel.load_state(accel.single(), accel.latest_checkpoint(tmp_path / out), {"model": model}, strict=False)
     for model in ends[1:]:
         torch.testing.assert_close(model.state_dict(), ends[0].state_dict(), rtol=0, atol=1e-10)

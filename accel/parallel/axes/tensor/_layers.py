@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from accel.comm import (
     copied,
@@ -24,13 +21,21 @@ from accel.comm import (
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel._labels import name_of
-from accel.parallel.axes.tensor._dropout import Streams
 from accel.parallel.axes.tensor._heads import with_own_heads
+from accel.parallel.axes.tensor._overlap import (
+    autocast_format,
+    copied_product,
+    gathered_product,
+    is_beside,
+    scattered_product,
+    summed_product,
+)
 from accel.parallel.axes.tensor._styles import (
     COLWISE,
     ROWWISE,
     RowExchange,
     Rule,
+    is_transposed,
     output_dim,
     part_length,
     row_exchange,
@@ -43,6 +48,21 @@ if TYPE_CHECKING:
 
 
 SEQUENCE_DIM = 1  # of activations, [batch, sequence, features]
+EARLY = "accel_early"  # attribute of a column-wise layer in a call of the module around it: its `EarlyProduct`
+
+
+class EarlyProduct(NamedTuple):
+    """Outputs of a column-wise layer that are there before its call.
+
+    Attributes:
+        input: of the call.
+        format: of autocast.
+        output: to return; None after the call.
+    """
+
+    input: torch.Tensor
+    format: torch.dtype | None
+    output: torch.Tensor | None
 
 
 class Layer:
@@ -125,9 +145,12 @@ class Colwise(LocalParameters):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's outputs, or all of them where the style gathers them."""
         layer = self.accel_layer
-        if not layer.rule.copied:
-            args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: copied(x, layer.group))
-        output = super().forward(*args, **kwargs)
+        if is_beside(layer.rule):
+            output = self._beside(_first(layer.rule, args, kwargs))
+        else:
+            if not layer.rule.copied:
+                args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: copied(x, layer.group))
+            output = super().forward(*args, **kwargs)
         if layer.rule.style != "colwise_gather_output":
             return output
         if not layer.rule.uneven:
@@ -135,6 +158,23 @@ class Colwise(LocalParameters):
         missing = part_length(layer.rule.uneven, layer.size) - output.shape[-1]
         padded = nn.functional.pad(output, (0, missing))  # the last rank's, as messages are of one length
         return gathered(padded, -1, layer.group)[..., : layer.rule.uneven].contiguous()
+
+    def _beside(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's outputs, where messages travel beside the products."""
+        if not self.accel_layer.rule.copied:
+            return copied_product(x, *self.operands(), self.accel_layer.group)[0]
+        early: EarlyProduct | None = vars(self).get(EARLY)
+        if early is None or early.output is None or early.input is not x or early.format != autocast_format(x):
+            return super().forward(x)
+        output = early.output
+        vars(self)[EARLY] = early._replace(output=None)
+        return output
+
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight, [outputs, inputs], and bias of the rows that this rank computes with."""
+        here = self.parameters_here(cast(Any, self)._parameters)
+        weight = cast(torch.Tensor, here["weight"])
+        return weight.t() if is_transposed(cast(nn.Module, self)) else weight, here.get("bias")
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
         """Return this rank's rows, after an exchange where it stores others than it needs."""
@@ -164,11 +204,20 @@ class Rowwise(LocalParameters):
         style = layer.rule.style
         if style == "rowwise_split_input":
             args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: own_part(x, -1, layer.group))
-        output = super().forward(*args, **kwargs)
         scatters = style == "rowwise_sequence"
-        output = scattered(output, SEQUENCE_DIM, layer.group) if scatters else summed(output, layer.group)
+        if is_beside(layer.rule):
+            x = _first(layer.rule, args, kwargs)
+            output = (scattered_product if scatters else summed_product)(x, self._weight(), layer.group)
+        else:
+            output = super().forward(*args, **kwargs)
+            output = scattered(output, SEQUENCE_DIM, layer.group) if scatters else summed(output, layer.group)
         bias = cast(Any, self)._parameters.get("bias")
         return output if bias is None else output + local(bias, layer.rule).to(output.dtype)
+
+    def _weight(self) -> torch.Tensor:
+        """This rank's part of the weight, [outputs, inputs]."""
+        weight = local(cast(Any, self)._parameters["weight"], self.accel_layer.rule)
+        return weight.t() if is_transposed(cast(nn.Module, self)) else weight
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
         """Return the local parts without the bias, which is added to the sum."""
@@ -209,8 +258,34 @@ class Around(Mixin):
         layer = self.accel_layer
         if layer.rule.shares:
             args, kwargs = with_own_heads(layer.rule, layer.group, args, kwargs)
-        args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: _entered(x, layer))
-        return cast(Any, super()).forward(*args, **kwargs)
+        first = self._first_product(_first(layer.rule, args, kwargs)) if is_beside(layer.rule) else None
+        if first is None:
+            args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: _entered(x, layer))
+            return cast(Any, super()).forward(*args, **kwargs)
+        return self._beside(first, args, kwargs)
+
+    def _first_product(self, x: torch.Tensor) -> Colwise | None:
+        """The layer whose product goes beside the messages of the input; None where none takes features of its
+        width."""
+        path = self.accel_layer.rule.early
+        found = cast(Any, self).get_submodule(path) if path else None
+        return found if found is not None and found.weight.shape[1 - output_dim(found)] == x.shape[-1] else None
+
+    def _beside(self, first: Colwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module's own forward on an input whose first product is there already."""
+        layer = self.accel_layer
+        product = gathered_product if layer.rule.style == "gather_sequence" else copied_product
+        output, x = product(_first(layer.rule, args, kwargs), *first.operands(), layer.group)
+        args, kwargs = _with_first(layer.rule, args, kwargs, lambda _: x)
+        vars(first)[EARLY] = EarlyProduct(x, autocast_format(x), output)
+        try:
+            result = cast(Any, super()).forward(*args, **kwargs)
+            is_taken = vars(first)[EARLY].output is None
+        finally:
+            del vars(first)[EARLY]
+        if not is_taken:
+            raise _other_input(first)
+        return result
 
 
 class WholeSequence(Around):
@@ -255,6 +330,17 @@ def needed_rows(stored: torch.Tensor, layer: Layer, exchange: RowExchange) -> to
     backward."""
     order = torch.tensor(exchange.order, device=stored.device)
     return exchanged(stored.index_select(0, order), exchange.to, exchange.back, layer.group)
+
+
+def _other_input(first: Colwise) -> PrepareError:
+    weight = cast(Any, first)._parameters["weight"]
+    return PrepareError(
+        "a layer takes another input than the module around it, beside whose messages its product was to compute",
+        expected="the first argument of the module, unchanged",
+        got=f"another tensor or format, or no call, for the layer of {name_of(weight) or type(first).__name__}",
+        where="forward, plan.overlap",
+        fix="Leave overlap out: plan=accel.parallel.Plan(overlap=False).",
+    )
 
 
 def mixin_for(rule: Rule) -> type[LocalParameters | Around] | None:
@@ -306,6 +392,10 @@ def _gathered(x: torch.Tensor, dim: int, layer: Layer) -> torch.Tensor:
     return gathered(x, dim, layer.group).contiguous()
 
 
+def _first(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    return args[0] if args else kwargs[rule.first]
+
+
 def _with_first(
     rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -313,114 +403,3 @@ def _with_first(
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, rule.first: change(kwargs[rule.first])}
-
-
-class Attention(LocalParameters):
-    """An nn.MultiheadAttention with heads divided among ranks."""
-
-    accel_streams: Streams
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_padding_mask: torch.Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: torch.Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return outputs and weights as nn.MultiheadAttention does; `is_causal` is a hint there, which needs no use."""
-        own = cast(nn.MultiheadAttention, self)
-        group = self.accel_layer.group
-        copies = {id(each): copied(each, group) for each in (query, key, value)}
-        inputs = [_batch_first(copies[id(each)], own) for each in (query, key, value)]
-        width = cast(int, cast(Any, own).head_dim)
-        projected = [
-            _by_head(functional.linear(each, weight, bias), width)
-            for each, (weight, bias) in zip(inputs, self._projections(), strict=True)
-        ]
-        mask = self._mask(key_padding_mask, attn_mask, projected[0])
-        dropout = own.dropout if own.training else 0.0
-        weights = None
-        with self.accel_streams.divided() if dropout else nullcontext():
-            if need_weights:
-                heads, weights = _weighted(projected, mask, dropout)
-            else:
-                query_, key_, value_ = projected
-                heads = functional.scaled_dot_product_attention(query_, key_, value_, attn_mask=mask, dropout_p=dropout)
-        if weights is not None:
-            weights = self._joined(weights, average=average_attn_weights)
-        output = own.out_proj(heads.transpose(1, 2).flatten(2))
-        if query.ndim == 2:
-            return output[0], None if weights is None else weights[0]
-        return output if own.batch_first else output.transpose(0, 1), weights
-
-    def _projections(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """This rank's weight and bias for queries, keys and values."""
-        layer = self.accel_layer
-        assert layer.exchange is not None
-        here = self.parameters_here(cast(Any, self)._parameters)
-        weight, bias = here["in_proj_weight"], here["in_proj_bias"]
-        if weight is None:  # keys or values of another width
-            weights = [cast(torch.Tensor, here[name]) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
-            biases = None if bias is None else needed_rows(bias, layer, layer.exchange)
-        else:
-            both = weight if bias is None else torch.cat([weight, bias[:, None]], 1)  # one message for both
-            both = needed_rows(both, layer, layer.exchange)
-            weights = list((both if bias is None else both[:, :-1]).chunk(3))
-            biases = None if bias is None else both[:, -1]
-        return list(zip(weights, [None] * 3 if biases is None else biases.chunk(3), strict=True))
-
-    def _mask(
-        self, padding: torch.Tensor | None, mask: torch.Tensor | None, query: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Both masks as summands of this rank's scores, shape [batch or 1, heads or 1, queries or 1, keys]."""
-        parts: list[torch.Tensor] = []
-        if padding is not None:
-            padding = padding if padding.ndim == 2 else padding[None]
-            parts.append(_additive(padding, query.dtype)[:, None, None])
-        if mask is not None:
-            mask = _additive(mask, query.dtype)
-            if mask.ndim == 3:  # one for each head of each sample
-                layer = self.accel_layer
-                by_sample = mask.view(query.shape[0], -1, *mask.shape[1:])
-                mask = by_sample.chunk(layer.size, 1)[layer.rank]
-            parts.append(mask)
-        return sum(parts[1:], parts[0]) if parts else None
-
-    def _joined(self, weights: torch.Tensor, *, average: bool) -> torch.Tensor:
-        """The weights of all ranks' heads."""
-        group = self.accel_layer.group
-        if average:
-            return summed(weights.sum(1), group) / cast(nn.MultiheadAttention, self).num_heads
-        return gathered(weights, 1, group)
-
-
-def _batch_first(x: torch.Tensor, own: nn.MultiheadAttention) -> torch.Tensor:
-    if x.ndim == 2:
-        return x[None]
-    return x if own.batch_first else x.transpose(0, 1)
-
-
-def _by_head(x: torch.Tensor, width: int) -> torch.Tensor:
-    """From shape [batch, tokens, features] to [batch, heads, tokens, features of a head]."""
-    return x.view(*x.shape[:-1], -1, width).transpose(1, 2)
-
-
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as summands of scores; True in one of bools keeps a key out."""
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
-
-
-def _weighted(
-    projected: list[torch.Tensor], mask: torch.Tensor | None, dropout: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    query, key, value = projected
-    scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-2, -1)
-    weights = (scores if mask is None else scores + mask).softmax(-1)
-    weights = functional.dropout(weights, dropout) if dropout else weights
-    return weights @ value, weights

@@ -13,9 +13,10 @@ from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean
 from accel.mixins import Mixin
 from accel.parallel._compile import add_within
-from accel.parallel._modules import matching, named_modules
+from accel.parallel._modules import OVERLAPS, matching, named_modules
+from accel.parallel.axes.tensor._attention import Attention
 from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
-from accel.parallel.axes.tensor._layers import Attention, Layer, mixin_for
+from accel.parallel.axes.tensor._layers import Layer, mixin_for
 from accel.parallel.axes.tensor._styles import (
     COPYING,
     STYLES,
@@ -203,6 +204,8 @@ def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rul
         for name, value in rule.attributes.items():
             setattr(module, name, value)
         cast(Any, module).accel_layer = layer_of(rule)
+        if rule.overlap:
+            vars(module)[OVERLAPS] = True
         modules.setdefault(mixin_for(rule) or Attention, []).append(module)
     for mixin, own in modules.items():
         add_within(own, mixin)

@@ -15,14 +15,17 @@ from accel.comm import Call, Comm, broadcast_flat, broadcast_value, call_site, m
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import with_article
+from accel.formats import Compile
 from accel.parallel._empty import values_or_room
 from accel.parallel._labels import heir_of, label_parameters, replace_parameter
-from accel.parallel._modules import unwrap_model
+from accel.parallel._modules import named_modules, unwrap_model
+from accel.parallel._private import is_compiled
 from accel.parallel._refused import check_quantized
 from accel.parallel._spread import Spread, SpreadOptions, compare_models, stage_comm
 from accel.parallel.axes.tensor._dropout import drop_apart
 from accel.parallel.axes.tensor._found import found_plan, lines_of
 from accel.parallel.axes.tensor._layers import Layer
+from accel.parallel.axes.tensor._overlap import with_overlap
 from accel.parallel.axes.tensor._pairs import guard_pairs
 from accel.parallel.axes.tensor._rules import WHERE, install, rules_of, share_of
 from accel.parallel.axes.tensor._styles import Rule
@@ -48,6 +51,7 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
     tensor: Mapping[str, TensorStyle] | str = "model"
     head: HeadStyle | None = None
     sequence: bool = False
+    overlap: bool = False
 
     def check(self) -> None:
         """Raise `ConfigError` for a plan of one's own beside `sequence` or `head`."""
@@ -80,8 +84,10 @@ def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
 def _check(ctx: DistContext, model: nn.Module, options: TensorOptions) -> None:
     inner = unwrap_model(model)
     check_quantized(inner, WHERE)
+    if options.overlap:
+        _check_overlap(ctx, inner)
     if not _is_found(inner, options):  # what is found has been proved
-        _ = rules_of(inner, _styles(inner, options), _size(ctx))
+        _ = _rules(ctx, inner, _styles(inner, options), options)
     for name, parameter in inner.named_parameters():
         if heir_of(parameter) is not None:
             raise PrepareError(
@@ -130,7 +136,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
     inner = unwrap_model(model)
     is_stage = ctx.axis("pp").size > 1
     styles = _styles(inner, options)
-    rules = rules_of(inner, styles, _size(ctx), is_stage=is_stage)
+    rules = _rules(ctx, inner, styles, options, is_stage=is_stage)
     pairs = [] if isinstance(options.tensor, Mapping) else found_pairs(inner)
     compare_models(ctx, options, dict(inner.named_parameters()))
     mesh = _mesh(ctx)
@@ -200,6 +206,33 @@ def _styles(model: nn.Module, options: TensorOptions) -> Mapping[str, TensorStyl
     if not styles:
         raise _unknown(model, with_article(type(model).__name__))
     return styles
+
+
+def _rules(
+    ctx: DistContext,
+    model: nn.Module,
+    styles: Mapping[str, TensorStyle],
+    options: TensorOptions,
+    *,
+    is_stage: bool = False,
+) -> dict[str, Rule]:
+    rules = rules_of(model, styles, _size(ctx), is_stage=is_stage)
+    return with_overlap(model, rules) if options.overlap else rules
+
+
+def _check_overlap(ctx: DistContext, model: nn.Module) -> None:
+    """Raise `ConfigError` where messages cannot travel beside products."""
+    compiled = [path or "the model" for path, module in named_modules(model) if is_compiled(module)]
+    if isinstance(ctx.settings.compile, Compile):
+        compiled.append("--compile")
+    if compiled or ctx.device.type == "xla":
+        raise ConfigError(
+            "messages beside products are of layers that run as they are called",
+            expected="no region that torch compiles, and no device of XLA",
+            got=", ".join(compiled) or str(ctx.device),
+            where="prepare_model, plan.overlap",
+            fix="Leave overlap out: plan=accel.parallel.Plan(overlap=False).",
+        )
 
 
 def _unknown(model: nn.Module, got: str) -> PrepareError:

@@ -95,6 +95,9 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         shares: places of the arguments of its forward that may have an entry for each head, by name.
         heads: number of heads of the whole module, where it has `shares`.
         attributes: values for attributes of the module that speak of what one rank computes.
+        overlap: whether messages travel beside the module's products.
+        early: path in the module of the layer whose product goes beside the messages of the module's input; "" for
+            none.
     """
 
     style: TensorStyle
@@ -108,6 +111,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     shares: Mapping[str, int] = {}
     heads: int = 0
     attributes: Mapping[str, int] = {}
+    overlap: bool = False
+    early: str = ""
 
 
 def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, heads: int = 0) -> Rule:

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 import msgspec
 
@@ -234,6 +234,7 @@ def add_mesh_flags(built: argparse.ArgumentParser) -> None:
     _ = add("--mesh", metavar="TEXT", help="sizes by axis, such as dp=16,tp=4; -1 takes the ranks that --nproc leaves")
     _ = add("--micro-batches", type=int, default=None, metavar="N", help="micro-batches of a step (default: 1)")
     _ = add("--recompute", action="store_true", help="blocks keep their inputs alone: accel.checkpoint_activations")
+    _ = add("--keep", metavar="NAME", help="with --recompute, products: their outputs and attention's are kept")
     _ = add("--sequence", action="store_true", help="ranks along tp share tokens: Plan(sequence=True)")
     _ = add("--context", metavar="NAME", help=f"along cp: {', '.join(CONTEXT_METHODS)} (default: gather)")
     _ = add("--balance", metavar="NAME", help=f"stages along pp, by {', '.join(get_args(Balance))} (default: blocks)")
@@ -244,6 +245,7 @@ def check_without_mesh(known: argparse.Namespace) -> None:
     given = {
         "--micro-batches": known.micro_batches is not None,
         "--recompute": known.recompute,
+        "--keep": known.keep is not None,
         "--sequence": known.sequence,
         "--context": known.context is not None,
         "--balance": known.balance is not None,
@@ -335,6 +337,7 @@ def _step(known: argparse.Namespace) -> EstimatedStep:
         strategy=cast(StrategyName, strategy),
         recompute=known.recompute,
         balance=cast(Balance, balance),
+        keep=cast(Literal["", "products"], known.keep or ""),
     )
 
 

@@ -57,7 +57,7 @@ def options_of(choice: Choice) -> list[str]:
     if axes.pp > 1:
         words.append(plan.schedule)
     if step.recompute:
-        words.append("recompute")
+        words.append(f"recompute but {step.keep}" if step.keep else "recompute")
     if step.micro_batches > 1 and axes.pp == 1 and not step.held:
         words.append("sync each")
     return words
@@ -112,7 +112,8 @@ def _advice(choice: Choice) -> Iterator[str]:
     if fields:
         yield f"  in the script, plan=accel.parallel.Plan({', '.join(fields)})"
     if step.recompute:
-        yield "  and accel.checkpoint_activations(model)"
+        keep = f', keep="{step.keep}"' if step.keep else ""
+        yield f"  and accel.checkpoint_activations(model{keep})"
     if step.micro_batches > 1 and axes.pp == 1:
         each = "" if step.held else ", sync_each_batch=True"
         yield f"  and accel.train_state(ctx, accumulation={step.micro_batches}{each})"
@@ -144,15 +145,16 @@ def _blocks(stage: int, count: int, first: int, last: int) -> str:
 def _loss(first: Choice, second: Choice) -> list[str]:
     """Why the second mesh is not the first."""
     slower = second.time.total / first.time.total - 1
-    if slower < 0.01:
-        axes = len(second.axes.sizes) - len(first.axes.sizes)
-        more = second.memory.total - first.memory.total
-        reasons = [f"on {axes} more {'axis' if axes == 1 else 'axes'}"] if axes > 0 else []
-        reasons += [f"and needs {show_size(more)} more"] if more > 0 and not reasons else []
-        return _folded(f"The second, {second.axes}, is as fast within 1 %,", f"{' '.join(reasons) or 'and no worse'}.")
+    axes = len(second.axes.sizes) - len(first.axes.sizes)
+    more = second.memory.total - first.memory.total
+    if slower < 0.01 and (axes > 0 or more > 0):
+        reason = (
+            f"on {axes} more {'axis' if axes == 1 else 'axes'}" if axes > 0 else f"and needs {show_size(more)} more"
+        )
+        return _folded(f"The second, {second.axes}, is as fast within 1 %,", f"{reason}.")
     causes = sorted(_slower_parts(first, second), key=lambda pair: -pair[1])
     told = [f"{show_seconds(seconds)} more of {name}" for name, seconds in causes[:2] if seconds > causes[0][1] / 10]
-    return _folded(f"The second, {second.axes}, takes {slower:.0%} longer:", *told)
+    return _folded(f"The second, {second.axes}, takes {slower:.1%} longer:", *told)
 
 
 def _folded(first: str, *others: str) -> list[str]:

@@ -252,7 +252,7 @@ def _choice(model: Transformer, axes: Axes, strategy: StrategyName, job: Job) ->
     )
     problem: ConfigError | None = None
     best: Choice | None = None
-    for step, plan in _ways(axes, base):
+    for step, plan in _ways(model, axes, base):
         found = mesh_problem(axes, model, plan, tokens=job.tokens) or _too_few(axes, step, plan)
         if found is None:
             best = _better(best, model, axes, step, plan, job)
@@ -282,12 +282,15 @@ def _rank(choice: Choice, memory: int) -> tuple[float, float]:
     return (0.0, choice.time.total) if need <= memory else (1.0, need)
 
 
-def _ways(axes: Axes, base: EstimatedStep) -> Iterator[tuple[EstimatedStep, Plan]]:
+def _ways(model: Transformer, axes: Axes, base: EstimatedStep) -> Iterator[tuple[EstimatedStep, Plan]]:
     """Yield the options to try on a mesh."""
     several = base.micro_batches > 1 and axes.pp == 1
-    for recompute in (False, True):
+    again: list[dict[str, Any]] = [{}, {"recompute": True}]
+    if not model.experts:
+        again.insert(1, {"recompute": True, "keep": "products"})
+    for options in again:
         for held in (True, False) if several else (True,):
-            step = msgspec.structs.replace(base, recompute=recompute, held=held)
+            step = msgspec.structs.replace(base, held=held, **options)
             yield from ((step, plan) for plan in _plans(axes))
 
 

@@ -348,7 +348,8 @@ def _operations(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan,
     count = sum(layers[at] for at in own)
     sequences = step.rows * step.micro_batches
     tokens = sequences * step.tokens
-    passes = 4 if step.recompute else 3  # forward, twice that in backward, forward again
+    # forward, twice that in backward, forward again
+    passes = 4 if step.recompute and not step.keep else 3
     head = model.width * model.vocabulary
     block = (model.active_count - head) // model.layers
     products = 2 * tokens * (passes * count * block + (3 * head if stages - 1 in own else 0))

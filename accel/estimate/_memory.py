@@ -134,7 +134,7 @@ def memory_by_moment(
     losses = step.micro_batches if axes.pp > 1 and plan.schedule in _ALL_FORWARD else 1
     logits = held.is_last * (kept.ends + kept.logits)
     received = _received(model, axes, step, plan, copies, rank)
-    entry = kept.entry if step.recompute else kept.block
+    entry = _entry(kept, step)
     wire = _wire(held, axes, copies)
     reduced = _reduced(held, step, plan, copies, wire)
 
@@ -153,7 +153,7 @@ def memory_by_moment(
 
     layers = sum(held.layers)
     whole = layers if keeps_blocks(plan, axes) else 0
-    again = kept.block if step.recompute else 0
+    again = kept.block - (kept.products if step.keep else 0) if step.recompute else 0  # taken from what was kept
     inside = kept.inside + _root_gradients(held, step, plan, copies)
     if held.is_last:
         yield at("loss", earlier, waiting + losses * logits, max(1, whole), kept.peak)
@@ -221,7 +221,14 @@ def _received(
 def _waiting(held: HeldParameters, kept: Kept, step: EstimatedStep, flying: int) -> int:
     """Bytes of blocks whose backward is still to come, of all micro-batches in flight."""
     layers = max(held.layers)
-    return flying * layers * (kept.entry if step.recompute else kept.block)
+    return flying * layers * _entry(kept, step)
+
+
+def _entry(kept: Kept, step: EstimatedStep) -> int:
+    """Bytes of one block whose backward is still to come."""
+    if not step.recompute:
+        return kept.block
+    return kept.entry + (kept.products if step.keep else 0)
 
 
 def _earlier(trained: int, full: int, step: EstimatedStep, copies: EqualRanks) -> int:

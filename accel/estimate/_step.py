@@ -59,6 +59,8 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
         optimizer: one of `OPTIMIZERS`.
         strategy: "ddp" or "fsdp", for the axis `dp`; ranks along `dp_shard` hold shards in any case.
         recompute: whether blocks keep their inputs alone and compute the rest again in backward.
+        keep: "products" if blocks that compute again keep the outputs of products and attention all the same, as by
+            `checkpoint_activations(keep="products")`.
         held: whether gradients wait on their rank for the last micro-batch; else each one exchanges them.
         dealt: whether ranks of DDP share the optimizer's state, as by `ZeroRedundancyOptimizer`.
         balance: cost by which `stage_plan` divides the blocks among the stages of a pipeline.
@@ -74,6 +76,7 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str = "adamw"
     strategy: StrategyName = "fsdp"
     recompute: bool = False
+    keep: Literal["", "products"] = ""
     held: bool = True
     dealt: bool = False
     balance: Balance = "blocks"
@@ -83,6 +86,12 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
         check_choice(self.optimizer, list(OPTIMIZERS), "unknown optimizer", where="EstimatedStep.optimizer")
         check_choice(self.strategy, ["ddp", "fsdp"], "unknown strategy", where="EstimatedStep.strategy")
         check_choice(self.balance, get_args(Balance), "unknown balance of stages", where="EstimatedStep.balance")
+        check_choice(self.keep or "products", ["products"], "unknown operators", where="EstimatedStep.keep")
+        if self.keep and not self.recompute:
+            raise ConfigError(
+                "blocks that compute nothing again keep all", expected="recompute=True", got="False",
+                where="EstimatedStep.keep",
+            )  # fmt: skip
         for name in ("tokens", "rows", "micro_batches"):
             if getattr(self, name) < 1:
                 got = str(getattr(self, name))
@@ -354,6 +363,7 @@ class Kept(NamedTuple):
         peak: further ones while the loss's backward computes.
         inside: further ones while a block's backward computes.
         copies: of parameters in the compute format, where a forward has been measured; None where they are computed.
+        products: outputs of products and attention of one block.
     """
 
     block: int
@@ -363,6 +373,7 @@ class Kept(NamedTuple):
     peak: int
     inside: int
     copies: int | None = None
+    products: int = 0
 
 
 def kept_by(
@@ -372,7 +383,14 @@ def kept_by(
 
     `fully_shard` gives autocast parameters in the compute format, other engines fp32 ones.
     """
-    if (sizes := sizes_of(model)) is not None:
+    sizes = sizes_of(model)
+    if step.keep and (sizes is None or sizes.experts):
+        got = "experts" if sizes else "a model without the sizes of a transformer"
+        raise ConfigError(
+            "the outputs of products that blocks keep are not known", expected='keep=""', got=got,
+            where="EstimatedStep.keep",
+        )  # fmt: skip
+    if sizes is not None:
         return _kept_by_sizes(sizes, axes, plan, step, engine)
     # autocast over parameters of 16 bits, as stored or as gathered, keeps no fp32 stream
     is_low = step.stored_bytes == 2 or (engine == "fully_shard" and step.compute_bytes == 2)
@@ -401,7 +419,8 @@ def _kept_by_sizes(model: Transformer, axes: Axes, plan: Plan, step: EstimatedSt
         ends=_norm(model, own, tokens, stream, size, 1),
         logits=tokens * vocabulary * _FP32,
         peak=2 * tokens * vocabulary * _FP32,
-        inside=3 * _mlp(model, axes, tokens, size) // 4,
+        inside=_inside(model, axes, own, tokens, size),
+        products=_products(model, axes, plan, tokens, size),
     )
 
 
@@ -436,3 +455,24 @@ def _mlp(model: Transformer, axes: Axes, tokens: int, size: int) -> int:
     # ranks along tp that hold all experts compute all tokens; those that send them to others send a part each
     rows = tokens * model.experts_per_token // (axes.tp if axes.ep > 1 else 1)
     return rows * (4 * model.inner + 2 * model.width) * size
+
+
+def _inside(model: Transformer, axes: Axes, own: int, tokens: int, size: int) -> int:
+    """Bytes of temporaries in a block's backward: in its MLP, or in the norm before, when what the MLP kept is free."""
+    mlp = _mlp(model, axes, tokens, size)
+    if model.biases or model.experts:
+        return 3 * mlp // 4
+    # gradients of two products in the compute format; an RMSNorm's, in fp32, of its result and of both factors
+    norm = model.width * (2 * tokens * size + own * (3 * _FP32 + size))
+    return max(3 * mlp // 4, norm - mlp)
+
+
+def _products(model: Transformer, axes: Axes, plan: Plan, tokens: int, size: int) -> int:
+    """Bytes of the outputs of products and attention."""
+    heads = model.heads // axes.tp
+    keys = max(1, model.kv_heads // axes.tp)
+    inner = -(-model.inner // axes.tp) * (2 if model.gated else 1)
+    # a rank of a ring has an output of attention for each part of the keys; the last rank's are all whole
+    parts = axes.cp if plan.context == "ring" else 1
+    attended = (heads + 2 * keys + parts * heads) * model.head_width
+    return tokens * ((attended + 2 * model.width + inner) * size + parts * heads * _FP32)

@@ -89,7 +89,12 @@ def words_of(options: Mapping[str, Any]) -> list[str] | None:
         return None
     words = ["--strategy", step["strategy"], "--micro-batches", str(step["micro_batches"])]
     words += ["--context", plan["context"], "--balance", step["balance"]]
-    return [*words, *["--recompute"] * step["recompute"], *["--sequence"] * plan["sequence"]]
+    return [
+        *words,
+        *["--recompute"] * step["recompute"],
+        *(["--keep", step["keep"]] if step["keep"] else []),
+        *["--sequence"] * plan["sequence"],
+    ]
 
 
 @given(configs(), formats, optimizers, st.sampled_from([1, 4, 8]), st.sampled_from([1, 2]), st.integers(2, 40))

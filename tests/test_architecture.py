@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent / "accel"
 LAYERS = [
     {"errors", "lazy"},
     {"brought", "endpoints", "formats", "migrate", "run_folder", "terminal", "topology", "xla"},
+    {"alerts"},
     {"config"},
     {"env"},
     {"devices"},
@@ -42,6 +43,7 @@ WITH_TORCH = {
     "estimate/_summary.py",
 }
 TORCH_FREE = {
+    "alerts",
     "errors",
     "lazy",
     "formats",

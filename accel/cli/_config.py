@@ -19,6 +19,7 @@ from accel.config._settings import FIELDS
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
 from accel.launching.local._machine import read_machine
+from accel.run_folder import hide_in_text
 from accel.terminal import show_text
 
 
@@ -119,7 +120,7 @@ def _show(words: Sequence[str], environ: Mapping[str, str]) -> int:
     parser = Parser("accel config show", usage=_USAGE, description=_ABOUT)
     _ = add_fields(parser)
     resolved = resolve_flags(parser.read(words), environ)
-    values = {field.name: to_text(getattr(resolved.config, field.name)) for field in FIELDS}
+    values = {field.name: hide_in_text(to_text(getattr(resolved.config, field.name))) for field in FIELDS}
     values |= {field.name: f"[{field.name}]" for field in FIELDS if field.section and values[field.name][:1] == "{"}
     rows = [(name, value, str(resolved.sources[name])) for name, value in values.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]

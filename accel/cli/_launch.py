@@ -28,6 +28,7 @@ from accel.launching.hosts._hostfile import (
 from accel.launching.hosts._hosts import check_endpoint, check_tasks
 from accel.launching.local._launch_plan import HostPosition, LaunchPlan
 from accel.launching.local._machine import describe_cores, on_pod
+from accel.run_folder import hide_in_text
 
 _USAGE = "accel launch [flags] script.py [args...]"
 _OURS_ALONE = ("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--gpu-ids")
@@ -166,7 +167,9 @@ def describe_plan(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
     for process in plan.processes:
         unset = [f"-u {name}" for name in environ if name not in process.environ]
         changed = [
-            f"{name}={shlex.quote(value)}" for name, value in process.environ.items() if environ.get(name) != value
+            f"{name}={shlex.quote(hide_in_text(value))}"
+            for name, value in process.environ.items()
+            if environ.get(name) != value
         ]
         lines = [" ".join(["env", *unset]), *changed, shlex.join(process.program)]
         place = f", on cores {describe_cores(process.cores)}" if process.cores else ""

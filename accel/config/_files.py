@@ -93,7 +93,7 @@ def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[s
         "# How `accel launch` starts a script. A flag or an ACCEL_* variable overrides this file.",
         f"# Format of this file; `accel config update` rewrites older ones.\n{FORMAT_KEY} = {len(CHANGES)}",
     ]
-    for field in sorted(FIELDS, key=lambda field: field.section):  # a section holds all that follows it
+    for field in sorted(FIELDS, key=lambda field: _is_table(field, values[field.name])):  # a table holds all behind it
         lines = textwrap.wrap(field.doc, _WIDTH, initial_indent="# ", subsequent_indent="# ")
         lines += [f"#   {name}: {meaning}" for name, meaning in field.choices.items()]
         mark = "" if only is None or field.name in only else "#"
@@ -110,6 +110,10 @@ def refuse_yaml(path: str, *, fix: str) -> None:
 
 def _plain(value: object) -> Any:
     return to_text(value) if isinstance(value, msgspec.Struct) else value
+
+
+def _is_table(field: Field, value: Any) -> bool:
+    return field.section and section_values(value) is not None
 
 
 def _toml_lines(field: Field, value: Any) -> list[str]:

@@ -14,6 +14,7 @@ from msgspec import inspect
 from accel.errors import AccelError, ConfigError
 from accel.errors._checks import did_you_mean
 from accel.formats import own_name, precision_fix
+from accel.run_folder import hide_in_text
 
 
 def record_from_text(kind: type[msgspec.Struct], text: str) -> dict[str, Any]:
@@ -133,9 +134,16 @@ def _check_names(kind: type[msgspec.Struct], values: Mapping[str, Any], path: st
     for name, value in values.items():
         if name not in fields:
             raise _unknown(name, fields, kind, path)
-        inside = (each.cls for each in _alternatives(fields[name]) if isinstance(each, inspect.StructType))
+        kinds = _alternatives(fields[name])
+        inside = (each.cls for each in kinds if isinstance(each, inspect.StructType))
         if isinstance(value, Mapping) and (record := next(inside, None)) is not None:
             _check_names(record, cast("Mapping[str, Any]", value), f"{path}{name}.")
+        items = (each.item_type for each in kinds if isinstance(each, inspect.VarTupleType))
+        entry = next((each.cls for each in items if isinstance(each, inspect.StructType)), None)
+        if isinstance(value, list) and entry is not None:
+            for at, each in enumerate(cast("list[object]", value)):
+                if isinstance(each, Mapping):
+                    _check_names(entry, cast("Mapping[str, Any]", each), f"{path}{name}[{at}].")
 
 
 def _unknown(name: str, fields: Mapping[str, object], kind: type[msgspec.Struct], path: str) -> ConfigError:
@@ -329,7 +337,7 @@ def _unquoted(field: Field, text: str) -> str:
 
 
 def _shown(got: object) -> str:
-    text = repr(got)
+    text = hide_in_text(repr(got))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 import msgspec
 from msgspec import Meta
 
+from accel.alerts import Alerts
 from accel.config._schema import Field, fields_of, from_plain, to_text
 from accel.errors import ConfigError
 from accel.formats import Compile, CompileName, Precision, PrecisionName, StrategyName
@@ -72,6 +73,7 @@ class GroupKeywords(TypedDict, total=False):
     compile: Compile | CompileName | str | None
     timeout_s: float | None
     log_level: LogLevel | None
+    alerts: Alerts | str | None
 
 
 class SettingKeywords(GroupKeywords, total=False):
@@ -172,6 +174,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"choices": _LOG_LEVELS},
         ),
     ] = "auto"
+    alerts: Annotated[
+        Alerts | Literal["none"],
+        Meta(
+            examples=["disk_full=0.9"],
+            description="Rules of alerts, and the command or webhook that they reach: a section of this name.",
+            extra={"section": True},
+        ),
+    ] = "none"
 
 
 SETTINGS: tuple[Field, ...] = fields_of(Settings)

@@ -197,7 +197,7 @@ def _run(
 
     # The log names the function; what the ranks execute is a module of this package and a temporary folder.
     shown = LaunchTarget(kind="program", name=name)
-    with listening() as signals, open_journal(shown, first_record(shown, config, sources)) as journal:
+    with listening() as signals, open_journal(shown, first_record(shown, config, sources), config) as journal:
         ending = run_attempts(start, signals, max_restarts=config.max_restarts, shows_last=False, journal=journal)
     return ending, count
 

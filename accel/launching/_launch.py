@@ -84,7 +84,7 @@ def run_launch(
         Orphans() if is_command else contextlib.nullcontext() as orphans,
         record_dir() as folder,
         listening(is_guarded=is_command) as signals,
-        open_journal(target, first) as journal,
+        open_journal(target, first, config) as journal,
     ):
 
         def start(failed: int, _last: LaunchEnd) -> tuple[LaunchPlan, Peers]:

@@ -21,6 +21,7 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _JOINED = re.compile(r"(\w*?)(keys?|tokens?|secrets?|passwords?|passwd|passphrase)")  # `apikey`, `dbpassword`
 _PASSWORDS = {"password", "passwords", "passwd", "passphrase", "passcode"}
 _TOLD = {*_PASSWORDS, "secret", "secrets", "authorization", "bearer", "cookie", "cookies"}  # before a colon, too
+_HOOKS = {"webhook", "webhooks"}  # whose URLs are credentials
 _ANYWHERE = {*_TOLD, "credential", "credentials", "creds", "auth", "jwt", "pwd"}
 _OPEN = {"api", "access", "private", "secret"}  # owners of keys that are hidden behind a colon, too
 _OPEN_TOKENS = {"api", "access", "auth", "bearer", "refresh", "secret", "security", "session"}
@@ -60,6 +61,8 @@ def is_secret_name(name: str) -> bool:
     Names of places (`token_path`, `secret_name`) and of counts are not, nor `key` behind other words than an owner's.
     """
     words = _words(name)
+    if _is_hook(words):
+        return True
     if not words or (len(words) > 1 and words[-1] in _PLACES):
         return False
     if not _ANYWHERE.isdisjoint(words) or any(map(_is_owned, words[1:], words)):
@@ -78,9 +81,16 @@ def _is_told_name(name: str) -> bool:
     before, last = ["", "", *_words(name)][-2:]
     return (
         last in _TOLD
+        or _is_hook([before, last])
         or (last in ("key", "keys") and before in _OPEN)
         or (last in ("token", "tokens") and before in _OPEN_TOKENS)
     )
+
+
+def _is_hook(words: Sequence[str]) -> bool:
+    """Return whether a name is that of a webhook or its URL."""
+    before, last = ["", "", *words][-2:]
+    return last in _HOOKS or (last in ("url", "urls", "uri") and before in _HOOKS)
 
 
 def _is_owned(word: str, before: str) -> bool:
@@ -134,6 +144,9 @@ _FORMS = (
     re.compile(r"\b(sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|npm_|pypi-)(?=[a-z_-]{0,60}[A-Z0-9])[\w-]{8,}+"),
     re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{8,}+"),
     re.compile(r"\b(AIza)[\w-]{8,}+"),
+    re.compile(
+        r"(?i)(https://(?:hooks\.slack\.com|discord(?:app)?\.com/api/webhooks|[\w.-]*\.webhook\.office\.com)/)[^\s\"'<>]++"
+    ),
     re.compile(r"(?<![\w-])(eyJ)[\w-]{8,}+\.[\w-]{8,}+\.[\w-]*+"),  # a JWT: header, claims, signature
     re.compile(r"(?<![\w-])((?i:bearer)[ \t]++)(?=[A-Za-z_.~+/-]{0,60}[0-9])[\w.~+/-]{8,}+=*+"),
 )

@@ -6,13 +6,14 @@ Begin with `_tracking.py`: `tracking` opens trackers (`_tracker.py`, a file for 
 waits for no tracker. `_profile.py` and `_logger.py` need no run.
 """
 
+from accel.alerts import AlertRule, Alerts
 from accel.trackers._aim import aim
 from accel.trackers._clearml import clearml
 from accel.trackers._comet_ml import comet_ml
 from accel.trackers._csv import csv
 from accel.trackers._dvclive import dvclive
 from accel.trackers._jsonl import jsonl
-from accel.trackers._log import log_artifact, log_figure, log_images, log_table
+from accel.trackers._log import alert, log_artifact, log_figure, log_images, log_table
 from accel.trackers._logger import RankLogger, rich_handler
 from accel.trackers._mlflow import mlflow
 from accel.trackers._profile import Profile
@@ -24,6 +25,8 @@ from accel.trackers._trackio import trackio
 from accel.trackers._wandb import wandb
 
 __all__ = [
+    "AlertRule",
+    "Alerts",
     "Ending",
     "Profile",
     "RankLogger",
@@ -31,6 +34,7 @@ __all__ = [
     "Tracker",
     "Trackers",
     "aim",
+    "alert",
     "clearml",
     "comet_ml",
     "csv",

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 import torch
 
+from accel.alerts import LEVELS, AlertLevel
 from accel.comm import Call, call_site, exchange_values
 from accel.comm._streams import DeviceEvent, streams_of
 from accel.context import DistContext, context_first
 from accel.devices import wide_dtype
 from accel.errors import ConfigError
+from accel.errors._checks import check_choice
 from accel.trackers._tracker import Tracker, make_artifact, make_figure, make_images, make_table, split_images
 from accel.trackers._tracking import Trackers, raise_lost
 from accel.trackers._writer import Write
@@ -42,6 +44,11 @@ class StepValues:
     def size(self) -> int:
         """Bytes of memory, about."""
         return 200 + 150 * len(self._numbers)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the numbers; waits for no device."""
+        return self._numbers.keys()
 
     def read(self) -> dict[str, float]:
         """Return the numbers; waits for the devices. Several threads may call it."""
@@ -178,6 +185,7 @@ def log(ctx: DistContext, trackers: Trackers, values: Mapping[str, object], *, s
     _check_trackers(trackers, "log")
     trackers.tracked.advance(step, "log")
     made = make_values(values)
+    trackers.tracked.check_rules(made.names)
     if trackers.strict or trackers.debug:
         _compare(ctx, trackers, made, step)
     trackers.tracked.count_line(step)
@@ -279,6 +287,46 @@ def log_artifact(
     if _taking(trackers, "log_artifact", "artifacts", step):
         made = make_artifact(name, path)
         trackers.tracked.put(lambda tracker: _media(tracker.log_artifact, made, step), 0)
+
+
+@context_first
+def alert(
+    ctx: DistContext,
+    trackers: Trackers,
+    title: str,
+    text: str = "",
+    *,
+    level: AlertLevel = "warning",
+    every_s: float = 600.0,
+) -> None:
+    """Raise an alert. No collective, any rank; waits for no disk and no service.
+
+    It is logged on this rank, kept in the run's folder for `accel watch` and the report, and passed to the command and
+    the webhook of the setting `alerts`, in the background. Credentials in it become stars.
+
+    Args:
+        ctx: the context.
+        trackers: from `tracking`.
+        title: the alert in a few words, alike for equal ones.
+        text: further facts.
+        level: "info", "warning" or "error".
+        every_s: seconds in which equal ones of this rank are one, with a count.
+
+    Raises:
+        ConfigError: a title that is no printable text, an unknown level, a negative time, or trackers that have ended;
+            on this rank alone.
+
+    Examples:
+        >>> accel.trackers.alert(ctx, trackers, "few free blocks", f"{count} left", level="error")
+    """
+    del ctx
+    _check_trackers(trackers, "alert")
+    check_choice(level, LEVELS, "not a level of alerts", where="alert, level=")
+    if not isinstance(title, str) or not title or not title.isprintable():  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError("not a title", expected="printable text", got=repr(title)[:80], where="alert")
+    if not every_s >= 0:
+        raise ConfigError("not a time", expected="0 or more seconds", got=repr(every_s), where="alert, every_s=")
+    trackers.tracked.alert(title, str(text), level=level, every_s=every_s)
 
 
 def _taking(trackers: Trackers, verb: str, kind: str, step: int) -> bool:

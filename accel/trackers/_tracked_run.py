@@ -7,12 +7,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from accel.alerts import AlertLog, AlertRule, Alerts, RuleWatch, check_metrics
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
 from accel.errors._checks import check_count, did_you_mean
@@ -101,6 +102,34 @@ def note_lost(opened: Any, text: str) -> None:
     write_json(opened.path, msgspec.structs.replace(_current(opened), lost=hide_in_text(text)))
 
 
+RULES = "alert rules"
+
+
+def rules_tracker(log: AlertLog, settings: Alerts) -> Tracker:
+    """Return the tracker that evaluates the rules of alerts at each `log`."""
+
+    def see(live: RuleWatch, values: Mapping[str, float], step: int) -> None:
+        for rule, text in ((breach.rule, breach.text) for breach in live.see(values, step)):
+            key = (RULES, str(settings.rules.index(rule)))
+            log.add(rule.title, text, level=rule.level, every_s=settings.every_s, key=key)
+
+    def finish(live: RuleWatch, ending: Ending) -> None:
+        if ending.status == "finished":
+            _warn_unseen(live.unseen())
+
+    return Tracker(RULES, lambda run, config: RuleWatch(settings.rules), see, finish)
+
+
+def _warn_unseen(rules: Sequence[AlertRule]) -> None:
+    for rule in rules:
+        text = "the alert's rule %r was never evaluated: the run has not logged %s"
+        logging.getLogger("accel.trackers").warning(text, rule.title, " and ".join(rule.needed))
+
+
+def _log_alert(level: str, text: str) -> None:
+    logging.getLogger("accel.trackers").log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
+
+
 def _current(opened: _OpenRunFile) -> RunRecord:
     return read_json(opened.path, RunRecord) or opened.record
 
@@ -151,6 +180,7 @@ class TrackedRun:
         trackers: all trackers, on every rank.
         mine: trackers for which this rank writes.
         first_steps: lowest step of an earlier run in the places of the trackers, by name.
+        alerts: rules, and the ways of alerts.
         room_bytes: bytes of records that may wait for each tracker.
     """
 
@@ -162,12 +192,22 @@ class TrackedRun:
         mine: Sequence[Tracker],
         first_steps: Mapping[str, int],
         *,
+        alerts: Alerts = Alerts(),  # noqa: B008 - a frozen value
         room_bytes: int,
     ) -> None:
         self.run: Run = run
         self.all = tuple(trackers)
         self._config = config
-        self._mine = tuple(mine)
+        self._rules = alerts.rules
+        self._alerts = AlertLog(
+            alerts,
+            source=f"rank {run.rank}",
+            report=_log_alert,
+            run=lambda: self.run.name,
+            folders=[] if run.folder is None else [str(run.folder)],
+        )
+        rules = [rules_tracker(self._alerts, alerts)] if alerts.rules and run.rank == 0 else []
+        self._mine = (*mine, *rules)
         self._first_steps = dict(first_steps)
         self._room_bytes = room_bytes
         self._step = run.step
@@ -201,6 +241,17 @@ class TrackedRun:
         if not self._began:
             self._check_place(step, where)
             self._began = True
+
+    def check_rules(self, names: Collection[str]) -> None:
+        """Raise `ConfigError` if the first `log` lacks a number that a rule of alerts reads."""
+        check_metrics(self._rules, names)
+        self._rules = ()  # once: a later call may log others
+
+    def alert(self, title: str, text: str, *, level: str, every_s: float) -> None:
+        """Raise an alert of this rank; `ConfigError` if the run has ended."""
+        if self._ended:
+            raise ConfigError("the trackers have ended", where="alert", fix="Alert inside the block of accel.tracking.")
+        self._alerts.add(title, text, level=level, every_s=every_s)
 
     def count_line(self, step: int) -> None:
         """Count a call of `log`."""
@@ -254,6 +305,7 @@ class TrackedRun:
         told = {*self._gaps.values()}
         self._note_gaps(lost)
         lost += _end_writers(own, ending, max(_SILENT_S, began + patience_s - time.monotonic()))
+        self._alerts.end(max(_SILENT_S, began + patience_s - time.monotonic()))
         for each in lost:
             if str(each) not in told:
                 logging.getLogger("accel.trackers").warning("%s", each)

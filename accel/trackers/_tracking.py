@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
+from accel.alerts import Alerts
 from accel.comm import Call, agreed_values, call_site, exchange_values
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, TrackerError
@@ -242,7 +243,16 @@ def init_trackers(
     if folder is not None and ctx.is_main_process:
         mine.append(run_file(ctx, stored[1], code=code))
     run_now = msgspec.structs.replace(new, id=opening.id, name=opening.name)
-    tracked = TrackedRun(run_now, stored[0], to, mine, opening.first_steps, room_bytes=room_bytes)
+    alerts = ctx.settings.alerts
+    tracked = TrackedRun(
+        run_now,
+        stored[0],
+        to,
+        mine,
+        opening.first_steps,
+        alerts=Alerts() if alerts == "none" else alerts,
+        room_bytes=room_bytes,
+    )
     return Trackers(tracked, strict=strict, debug=debug)
 
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
+from accel.alerts import AlertRule, Alerts
 from accel.config import LaunchConfig
 from accel.config._schema import Field
 from accel.config._settings import FIELDS, LogLevel
@@ -42,6 +43,15 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "backend": st.sampled_from(["auto", "gloo", "nccl", "mpi"]),
     "timeout_s": SECONDS | st.just("auto"),
     "log_level": st.sampled_from(get_args(LogLevel)),
+    "alerts": st.sampled_from(
+        [
+            "none",
+            Alerts(disk_full=0.5),
+            Alerts(
+                command=("a", "{title} of b"), webhook="https://a.b/c?d=1,2", rules=(AlertRule(metric="x", above=1.0),)
+            ),
+        ]
+    ),
     "threads_per_process": COUNTS | st.just("auto"),
     "bind_cores": st.booleans(),
     "log_dir": TEXTS,

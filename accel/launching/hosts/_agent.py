@@ -31,11 +31,12 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from accel.config import LaunchConfig
+from accel.config._schema import from_text
 from accel.endpoints import split_endpoint
 from accel.errors import AccelError, LaunchError
 from accel.launching._launch import plan_here, record_dir
 from accel.launching._target import HostTerms, LaunchTarget, assign_node_ranks, compare, describe_hosts, terms_of
-from accel.launching.hosts._hosts import AgentOrder, is_here
+from accel.launching.hosts._hosts import ALERTS, AgentOrder, is_here
 from accel.launching.hosts._round import HostRound, in_background, until, within
 from accel.launching.local._launch_plan import HostPosition, LaunchPlan
 from accel.launching.local._signals import Orphans, Signals, listening
@@ -205,6 +206,8 @@ _CLOSE_S = 2.0
 def run(order: AgentOrder) -> int:
     """Carry an order out; return the exit status."""
     config = order.config
+    if text := os.environ.get(ALERTS.variable):
+        config = msgspec.structs.replace(config, alerts=from_text(ALERTS, text, where=ALERTS.variable))
     environ = {name: value for name, value in os.environ.items() if name not in order.added}
     orphans = Orphans() if order.is_command else None
     with listening(is_guarded=True) as signals, record_dir() as folder:
@@ -240,7 +243,7 @@ def run(order: AgentOrder) -> int:
                 notify(f"accel: {describe_hosts(peers.hosts, processes)}{again}\n")
             return plan(position, port), peers
 
-        with open_journal(order.target, order.record) if order.record else Journal() as journal:
+        with open_journal(order.target, order.record, config) if order.record else Journal() as journal:
             ending = run_attempts(
                 start,
                 signals,

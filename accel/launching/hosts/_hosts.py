@@ -18,6 +18,8 @@ import msgspec
 
 from accel.config import LaunchConfig
 from accel.config._resolve import Source
+from accel.config._schema import to_text
+from accel.config._settings import FIELDS
 from accel.endpoints import probe, retry, split_endpoint, unresolved
 from accel.env import read_tasks
 from accel.errors import LaunchError
@@ -26,6 +28,7 @@ from accel.launching.local._signals import NOTICES, STOPPING, Signals
 from accel.launching.reports._report import notify
 from accel.run_folder import LaunchRecord
 
+ALERTS = next(field for field in FIELDS if field.name == "alerts")
 _AGENT = str(Path(__file__).with_name("_agent.py"))
 _RETRY_S = 0.5
 _SILENT_S = 0.5  # until a line reports the wait
@@ -143,9 +146,11 @@ def run_agent(
 ) -> int:
     """Run this host's part of a launch, in a process that may import torch; return the exit status."""
     added = {name: value for name, value in _AGENTS_OWN.items() if name not in environ}
+    # Other users see a command line; the alerts have the URL of a webhook.
+    hidden = {} if config.alerts == "none" else {ALERTS.variable: to_text(config.alerts)}
     order = AgentOrder(
         target=target,
-        config=config,
+        config=msgspec.structs.replace(config, alerts="none"),
         parent=os.getpid(),
         added=tuple(added),
         record=record,
@@ -154,7 +159,7 @@ def run_agent(
     )
     command = [sys.executable, _AGENT, msgspec.json.encode(order).decode()]
     # Another process, as torch takes a second to import, and this one must answer signals from the start.
-    agent = subprocess.Popen(command, env={**environ, **added}, start_new_session=True)
+    agent = subprocess.Popen(command, env={**environ, **added, **hidden}, start_new_session=True)
     return _wait(agent, signals, config.stop_grace_s + _KILL_AFTER_S)
 
 

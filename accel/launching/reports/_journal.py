@@ -16,12 +16,14 @@ from typing import Self
 import msgspec
 from msgspec.structs import replace
 
+from accel.alerts import Alerts
 from accel.config import LaunchConfig
 from accel.config._resolve import Source
 from accel.config._schema import Field, to_text
 from accel.config._settings import FIELDS
 from accel.errors import AccelError
 from accel.launching._target import LaunchTarget
+from accel.launching.reports._alerts import LaunchAlerts
 from accel.launching.reports._failure import Failure, file_beside
 from accel.launching.reports._report import describe_end, last_crash_lines, notify
 from accel.run_folder import (
@@ -89,8 +91,13 @@ class Journal:
     An `AccelError` that leaves its block is the end of the launch."""
 
     def __init__(
-        self, record: LaunchRecord | None = None, code: str = ".", clock: Callable[[], float] = time.time
+        self,
+        record: LaunchRecord | None = None,
+        code: str = ".",
+        clock: Callable[[], float] = time.time,
+        alerts: LaunchAlerts | None = None,
     ) -> None:
+        self._alerts = LaunchAlerts() if alerts is None else alerts
         self._launch = record
         self._clock = clock
         self._attempt: Attempt | None = None
@@ -108,6 +115,7 @@ class Journal:
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if isinstance(error, AccelError):
             self.finish(_REFUSED, str(error))
+        self._alerts.end()
 
     def begin(self, records: Mapping[int, str], hosts: Sequence[str], kind: EventKind) -> None:
         """Note a start of all ranks, given the path of each rank's failure record; no hosts if there is one."""
@@ -120,6 +128,7 @@ class Journal:
             hosts=tuple(map(_storable, hosts)),
             ranks=tuple(RankState(rank=rank) for rank in ranks),
         )
+        self._alerts.begin(self._folders, looks=0 in records)
         if not self._log:  # not before: a launch that is refused leaves no log
             self._add(LaunchLine(launch=self._launch))
         self._add(AttemptLine(attempt=self._attempt))
@@ -133,6 +142,8 @@ class Journal:
 
     def note(self, kind: EventKind, text: str) -> None:
         """Note an event."""
+        if kind == "hang":
+            self._alerts.silent(text)
         self._add(EventLine(event=LaunchEvent(time_s=self._clock(), kind=kind, text=_shown(text))))
         self._write()
 
@@ -140,6 +151,8 @@ class Journal:
         """Note the end of all ranks, the failures of this host, and the one, on any host, that caused the others."""
         _ = self._find_folders()
         _ = self._look(statuses)
+        if first is not None and first.rank in statuses:  # of several hosts, its own
+            self._alerts.lost(first.rank, describe_end(first))
         if self._attempt is not None:
             texts = {failure.rank: _end_text(failure) for failure in failures}
             ranks = tuple(replace(each, text=texts.get(each.rank, "")) for each in self._attempt.ranks)
@@ -160,6 +173,7 @@ class Journal:
         self.note("end", text)
         self._add(LaunchLine(launch=self._launch))  # behind the event: who reads of the end has all of it
         self._write()
+        self._alerts.end()
 
     def _look(self, statuses: Mapping[int, int | None]) -> bool:
         """Add a line if a rank has ended since the last look; return whether one has."""
@@ -180,6 +194,7 @@ class Journal:
             for folder in (line.decode(errors="surrogateescape") for line in lines):
                 if folder not in self._known and os.path.isdir(folder):
                     self._folders.append(folder)
+                    self._alerts.add_folder(folder)
                     is_new = True
                 self._known.add(folder)
         return is_new
@@ -259,6 +274,8 @@ class Description(threading.Thread):
         os.kill(os.getpid(), signal.SIGCHLD)
 
 
-def open_journal(target: LaunchTarget, record: LaunchRecord) -> Journal:
+def open_journal(target: LaunchTarget, record: LaunchRecord, config: LaunchConfig) -> Journal:
     """Return the journal of a launch with its first record."""
-    return Journal(record, os.path.dirname(os.path.abspath(target.name)) if target.kind == "script" else ".")
+    code = os.path.dirname(os.path.abspath(target.name)) if target.kind == "script" else "."
+    alerts = config.alerts if isinstance(config.alerts, Alerts) else Alerts()
+    return Journal(record, code, alerts=LaunchAlerts(alerts))

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alerts: rules against plain loops, repeats that only count, ways out that fail in one line, slips at the start."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import logging
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from catching import caught
+from hypothesis import given, strategies as st
+
+import accel
+from accel.alerts import AlertLog, RuleWatch, read_alerts
+from accel.alerts._log import post_json
+from accel.errors import ConfigError
+from accel.testing import Simulator
+from accel.trackers import AlertRule, Alerts, alert, jsonl
+
+URL = "https://hooks.example/T0/secret-part"
+VALUES = st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, math.nan, math.inf, -math.inf]), max_size=30)
+
+
+@given(VALUES)
+def test_limits_hold_for_each_value_and_what_is_not_finite_breaks_them(values: list[float]) -> None:
+    watch = RuleWatch([AlertRule(metric="x", above=2.0), AlertRule(metric="x", below=1.0)])
+    for step, value in enumerate(values):
+        broken = {breach.rule.title for breach in watch.see({"x": value}, step)}
+        bad = not math.isfinite(value)
+        limits = {"x above 2": bad or value > 2, "x below 1": bad or value < 1}
+        assert broken == {title for title, is_broken in limits.items() if is_broken}
+
+
+@given(VALUES, st.integers(1, 5))
+def test_a_metric_without_change_alerts_once_as_many_steps_are_over(values: list[float], most: int) -> None:
+    watch = RuleWatch([AlertRule(metric="x", unchanged_steps=most)])
+    for step, value in enumerate(values):
+        alike = [repr(each) == repr(value) for each in values[max(0, step - most) : step + 1]]
+        assert bool(watch.see({"x": value}, step)) == (len(alike) == most + 1 and all(alike))
+
+
+def test_a_slow_rank_is_named_and_even_or_short_delays_are_not() -> None:
+    watch = RuleWatch([AlertRule(slow_rank=1.5, level="error")])
+    even = {"time/slowest_own_s": 0.010, "time/own_s": 0.009, "time/step_s": 0.02, "time/slowest_rank": 3}
+    assert watch.see(even, 1) == watch.see({"loss": 1.0}, 2) == []
+    assert watch.see(even | {"time/own_s": 0.001, "time/step_s": 1.0}, 3) == []  # 9 ms of a second
+    [breach] = watch.see(even | {"time/slowest_own_s": 0.030}, 4)
+    assert breach.text == "rank 3 takes 30.0 ms a step of its own, the median is 9.0 ms at step 4"
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"webhok": URL}, "Did you mean `webhook`"),
+        ({"webhook": "http://hooks.example/T0/secret-part"}, "expected https"),
+        ({"webhook": 3, "command": [URL]}, "Expected `str`"),
+        ({"rules": [{"metric": "loss", "abov": 1}]}, r"'rules\[0\].abov'.* Did you mean `above`"),
+        ({"rules": [{"metric": "loss", "above": 1, "level": "warn"}]}, "Did you mean `warning`"),
+        ({"rules": [{"metric": "loss", "above": 1, "below": 0}]}, "one condition"),
+        ({"rules": [{"metric": "loss"}]}, "one condition"),
+        ({"rules": [{"above": 1}]}, "does not fit the metric"),
+        ({"rules": [{"metric": "loss", "slow_rank": 2}]}, "does not fit the metric"),
+        ({"rules": [{"slow_rank": 0.5}]}, "not a factor"),
+        ({"rules": [{"metric": "loss", "above": math.nan}]}, "'above': nan"),
+        ({"command": [""]}, "not a command"),
+        ({"every_s": 0}, "every_s"),
+    ],
+)
+def test_a_wrong_section_is_an_error_that_shows_no_url(section: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as raised:
+        _ = accel.config.resolve({}, {}, accel.config.ConfigFile(path="accel.toml", values={"alerts": section}))
+    assert "secret-part" not in str(raised.value) or "command" in section  # a command's words are no credential
+
+
+def test_a_metric_that_the_first_log_lacks_is_an_error_on_every_rank(ranks: Simulator, tmp_path: Path) -> None:
+    rules = {"rules": [{"metric": "train/los", "above": 3}]}
+
+    def train(ctx: accel.DistContext) -> None:
+        with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path) as trackers:
+            accel.log(ctx, trackers, {"train": {"loss": 1.0}}, step=1)
+
+    def told(ctx: accel.DistContext) -> str:
+        return str(caught(lambda: train(accel.replace(ctx, alerts=json.dumps(rules)))))
+
+    for text in ranks.run(told, 2):
+        assert "Did you mean `train/loss`?" in text
+        assert "later = true" in text
+
+
+def test_rules_are_evaluated_by_rank_0_and_each_rank_may_alert(
+    ranks: Simulator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = [{"metric": "loss", "above": 3, "level": "error"}, {"metric": "eval", "below": 1, "later": True}]
+    section = json.dumps({"rules": rules})
+
+    def train(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, alerts=section)
+        with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path) as trackers:
+            for step in range(9):
+                accel.log(ctx, trackers, {"loss": float(step)}, step=step)
+                if ctx.rank == 1:
+                    alert(ctx, trackers, "short of blocks", "token=hf_Abcdefgh1234", level="info")
+        text = str(caught(lambda: alert(ctx, trackers, "late")))
+        assert "have ended" in text
+
+    caplog.set_level(logging.INFO, "accel.trackers")
+    _ = ranks.run(train, 2)
+    found = {each.title: each for each in read_alerts(tmp_path)}
+    above, short = found["loss above 3"], found["short of blocks"]
+    assert (above.source, above.level, above.count, above.text) == ("rank 0", "error", 5, "loss is 4 at step 4")
+    assert (short.source, short.count, short.text) == ("rank 1", 9, "token=***")
+    assert set(found) == {"loss above 3", "short of blocks"}
+    assert [each.getMessage() for each in caplog.records if "alert: " in each.getMessage()].count(
+        "alert: loss above 3: loss is 4 at step 4"
+    ) == 1
+    assert "the alert's rule 'eval below 1' was never evaluated" in caplog.text
+    assert "hf_Abc" not in caplog.text
+
+
+def test_wrong_calls_of_the_verb_say_what_to_write(tmp_path: Path) -> None:
+    ctx = accel.single()
+    with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path) as trackers:
+        for text, call in (
+            ("Did you mean `warning`", lambda: alert(ctx, trackers, "a", level="warn")),  # pyright: ignore
+            ("not a title", lambda: alert(ctx, trackers, "a\nb")),
+            ("not a time", lambda: alert(ctx, trackers, "a", every_s=-1)),
+            ("not trackers", lambda: alert(ctx, "a", "b")),  # pyright: ignore
+        ):
+            assert text in str(caught(call))
+    assert read_alerts(tmp_path) == []
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 400)), max_size=40))
+def test_equal_alerts_within_the_time_are_one_with_their_count(pairs: list[tuple[str, float]]) -> None:
+    clock, lines = Clock(), list[str]()
+    log = AlertLog(Alerts(), source="rank 0", report=lambda level, text: lines.append(text), clock=clock)
+    expected: dict[str, list[list[float]]] = {"a": [], "b": []}
+    for title, pause_s in pairs:
+        clock.now_s += pause_s
+        log.add(title, level="info", every_s=600.0)
+        if expected[title] and clock.now_s < expected[title][-1][0] + 600:
+            expected[title][-1].append(clock.now_s)
+        else:
+            expected[title].append([clock.now_s])
+    log.end(10)
+    latest: dict[tuple[str, float], int] = {}
+    for line in bytes(log._content).splitlines():
+        found = json.loads(line)
+        latest[found["title"], found["time_s"]] = found["count"]
+    assert latest == {(name, times[0]): len(times) for name, all_ in expected.items() for times in all_}
+    assert len(lines) == len(latest)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[int], list[dict[str, Any]]]]:
+    """An HTTP server on loopback: its URL, the statuses that it answers with, the last for good, and what it got."""
+    statuses: list[int] = []
+    got: list[dict[str, Any]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
+            self.send_response(status)
+            if status == 302:
+                self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{found.server_port}/", statuses, got
+        found.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("answers", "tries"), [([200], 1), ([500, 200], 2), ([500], 3), ([302], 3)])
+def test_a_webhook_is_tried_three_times_and_its_failure_is_one_line(
+    answers: list[int], tries: int, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel.alerts._log._PAUSE_S", 0.0)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    loopback, statuses, got = server
+    statuses += answers
+    lines: list[str] = []
+
+    def post(url: str, body: bytes, patience_s: float) -> None:
+        """https by a stand-in: the same opener, on loopback."""
+        assert url == URL
+        post_json(loopback, body, patience_s, scheme="http")
+
+    log = AlertLog(Alerts(webhook=URL), source="rank 0", report=lambda level, text: lines.append(text), post=post)
+    log.add("loss above 3", "loss is 4", level="error", every_s=600)
+    log.end(30)
+    assert len(got) == tries
+    assert got[0]["line"] == "loss above 3: loss is 4"
+    assert (got[0]["level"], got[0]["source"], got[0]["count"]) == ("error", "rank 0", 1)
+    failed = f"the webhook did not get the alert 'loss above 3': 3 tries, HTTP status {answers[-1]}"
+    assert lines == ["alert: loss above 3: loss is 4", *([failed] if answers[-1] != 200 else [])]
+
+
+def test_a_webhook_that_hangs_ends_no_run_and_plain_http_is_never_asked() -> None:
+    lines: list[str] = []
+    began = threading.Event()
+
+    def hang(url: str, body: bytes, patience_s: float) -> None:
+        began.set()
+        threading.Event().wait()
+
+    log = AlertLog(Alerts(webhook=URL), source="launch", report=lambda level, text: lines.append(text), post=hang)
+    for number in range(3):
+        log.add(f"alert {number}", level="info", every_s=600)
+    assert began.wait(30)
+    log.end(0.1)
+    assert lines[-1] == "3 alerts were not delivered in time"
+    with pytest.raises(ValueError, match="not https"):
+        post_json("http://127.0.0.1:1/", b"{}", 1.0)
+
+
+def test_a_command_gets_words_and_json_and_no_shell(tmp_path: Path) -> None:
+    lines: list[str] = []
+    script = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2] + '|' + sys.stdin.read())"
+    words = ("python", "-c", script, str(tmp_path / "got"), "{level}: {title} $(touch x)")
+    log = AlertLog(Alerts(command=words), source="rank 0", report=lambda level, text: lines.append(text))
+    log.add("a; touch {text}", "b", level="error", every_s=600)
+    log.end(30)
+    shown, _, body = (tmp_path / "got").read_text().partition("|")
+    assert shown == "error: a; touch {text} $(touch x)"
+    assert json.loads(body)["text"] == "b"
+    log = AlertLog(Alerts(command=("no-such-program",)), source="", report=lambda level, text: lines.append(text))
+    log.add("lost", level="error", every_s=600)
+    log.end(30)
+    assert "the command did not get the alert 'lost': " in lines[-1]

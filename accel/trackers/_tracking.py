@@ -210,15 +210,7 @@ def init_trackers(
     names = [tracker.name for tracker in to if isinstance(tracker, Tracker)]  # pyright: ignore[reportUnnecessaryIsInstance]
     detail = f"project {project!r}, to {', '.join(names)}, strict {strict}, debug {debug}"
     folder = None if dir is None else Path(os.path.abspath(dir))  # trackers start later, maybe elsewhere
-    ident = uuid.uuid4().hex
-    new = Run(
-        project=project,
-        id=ident,
-        name=run or f"{time.strftime('%Y%m%d-%H%M%S')}-{ident[:6]}",
-        folder=folder,
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-    )
+    new = _new_run(ctx, project, run, folder)
     mine = list[Tracker]()
     stored: tuple[Mapping[str, Any], tuple[str, ...]] = ({}, ())
 
@@ -243,16 +235,8 @@ def init_trackers(
     if folder is not None and ctx.is_main_process:
         mine.append(run_file(ctx, stored[1], code=code))
     run_now = msgspec.structs.replace(new, id=opening.id, name=opening.name)
-    alerts = ctx.settings.alerts
-    tracked = TrackedRun(
-        run_now,
-        stored[0],
-        to,
-        mine,
-        opening.first_steps,
-        alerts=Alerts() if alerts == "none" else alerts,
-        room_bytes=room_bytes,
-    )
+    alerts = Alerts() if ctx.settings.alerts == "none" else ctx.settings.alerts
+    tracked = TrackedRun(run_now, stored[0], to, mine, opening.first_steps, alerts=alerts, room_bytes=room_bytes)
     return Trackers(tracked, strict=strict, debug=debug)
 
 
@@ -311,6 +295,18 @@ def raise_lost(lost: Sequence[str], where: str) -> None:
                 where=where,
                 fix="Pass strict=False to train on without them.",
             )
+
+
+def _new_run(ctx: DistContext, project: str, run: str | None, folder: Path | None) -> Run:
+    ident = uuid.uuid4().hex
+    return Run(
+        project=project,
+        id=ident,
+        name=run or f"{time.strftime('%Y%m%d-%H%M%S')}-{ident[:6]}",
+        folder=folder,
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+    )
 
 
 def _writes(ctx: DistContext, ranks: Ranks) -> bool:

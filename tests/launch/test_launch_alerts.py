@@ -64,9 +64,8 @@ def test_an_almost_full_disk_alerts_once_and_again_after_it_had_room(
     assert read_alerts(tmp_path)[-1].text == "97.0% in use, 3.0 GB left"
 
 
-def test_without_settings_a_launch_has_no_alerts(tmp_path: Path) -> None:
-    alerts = LaunchAlerts()
-    alerts.begin([str(tmp_path)], looks=True)
-    alerts.lost(0, "failed")
-    alerts.end()
-    assert list(tmp_path.iterdir()) == []
+def test_without_the_section_a_launch_has_no_alerts(workspace: Workspace) -> None:
+    _ = workspace.write(SCRIPT)
+    assert workspace.accel("launch", "--cpu", "--nproc-per-node", "2", "script.py").returncode == 137
+    assert read_alerts(workspace.folder / "run") == []
+    assert [path.name for path in (workspace.folder / "run").iterdir()] == ["launches"]

@@ -23,15 +23,15 @@ class LaunchAlerts:
     """The alerts of a launch on this host.
 
     Args:
-        settings: settings of alerts; None for none at all.
+        settings: settings of alerts.
         look_s: seconds between two looks at the disks.
     """
 
-    def __init__(self, settings: Alerts | None = None, look_s: float = _LOOK_S) -> None:
+    def __init__(self, settings: Alerts, look_s: float = _LOOK_S) -> None:
         self._settings = settings
         self._look_s = look_s
         self._log = AlertLog(
-            Alerts() if settings is None else settings,
+            settings,
             source="launch",
             report=lambda level, text: notify(f"accel: {text}\n"),
         )
@@ -42,7 +42,7 @@ class LaunchAlerts:
 
     def begin(self, folders: Sequence[str], *, looks: bool) -> None:
         """Note a start of all ranks; `looks` on the host of rank 0, which watches the disks of folders."""
-        looks = looks and self._settings is not None and self._settings.disk_full < 1
+        looks = looks and self._settings.disk_full < 1
         for folder in folders:
             self.add_folder(folder)
         if looks and not self._looks:
@@ -52,7 +52,7 @@ class LaunchAlerts:
 
     def add_folder(self, folder: str) -> None:
         """Write alerts to a folder, and watch its disk."""
-        if self._settings is not None and folder not in self._folders:
+        if folder not in self._folders:
             self._folders.append(folder)
             self._log.add_folder(folder)
 
@@ -77,10 +77,10 @@ class LaunchAlerts:
 
     def look(self) -> None:
         """Alert of each disk that has become almost full since the last look."""
-        assert self._settings is not None
         for folder in list(self._folders):
             with contextlib.suppress(OSError):
-                device, found = os.stat(folder).st_dev, os.statvfs(folder)
+                device = os.stat(folder).st_dev
+                found = os.statvfs(folder)
                 used = 1 - found.f_bavail / found.f_blocks if found.f_blocks else 0.0
                 if used < self._settings.disk_full - _AGAIN:
                     self._full.discard(device)
@@ -95,8 +95,7 @@ class LaunchAlerts:
                     )
 
     def _add(self, title: str, text: str, level: str) -> None:
-        if self._settings is not None:
-            self._log.add(title, text, level=level, every_s=self._settings.every_s, is_known=True)
+        self._log.add(title, text, level=level, every_s=self._settings.every_s, is_known=True)
 
     def _watch(self) -> None:
         folders = 0

@@ -16,7 +16,6 @@ from typing import Self
 import msgspec
 from msgspec.structs import replace
 
-from accel.alerts import Alerts
 from accel.config import LaunchConfig
 from accel.config._resolve import Source
 from accel.config._schema import Field, to_text
@@ -97,7 +96,7 @@ class Journal:
         clock: Callable[[], float] = time.time,
         alerts: LaunchAlerts | None = None,
     ) -> None:
-        self._alerts = LaunchAlerts() if alerts is None else alerts
+        self._alerts = alerts
         self._launch = record
         self._clock = clock
         self._attempt: Attempt | None = None
@@ -115,7 +114,8 @@ class Journal:
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if isinstance(error, AccelError):
             self.finish(_REFUSED, str(error))
-        self._alerts.end()
+        if self._alerts is not None:
+            self._alerts.end()
 
     def begin(self, records: Mapping[int, str], hosts: Sequence[str], kind: EventKind) -> None:
         """Note a start of all ranks, given the path of each rank's failure record; no hosts if there is one."""
@@ -128,7 +128,8 @@ class Journal:
             hosts=tuple(map(_storable, hosts)),
             ranks=tuple(RankState(rank=rank) for rank in ranks),
         )
-        self._alerts.begin(self._folders, looks=0 in records)
+        if self._alerts is not None:
+            self._alerts.begin(self._folders, looks=0 in records)
         if not self._log:  # not before: a launch that is refused leaves no log
             self._add(LaunchLine(launch=self._launch))
         self._add(AttemptLine(attempt=self._attempt))
@@ -142,7 +143,7 @@ class Journal:
 
     def note(self, kind: EventKind, text: str) -> None:
         """Note an event."""
-        if kind == "hang":
+        if kind == "hang" and self._alerts is not None:
             self._alerts.silent(text)
         self._add(EventLine(event=LaunchEvent(time_s=self._clock(), kind=kind, text=_shown(text))))
         self._write()
@@ -151,7 +152,7 @@ class Journal:
         """Note the end of all ranks, the failures of this host, and the one, on any host, that caused the others."""
         _ = self._find_folders()
         _ = self._look(statuses)
-        if first is not None and first.rank in statuses:  # of several hosts, its own
+        if self._alerts is not None and first is not None and first.rank in statuses:  # of several hosts, its own
             self._alerts.lost(first.rank, describe_end(first))
         if self._attempt is not None:
             texts = {failure.rank: _end_text(failure) for failure in failures}
@@ -173,7 +174,8 @@ class Journal:
         self.note("end", text)
         self._add(LaunchLine(launch=self._launch))  # behind the event: who reads of the end has all of it
         self._write()
-        self._alerts.end()
+        if self._alerts is not None:
+            self._alerts.end()
 
     def _look(self, statuses: Mapping[int, int | None]) -> bool:
         """Add a line if a rank has ended since the last look; return whether one has."""
@@ -194,7 +196,8 @@ class Journal:
             for folder in (line.decode(errors="surrogateescape") for line in lines):
                 if folder not in self._known and os.path.isdir(folder):
                     self._folders.append(folder)
-                    self._alerts.add_folder(folder)
+                    if self._alerts is not None:
+                        self._alerts.add_folder(folder)
                     is_new = True
                 self._known.add(folder)
         return is_new
@@ -277,5 +280,4 @@ class Description(threading.Thread):
 def open_journal(target: LaunchTarget, record: LaunchRecord, config: LaunchConfig) -> Journal:
     """Return the journal of a launch with its first record."""
     code = os.path.dirname(os.path.abspath(target.name)) if target.kind == "script" else "."
-    alerts = config.alerts if isinstance(config.alerts, Alerts) else Alerts()
-    return Journal(record, code, alerts=LaunchAlerts(alerts))
+    return Journal(record, code, alerts=None if config.alerts == "none" else LaunchAlerts(config.alerts))

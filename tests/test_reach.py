@@ -11,7 +11,6 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 # By package: what its private modules hold that no public name shows.
 REASONS = {
-    "alerts": "the sender of a webhook, on loopback and without its pauses",
     "bigmodel": "the order in which slots are filled, without threads",
     "checkpoint": "arithmetic of boxes and of what is kept, the format's number, notes that ranks leave each other",
     "cli": "the words that a command takes, what a terminal shows, completion without a shell",

@@ -10,8 +10,8 @@ import pytest
 from launching import Workspace
 
 from accel.alerts import Alerts, read_alerts
-from accel.launching.reports import _alerts
-from accel.launching.reports._alerts import LaunchAlerts
+from accel.launching.reports import _journal
+from accel.launching.reports._journal import LaunchAlerts
 
 SCRIPT = """
 import os, sys
@@ -52,7 +52,7 @@ def test_an_almost_full_disk_alerts_once_and_again_after_it_had_room(
         f_blocks, f_frsize = 100, 10**9
         f_bavail = 6
 
-    monkeypatch.setattr(_alerts.os, "statvfs", lambda folder: Disk)
+    monkeypatch.setattr(_journal.os, "statvfs", lambda folder: Disk)
     alerts = LaunchAlerts(Alerts(every_s=1e-9), look_s=600)
     alerts.begin([str(tmp_path), str(tmp_path / "gone")], looks=False)
     for free, seen in ((6, 0), (5, 1), (4, 1), (5.5, 1), (5, 1), (7, 1), (3, 2)):

@@ -17,8 +17,7 @@ from catching import caught
 from hypothesis import given, strategies as st
 
 import accel
-from accel.alerts import AlertLog, RuleWatch, read_alerts
-from accel.alerts._log import post_json
+from accel.alerts import AlertLog, RuleWatch, post_json, read_alerts
 from accel.errors import ConfigError
 from accel.testing import Simulator
 from accel.trackers import AlertRule, Alerts, alert, jsonl
@@ -194,7 +193,7 @@ def server() -> Iterator[tuple[str, list[int], list[dict[str, Any]]]]:
 def test_a_webhook_is_tried_three_times_and_its_failure_is_one_line(
     answers: list[int], tries: int, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel.alerts._log._PAUSE_S", 0.0)
+    monkeypatch.setattr("accel.alerts._PAUSE_S", 0.0)
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
     loopback, statuses, got = server

@@ -24,7 +24,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from accel.errors import ConfigError
-from accel.errors._checks import check_choice, did_you_mean
+from accel.errors._checks import check_choice, check_count, did_you_mean
 from accel.run_folder import append_rest, bounded, hide_in_text
 
 FOLDER = "alerts"  # of a run's folder, with a file for each process that has alerts
@@ -73,10 +73,8 @@ class AlertRule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise ConfigError("a condition that does not fit the metric", got=given[0], where=where, fix=fix)
         if self.slow_rank is not None and not 1 < self.slow_rank < math.inf:
             raise ConfigError("not a factor", expected="above 1", got=repr(self.slow_rank), where=where)
-        if self.unchanged_steps is not None and self.unchanged_steps < 1:
-            raise ConfigError(
-                "not a number of steps", expected="1 or more", got=repr(self.unchanged_steps), where=where
-            )
+        if self.unchanged_steps is not None:
+            check_count(self.unchanged_steps, "not a number of steps", where=where)
         if any(each is not None and not math.isfinite(each) for each in (self.above, self.below)):
             raise ConfigError("not a limit", expected="a finite number", where=where)
 

@@ -93,7 +93,7 @@ RECIPES: tuple[Recipe, ...] = (
         "sweep",
         "accuracy >= 0.9",
         small="--steps 12 --size 16",
-        needs=("sklearn", "bokeh"),
+        needs=("sklearn",),
         metrics="adamw-0.01/metrics.jsonl",
     ),
     Recipe("text_classification", "accuracy >= 0.9", small="--steps 12 --size 16"),

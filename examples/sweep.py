@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Try several learning rates and optimizers, and compare the runs on one page.
 
-    pip install 'accel-torch[examples,report]'
+    pip install 'accel-torch[examples]'
     python examples/sweep.py
     accel launch --nproc-per-node 2 examples/sweep.py
 

@@ -18,6 +18,7 @@ from accel.cli._parser import Parser
 from accel.errors import CheckpointError, ConfigError, MissingExtraError
 from accel.errors._checks import did_you_mean
 from accel.report import (
+    FollowedRun,
     RunData,
     StoredCheckpoint,
     compare_runs,
@@ -26,9 +27,9 @@ from accel.report import (
     read_data,
     report_page,
     state_of,
+    status_line,
 )
 from accel.report.traces import describe_profile, read_traces
-from accel.report.watch import FollowedRun, status_line
 from accel.run_folder import METRICS, PROFILE, RUN
 from accel.storage import as_place
 from accel.terminal import show_size
@@ -222,7 +223,7 @@ def run_watch(words: Sequence[str], environ: Mapping[str, str]) -> int:
     if known.plain or known.once or not in_terminal:
         return _print_lines(followed, known.every_s, once=known.once)
     try:
-        from accel.report.watch import open_app
+        from accel.report import open_app
     except ImportError as error:
         raise MissingExtraError(
             "a run in a terminal needs a package that does not import",

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Views of runs from the files in their folders. Nothing here loads torch or talks to other ranks.
 
-Begin with `_run_data.py`, which reads a folder once. `_page.py` makes one HTML page of it, with figures by bokeh,
-`_tables.py` its tables and sections on launches, `_html.py` the markup. `traces` reads profiles.
+Begin with `_run_data.py`, which reads a folder once. `_page.py` makes one HTML page of it: `_summary.py` its first
+screen, `_series.py` the curves for the script in `assets/`, `_tables.py` the markup, tables and sections on launches.
+`_compare.py` finds the differences between two runs, `_followed.py` reads a run again and again, which `_watch_app.py`
+shows, and `traces` reads profiles.
 """
 
 from __future__ import annotations
@@ -13,6 +15,11 @@ from accel.lazy import exports
 
 if TYPE_CHECKING:
     from accel.report._compare import compare_runs as compare_runs, describe_comparison as describe_comparison
+    from accel.report._followed import (
+        FollowedRun as FollowedRun,
+        rank_rows as rank_rows,
+        status_line as status_line,
+    )
     from accel.report._page import report_page as report_page
     from accel.report._run_data import (
         Curves as Curves,
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
         state_of as state_of,
         thin as thin,
     )
+    from accel.report._watch_app import WatchApp as WatchApp, open_app as open_app
 
 __getattr__ = exports(
     __name__,
@@ -41,6 +49,8 @@ __getattr__ = exports(
             "state_of",
         ),
         "_page": ("report_page",),
+        "_followed": ("FollowedRun", "rank_rows", "status_line"),
+        "_watch_app": ("WatchApp", "open_app"),
         "_compare": ("compare_runs", "describe_comparison"),
     },
 )

@@ -1,21 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that set runs side by side, and sections on a run's launches: attempts, ranks, events, errors."""
+"""Markup in which every text is escaped, tables that set runs side by side, and sections on a run's launches."""
 
 from __future__ import annotations
 
+import html
 import os
+import re
 import shlex
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, cast
 
 import msgspec
 
-from accel.report._html import Html, element, table
 from accel.report._run_data import AT, RunData, RunState
 from accel.run_folder import Attempt, LaunchRecord, RankError, RankState, Setting, SourceState
 from accel.terminal import show_clock, show_size
+
+_ALONE = ("br", "input", "meta")
+# controls, turns of the direction of writing, halves of characters
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class Html(str):
+    """Markup, which needs no escape."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *content: str | None, **attributes: str) -> Html:
+    """Return an element of markup, or of texts to escape; a trailing "_" of an attribute is dropped, other "_" become
+    "-"."""
+    shown = "".join(
+        f' {name.removesuffix("_").replace("_", "-")}="{html.escape(value)}"' for name, value in attributes.items()
+    )
+    return Html(f"<{tag}{shown}>" if tag in _ALONE else f"<{tag}{shown}>{join(content)}</{tag}>")
+
+
+def join(content: Iterable[str | None]) -> Html:
+    """Return pieces of markup and texts as one piece of markup."""
+    return Html("".join(each if isinstance(each, Html) else _escaped(each) for each in content if each is not None))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, marked: Iterable[int] = ()) -> Html:
+    """Return a table that scrolls sideways where it is too wide; the first cell of each row is its title, `marked` rows
+    are shown so."""
+    emphasized = set(marked)
+    lines = [
+        element(
+            "tr",
+            element("th", cells[0], scope="row"),
+            *(element("td", cell) for cell in cells[1:]),
+            **({"class_": "differs"} if at in emphasized else {}),
+        )
+        for at, cells in enumerate(rows)
+    ]
+    titles = element("tr", *(element("th", title, scope="col") for title in head))
+    body = element("table", element("thead", titles), element("tbody", *lines))
+    return element("div", body, class_="wide", tabindex="0")
+
+
+def _escaped(text: str) -> str:
+    return html.escape(_UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text))
+
 
 NONE = "–"  # noqa: RUF001 - a dash for a cell without a value
 Rows = list[tuple[str, ...]]
@@ -178,7 +226,7 @@ def launch_sections(run: RunData, *, several: bool) -> Iterator[Html]:
         title = f"Launch {at} of {len(run.launches)}, {show_time(launch.started_s)} on {launch.host}"
         is_newest = at == len(run.launches)
         body = [*_launch_facts(launch), *_attempts(launch), *_events(launch)]
-        opened = {"open": ""} if is_newest else {}
+        opened = {"open": ""} if is_newest and not several else {}
         yield element("details", element("summary", title), *body, **opened)
 
 

@@ -21,7 +21,7 @@ from simulated_hosts import Hosts, require_hosts
 from accel.config import LaunchConfig
 from accel.launching._target import LaunchTarget
 from accel.launching.hosts._hosts import AgentOrder
-from accel.report.watch import rank_rows
+from accel.report import rank_rows
 from accel.run_folder import read_launches
 
 pytestmark = pytest.mark.multiprocess

@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
 import html.parser
 import math
+import re
 import struct
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -22,12 +18,21 @@ from sample_runs import START_S, write_everything, write_launch, write_metrics, 
 
 from accel.cli import main
 from accel.cli._runs import find_runs
-from accel.errors import MissingExtraError
-from accel.report import Curves, MetricCurve, _page, name_runs, read_data, report_page, state_of, thin
-from accel.report._html import element, table
+from accel.report import Curves, StoredCheckpoint, name_runs, read_data, report_page, state_of, thin
 from accel.report._run_data import RunData
-from accel.report._tables import settings as settings_of
-from accel.run_folder import LaunchRecord, MetricsLine, RunRecord, Setting, read_launches, read_run
+from accel.report._series import better_of, condense, encode_numbers
+from accel.report._summary import show_duration, show_value
+from accel.report._tables import element, settings as settings_of, table
+from accel.run_folder import (
+    LaunchRecord,
+    MetricsLine,
+    RunRecord,
+    Setting,
+    encode_line,
+    read_launches,
+    read_run,
+    write_json,
+)
 
 TRACE = """{"traceEvents": [
     {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 9},
@@ -96,6 +101,8 @@ class Texts(html.parser.HTMLParser):
         self.text = ""
         self.policy = ""
         self.scripts: list[str] = []
+        self.data = ""
+        self._is_data = False
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -103,11 +110,14 @@ class Texts(html.parser.HTMLParser):
         found = dict(attrs)
         if found.get("http-equiv") == "Content-Security-Policy":
             self.policy = found["content"] or ""
-        if tag == "script":
+        self._is_data = found.get("type") == "application/json"
+        if tag == "script" and not self._is_data:
             self.scripts.append("")
 
     def handle_data(self, data: str) -> None:
-        if self.tags and self.tags[-1] == "script" and self.cdata_elem == "script":
+        if self.cdata_elem == "script" and self._is_data:
+            self.data += data
+        elif self.cdata_elem == "script":
             self.scripts[-1] += data
         else:
             self.text += data
@@ -132,7 +142,7 @@ def test_a_page_says_what_happened(page: str) -> None:
     for text in (
         *("finished", "rank 1 failed: NonFiniteGradientError", "stopped by SIGTERM", "no output for 600 s"),
         *("0123456789ab on main, clean", "0123456789ab on main, 2 changed files", "bf16 (flag --precision)"),
-        *("loss", "grad_norm", "by the clock: tokens_per_s", "model.width", "Configuration (4 of 4 differ)"),
+        *("loss", "grad_norm", "time/tokens_per_s", "model.width", "Configuration (4 of 4 differ)"),
         *("20 values not finite, nan at step 2400", "0.438444 at step 3990", "nan at step 2590", "--token=***"),
         *("at /home/me/train.py:41", "runs/demo/step-00000400", "/home/me/logs"),
     ):
@@ -143,12 +153,13 @@ def test_a_page_says_what_happened(page: str) -> None:
 def test_only_the_page_s_own_scripts_may_run_and_nothing_is_fetched(page: str) -> None:
     found = Texts(page)
     digests = {base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found.scripts}
-    assert len(found.scripts) >= 3
+    assert len(found.scripts) == 1
     directives = {each.split()[0]: each.split()[1:] for each in found.policy.split(";")}
     assert directives["default-src"] == ["'none'"]
     assert set(directives["script-src"]) == {f"'sha256-{digest}'" for digest in digests}
     assert not {"link", "iframe", "img", "base"} & set(found.tags)
-    assert len(page) < 2**21
+    assert len(page) < 200_000
+    assert not re.search(r"fetch\(|XMLHttp|WebSocket|innerHTML|insertAdjacent|document\.write|eval\(|Function\(", page)
 
 
 def test_names_and_errors_of_a_run_are_no_markup(tmp_path: Path) -> None:
@@ -160,79 +171,183 @@ def test_names_and_errors_of_a_run_are_no_markup(tmp_path: Path) -> None:
     write_launch(folder, failed=f"{bad}: {bad}")
     shown = report_page([read_data(folder.name, folder)])
     found = Texts(shown)
-    assert not any("alert(1)" in script and "{" not in script for script in found.scripts)
     assert found.text.count(bad) >= 6
-    assert found.tags.count("script") == shown.count("</script>") == len(found.scripts)
+    assert found.tags.count("script") == shown.count("</script>") == len(found.scripts) + 1
+    assert bad not in "".join(found.scripts)
+    assert "<" not in found.data
+    assert bad in msgspec.json.decode(found.data)["metrics"][0]["name"]
 
 
-def test_bokeh_draws_one_figure_of_a_kind_and_the_others_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
+def numbers_of(text: str) -> list[float]:
+    """Numbers as the page has them."""
+    raw = base64.b64decode(text[1:])
+    return list(struct.unpack(f"<{len(raw) // (8 if text[0] == 'd' else 4)}{text[0]}", raw))
 
-    def figure(**options: object) -> object:
-        made.append(plotting.figure(**options))
-        return made[-1]
 
-    ask = _page._bokeh
-    plotting = ask("plotting")
-    monkeypatch.setattr(
-        _page, "_bokeh", lambda name: SimpleNamespace(figure=figure) if name == "plotting" else ask(name)
+@settings(max_examples=60)
+@given(values=POINTS, most=st.integers(2, 40))
+def test_a_condensed_curve_keeps_extremes_and_the_mean(values: list[float], most: int) -> None:
+    steps = list(range(0, 3 * len(values), 3))
+    x, mean, low, high = condense(steps, values, most)
+    assert len(x) == len(mean) == min(most, len(values))
+    assert x == sorted(set(x))
+    assert (x[0], x[-1]) == (steps[0], steps[-1])
+    if low:
+        assert (min(low), max(high)) == (min(values), max(values))
+        assert all(map(float.__le__, low, high))
+        assert all(map(float.__le__, (each - 1e-9 for each in low), mean))
+    else:
+        assert (mean, high) == (values, [])
+
+
+@settings(max_examples=100)
+@given(values=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
+def test_numbers_of_a_page_differ_from_those_of_the_run_by_nothing_one_sees(values: list[float]) -> None:
+    found = numbers_of(encode_numbers(values))
+    spread = max(values) - min(values)
+    assert all(abs(one - other) <= 1e-3 * spread for one, other in zip(found, values, strict=True))
+
+
+def test_the_page_has_each_curve_once_and_steps_that_curves_share_once(page: str) -> None:
+    data = msgspec.json.decode(Texts(page).data)
+    assert [run["name"] for run in data["runs"]] == ["plain", "wide", "stopped early"]
+    loss = data["metrics"][0]
+    assert (loss["name"], loss["better"], loss["curves"]["0"]["last"]) == (
+        "loss",
+        "min",
+        [3990, pytest.approx(0.438444)],
     )
-    curves: dict[str, dict[str, MetricCurve]] = {}
-    for at in range(300):
-        curve = MetricCurve()
-        for step in range(1 if at == 7 else 5):  # a line of one point is a kind of its own, and one of marks
-            curve.add(step, math.nan if at == 8 and step == 2 else float(at))
-        curves[f"metric {at}"] = {"ColumnDataSource": curve, "b": curve} if at == 9 else {"ColumnDataSource": curve}
-    drawn = _page.draw(curves, ["ColumnDataSource", "b"])
-    assert len(made) == 4
-    assert list(drawn.places) == list(curves)
-    content, items = msgspec.json.decode(f"[{drawn.scripts[-1].removeprefix('Bokeh.embed.embed_items(')[:-2]}]")
-    roots = content["report"]["roots"]
-    assert [root["id"] for root in roots] == items[0]["root_ids"]
-    known: list[str] = []
-    heights: list[list[float]] = []
-    for root in roots:  # names are unique but for references, and each figure has the data of its metric
-        objects = list(walk(root))
-        known += [each["id"] for each in objects if "type" in each]
-        assert {each["id"] for each in objects} <= set(known)
-        sources = [each["attributes"]["data"] for each in objects if each.get("name") == "ColumnDataSource"]
-        heights.append([column_of(source, "y") for source in sources])
-    assert len(known) == len(set(known))
-    assert [each[0] for each in heights] == [[float(at)] * (1 if at == 7 else 4 if at == 8 else 5) for at in range(300)]
-    assert heights[8][1:] == [[8.0]]
-    ranges = {root["attributes"]["x_range"]["id"] for root in roots}
-    assert len(ranges) == 1
+    assert [len(numbers_of(loss["curves"][run]["y"])) for run in "012"] == [400, 240, 120]
+    assert loss["curves"]["1"]["marks"][0] == [2400, "nan"]
+    plain = [metric["curves"]["0"] for metric in data["metrics"]]
+    assert len({curve["x"] for curve in plain}) == 1
+    assert numbers_of(data["steps"][plain[0]["x"]]) == list(range(0, 4000, 10))
+    assert {"model.width", "lr"} <= set(data["differing"])
 
 
-def walk(value: object) -> Iterator[dict[str, Any]]:
-    """Yield the objects and references of bokeh's JSON."""
-    if isinstance(value, dict):
-        if isinstance(value.get("id"), str):
-            yield value
-        value = list(value.values())
-    for each in value if isinstance(value, list) else ():
-        yield from walk(each)
+def test_a_long_run_keeps_its_spikes_in_a_small_page(tmp_path: Path) -> None:
+    lines = [encode_line(step, {"loss": 1.0 + step % 7}, {"at": START_S + step}) for step in range(20_000)]
+    lines[12_345] = encode_line(12_345, {"loss": 99.0})
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    page = report_page([read_data("run", tmp_path)])
+    curve = msgspec.json.decode(Texts(page).data)["metrics"][0]["curves"]["0"]
+    assert max(numbers_of(curve["high"])) == 99.0
+    assert len(numbers_of(curve["y"])) == 4000
+    assert curve["best"] == [0, 1.0]
+    assert len(page) < 200_000
 
 
-def column_of(data: dict[str, Any], name: str) -> list[float]:
-    column = dict(data["entries"])[name]
-    if isinstance(column, list):
-        return column
-    text = gzip.decompress(base64.b64decode(column["array"]["data"]))
-    return list(struct.unpack(f"<{len(text) // 8}d", text))
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *[(200_000, "200k"), (5e-4, "5e-4"), (0.43121, "0.4312"), (0, "0"), (-12345.6, "-12.3k"), (1.25e9, "1.25B")],
+        *[(9999.7, "10k"), (1e20, "1e20"), (3990, "3990"), (0.001, "0.001"), (math.nan, "nan"), (-math.inf, "-inf")],
+    ],
+)
+def test_numbers_are_written_as_people_write_them(value: float, text: str) -> None:
+    assert show_value(value) == text
 
 
-def test_a_run_without_metrics_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bokeh.plotting", None)
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(4, "4 s"), (100, "2 min"), (3600, "1 h"), (12_000, "3 h 20 min"), (187_200, "2 d 4 h")]
+)
+def test_durations_are_written_as_people_write_them(seconds: float, text: str) -> None:
+    assert show_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "better"),
+    [
+        *[("loss", "min"), ("eval/top1", "max"), ("trainLoss", "min"), ("lr", ""), ("grad_norm", ""), ("gloss", "")],
+        *[("val_accuracy", "max"), ("eval/perplexity", "min"), ("reward", "max"), ("time/tokens_per_s", "max")],
+    ],
+)
+def test_a_metric_s_direction_is_read_from_whole_words_of_its_name(name: str, better: str) -> None:
+    assert better_of(name) == better
+
+
+def test_the_first_screen_says_in_words_what_a_reader_should_know(tmp_path: Path) -> None:
+    clocks = {"slowest_rank": 3.0, "slowest_own_s": 0.043, "own_s": 0.02, "step_s": 0.05, "tokens_per_s": 41_000.0}
+    lines: list[bytes] = []
+    for step in range(0, 2000, 10):
+        values = {"train/loss": 2 / (1 + step), "epoch": step // 500, "weight_decay": 0.1}
+        values |= {"eval/accuracy": step / 2000} if step % 100 == 0 else {}
+        values |= {"train/grad_norm": math.inf if step == 900 else 1.0 + step % 3}
+        lines.append(encode_line(step, values, {"at": START_S + step + 7500 * (step >= 600), **clocks}))
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    record = RunRecord(
+        id="a", project="p", started_s=START_S, resumed_s=(START_S + 600 + 7000,), lost="jsonl lost 3 records"
+    )
+    write_json(tmp_path / "run.json", record)
+    checkpoints = [
+        StoredCheckpoint(name="step-00000400", size=10_000, changed_s=0.0),
+        StoredCheckpoint(name="step-00000500", size=10_000, changed_s=0.0, problem="no manifest"),
+    ]
+    page = report_page([read_data("run", tmp_path, checkpoints, "slowest: rank 3, 43.00 ms a step\n")])
+    found = Texts(page).text
+    for text in (
+        *("2 h 38 min", "step 1990", "eval/accuracy0.95best 0.95 at step 1900", "tokens/s41k", "step-0000040010.0 kB"),
+        "1 step with values that are not finite, from step 900: train/grad_norm",
+        "rank 3 is slow: 43.0 ms a step of its own, median 20.0 ms, the slowest in 20 of the last 20 readings",
+        *("profile, slowest: rank 3, 43.00 ms a step", "records were lost: jsonl lost 3 records"),
+        *(
+            "a gap in the log of 2 h 5 min before step 600",
+            "resumed 1 time",
+            "step-00000500 is no checkpoint: no manifest",
+        ),
+        *("train/ (2)", "eval/ (1)", "constants and counters (7)"),
+    ):
+        assert text in found, text
+    marks = msgspec.json.decode(Texts(page).data)["runs"][0]["marks"]
+    assert marks == [[400, "checkpoint", "step-00000400"], [600, "resume", "resume"]]
+
+
+def test_many_runs_are_a_row_each_and_say_what_they_share(tmp_path: Path) -> None:
+    for at in range(9):
+        write_metrics(tmp_path / f"run-{at}", 60, seed=at, bad=30 if at == 4 else None)
+        config: dict[str, object] = {"lr": 10.0**-at, "depth": 4, "name": "<b>" if at else "x"}
+        write_run(
+            tmp_path / f"run-{at}", config=config, status="failed" if at == 4 else "finished", error="<i>" * (at == 4)
+        )
+    folders = sorted(tmp_path.iterdir())
+    page = report_page([read_data(name, each) for name, each in zip(name_runs(folders), folders, strict=True)])
+    found = Texts(page)
+    for text in (
+        "9 runs",
+        "8 finished",
+        "1 failed",
+        "1 of 9 failed: run-4",
+        "1 of 9 have values that are not finite: run-4",
+    ):
+        assert text in found.text, text
+    assert "depth" in found.text  # alike in all
+    data = msgspec.json.decode(found.data)
+    assert data["differing"] == ["lr", "name"]
+    assert [run["params"]["lr"] for run in data["runs"]][:2] == ["1.0", "0.1"]
+    assert data["metrics"][data["matter"][0]]["name"] == "loss"
+    assert "b" not in found.tags
+
+
+@pytest.mark.parametrize("axis", ["runs", "metrics"])
+def test_a_page_grows_with_runs_and_metrics_no_faster_than_they_do(axis: str) -> None:
+    def size(count: int) -> int:
+        runs, metrics = (count, 5) if axis == "runs" else (20, count)
+        curves = Curves()
+        curves.add(MetricsLine(step=step, values={f"m{at}": step % 7 for at in range(metrics)}) for step in range(200))
+        made = [RunData(name=f"run-{at}", folder=Path(f"run-{at}"), curves=curves) for at in range(runs)]
+        return len(report_page(made))
+
+    fixed = size(10)
+    assert size(1000) - fixed < 2.2 * (size(500) - fixed)
+
+
+def test_a_run_without_metrics_has_no_script(tmp_path: Path) -> None:
     write_launch(tmp_path, failed="OSError: disk")
     run = read_data("run", tmp_path)
     found = Texts(report_page([run]))
     assert "No metrics have been logged." in found.text
-    assert found.text.lstrip().startswith("run\n")
-    assert found.scripts == []
-    write_metrics(tmp_path, 30)
-    with pytest.raises(MissingExtraError, match=r"pip install 'accel-torch\[report\]'"):
-        _ = report_page([read_data("run", tmp_path)])
+    assert found.text.lstrip().startswith("run")
+    assert (found.scripts, found.data) == ([], "")
 
 
 def test_the_state_of_a_run_is_that_of_its_newest_launch(tmp_path: Path) -> None:

@@ -17,13 +17,9 @@ from accel.run_folder import encode_line
 pytestmark = pytest.mark.slow
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = "<script>window.hit=1</script><img src=x onerror=window.hit=1>@x{safe} $$x$$ \"'&"
-# open shadow roots hide what bokeh draws from selectors
-IN_SHADOW = """(css) => { const find = (root) => [...root.querySelectorAll('*')].flatMap((e) =>
-    [...(e.matches(css) ? [e] : []), ...(e.shadowRoot ? find(e.shadowRoot) : [])]);
-    return find(document).map((e) => (e.shadowRoot ?? e).textContent); }"""
-RANGES = "() => Bokeh.documents.flatMap((d) => d.roots()).map((f) => [f.x_range.start, f.x_range.end])"
-
-DRAGS = "() => Bokeh.documents.flatMap((d) => d.roots()).map((f) => f.toolbar.active_drag !== null)"
+# pixels of each chart in sight, to see that a click or a zoom changed it
+PIXELS = "() => report.charts.filter((each) => each.isVisible).map((each) => each.canvas.toDataURL())"
+VIEW = "() => report.currentView()"
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +46,24 @@ class Opened:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
-        self.page.wait_for_selector(".bk-Figure", state="attached")
-        self.page.wait_for_timeout(500)
+        self.page.wait_for_function("report.frames.length > 0")
+        self.page.wait_for_timeout(300)
 
     def _heard(self, message: Any) -> None:
         if message.type in ("error", "warning"):
             self.complaints.append(message.text)
+
+    def canvas(self, title: str) -> Any:
+        """The canvas of a chart, scrolled into sight."""
+        found = self.page.locator(f'canvas[aria-label="Curves of {title}"]')
+        found.scroll_into_view_if_needed()
+        self.page.wait_for_timeout(200)
+        return found
+
+    def hover(self, canvas: Any, x: float, y: float, **options: int) -> None:
+        """Move the mouse to a part of a canvas."""
+        box = canvas.bounding_box()
+        self.page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"], **options)
 
     def close(self) -> None:
         self.context.close()
@@ -70,8 +78,8 @@ def save_page(folder: Path, folders: list[Path]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
-def test_curves_zoom_together_and_tell_values(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 768), ("light", 390)])
+def test_curves_zoom_together_and_say_values(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
     opened = Opened(browser, save_page(tmp_path, write_everything(tmp_path)), scheme=scheme, width=width)
     page = opened.page
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
@@ -79,33 +87,176 @@ def test_curves_zoom_together_and_tell_values(browser: Any, tmp_path: Path, sche
     assert (sum(map(int, background[4:-1].split(","))) > 380) == (scheme == "light")
     assert page.locator(".badge.failed").count() == 1
     assert "not finite" in page.locator(".marks").first.inner_text()
-    assert all(page.evaluate(DRAGS))
-    before = page.evaluate(RANGES)
-    assert len(before) == 5
-    page.locator(".bk-Figure").first.scroll_into_view_if_needed()
-    box = page.locator(".bk-Figure").first.bounding_box()
-
-    def move(x: float, y: float, **options: int) -> None:
-        page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"], **options)
-
-    move(0.4, 0.6)
-    page.wait_for_timeout(300)
-    assert any("plain" in text for text in page.evaluate(IN_SHADOW, ".bk-Tooltip"))
-    move(0.35, 0.5)
+    canvas = opened.canvas("loss")
+    opened.hover(canvas, 0.4, 0.6)
+    page.wait_for_timeout(200)
+    assert "step 1" in page.locator(".tip").inner_text()
+    assert {"plain", "wide"} <= set(page.locator(".tip .name").all_inner_texts())
+    whole = page.evaluate(VIEW)
+    before = page.evaluate(PIXELS)
+    opened.hover(canvas, 0.35, 0.5)
     page.mouse.down()
-    move(0.6, 0.7, steps=5)
+    opened.hover(canvas, 0.6, 0.7, steps=5)
     page.mouse.up()
-    page.wait_for_timeout(300)
-    after = page.evaluate(RANGES)
-    assert all(start < low < high < end for (start, end), (low, high) in zip(before, after, strict=True))
-    assert len({tuple(each) for each in after}) == 1
+    page.wait_for_timeout(200)
+    low, high = page.evaluate(VIEW)
+    assert whole[0] < low < high < whole[1]
+    assert all(one != other for one, other in zip(before, page.evaluate(PIXELS), strict=True))
+    page.keyboard.down("Shift")
+    opened.hover(canvas, 0.5, 0.5)
+    page.mouse.down()
+    opened.hover(canvas, 0.4, 0.5, steps=3)
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    moved = page.evaluate(VIEW)
+    assert moved[0] > low
+    assert moved[1] - moved[0] == pytest.approx(high - low)
+    canvas.dblclick()
+    assert page.evaluate(VIEW) == whole
+    canvas.focus()
+    page.keyboard.press("+")
+    assert page.evaluate(VIEW)[0] > whole[0]
+    page.locator("#reset").click()
+    assert page.evaluate(VIEW) == whole
     opened.close()
 
 
-def test_a_finger_on_a_curve_zooms_nothing(browser: Any, tmp_path: Path) -> None:
+def test_one_legend_acts_on_every_chart_and_a_run_keeps_its_colour(browser: Any, tmp_path: Path) -> None:
+    opened = Opened(browser, save_page(tmp_path, write_everything(tmp_path)), width=1400)
+    page = opened.page
+    shown = "() => report.charts.map((each) => (each.draw(), each.drawn.lines.map((line) => line.run).sort()))"
+    colors = "() => [...document.querySelectorAll('#legend .dot')].map((each) => each.style.background)"
+    before = page.evaluate(colors)
+    assert page.evaluate(shown) == [[0, 1, 2]] * 5
+    page.locator(".chip", has_text="wide").click()
+    assert page.evaluate(shown) == [[0, 2]] * 5
+    assert page.locator("#count").inner_text() == "2 of 3 runs"
+    page.locator(".chip", has_text="wide").click()
+    page.locator(".chip", has_text="plain").click(modifiers=["Shift"])
+    assert page.evaluate(shown) == [[0]] * 5
+    page.locator(".chip", has_text="plain").click(modifiers=["Shift"])
+    filters = {"wide": [1], "model.width=128": [0], "model.width<300": [0], "model.width>=128": [0, 1], "": [0, 1, 2]}
+    for text, found in filters.items():
+        page.locator("#filter").fill(text)
+        assert page.evaluate(shown) == [found] * 5, text
+    assert page.evaluate(colors) == before
+    opened.close()
+
+
+def test_axes_and_smoothing_change_the_curves(browser: Any, tmp_path: Path) -> None:
+    lines: list[bytes] = []
+    for step in range(5000):
+        loss = 1e-4 + (step % 5) * 0.2 + 10 * 0.999**step
+        at = 1e9 + 0.5 * step + 5000 * (step >= 2500)
+        lines.append(encode_line(step, {"loss": loss, "samples": 64 * step, "lr": 1e-3}, {"at": at}))
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    opened = Opened(browser, save_page(tmp_path, [tmp_path]), width=1400)
+    page = opened.page
+    _ = opened.canvas("loss")
+    assert page.evaluate(VIEW) == [0, 4999]
+    band = "() => { const [{ part }] = report.charts[0].drawn.lines; return part.x.length; }"
+    assert 50 < page.evaluate(band) < 400
+    plain = page.evaluate(PIXELS)[0]
+    page.locator("#axis").select_option("time")
+    assert page.evaluate(VIEW) == [0, pytest.approx(7499.5)]
+    page.locator("#axis").select_option("samples")
+    assert page.evaluate(VIEW) == [0, 64 * 4999]
+    page.locator("#axis").select_option("step")
+    rough = (
+        "() => { const { mean } = report.charts[0].drawn.lines[0].part; let sum = 0; "
+        "for (let at = 1; at < mean.length; at += 1) sum += Math.abs(mean[at] - mean[at - 1]); return sum; }"
+    )
+    page.wait_for_timeout(100)
+    before = page.evaluate(rough)
+    page.locator("#smooth").fill("60")
+    page.wait_for_timeout(100)
+    assert page.evaluate(rough) < before
+    page.locator("#smooth").fill("0")
+    page.locator("#log").check()
+    page.wait_for_timeout(100)
+    assert page.evaluate(PIXELS)[0] != plain
+    assert page.locator("details.group:not([open]) summary").all_inner_texts() == ["constants and counters (2)"]
+    opened.close()
+
+
+def test_a_finger_on_a_curve_scrolls_the_page_and_zooms_nothing(browser: Any, tmp_path: Path) -> None:
     write_metrics(tmp_path / "run", 200)
     opened = Opened(browser, save_page(tmp_path, [tmp_path / "run"]), width=390, touch=True)
-    opened.page.wait_for_function(f"({DRAGS})().every((drag) => !drag)")
+    canvas = opened.canvas("loss")
+    before = opened.page.evaluate(VIEW)
+    canvas.tap(position={"x": 200, "y": 80})
+    opened.page.wait_for_timeout(200)
+    assert opened.page.evaluate(VIEW) == before
+    assert opened.page.evaluate("getComputedStyle(document.querySelector('canvas')).touchAction") == "pan-y pinch-zoom"
+    opened.close()
+
+
+def write_sweep(folder: Path, count: int) -> list[Path]:
+    """Runs whose loss ends at their learning rate."""
+    found: list[Path] = []
+    for at in range(count):
+        run = folder / f"run-{at:02}"
+        run.mkdir(parents=True)
+        rate = (at * 7 % count + 1) / 1000
+        lines = [
+            encode_line(step, {"loss": 1 / (1 + step) + rate, "eval/accuracy": 1 - rate - 0.1 / (1 + step)})
+            for step in range(60)
+        ]
+        (run / "metrics.jsonl").write_bytes(b"".join(lines))
+        write_run(run, config={"lr": rate, "name": HOSTILE if at == 3 else "adamw" if at % 2 else "sgd", "depth": 4})
+        found.append(run)
+    return found
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 390)])
+def test_many_runs_are_a_table_that_sorts_filters_and_lights_curves(
+    browser: Any, tmp_path: Path, scheme: str, width: int
+) -> None:
+    opened = Opened(browser, save_page(tmp_path, write_sweep(tmp_path, 20)), scheme=scheme, width=width)
+    page = opened.page
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
+    heads = page.locator("#rows thead th").all_inner_texts()
+    assert heads[:4] == ["run", "state", "lr", "name"]
+    assert "loss best" in heads
+    assert not any("depth" in each for each in heads)
+    rates = (
+        "() => [...document.querySelectorAll('#rows tbody tr')].filter((e) => !e.hidden).map((e) => +e.cells[2].title)"
+    )
+    page.locator("#rows thead button", has_text="lr").click()
+    assert page.evaluate(rates) == [at / 1000 for at in range(1, 21)]
+    page.locator("#rows thead button", has_text="lr").click()
+    assert page.evaluate(rates) == [at / 1000 for at in range(20, 0, -1)]
+    best = page.locator("#rows td.best")
+    assert {each.evaluate("(e) => e.parentElement.cells[0].textContent") for each in best.all()} == {"run-00"}
+    page.locator("#filter").fill("lr<0.005 sgd")
+    assert page.evaluate(rates) == [0.003, 0.001]
+    assert page.locator("#parallel svg > path:not(.off)").count() == 2
+    page.locator("#filter").fill("")
+    page.locator("#rows tbody tr").nth(2).hover()
+    run = page.evaluate("report.state.lit")
+    assert page.locator("#rows tr.lit th").inner_text() == f"run-{run:02}"
+    assert page.locator(".chip.lit").inner_text() == f"run-{run:02}"
+    assert page.locator("#parallel path.lit").count() >= 1
+    page.locator("#columns summary").click()
+    page.locator("#columns input[type=number]").fill("9")
+    row = page.locator("#columns .metrics > div").filter(has=page.locator(".name", has_text="loss")).first
+    row.get_by_label("at step").check()
+    column = page.locator("#rows thead th").all_inner_texts().index("loss at step 9")
+    cell = page.locator("#rows tbody tr", has_text="run-00").locator(f":nth-child({column + 1})")
+    assert float(cell.get_attribute("title")) == pytest.approx(0.1 + 0.001, rel=1e-4)
+    page.locator("#against").select_option(label="eval/accuracy, last")
+    assert page.locator("#parallel .title").last.text_content() == "eval/accuracy"
+    assert page.evaluate("window.hit") is None
+    assert page.locator("img").count() == 0
+    opened.close()
+
+
+def test_a_row_goes_with_its_curve(browser: Any, tmp_path: Path) -> None:
+    opened = Opened(browser, save_page(tmp_path, write_sweep(tmp_path, 8)), width=1400)
+    canvas = opened.canvas("eval/accuracy")
+    opened.hover(canvas, 0.5, 0.04)
+    opened.page.wait_for_timeout(200)
+    assert opened.page.locator("#rows tr.lit th").inner_text() == "run-00"
     opened.close()
 
 
@@ -114,16 +265,20 @@ def test_hostile_texts_are_shown_as_they_are(browser: Any, tmp_path: Path) -> No
     folder.mkdir()
     lines = [encode_line(step, {HOSTILE: float(step), "nan": float("nan")}, {HOSTILE: 1.0}) for step in range(50)]
     (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+    (folder / "code.diff").write_text(HOSTILE)
     write_run(folder, config={HOSTILE: HOSTILE}, status="failed", error=HOSTILE)
     write_launch(folder, failed=f"{HOSTILE}: {HOSTILE}")
     write_metrics(tmp_path / "other", 500)
     opened = Opened(browser, save_page(tmp_path, [folder, tmp_path / "other"]))
     page = opened.page
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
-    box = page.locator(".bk-Figure").first.bounding_box()
-    for part in (0.3, 0.5, 0.7):
-        page.mouse.move(box["x"] + part * box["width"], box["y"] + 0.6 * box["height"])
+    canvas = page.locator('.card[data-metric="0"] canvas')
+    canvas.scroll_into_view_if_needed()
+    for part in (0.7, 0.3, 0.18):
+        opened.hover(canvas, part, 0.6)
         page.wait_for_timeout(200)
+    assert HOSTILE.replace("/", "|") in page.locator(".tip").text_content()
+    page.locator("#filter").fill("<script>")
     assert page.evaluate("window.hit") is None
     assert HOSTILE in page.locator("main").inner_text()
     assert page.locator("img").count() == 0

@@ -11,8 +11,7 @@ import pytest
 from sample_runs import START_S, write_launch, write_metrics
 
 from accel.cli import main
-from accel.report import StoredCheckpoint, state_of
-from accel.report.watch import FollowedRun, rank_rows, status_line
+from accel.report import FollowedRun, StoredCheckpoint, rank_rows, state_of, status_line
 from accel.run_folder import encode_line, read_launches
 
 CHECKPOINT = StoredCheckpoint(name="step-00000040", size=1200, changed_s=START_S, metrics={"[b]loss": 0.5})
@@ -98,14 +97,14 @@ def test_a_terminal_without_the_extra_is_told_what_to_do(
 ) -> None:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    monkeypatch.setitem(sys.modules, "accel.report.watch._app", None)
+    monkeypatch.setitem(sys.modules, "accel.report._watch_app", None)
     assert main(["watch", str(tmp_path)]) == 2
     assert "pip install 'accel-torch[watch]'" in capsys.readouterr().err
 
 
 def test_the_terminal_program_follows_holds_and_turns_pages(tmp_path: Path) -> None:
     _ = pytest.importorskip("textual_plotext", reason="the extra `watch` is not installed")
-    from accel.report.watch import WatchApp
+    from accel.report import WatchApp
 
     async def use() -> None:
         app = WatchApp(follow(tmp_path), every_s=600, now_s=lambda: START_S + 60)

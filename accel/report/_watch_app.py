@@ -13,8 +13,8 @@ from textual.containers import Grid, Horizontal
 from textual.widgets import DataTable, Footer, Header, Static
 from textual_plotext import PlotextPlot
 
+from accel.report._followed import FollowedRun, rank_rows, status_line
 from accel.report._run_data import AT, MetricCurve, RunData, state_of, thin
-from accel.report.watch._followed import FollowedRun, rank_rows, status_line
 from accel.terminal import show_age, show_size, show_text
 
 _SHOWN = 4  # curves on the screen

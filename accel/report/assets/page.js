@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one legend of the page, its controls, the tooltip, and what happens when a reader's choice changes.
+
+const bar = document.getElementById("bar");
+const chips = [];
+
+function toggle(run, isAlone) {
+  if (isAlone) {
+    const others = [...state.matching].filter((each) => each !== run);
+    const wasAlone = !state.hidden.has(run) && others.every((each) => state.hidden.has(each));
+    state.hidden = new Set(wasAlone ? [] : RUNS.keys());
+    state.hidden.delete(run);
+  } else if (!state.hidden.delete(run)) {
+    state.hidden.add(run);
+  }
+  changed("runs");
+}
+
+function light(run) {
+  if (state.lit === run) return;
+  state.lit = run;
+  changed("lit");
+}
+
+function buildLegend(place) {
+  RUNS.forEach(({ name, state: kind }, run) => {
+    const dot = make("i", { className: "dot" });
+    dot.style.background = colorOf(run);
+    const chip = make("button", { type: "button", className: "chip", title: `${name}: ${kind}` }, dot,
+      make("span", {}, name));
+    chip.addEventListener("click", (event) => toggle(run, event.altKey || event.shiftKey));
+    chip.addEventListener("pointerenter", () => light(run));
+    chip.addEventListener("pointerleave", () => light(null));
+    chips.push(chip);
+    place.append(chip);
+  });
+}
+
+function updateLegend() {
+  chips.forEach((chip, run) => {
+    chip.hidden = !state.matching.has(run);
+    chip.setAttribute("aria-pressed", String(!state.hidden.has(run)));
+    chip.classList.toggle("lit", state.lit === run);
+  });
+  const shown = shownRuns().length;
+  const count = document.getElementById("count");
+  if (count) count.textContent = shown === RUNS.length ? `${shown} runs` : `${shown} of ${RUNS.length} runs`;
+}
+
+// Words of a filter must all be in a run's name and settings; `lr<0.01` compares numbers of settings and metrics.
+function matcher(text) {
+  const tests = text.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
+    const [, key, sign, value] = word.match(/^(.+?)(<=|>=|<|>|=)(.+)$/) ?? [];
+    const number = Number(value);
+    if (!key || (sign !== "=" && Number.isNaN(number))) return (run) => textOf(run).includes(word);
+    return (run) => {
+      const found = numberOf(run, key);
+      if (sign === "=") return found === number || textOf(run).includes(word);
+      return found !== null && { "<": found < number, ">": found > number, "<=": found <= number,
+        ">=": found >= number }[sign];
+    };
+  });
+  return (run) => tests.every((test) => test(run));
+}
+const texts = [];
+function textOf(run) {
+  const { name, params, state: kind } = RUNS[run];
+  return (texts[run] ??= [name, kind, ...Object.entries(params).map(([key, value]) => `${key}=${value}`)].join("\n")
+    .toLowerCase());
+}
+function numberOf(run, key) {
+  const param = Object.entries(RUNS[run].params).find(([name]) => name.toLowerCase() === key);
+  if (param) return Number.isNaN(Number(param[1])) ? null : Number(param[1]);
+  const metric = DATA.metrics.findIndex((each) => each.name.toLowerCase() === key);
+  const last = metric < 0 ? null : DATA.metrics[metric].curves[run]?.last?.[1];
+  return typeof last === "number" ? last : null;
+}
+
+function buildControls() {
+  const filter = document.getElementById("filter");
+  filter?.addEventListener("input", () => {
+    const matches = matcher(filter.value);
+    state.matching = new Set([...RUNS.keys()].filter(matches));
+    changed("runs");
+  });
+  document.getElementById("all")?.addEventListener("click", () => {
+    const isNone = [...state.matching].every((run) => !state.hidden.has(run));
+    state.hidden = new Set(isNone ? RUNS.keys() : []);
+    changed("runs");
+  });
+  const axis = document.getElementById("axis");
+  axis.addEventListener("change", () => {
+    state.axis = axis.value;
+    state.view = null;
+    state.hover = null;
+    changed("axis");
+  });
+  const log = document.getElementById("log");
+  log.addEventListener("change", () => { state.log = log.checked; changed("scale"); });
+  const smooth = document.getElementById("smooth");
+  const told = document.getElementById("smooth-value");
+  const apply = () => {
+    state.smooth = smooth.value ** 2 / 1e4 * 0.3; // fine steps at the beginning
+    const share = (state.smooth * 100).toPrecision(2);
+    told.textContent = state.smooth ? `${Number(share)} %` : "off";
+    changed("scale");
+  };
+  smooth.addEventListener("input", apply);
+  document.getElementById("reset").addEventListener("click", () => setView(null));
+  const search = document.getElementById("search");
+  search?.addEventListener("input", () => {
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const chart of charts) {
+      const name = DATA.metrics[chart.metric].name.toLowerCase();
+      chart.card.hidden = !words.every((word) => name.includes(word));
+    }
+    for (const group of document.querySelectorAll("details.group")) {
+      group.hidden = [...group.querySelectorAll(".card")].every((card) => card.hidden);
+    }
+  });
+}
+
+const tip = make("div", { className: "tip", hidden: true, role: "status" });
+function setHover(hover) {
+  if (hover && !hover.chart.drawn) return;
+  state.hover = hover;
+  if (!hover) {
+    tip.hidden = true;
+    light(null);
+    redraw();
+    return;
+  }
+  const found = hover.chart.nearest(hover.place, hover.y);
+  light(found.length > 1 && found[0].distance < 30 ? found[0].run : null);
+  fillTip(hover, found);
+  redraw();
+}
+
+function fillTip(hover, found) {
+  const most = 10;
+  const rows = found.slice(0, most).map((each) => {
+    const dot = make("i", { className: "dot" });
+    dot.style.background = colorOf(each.run);
+    const band = each.hasBand ? ` (${showValue(each.low)} to ${showValue(each.high)})` : "";
+    const values = [make("b", {}, showValue(each.mean)), make("span", { className: "soft" }, band)];
+    return make("div", { className: each.run === state.lit ? "lit" : "" }, dot,
+      make("span", { className: "name" }, RUNS.length > 1 ? RUNS[each.run].name : ""), ...values);
+  });
+  const unit = { step: "step ", time: "" }[state.axis] ?? `${state.axis} `;
+  const near = found.length ? found[0].x : hover.place;
+  const notes = found.flatMap(({ run, curve }) => notesAt(hover, run, curve)).slice(0, 3);
+  tip.replaceChildren(make("div", { className: "soft" }, `${unit}${showPlace(near)}`), ...rows,
+    ...(found.length > most ? [make("div", { className: "soft" }, `and ${found.length - most} more`)] : []),
+    ...notes.map((text) => make("div", { className: "note" }, text)));
+  tip.hidden = !rows.length;
+  const [x, y] = hover.client;
+  const { width, height } = tip.getBoundingClientRect();
+  const left = x + 14 + width < innerWidth ? x + 14 : Math.max(4, x - 14 - width);
+  tip.style.left = `${left}px`;
+  tip.style.top = `${Math.max(4, Math.min(y + 14, innerHeight - height - 4))}px`;
+}
+
+function notesAt(hover, run, curve) {
+  const x = hover.chart.drawn.toX(hover.place);
+  const isNear = (step) => Math.abs(hover.chart.drawn.toX(placeOf(run, step)) - x) < 5;
+  const name = RUNS.length > 1 ? `${RUNS[run].name}: ` : "";
+  return [
+    ...RUNS[run].marks.filter(([step]) => isNear(step)).map(([step, , text]) => `${name}${text} at step ${showValue(step)}`),
+    ...curve.marks.filter(([step]) => isNear(step)).map(([step, text]) => `${name}${text} at step ${showValue(step)}`),
+  ];
+}
+
+function start() {
+  for (const card of document.querySelectorAll(".card[data-metric]")) charts.push(new Chart(card));
+  for (const dot of document.querySelectorAll(".dot[data-run]")) dot.style.background = colorOf(Number(dot.dataset.run));
+  document.body.append(tip);
+  readTheme();
+  if (bar) {
+    const place = document.getElementById("legend");
+    if (place) buildLegend(place);
+    buildControls();
+  }
+  onChange((what) => {
+    if (what === "runs" || what === "lit") updateLegend();
+    if (what === "runs") state.view = state.view && currentView();
+    document.getElementById("reset")?.toggleAttribute("disabled", !state.view);
+    redraw();
+  });
+  const seen = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      const chart = charts.find((each) => each.canvas === target);
+      chart.isVisible = isIntersecting;
+      if (isIntersecting) schedule();
+    }
+  }, { rootMargin: "100px" });
+  const sized = new ResizeObserver(redraw);
+  for (const chart of charts) {
+    seen.observe(chart.canvas);
+    sized.observe(chart.canvas);
+    chart.card.querySelector("button")?.addEventListener("click", () => chart.card.classList.toggle("whole"));
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); redraw(); });
+  addEventListener("scroll", () => { if (state.hover) setHover(null); }, { passive: true });
+  changed("runs");
+}

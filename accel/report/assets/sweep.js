@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+// Many runs: a table of settings that differ and of metrics, and parallel coordinates of settings against a metric.
+
+const sweep = document.getElementById("sweep");
+const WAYS = ["last", "best", "at step"];
+const table = { columns: [], sort: null, falls: false, step: null, rows: [] };
+
+function lastOf(metric, run) {
+  return DATA.metrics[metric].curves[run]?.last?.[1] ?? null;
+}
+function bestOf(metric, run) {
+  return DATA.metrics[metric].curves[run]?.best?.[1] ?? null;
+}
+// The value at a step, or the newest one before it; of a long curve the mean of the part around it.
+function valueAt(metric, run, step) {
+  if (!DATA.metrics[metric].curves[run] || step === null) return null;
+  const curve = curveOf(metric, run);
+  if (curve.x === undefined) return null;
+  const at = lowerBound(stepsOf(curve.x), step + 1e-9) - 1;
+  return at < 0 ? null : curve.mean[at];
+}
+
+const asNumber = (value) => (value === null || value === undefined || value === "" || Number.isNaN(Number(value)) ? null
+  : Number(value));
+
+function columnOfSetting(name) {
+  return { key: `s ${name}`, title: name, isMetric: false, value: (run) => RUNS[run].params[name] ?? null, better: "" };
+}
+function columnOfMetric(metric, way) {
+  const { name, better } = DATA.metrics[metric];
+  const value = { last: lastOf, best: bestOf, "at step": (each, run) => valueAt(each, run, table.step) }[way];
+  return { key: `m ${metric} ${way}`, title: name, way, isMetric: true, value: (run) => value(metric, run), better };
+}
+
+function compareValues(one, other) {
+  const [a, b] = [asNumber(one), asNumber(other)];
+  if (a !== null && b !== null) return a - b;
+  if (a !== null || b !== null) return a !== null ? -1 : 1;
+  if (one === null || other === null) return one === other ? 0 : one === null ? 1 : -1;
+  return String(one) < String(other) ? -1 : String(one) > String(other) ? 1 : 0;
+}
+
+function sortedRuns() {
+  const runs = [...RUNS.keys()];
+  const column = table.columns.find((each) => each.key === table.sort);
+  if (!column) return runs;
+  const isEmpty = (value) => value === null || value === undefined || typeof value === "string" && value === "nan";
+  const known = runs.filter((run) => !isEmpty(column.value(run)));
+  known.sort((one, other) => compareValues(column.value(one), column.value(other)) * (table.falls ? -1 : 1) || one - other);
+  return [...known, ...runs.filter((run) => isEmpty(column.value(run)))];
+}
+
+function bestRun(column, runs) {
+  if (!column.isMetric || !column.better) return null;
+  const known = runs.filter((run) => typeof column.value(run) === "number");
+  if (known.length < 2) return null;
+  const sign = column.better === "min" ? 1 : -1;
+  return known.reduce((best, run) => (sign * column.value(run) < sign * column.value(best) ? run : best));
+}
+
+function head(column) {
+  const isSorted = table.sort === column.key;
+  const sign = isSorted ? (table.falls ? " ↓" : " ↑") : "";
+  const way = column.way ? make("span", { className: "soft" }, ` ${column.way}${column.way === "at step" ? ` ${table.step ?? "…"}` : ""}`) : "";
+  const button = make("button", { type: "button", title: "Sort" }, column.title, way, sign);
+  button.addEventListener("click", () => {
+    if (isSorted) table.falls = !table.falls;
+    else Object.assign(table, { sort: column.key, falls: column.better === "max" });
+    buildTable();
+  });
+  const cell = make("th", { scope: "col", className: column.isMetric ? "number" : "" }, button);
+  if (isSorted) cell.setAttribute("aria-sort", table.falls ? "descending" : "ascending");
+  return cell;
+}
+
+function buildTable() {
+  const place = document.getElementById("rows");
+  const name = { key: "name", title: "run", value: (run) => RUNS[run].name, better: "" };
+  const kind = { key: "state", title: "state", value: (run) => RUNS[run].state, better: "" };
+  const shown = [name, kind, ...table.columns];
+  table.columns = shown;
+  const order = sortedRuns();
+  table.columns = shown.slice(2);
+  const matching = order.filter((run) => state.matching.has(run));
+  const best = table.columns.map((column) => bestRun(column, matching));
+  table.rows = [];
+  const body = make("tbody");
+  for (const run of order) {
+    const dot = make("button", { type: "button", className: "dot", title: "Show or hide the curve" });
+    dot.style.background = colorOf(run);
+    dot.addEventListener("click", () => toggle(run, false));
+    const cells = table.columns.map((column, at) => {
+      const value = column.value(run);
+      const number = asNumber(value);
+      const cell = make("td", { className: number === null ? "" : "number" }, number === null ? String(value ?? "–") : showValue(number));
+      if (number !== null) cell.title = String(value);
+      if (best[at] === run) cell.classList.add("best");
+      return cell;
+    });
+    const row = make("tr", {}, make("th", { scope: "row" }, dot, RUNS[run].name),
+      make("td", {}, make("span", { className: `badge ${RUNS[run].state}` }, RUNS[run].state)), ...cells);
+    row.addEventListener("pointerenter", () => light(run));
+    row.addEventListener("pointerleave", () => light(null));
+    table.rows[run] = row;
+    body.append(row);
+  }
+  place.replaceChildren(make("thead", {}, make("tr", {}, ...shown.map(head))), body);
+  updateRows();
+}
+
+function updateRows() {
+  for (const run of RUNS.keys()) {
+    const row = table.rows[run];
+    if (!row) continue;
+    row.hidden = !state.matching.has(run);
+    row.classList.toggle("off", state.hidden.has(run));
+    row.classList.toggle("lit", state.lit === run);
+  }
+}
+
+// Check boxes of the columns: settings that differ, and each metric's last and best value and that at a step.
+function buildChooser() {
+  const place = document.getElementById("columns");
+  const chosen = new Set([...DATA.differing.slice(0, 8).map((name) => `s ${name}`),
+    ...DATA.matter.flatMap((metric) => ["last", "best"].map((way) => `m ${metric} ${way}`))]);
+  const all = [...DATA.differing.map(columnOfSetting),
+    ...DATA.metrics.flatMap((each, metric) => WAYS.filter((way) => way !== "best" || each.better)
+      .map((way) => columnOfMetric(metric, way)))];
+  const rank = (column) => {
+    const at = DATA.matter.indexOf(Number(column.key.split(" ")[1]));
+    return column.isMetric && at >= 0 ? at : column.isMetric ? DATA.matter.length : -1;
+  };
+  const choose = () => {
+    table.columns = all.filter((column) => chosen.has(column.key)).sort((one, other) => rank(one) - rank(other));
+    buildTable();
+    buildParallel();
+  };
+  const box = (column, text) => {
+    const input = make("input", { type: "checkbox", checked: chosen.has(column.key) });
+    input.addEventListener("change", () => {
+      if (input.checked) chosen.add(column.key); else chosen.delete(column.key);
+      choose();
+    });
+    return make("label", {}, input, ` ${text}`);
+  };
+  const settings = make("div", { className: "boxes" }, ...all.filter((each) => !each.isMetric).map((each) => box(each, each.title)));
+  const lines = DATA.metrics.map((each, metric) => make("div", {}, make("span", { className: "name" }, each.name),
+    ...all.filter((column) => column.key.startsWith(`m ${metric} `)).map((column) => box(column, column.way))));
+  const step = make("input", { type: "number", min: 0, placeholder: "step" });
+  step.addEventListener("input", () => { table.step = step.value === "" ? null : Number(step.value); choose(); });
+  place.append(make("h4", {}, "Settings that differ"), settings, make("h4", {}, "Metrics"),
+    make("label", {}, "at step ", step), make("div", { className: "metrics" }, ...lines));
+  const first = DATA.matter[0];
+  if (first !== undefined) {
+    const { better } = DATA.metrics[first];
+    Object.assign(table, { sort: `m ${first} ${better ? "best" : "last"}`, falls: better === "max" });
+  }
+  choose();
+}
+
+// Parallel coordinates: an axis for each chosen setting, the last one for a metric, a line for each run.
+const parallel = { lines: [], top: null };
+const NS = "http://www.w3.org/2000/svg";
+function draw(tag, attributes, text) {
+  const made = document.createElementNS(NS, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function axisOf(column) {
+  const values = [...RUNS.keys()].map((run) => column.value(run));
+  const numbers = values.map(asNumber).filter((each) => each !== null && Number.isFinite(each));
+  const known = values.filter((each) => each !== null && each !== undefined);
+  if (numbers.length && numbers.length === known.filter((each) => each !== "nan" && each !== "inf" && each !== "-inf").length) {
+    const [low, high] = [numbers.reduce((a, b) => Math.min(a, b)), numbers.reduce((a, b) => Math.max(a, b))];
+    const isLog = low > 0 && high / low >= 50;
+    const scale = isLog ? Math.log10 : (value) => value;
+    const span = scale(high) - scale(low);
+    const at = (value) => {
+      const number = asNumber(value);
+      return number === null || !Number.isFinite(number) ? null : span ? (scale(number) - scale(low)) / span : 0.5;
+    };
+    const marks = span ? (isLog ? logTicks(scale(low), scale(high), 5).map((each) => Number((10 ** each).toPrecision(6)))
+      : ticks(low, high, 5)) : [low];
+    return { column, at, ticks: marks.map((value) => [at(value), showValue(value)]) };
+  }
+  const names = [...new Set(known.map(String))].sort();
+  const at = (value) => (value === null || value === undefined ? null : names.length > 1 ? names.indexOf(String(value)) / (names.length - 1) : 0.5);
+  const stride = Math.ceil(names.length / 12);
+  return { column, at, ticks: names.filter((_, each) => each % stride === 0).map((name) => [at(name), name.length > 14 ? `${name.slice(0, 13)}…` : name]) };
+}
+
+// Lines are blue where the metric is good and orange where it is bad, by rank; the good ones lie on top.
+function shadesOf({ column }) {
+  const rank = new Map();
+  const known = [...RUNS.keys()].filter((run) => typeof column.value(run) === "number");
+  const sign = column.better === "max" ? 1 : -1;
+  known.sort((one, other) => sign * (column.value(one) - column.value(other)));
+  known.forEach((run, at) => rank.set(run, known.length > 1 ? at / (known.length - 1) : 1));
+  const order = [...RUNS.keys()].sort((one, other) => (rank.get(one) ?? -1) - (rank.get(other) ?? -1));
+  const color = (run) => {
+    const part = rank.get(run);
+    if (part === undefined) return "#808080";
+    return part < 0.5 ? `color-mix(in oklab, #9a9a9a ${part * 200}%, #d55e00)`
+      : `color-mix(in oklab, #0072b2 ${part * 200 - 100}%, #9a9a9a)`;
+  };
+  return { order, color };
+}
+
+function buildParallel() {
+  const place = document.getElementById("parallel");
+  const select = document.getElementById("against");
+  if (!select.options.length) {
+    const order = [...DATA.matter, ...DATA.metrics.keys()].filter((each, at, all) => all.indexOf(each) === at);
+    for (const metric of order) {
+      for (const way of DATA.metrics[metric].better ? ["best", "last"] : ["last"]) {
+        select.append(make("option", { value: `${metric} ${way}` }, `${DATA.metrics[metric].name}, ${way}`));
+      }
+    }
+    select.addEventListener("change", buildParallel);
+  }
+  const settings = table.columns.filter((column) => !column.isMetric);
+  const [metric, way] = select.value.split(" ");
+  const goal = select.value ? [columnOfMetric(Number(metric), way)] : [];
+  const axes = [...settings, ...goal].map(axisOf);
+  parallel.lines = [];
+  if (axes.length < 2) { place.replaceChildren("Choose a setting that differs to see it against a metric."); return; }
+  const [width, height, top, side] = [Math.max(320, 150 * axes.length), 260, 34, 70];
+  const x = (at) => side + (at * (width - 2 * side)) / (axes.length - 1);
+  const y = (part) => height - 12 - part * (height - top - 12);
+  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, class: "parallel", role: "img",
+    "aria-label": "Settings of each run against a metric" });
+  svg.style.minWidth = `${Math.min(width, 110 * axes.length)}px`;
+  const shade = shadesOf(axes[axes.length - 1]);
+  for (const run of shade.order) {
+    const points = axes.map((axis, at) => [x(at), axis.at(axis.column.value(run))]);
+    let path = "";
+    points.forEach(([left, part], at) => {
+      if (part === null) return;
+      path += `${at && points[at - 1][1] !== null ? "L" : "M"}${left.toFixed(1)} ${y(part).toFixed(1)}`;
+    });
+    const line = draw("path", { d: path || "M0 0", fill: "none", stroke: shade.color(run) });
+    line.addEventListener("pointerenter", () => light(run));
+    line.addEventListener("pointerleave", () => light(null));
+    parallel.lines[run] = line;
+    svg.append(line);
+  }
+  parallel.top = draw("g", { "pointer-events": "none" }); // the lit line again, above all others
+  svg.append(parallel.top);
+  axes.forEach((axis, at) => {
+    svg.append(draw("line", { x1: x(at), x2: x(at), y1: y(0), y2: y(1), class: "axis" }));
+    const title = axis.column.title.length > 22 ? `…${axis.column.title.slice(-21)}` : axis.column.title;
+    svg.append(draw("text", { x: x(at), y: 14, class: "title", "text-anchor": "middle" }, title));
+    const isLast = at === axes.length - 1;
+    for (const [part, text] of axis.ticks) {
+      const attributes = { x: x(at) + (isLast ? 6 : -6), y: y(part) + 4, "text-anchor": isLast ? "start" : "end" };
+      svg.append(draw("text", attributes, text));
+    }
+  });
+  place.replaceChildren(svg);
+  updateParallel();
+}
+
+function updateParallel() {
+  parallel.lines.forEach((line, run) => {
+    line.classList.toggle("off", !isShown(run));
+    line.classList.toggle("lit", state.lit === run);
+    line.classList.toggle("dim", state.lit !== null && state.lit !== run);
+  });
+  if (state.lit !== null && parallel.lines[state.lit]) parallel.top.replaceChildren(parallel.lines[state.lit].cloneNode());
+  else parallel.top?.replaceChildren();
+}
+
+if (sweep) {
+  onChange((what) => {
+    if (what === "runs") buildTable(); else if (what === "lit") updateRows();
+    if (what === "runs" || what === "lit") updateParallel();
+  });
+  buildChooser();
+}
+start();

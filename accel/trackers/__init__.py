@@ -10,9 +10,8 @@ from accel.alerts import AlertRule, Alerts
 from accel.trackers._aim import aim
 from accel.trackers._clearml import clearml
 from accel.trackers._comet_ml import comet_ml
-from accel.trackers._csv import csv
 from accel.trackers._dvclive import dvclive
-from accel.trackers._jsonl import jsonl
+from accel.trackers._jsonl import csv, jsonl
 from accel.trackers._log import alert, log_artifact, log_figure, log_images, log_table
 from accel.trackers._logger import RankLogger, rich_handler
 from accel.trackers._mlflow import mlflow

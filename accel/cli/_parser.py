@@ -29,7 +29,7 @@ _GROUPS = {
         *("precision", "accumulation", "strategy", "plan", "mesh", "compile"),
         *("deepspeed", "backend", "timeout_s", "log_level"),
     ),
-    "output": ("quiet", "prefix", "log_dir", "alerts"),
+    "output": ("quiet", "prefix", "log_dir", "alerts", "system"),
     "failures and stops": ("max_restarts", "hang_timeout_s", "stop_grace_s"),
     HOSTS: (
         *("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id", "rdzv_timeout_s", "rdzv_last_call_s"),

@@ -74,6 +74,7 @@ class GroupKeywords(TypedDict, total=False):
     timeout_s: float | None
     log_level: LogLevel | None
     alerts: Alerts | str | None
+    system: bool | None
 
 
 class SettingKeywords(GroupKeywords, total=False):
@@ -182,6 +183,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"section": True},
         ),
     ] = "none"
+    system: Annotated[
+        bool,
+        Meta(description="Sample CPU, memory, disk, network and GPUs of each host into the run's folder."),
+    ] = False
 
 
 SETTINGS: tuple[Field, ...] = fields_of(Settings)

@@ -17,6 +17,7 @@ from accel.trackers._logger import RankLogger, rich_handler
 from accel.trackers._mlflow import mlflow
 from accel.trackers._profile import Profile
 from accel.trackers._swanlab import swanlab
+from accel.trackers._system import System
 from accel.trackers._tensorboard import tensorboard
 from accel.trackers._tracker import Ending, Run, Tracker
 from accel.trackers._tracking import Trackers
@@ -30,6 +31,7 @@ __all__ = [
     "Profile",
     "RankLogger",
     "Run",
+    "System",
     "Tracker",
     "Trackers",
     "aim",

@@ -15,15 +15,11 @@ from typing import Any
 import msgspec
 
 from accel.run_folder import METRICS, encode_line
-from accel.trackers._line_file import LineFile, first_step, open_lines
+from accel.trackers._line_file import LineFile, first_step, open_lines, step_of
 from accel.trackers._log import TIME, split_times
 from accel.trackers._tracker import Config, Ending, Figure, Images, Run, Table, Tracker, Values, png_of
 
 _MEDIA = "media"
-
-
-class _StepRecord(msgspec.Struct):
-    step: int
 
 
 class _OpenJsonl(msgspec.Struct, frozen=True):
@@ -47,7 +43,7 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
     def start(run: Run, config: Config) -> _OpenJsonl:
         del config  # in run.json
         lines = open_lines(place(run), run)
-        lines.cut_back(run, _step_of)
+        lines.cut_back(run, step_of)
         return _OpenJsonl(lines, lines.path.parent / _MEDIA)
 
     return Tracker(
@@ -59,16 +55,9 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
         log_images=_log_images,
         log_table=_log_table,
         log_figure=_log_figure,
-        first_step=lambda run: first_step(place(run), _step_of),
+        first_step=lambda run: first_step(place(run), step_of),
         check=place,
     )
-
-
-def _step_of(line: bytes) -> int | None:
-    try:
-        return msgspec.json.decode(line, type=_StepRecord).step
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 def _log(live: _OpenJsonl, values: Values, step: int) -> None:

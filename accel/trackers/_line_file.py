@@ -9,11 +9,25 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from accel.trackers._tracker import Run
 
 _BLOCK = 1 << 16
 
 StepOf = Callable[[bytes], int | None]
+
+
+class _StepRecord(msgspec.Struct):
+    step: int
+
+
+def step_of(line: bytes) -> int | None:
+    """Return the step of a line; None if it has none."""
+    try:
+        return msgspec.json.decode(line, type=_StepRecord).step
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 class LineFile:

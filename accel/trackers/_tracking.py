@@ -20,6 +20,7 @@ from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, TrackerError
 from accel.errors._checks import check_count, check_kind
 from accel.run_folder import hide_in_config
+from accel.trackers._system import System, check_system, system_tracker
 from accel.trackers._tracked_run import SavedRun, TrackedRun, run_file
 from accel.trackers._tracker import Ending, Ranks, Run, Tracker
 
@@ -108,11 +109,14 @@ _LIVE_S = 60.0
 
 
 class _Opening(msgspec.Struct, frozen=True):
-    """Identity of a new run, and the lowest steps of earlier runs by tracker; rank 0's count."""
+    """Identity of a new run, and the lowest steps of earlier runs by tracker, of which rank 0's count; and a rank's own
+    process and host."""
 
     id: str
     name: str
     first_steps: dict[str, int]
+    node: int
+    pid: int
 
 
 @context_first
@@ -126,6 +130,7 @@ def tracking(
     dir: str | os.PathLike[str] | None = None,
     run: str | None = None,
     code: bool = False,
+    system: bool | System | None = None,
     strict: bool = False,
     debug: bool = False,
     room_bytes: int = _ROOM_BYTES,
@@ -146,6 +151,9 @@ def tracking(
         run: name of the run for people; a date and part of its identity by default.
         code: whether `code.diff` in the folder has how tracked files differ from the commit, 1 MB at most. Credentials
             become stars.
+        system: whether the first rank of each host samples the machine into `system-NODE.jsonl` of the folder, each 5
+            seconds or as `accel.trackers.System(every_s=)` has it; None for the setting `system` (`accel launch
+            --system`). Extra: `system`.
         strict: whether lost records raise `TrackerError`, on every rank at the same `log`. Each `log` is then a
             collective of one small message.
         debug: whether each `log` compares the values of all ranks. A collective that waits for the device.
@@ -174,6 +182,7 @@ def tracking(
         dir=dir,
         run=run,
         code=code,
+        system=system,
         strict=strict,
         debug=debug,
         room_bytes=room_bytes,
@@ -196,6 +205,7 @@ def init_trackers(
     dir: str | os.PathLike[str] | None = None,
     run: str | None = None,
     code: bool = False,
+    system: bool | System | None = None,
     strict: bool = False,
     debug: bool = False,
     room_bytes: int = _ROOM_BYTES,
@@ -211,6 +221,7 @@ def init_trackers(
     detail = f"project {project!r}, to {', '.join(names)}, strict {strict}, debug {debug}"
     folder = None if dir is None else Path(os.path.abspath(dir))  # trackers start later, maybe elsewhere
     new = _new_run(ctx, project, run, folder)
+    samples = _samples(ctx, system)
     mine = list[Tracker]()
     stored: tuple[Mapping[str, Any], tuple[str, ...]] = ({}, ())
 
@@ -228,12 +239,18 @@ def init_trackers(
             if tracker.check is not None:
                 _ = tracker.check(new)
         steps = {each.name: step for each in mine if (step := _first_step(each, new)) is not None}
-        return _Opening(new.id, new.name, steps)
+        if samples is not None:
+            check_system(new)
+        return _Opening(new.id, new.name, steps, ctx.node_rank, os.getpid())
 
     call = Call("tracking", detail, call_site())
-    opening = agreed_values(ctx.comm, call, open_places, _Opening)[0]
+    openings = agreed_values(ctx.comm, call, open_places, _Opening)
+    opening = openings[0]
     if folder is not None and ctx.is_main_process:
         mine.append(run_file(ctx, stored[1], code=code))
+    if samples is not None and ctx.is_local_main_process:
+        pids = [each.pid for each in openings if each.node == ctx.node_rank]
+        mine.append(system_tracker(samples, node=ctx.node_rank, pids=pids))
     run_now = msgspec.structs.replace(new, id=opening.id, name=opening.name)
     alerts = Alerts() if ctx.settings.alerts == "none" else ctx.settings.alerts
     tracked = TrackedRun(run_now, stored[0], to, mine, opening.first_steps, alerts=alerts, room_bytes=room_bytes)
@@ -295,6 +312,14 @@ def raise_lost(lost: Sequence[str], where: str) -> None:
                 where=where,
                 fix="Pass strict=False to train on without them.",
             )
+
+
+def _samples(ctx: DistContext, system: object) -> System | None:
+    given = ctx.settings.system if system is None else system
+    if not isinstance(given, bool | System):
+        expected = "True, False or accel.trackers.System(every_s=5.0)"
+        raise ConfigError("not samples of the machine", expected=expected, got=repr(given), where="tracking, system=")
+    return (System() if given else None) if isinstance(given, bool) else given
 
 
 def _new_run(ctx: DistContext, project: str, run: str | None, folder: Path | None) -> Run:

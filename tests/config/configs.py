@@ -52,6 +52,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
             ),
         ]
     ),
+    "system": st.booleans(),
     "threads_per_process": COUNTS | st.just("auto"),
     "bind_cores": st.booleans(),
     "log_dir": TEXTS,

@@ -136,6 +136,7 @@ def test_without_a_terminal_numbers_and_names_answer(
         "",
         "",
         "",
+        "",
         *("", "", ""),  # rdzv_last_call_s, rdzv_id, role
         "logs",
         "false",

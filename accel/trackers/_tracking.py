@@ -109,8 +109,8 @@ _LIVE_S = 60.0
 
 
 class _Opening(msgspec.Struct, frozen=True):
-    """Identity of a new run, and the lowest steps of earlier runs by tracker, of which rank 0's count; and a rank's own
-    process and host."""
+    """Identity of a new run, and the lowest steps of earlier runs by tracker; rank 0's count. Process and host of each
+    rank."""
 
     id: str
     name: str

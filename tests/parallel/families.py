@@ -8,6 +8,7 @@ token weights; parameters, losses and norms are compared.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -248,9 +249,11 @@ class Mesh(NamedTuple):
         return torch.Size(int(size) for name, size in sizes if name != "ep").numel()
 
 
-MESHES: Mapping[str, Mesh] = {"tp=2": Mesh("tp=2"), "dp=2,tp=2": Mesh("dp=2,tp=2")} | {
-    axes: Mesh(axes, traced=True) for axes in ("pp=2", "pp=4", "dp=2,pp=2")
-}
+MESHES: Mapping[str, Mesh] = (
+    {"tp=2": Mesh("tp=2"), "dp=2,tp=2": Mesh("dp=2,tp=2")}
+    | {axes: Mesh(axes, traced=True) for axes in ("pp=2", "pp=4", "dp=2,pp=2")}
+    | {"cp=2": Mesh("cp=2")}
+)
 
 
 class Wide(TorchFunctionMode):
@@ -398,12 +401,13 @@ def on_mesh(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, ba
     for each in run.batches(loader):
         valid = int(each.valid)
         count = 0
+        data = cut(ctx, name, model, {key: value[:valid] if valid else value for key, value in each.data.items()})
         with run.accumulate(model):
             if valid:
-                summed, count = loss_of(name, model, {key: value[:valid] for key, value in each.data.items()})
+                summed, count = loss_of(name, model, data)
                 loss = summed / max(count, 1)
             else:
-                summed, _ = loss_of(name, model, each.data)
+                summed, _ = loss_of(name, model, data)
                 loss = summed * 0.0
             run.backward(loss, weight=count)
         sums.append(torch.tensor([float(loss) * count, count], dtype=torch.float64))
@@ -414,6 +418,28 @@ def on_mesh(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, ba
             norms.append(float(run.grad_norm))
             sums = []
     return Result(accel.get_state_dict(ctx, model, dst=None), losses, norms)
+
+
+def cut(ctx: accel.DistContext, name: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return this rank's tokens of a batch on a mesh with cp; all of them on others."""
+    kind = FAMILIES[name].kind
+    if ctx.axis("cp").size == 1 or kind not in ("words", "translation"):
+        return batch
+    part = accel.parallel.split_sequence
+    source = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    if kind == "translation":  # two sequences, the second filled up
+        goal = {key: batch[key] for key in ("decoder_input_ids", "target")}
+        filled = part(ctx, goal, shift=(), pad={"decoder_input_ids": 0, "target": IGNORED})
+        own = {**part(ctx, source, shift=()), **{key: filled[key] for key in goal}}
+    else:
+        own = part(ctx, {**source, "target": batch["target"]}, shift=())
+    if "position_ids" not in inspect.signature(accel.unwrap_model(model).forward).parameters:
+        del own["position_ids"]
+        return own
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):  # keeps the first positions for padding
+            own["position_ids"] = own["position_ids"] + cast(int, module.padding_idx) + 1
+    return own
 
 
 def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, batch: int) -> Result:

@@ -20,6 +20,10 @@ import accel
         pytest.param("T5", "dp=2,tp=2", marks=pytest.mark.slow),  # relative positions that blocks hand on
         pytest.param("DeepSeek-V2", "tp=2", marks=pytest.mark.slow),  # latents, whose gradients are summands
         pytest.param("Mamba", "tp=2", marks=pytest.mark.slow),  # parameters that are read without a call
+        ("T5", "cp=2"),  # relative positions, cross-attention, padding in an encoder
+        pytest.param("BART", "cp=2", marks=pytest.mark.slow),  # tables of positions that count from 0
+        pytest.param("RoBERTa", "cp=2", marks=pytest.mark.slow),  # positions that are kept for padding
+        pytest.param("Mistral", "cp=2", marks=pytest.mark.slow),  # windows beside padding
     ],
 )
 def test_a_family_trains_as_in_a_plain_loop(ranks: Any, name: str, mesh: str) -> None:

@@ -81,6 +81,20 @@ def make_gpt_oss() -> Any:
         return model
 
 
+def make_bert(kind: str = "bert") -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if kind == "modernbert":  # whose windows are around each position
+        dropout = {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}
+    config = {"bert": transformers.BertConfig, "modernbert": transformers.ModernBertConfig}[kind](
+        vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes, **dropout
+    )
+    model = {"bert": transformers.BertForMaskedLM, "modernbert": transformers.ModernBertForMaskedLM}[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return model(config).double()
+
+
 MODELS = {
     "llama": make_llama,
     "gpt2": make_gpt2,
@@ -223,8 +237,8 @@ def test_the_models_own_loss_takes_labels_that_are_shifted(ranks: Simulator) -> 
     ("changes", "words"),
     [
         ({"position_ids": None}, "Pass position_ids=part"),
-        ({"attention_mask": torch.ones(4, LENGTH // 2)}, "a mask cannot follow"),
-        ({"attention_mask": torch.zeros(4, 1, LENGTH // 2, LENGTH // 2)}, "a mask cannot follow"),
+        ({"attention_mask": torch.ones(4, LENGTH)}, "a mask of other positions"),
+        ({"attention_mask": torch.zeros(4, 1, LENGTH // 2, LENGTH // 2)}, "a mask of other positions"),
         ({"labels": True}, "shift_labels=part"),
     ],
 )
@@ -279,15 +293,153 @@ def test_generation_is_refused_with_the_way_out(ranks: Simulator) -> None:
     ranks.run(rank, 2, default_group=True)
 
 
-def test_models_that_number_positions_themselves_are_refused(ranks: Simulator) -> None:
-    config = transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=VOCABULARY)
+SMALL = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
+HEADS = {"num_attention_heads": 2}
+SEQ2SEQ = {
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 1, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "sizes", "words"),
+    [
+        ("MPNetForMaskedLM", "MPNetConfig", {**SMALL, **HEADS}, "MPNetAttention at mpnet.encoder.layer.0"),
+        ("BloomForCausalLM", "BloomConfig", {"n_layer": 1, "n_head": 2, "hidden_size": 16}, "BloomAttention at"),
+        ("MambaForCausalLM", "MambaConfig", SMALL, "Conv1d at backbone.layers.0.mixer.conv1d"),
+        ("RwkvForCausalLM", "RwkvConfig", {**SMALL, "num_hidden_layers": 2}, "RwkvSelfAttention at"),
+        ("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", {**SMALL, **HEADS, "lru_width": 16}, "Conv1d at"),
+        ("WhisperForConditionalGeneration", "WhisperConfig", SEQ2SEQ, "Conv1d at model.encoder.conv1"),
+        ("M2M100Model", "M2M100Config", SEQ2SEQ, "M2M100SinusoidalPositionalEmbedding at embed_positions"),
+        ("BertModel", "BertConfig", {**SMALL, **HEADS}, "BertPooler at pooler"),
+        ("LlamaForSequenceClassification", "LlamaConfig", {**SMALL, **HEADS, "pad_token_id": 0}, "reads one position"),
+        ("ViTModel", "ViTConfig", {**SMALL, **HEADS, "image_size": 16}, "pixel_values of ViTModel"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_cut_are_refused_with_the_module(
+    ranks: Simulator, model: str, config: str, sizes: dict[str, Any], words: str
+) -> None:
+    made = getattr(transformers, model)(getattr(transformers, config)(**sizes))
 
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
-        with pytest.raises(PrepareError, match="cp out of the mesh"):
-            accel.prepare_model(ctx, transformers.T5ForConditionalGeneration(config))
+        with pytest.raises(PrepareError, match=words) as caught:
+            accel.prepare_model(ctx, copy.deepcopy(made))
+        assert "Leave cp out of the mesh" in str(caught.value)
 
     ranks.run(rank, 2, default_group=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)), "LSTM at 1"),
+        (lambda: nn.TransformerEncoderLayer(4, 2), "MultiheadAttention at self_attn"),
+        (lambda: nn.Conv1d(4, 4, 3), "Conv1d at the top"),
+    ],
+)
+def test_modules_of_torch_that_mix_tokens_are_refused(ranks: Simulator, module: Any, words: str) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        with pytest.raises(PrepareError, match=words):
+            accel.prepare_model(ctx, module())
+        _ = accel.prepare_model(ctx, nn.Conv1d(4, 4, 1))
+        _ = accel.prepare_model(accel.replace(ctx, mesh=ctx.mesh), module())
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def make_llama4() -> Any:
+    """Return a Llama 4 whose first layer attends within chunks of 5 tokens."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, intermediate_size_mlp=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4, num_local_experts=2, attention_chunk_size=5,
+        layer_types=["chunked_attention", "full_attention"], moe_layers=[], max_position_embeddings=LENGTH,
+        use_cache=False,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.Llama4ForCausalLM(config).double()
+
+
+def block_mask(kind: str) -> Tensor:
+    """A mask of pairs: causal, but that the first 6 tokens see each other."""
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[:6, :6] = True
+    mask = mask.expand(4, 1, -1, -1)
+    return mask if kind == "bool" else torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e9)
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (make_llama4, {}),
+        (make_llama4, {"position_ids": PACKED}),
+        (make_llama, {"attention_mask": block_mask("bool")}),
+        (make_llama, {"attention_mask": block_mask("scores"), "position_ids": PACKED}),
+        (make_mistral, {"attention_mask": (torch.arange(LENGTH) < torch.tensor([[16], [9], [3], [12]])).long()}),
+        (make_bert, {"attention_mask": (torch.arange(LENGTH) % 5 < torch.tensor([[5], [3], [4], [1]])).long()}),
+    ],
+)  # fmt: skip
+def test_chunks_masks_and_padding_are_those_of_the_sequence(
+    ranks: Simulator, make: Any, given: dict[str, Tensor]
+) -> None:
+    seen = given.get("attention_mask", torch.ones(4, LENGTH))
+    counts = seen.bool() if seen.ndim == 2 else torch.ones(4, LENGTH, dtype=torch.bool)
+    targets = IDS[0].where(counts, torch.tensor(-100))
+    alone = make()
+    cross_entropy(alone(IDS[0], **given).logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.unwrap_model(accel.prepare_model(ctx, make()))
+        tokens = {name: each for name, each in given.items() if each.ndim == 2}
+        part = accel.parallel.split_sequence(ctx, {"input_ids": IDS[0], "targets": targets, **tokens}, shift=())
+        pairs = {name: each for name, each in given.items() if each.ndim == 4}
+        part |= {name: accel.parallel.split_sequence(ctx, {name: each}, dim=2)[name] for name, each in pairs.items()}
+        own = part.pop("targets")
+        cross_entropy(model(**part).logits.flatten(0, 1), own.flatten(), reduction="sum").backward()
+        worst = 0.0
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            total = accel.reduce(ctx, mine.grad)
+            worst = max(worst, (total - theirs.grad).abs().max().item())
+        return worst
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
+
+
+def test_an_encoder_decoder_needs_its_decoders_tokens(ranks: Simulator) -> None:
+    config = transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=VOCABULARY)
+    made = transformers.T5ForConditionalGeneration(config)
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, copy.deepcopy(made).eval())
+        part = accel.parallel.split_sequence(ctx, {"input_ids": IDS[0]})
+        with pytest.raises(ConfigError, match="decoder_input_ids="):
+            model(input_ids=part["input_ids"], labels=part["input_ids"])
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def test_positions_that_a_model_keeps_for_padding_are_refused(ranks: Simulator) -> None:
+    config = transformers.RobertaConfig(**SMALL, **HEADS, pad_token_id=1, max_position_embeddings=LENGTH + 2)
+    made = transformers.RobertaForMaskedLM(config).eval().double()
+    expected = made(IDS[0].clamp(min=2)).logits
+
+    def rank(ctx: accel.DistContext) -> bool:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.unwrap_model(accel.prepare_model(ctx, copy.deepcopy(made)))
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0].clamp(min=2), "out": expected})
+        with pytest.raises(ConfigError, match=r"position_ids=part\['position_ids'\] \+ 2"):
+            model(part["ids"], position_ids=part["position_ids"])
+        found = model(part["ids"], position_ids=part["position_ids"] + 2).logits
+        return bool((found - part["out"]).abs().max() < 1e-10)
+
+    assert all(ranks.run(rank, 2, default_group=True))
 
 
 def test_a_layer_that_is_called_alone_is_told_of_the_context(ranks: Simulator) -> None:
@@ -376,20 +528,6 @@ def test_stages_share_sequences(ranks: Simulator, size: int, mesh: str, plan: ac
     expected = ranks.run(lambda ctx: train_stages(ctx, "dp=1", accel.parallel.Plan()), 1, default_group=True)[0]
     for got in ranks.run(lambda ctx: train_stages(ctx, mesh, plan), size, default_group=True):
         assert max((got[name] - each).abs().max().item() for name, each in expected.items()) < 1e-10
-
-
-def make_bert(kind: str) -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    if kind == "modernbert":  # whose windows are around each position
-        dropout = {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}
-    config = {"bert": transformers.BertConfig, "modernbert": transformers.ModernBertConfig}[kind](
-        vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes, **dropout
-    )
-    model = {"bert": transformers.BertForMaskedLM, "modernbert": transformers.ModernBertForMaskedLM}[kind]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return model(config).double()
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])

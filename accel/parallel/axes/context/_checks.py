@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of `context_attention` that do not fit together: a `ConfigError`, before anything is sent."""
+"""Refusals of an axis cp: arguments of `context_attention` and inputs of models by a `ConfigError` before anything is
+sent, models by a `PrepareError` that names the module."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from accel.errors import ConfigError
+from accel.errors import ConfigError, PrepareError
+from accel.parallel._modules import named_modules
 from accel.parallel.axes.context._kernels import Terms
 
 _WHERE = "context_attention"
@@ -137,3 +141,171 @@ def check_method(q: Tensor, terms: Terms, method: str, size: int) -> None:
 def _misfit(expected: str, *tensors: Any) -> ConfigError:
     got = ", ".join(str(list(each.shape)) for each in tensors)
     return ConfigError("q, k and v do not fit together", expected=expected, got=got, where=_WHERE)
+
+
+_FORWARD = "forward of a model on a mesh with cp"
+_LEAVE = "Leave cp out of the mesh."
+_SAMPLES = ("pixel_values", "input_features", "input_values", "bbox")  # inputs that are no tokens
+_ONE_POSITION = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
+
+
+def check_mixers(model: nn.Module) -> None:
+    """Raise `PrepareError` for a module that mixes positions and that no attention of accel replaces."""
+    for name, module in named_modules(model):
+        if isinstance(module, nn.RNNBase):
+            problem = "a module with a state along the tokens, which begins anew on every rank"
+        elif isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+            problem = "a convolution along the tokens, which ends where a rank's part ends"
+        elif isinstance(module, nn.MultiheadAttention):
+            problem = "an attention that sees the own positions alone"
+        else:
+            continue
+        raise PrepareError(
+            problem,
+            expected="modules that work on positions one by one, and accel.parallel.context_attention",
+            got=f"{type(module).__name__} at {name or 'the top'}",
+            where="prepare_model, on a mesh with cp",
+            fix=f"{_LEAVE} Where this module works along another dimension: accel.replace(ctx, mesh=ctx.mesh).",
+        )
+
+
+def check_transformers(path: str, model: Any) -> None:
+    """Raise `PrepareError` for a model of transformers whose attention cannot cross ranks."""
+    names = inspect.signature(model.forward).parameters
+    where = f"prepare_model, {path or type(model).__name__}"
+
+    def refuse(problem: str, expected: str, got: str, fix: str = _LEAVE) -> PrepareError:
+        return PrepareError(problem, expected=expected, got=got, where=where, fix=fix)
+
+    if getattr(model, "_is_stateful", False):
+        mixer = _found(model, "Mixer", "Recurrent", "DeltaNet", default="") or _found(model, "Attention")
+        raise refuse("layers with a state along the tokens", "attention alone", mixer)
+    if given := [name for name in _SAMPLES if name in names]:
+        raise refuse(
+            "inputs that are not cut as the tokens are", "tokens alone", f"{given[0]} of {type(model).__name__}"
+        )
+    if not model._can_set_attn_implementation():
+        expected = "a model that takes its attention from transformers' AttentionInterface"
+        raise refuse("an attention that cannot be exchanged", expected, _found(model, "Attention"))
+    if type(model).__name__.endswith(_ONE_POSITION):
+        raise refuse("a head that reads one position", "a value for each position", type(model).__name__)
+    if pooler := _found(model, "Pooler", default=""):
+        fix = f"Make the model with add_pooling_layer=False. {_LEAVE}"
+        raise refuse("a pooler, which reads one position", "a value for each position", pooler, fix)
+    stacks = [model]
+    if getattr(model.config, "is_encoder_decoder", False):
+        stacks = [model.get_encoder(), model.get_decoder()]
+    for stack in stacks:
+        if "position_ids" not in inspect.signature(stack.forward).parameters:
+            _check_positions(stack, refuse)
+
+
+def _check_positions(stack: Any, refuse: Any) -> None:
+    known = [module for module in stack.modules() if numbers_positions(module) or has_relative_bias(module)]
+    other = [
+        f"{type(module).__name__} at {name}"
+        for name, module in named_modules(stack)
+        if "Position" in type(module).__name__ and not numbers_positions(module)
+    ]
+    if other or not known:
+        raise refuse(
+            "positions that the model numbers itself, from 0 on every rank",
+            "a forward that takes position_ids, or relative positions",
+            other[0] if other else type(stack).__name__,
+        )
+
+
+def _found(model: nn.Module, *words: str, default: str | None = None) -> str:
+    """Return the class and path of the first module with one of the words in its class's name."""
+    for name, module in named_modules(model):
+        if name and any(word in type(module).__name__ for word in words):
+            return f"{type(module).__name__} at {name}"
+    return type(model).__name__ if default is None else default
+
+
+def numbers_positions(module: nn.Module) -> bool:
+    """Return whether a module is a table of positions that it numbers from 0, unless it is given some."""
+    kind = type(module)
+    return (
+        kind.__name__.endswith("PositionalEmbedding") and "position_ids" in inspect.signature(kind.forward).parameters
+    )
+
+
+def has_relative_bias(module: nn.Module) -> bool:
+    """Return whether an attention adds a bias for each distance of a query and a key, as T5 does."""
+    names = inspect.signature(getattr(module, "compute_bias", list)).parameters
+    return "past_seen_tokens" in names and bool(getattr(module, "has_relative_attention_bias", False))
+
+
+def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool) -> None:
+    """Raise `ConfigError` for inputs that are not those of a rank's own positions."""
+    if known.get("past_key_values") is not None:
+        raise ConfigError(
+            "a cache of keys does not cross ranks",
+            expected="past_key_values=None",
+            got=type(known["past_key_values"]).__name__,
+            where=_FORWARD,
+            fix="Generate on a mesh without cp.",
+        )
+    if has_positions and not isinstance(known.get("position_ids"), Tensor):
+        raise ConfigError(
+            "the model would number the positions of every rank from 0",
+            expected="position_ids of the own positions",
+            got="none",
+            where=_FORWARD,
+            fix="Pass position_ids=part['position_ids'], of accel.parallel.split_sequence.",
+        )
+    tokens = known.get("input_ids") if known.get("input_ids") is not None else known.get("inputs_embeds")
+    own = tokens.shape[1] if isinstance(tokens, Tensor) else 0
+    mask = known.get("attention_mask")
+    if isinstance(mask, Tensor) and own and mask.shape[-1] != (own if mask.ndim == 2 else own * size):
+        raise mask_refused()
+    if known.get("start_positions") is not None or (
+        known.get("labels") is not None and known.get("shift_labels") is None
+    ):
+        raise ConfigError(
+            "transformers would shift labels that are shifted already, within each rank's positions",
+            expected="shift_labels beside labels, or the loss outside of the model",
+            got="labels alone",
+            where=_FORWARD,
+            fix="Pass labels=part['labels'], shift_labels=part['labels'], of accel.parallel.split_sequence.",
+        )
+
+
+def check_pair_inputs(module: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Raise `ConfigError`, as a hook of an encoder-decoder, for inputs of its decoder that it would make itself."""
+    known = {**dict(zip(inspect.signature(module.forward).parameters, inputs, strict=False)), **keywords}
+    if known.get("decoder_input_ids") is None and known.get("decoder_inputs_embeds") is None:
+        raise ConfigError(
+            "the model would shift the decoder's tokens within each rank's positions",
+            expected="decoder_input_ids of the own positions",
+            got="none",
+            where=_FORWARD,
+            fix="Shift the whole sequence, cut it by accel.parallel.split_sequence(ctx, ..., shift=()), and pass "
+            "decoder_input_ids= and labels= of the part.",
+        )
+
+
+def check_packed(model: Any, known: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for packed documents beside a cache, which make transformers see one document elsewhere."""
+    if known.get("use_cache", getattr(model.config, "use_cache", False)):
+        raise ConfigError(
+            "on one rank, transformers would not keep packed documents apart beside a cache of keys",
+            expected="use_cache=False",
+            got="a cache, and position_ids that begin anew",
+            where=_FORWARD,
+            fix="Pass use_cache=False, or positions of one document.",
+        )
+
+
+def mask_refused() -> ConfigError:
+    """Return the error of a mask of neither the own tokens nor own queries and all keys."""
+    return ConfigError(
+        "a mask of other positions",
+        expected="attention_mask of the own tokens, [batch, own], or of the own queries and all keys, "
+        "[batch, 1 or heads, own, length]",
+        got="another shape",
+        where="attention on a mesh with cp",
+        fix="Cut a mask of tokens by accel.parallel.split_sequence, and of a mask of pairs the queries alone: "
+        "split_sequence(ctx, {'mask': mask}, dim=2). Packed documents are marked by position_ids that begin anew.",
+    )

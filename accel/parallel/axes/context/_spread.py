@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer for context parallelism: parameters stay whole, and attention crosses ranks, that of transformers too."""
+"""The answer for context parallelism: parameters stay whole, and the attention of transformers models crosses the
+ranks, at the positions of the sequence."""
 
 from __future__ import annotations
 
@@ -13,16 +14,26 @@ from torch import Tensor, nn
 
 from accel.comm import gathered
 from accel.context import DistContext, group_of
-from accel.errors import ConfigError, MissingExtraError, PrepareError
+from accel.errors import ConfigError, MissingExtraError
 from accel.parallel._modules import named_modules
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._attention import context_attention, sorted_positions
+from accel.parallel.axes.context._checks import (
+    check_inputs,
+    check_mixers,
+    check_packed,
+    check_pair_inputs,
+    check_transformers,
+    has_relative_bias,
+    mask_refused,
+    numbers_positions,
+)
 from accel.parallel.axes.context._split import has_plan, places, plan_method, planned_method
 from accel.topology import ContextMethod
 
 NAME = "accel_context"  # of the attention, and of the keyword that carries the context to it
 # keywords of attentions that mean other scores or masks, and reach the function where a model has them
-_OTHER_SCORES = ("position_bias", "head_mask", "cu_seq_lens_q", "block_mask")
+_OTHER_SCORES = ("head_mask", "cu_seq_lens_q", "block_mask")
 
 
 class ContextCall(NamedTuple):
@@ -31,12 +42,20 @@ class ContextCall(NamedTuple):
     Attributes:
         ctx: the context.
         method: that of `context_attention`.
+        positions: positions of the own tokens in their documents, [batch or 1, own]; None where the model has none.
         documents: numbers of the documents of the own positions, [batch or 1, own]; None for one document.
+        ignored: True for own tokens that no query sees, [batch, own]; None for none.
+        crossed: the same of the encoder's tokens, for the cross-attention of a decoder.
+        is_decoder: whether the attentions without a causal order are those of a decoder to its encoder's tokens.
     """
 
     ctx: DistContext
     method: ContextMethod
-    documents: Tensor | None
+    positions: Tensor | None = None
+    documents: Tensor | None = None
+    ignored: Tensor | None = None
+    crossed: Tensor | None = None
+    is_decoder: bool = False
 
 
 def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -53,30 +72,9 @@ def _is_pretrained(kind: type) -> bool:
     return kind.__name__ == "PreTrainedModel" and kind.__module__.partition(".")[0] == "transformers"
 
 
-def check_transformers(path: str, model: Any) -> None:
-    """Raise `PrepareError` for a model of transformers whose attention cannot cross ranks."""
-    where = f"prepare_model, {path or type(model).__name__}"
-    if not model._can_set_attn_implementation():
-        raise PrepareError(
-            "the model's attention cannot be exchanged",
-            expected="a model that takes its attention from transformers' AttentionInterface",
-            got=type(model).__name__,
-            where=where,
-            fix="Leave cp out of the mesh.",
-        )
-    if "position_ids" not in _forward_names(model):
-        raise PrepareError(
-            "the model numbers positions itself, and would begin at 0 on every rank",
-            expected="a forward that takes position_ids",
-            got=type(model).__name__,
-            where=where,
-            fix="Leave cp out of the mesh.",
-        )
-
-
 def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -> None:
     """Let a model of transformers attend across the ranks along cp, or raise `MissingExtraError`. Mutates it, and
-    transformers' list of attentions."""
+    transformers' lists of attentions and of masks."""
     interface = getattr(import_module("transformers"), "AttentionInterface", None)
     if interface is None:
         raise MissingExtraError(
@@ -86,100 +84,148 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
             fix="Run `pip install accel-torch[transformers]`.",
         )
     interface.register(NAME, _attention)
+    import_module("transformers").AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)
-    _ = model.register_forward_pre_hook(_HandOn(ctx, method, _forward_names(model)), with_kwargs=True)
-
-
-def _forward_names(model: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(model.forward).parameters)
+    stacks = [model]
+    if getattr(model.config, "is_encoder_decoder", False):
+        stacks = [model.get_encoder(), model.get_decoder()]
+        _ = model.register_forward_pre_hook(check_pair_inputs, with_kwargs=True)
+    for stack in stacks:
+        _ = stack.register_forward_pre_hook(_HandOn(ctx, method, stack), with_kwargs=True)
+        has_positions = "position_ids" in inspect.signature(stack.forward).parameters
+        for module in stack.modules():
+            if not has_positions and numbers_positions(module):
+                _ = module.register_forward_pre_hook(_Numbered(ctx), with_kwargs=True)
+            if has_relative_bias(module) and "position_bias" in inspect.signature(module.forward).parameters:
+                _ = module.register_forward_pre_hook(_Biased(ctx), with_kwargs=True)
 
 
 class _HandOn:
     """A hook of a model: adds the context to the keywords of a forward, and refuses what cannot follow a cut."""
 
-    def __init__(self, ctx: DistContext, method: ContextMethod, names: tuple[str, ...]) -> None:
+    def __init__(self, ctx: DistContext, method: ContextMethod, stack: Any) -> None:
         self.ctx = ctx
         self.method: ContextMethod = method
-        self.names = names
+        self.names = tuple(inspect.signature(stack.forward).parameters)
+        self.padding = _kept_for_padding(stack)
 
     def __call__(
         self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         known = {**dict(zip(self.names, inputs, strict=False)), **keywords}
-        _check_inputs(known)
-        documents = _documents(self.ctx, known["position_ids"])
-        if documents is not None:
-            _check_packed(module, known)
-        call = ContextCall(self.ctx, self.method, documents)
-        return inputs, {**keywords, NAME: call}
+        has_positions = "position_ids" in self.names
+        check_inputs(known, self.ctx.axis("cp").size, has_positions=has_positions)
+        call = ContextCall(self.ctx, self.method, is_decoder=known.get("encoder_hidden_states") is not None)
+        mask = known.get("attention_mask")
+        is_complete = isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4)
+        if has_positions and not is_complete:
+            positions = known["position_ids"]
+            documents = _documents(self.ctx, positions, self.padding)
+            if documents is not None:
+                check_packed(module, known)
+            call = call._replace(positions=positions, documents=documents)
+        changes: dict[str, Any] = {}
+        for name, field in (("attention_mask", "ignored"), ("encoder_attention_mask", "crossed")):
+            mask = known.get(name)
+            if isinstance(mask, Tensor) and mask.ndim == 2:
+                changes[name] = None
+                call = call._replace(**{field: _ignored(self.ctx, mask)})
+        given = [changes.pop(name, value) for name, value in zip(self.names, inputs, strict=False)]
+        return tuple(given), {**keywords, **changes, NAME: call}
 
 
-def _check_inputs(known: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for inputs that are not those of a rank's own positions."""
-    if known.get("past_key_values") is not None:
-        raise ConfigError(
-            "a cache of keys does not cross ranks",
-            expected="past_key_values=None",
-            got=type(known["past_key_values"]).__name__,
-            where="forward of a model on a mesh with cp",
-            fix="Generate on a mesh without cp.",
-        )
-    if not isinstance(known.get("position_ids"), Tensor):
-        raise ConfigError(
-            "the model would number the positions of every rank from 0",
-            expected="position_ids of the own positions",
-            got="none",
-            where="forward of a model on a mesh with cp",
-            fix="Pass position_ids=part['position_ids'], of accel.parallel.split_sequence.",
-        )
-    if known.get("attention_mask") is not None:
-        raise _mask_refused()
-    if known.get("labels") is not None and known.get("shift_labels") is None:
-        raise ConfigError(
-            "transformers would shift labels that are shifted already, within each rank's positions",
-            expected="shift_labels beside labels, or the loss outside of the model",
-            got="labels alone",
-            where="forward of a model on a mesh with cp",
-            fix="Pass labels=part['labels'], shift_labels=part['labels'], of accel.parallel.split_sequence.",
-        )
+def _kept_for_padding(stack: nn.Module) -> int | None:
+    """Return the last position that a model's table keeps for padding, as RoBERTa's does; None for none."""
+    for module in stack.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            padding = getattr(module, "padding_idx", None)
+            return padding if isinstance(padding, int) else None
+    return None
 
 
-def _check_packed(model: Any, known: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for packed documents beside a cache, which make transformers see one document elsewhere."""
-    if known.get("use_cache", getattr(model.config, "use_cache", False)):
-        raise ConfigError(
-            "on one rank, transformers would not keep packed documents apart beside a cache of keys",
-            expected="use_cache=False",
-            got="a cache, and position_ids that begin anew",
-            where="forward of a model on a mesh with cp",
-            fix="Pass use_cache=False, or positions of one document.",
-        )
+class _Numbered:
+    """A hook of a table of positions that counts from 0: gives it the places of the own positions."""
+
+    def __init__(self, ctx: DistContext) -> None:
+        self.ctx = ctx
+
+    def __call__(
+        self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        shape = inputs[0].shape if isinstance(inputs[0], Tensor) else inputs[0]
+        device = next(module.parameters()).device
+        return inputs, {**keywords, "position_ids": _own_places(self.ctx, shape[1]).to(device)}
 
 
-def _mask_refused() -> ConfigError:
-    return ConfigError(
-        "a mask cannot follow a sequence that is cut",
-        expected="attention_mask=None",
-        got="a mask",
-        where="attention on a mesh with cp",
-        fix="Pad at the end, where labels are ignored and a causal model needs no mask. Packed documents are marked by "
-        "position_ids that begin anew.",
-    )
+class _Biased:
+    """A hook of an attention with a table of relative positions: gives it the bias of own queries and all keys."""
+
+    def __init__(self, ctx: DistContext) -> None:
+        self.ctx = ctx
+
+    def __call__(
+        self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if keywords.get("position_bias") is not None or keywords.get("key_value_states") is not None:
+            return inputs, dict(keywords)
+        hidden: Tensor = inputs[0] if inputs else keywords["hidden_states"]
+        return inputs, {**keywords, "position_bias": _relative_bias(self.ctx, module, hidden.shape[1])}
 
 
-def _documents(ctx: DistContext, position_ids: Tensor) -> Tensor | None:
+def _own_places(ctx: DistContext, own: int) -> Tensor:
+    rank, size = ctx.axis("cp")
+    return torch.cat([torch.arange(run.start, run.stop) for run in places(own * size, rank, size)])
+
+
+def _relative_bias(ctx: DistContext, module: Any, own: int) -> Tensor:
+    """Return the bias of an attention's table, [1, heads, own, length], by its own `compute_bias`."""
+    rank, size = ctx.axis("cp")
+    runs = places(own * size, rank, size)
+    return torch.cat([module.compute_bias(len(run), own * size, past_seen_tokens=run.start) for run in runs], 2)
+
+
+def _ignored(ctx: DistContext, mask: Tensor) -> Tensor | None:
+    """Return True for the own tokens of padding, None where no rank has any. A collective, and it syncs."""
+    group = group_of(ctx, "cp")
+    assert group is not None
+    ignored = mask == 0
+    return ignored if bool(gathered(ignored.contiguous(), 1, group).any()) else None
+
+
+def _documents(ctx: DistContext, position_ids: Tensor, padding: int | None = None) -> Tensor | None:
     """Return the numbers of packed documents, whose positions begin anew, as transformers finds them; None for one. A
     collective, and it syncs."""
     group = group_of(ctx, "cp")
     assert group is not None
     own = position_ids.shape[1]
     whole = sorted_positions(gathered(position_ids.contiguous(), 1, group), 1, group.size())
+    if padding is not None and bool((whole[:, 0] <= padding).any()):
+        raise ConfigError(
+            "positions that this model keeps for padding",
+            expected=f"positions from {padding + 1} on, as the model numbers them itself",
+            got=f"positions from {int(whole[:, 0].min())} on",
+            where="forward of a model on a mesh with cp",
+            fix=f"Pass position_ids=part['position_ids'] + {padding + 1}.",
+        )
     begins = whole[:, 1:] != whole[:, :-1] + 1
     if not bool(begins.any()):
         return None
     numbers = torch.nn.functional.pad(begins.cumsum(1), (1, 0))
     runs = places(own * group.size(), group.rank(), group.size())
     return torch.cat([numbers[:, run.start : run.stop] for run in runs], 1)
+
+
+def _mask(*, mask_function: Any, use_vmap: bool = False, **_: Any) -> None:
+    """Refuse masks of a model's own making, as transformers' `AttentionMaskInterface` asks; None for those that the
+    attention makes itself: causal, a window, documents."""
+    if use_vmap or "or_mask" in getattr(mask_function, "__qualname__", ""):
+        raise ConfigError(
+            "a mask of the model's own making does not cross ranks",
+            expected="a causal order or none, windows, documents and padding",
+            got="a mask that joins others, as of images among tokens",
+            where="forward of a model on a mesh with cp",
+            fix="Pass attention_mask=, of shape [batch, 1, own, length]: the own queries and all keys.",
+        )
 
 
 def _attention(
@@ -193,18 +239,8 @@ def _attention(
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention of a layer, [batch, own, heads, head dim], as transformers' `AttentionInterface` asks."""
-    call = keywords.get(NAME)
     where = f"{type(module).__name__} on a mesh with cp"
-    if not isinstance(call, ContextCall):
-        raise ConfigError(
-            "no context came with the call",
-            expected="a forward of the model that prepare has prepared, which forwards keywords to its attention",
-            got="none",
-            where=where,
-            fix="Call the prepared model; a model that does not forward keywords needs a mesh without cp.",
-        )
-    if attention_mask is not None:
-        raise _mask_refused()
+    call = _call_of(keywords, where)
     if dropout:
         raise ConfigError(
             "dropout of attention does not cross ranks",
@@ -213,31 +249,89 @@ def _attention(
             where=where,
             fix="Set attention_dropout=0 in the model's config, or its attn_pdrop; other dropout stays.",
         )
-    window = keywords.get("sliding_window")
-    whole = query.shape[2] * call.ctx.axis("cp").size
     if other := [name for name in _OTHER_SCORES if keywords.get(name) is not None]:
         raise _unsupported(", ".join(other), where)
     causal = keywords.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    crosses = call.is_decoder and not causal
+    size = call.ctx.axis("cp").size
+    bias = keywords.get("position_bias")
+    if bias is not None:
+        bias = _whole_bias(call.ctx, module, bias, query.shape[2], crosses=crosses, where=where)
+    documents, ignored = (None, call.crossed) if crosses else (_documents_of(call, module), call.ignored)
+    if attention_mask is not None:
+        if attention_mask.shape[-1] != key.shape[2] * size:
+            raise mask_refused()
+        causal = False
+        documents = None
+        bias = attention_mask if bias is None else _joined(bias, attention_mask)
+    window = None if attention_mask is not None or crosses else keywords.get("sliding_window")
     out = context_attention(
         call.ctx,
         query,
         key,
         value,
-        causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
-        documents=None if call.documents is None else call.documents.expand(query.shape[0], -1),
+        causal=causal,
+        documents=None if documents is None else documents.expand(query.shape[0], -1),
         scale=scaling,
         method=call.method,
-        window=None if window is None or window >= whole else window,
+        window=window,
         softcap=keywords.get("softcap"),
         sinks=keywords.get("s_aux"),
+        key_padding_mask=ignored,
+        attn_mask=bias,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _call_of(keywords: Mapping[str, Any], where: str) -> ContextCall:
+    """Return the context that a model has forwarded to its attention; raise `ConfigError` for none."""
+    call = keywords.get(NAME)
+    if not isinstance(call, ContextCall):
+        raise ConfigError(
+            "no context came with the call",
+            expected="a forward of the model that prepare has prepared, which forwards keywords to its attention",
+            got="none",
+            where=where,
+            fix="Call the prepared model; a model that does not forward keywords needs a mesh without cp.",
+        )
+    return call
+
+
+def _documents_of(call: ContextCall, module: nn.Module) -> Tensor | None:
+    """Return the documents of a layer: under chunked attention each chunk of one is a document."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    if not kinds or layer is None or kinds[layer] != "chunked_attention" or call.positions is None:
+        return call.documents
+    chunks = call.positions // config.attention_chunk_size  # type: ignore[union-attr]
+    whole = call.positions.shape[1] * call.ctx.axis("cp").size
+    return chunks if call.documents is None else call.documents * whole + chunks
+
+
+def _whole_bias(
+    ctx: DistContext, module: nn.Module, bias: Tensor, own: int, *, crosses: bool, where: str
+) -> Tensor | None:
+    """Return a bias of own queries and all keys, for one that a layer made of what it holds."""
+    if crosses and not getattr(module, "has_relative_attention_bias", True):
+        return None  # zeros
+    if not crosses and bias.shape[-1] == own * ctx.axis("cp").size:
+        return bias
+    if not crosses and has_relative_bias(module):
+        return _relative_bias(ctx, module, own)
+    raise _unsupported("position_bias", where)
+
+
+def _joined(bias: Tensor, mask: Tensor) -> Tensor:
+    """Return a bias with a mask of either kind."""
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
 def _unsupported(got: str, where: str) -> ConfigError:
     return ConfigError(
         "this attention does not cross ranks",
-        expected="softmax over keys of a document, causal or full, with a window, a soft cap or sinks",
+        expected="softmax over keys of a document, causal or full, with a window, a soft cap, sinks or T5's bias",
         got=got,
         where=where,
         fix="Leave cp out of the mesh.",
@@ -267,6 +361,7 @@ def _check(ctx: DistContext, model: nn.Module, options: ContextOptions) -> None:
             where="plan.context",
             fix="Prepare both models with one plan; a call of context_attention may have a method= of its own.",
         )
+    check_mixers(model)
     for path, each in transformers_models(model):
         check_transformers(path, each)
 

@@ -37,14 +37,14 @@ from accel.terminal import show_size
 _LARGEST_PROFILE = 64_000_000  # bytes of traces that a report reads; some seconds
 
 
-def read_run_folder(name: str, folder: Path) -> RunData:
+def read_run_folder(name: str, folder: Path, *, may_be_empty: bool = False) -> RunData:
     """Read a run's folder with its checkpoints; raise `ConfigError` if it is missing, unreadable, or not a run's."""
     check_folder(folder, fix="Name the folder that save_state or tracking got.")
     try:
         data = read_data(name, folder, list_checkpoints(folder), _profile(folder))
     except OSError as error:
         raise ConfigError("a file of the run cannot be read", got=str(error), where=str(folder)) from error
-    if data.is_empty:
+    if data.is_empty and not may_be_empty:
         raise ConfigError(
             "the folder is not a run's, and none is in it",
             expected="metrics.jsonl, run.json, launches, checkpoints or a profile",
@@ -136,7 +136,13 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
     for each in asked:
         check_folder(each, fix="Name the folder that save_state or tracking got.")
     folders = [run for each in asked for run in find_runs(each)]
-    runs = [read_run_folder(name, folder) for name, folder in zip(name_runs(folders), folders, strict=True)]
+    named = zip(name_runs(folders), folders, strict=True)
+    # a run that was found may have begun a moment ago; one that was named has something to show
+    runs = [read_run_folder(name, folder, may_be_empty=folder not in asked) for name, folder in named]
+    if all(run.is_empty for run in runs):
+        raise ConfigError(
+            "none of the runs has begun", got=f"{len(runs)} without a line or a record", where=str(asked[0])
+        )
     page = report_page(runs).encode(errors="replace")
     try:
         partial = output.with_name(f"{output.name}.partial")

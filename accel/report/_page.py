@@ -33,9 +33,9 @@ def report_page(runs: Sequence[RunData]) -> str:
     charts = charts_of(runs)
     saved = {name for run in runs for each in run.checkpoints for name in each.metrics}
     matter = list(ranked_metrics(charts, tuple(saved)))[:_MOST_TILES]
-    first = runs[0]
-    project = f"{first.run.project}: " if first.run else ""
-    title = f"{project}{first.name}" if len(runs) == 1 else f"{len(runs)} runs"
+    projects = {run.run.project if run.run else "" for run in runs}
+    project = f"{shared}: " if len(projects) == 1 and (shared := min(projects)) else ""
+    title = project + (runs[0].name if len(runs) == 1 else f"{len(runs)} runs")
     is_sweep = len(runs) > MOST_SIDE_BY_SIDE
     details = _shared_details(runs) if is_sweep else _details(runs, states)
     body = join([element("h1", title), *_first_screen(runs, states, matter), *_charts(runs, charts), *details])
@@ -288,7 +288,7 @@ def _details(runs: Sequence[RunData], states: Sequence[RunState]) -> Iterator[Ht
 
 def _shared_details(runs: Sequence[RunData]) -> Iterator[Html]:
     """Yield what many runs have in common; each alone has a page of its own."""
-    yield element("h2", "Alike in all runs")
+    shown: list[Html] = []
     for title, rows in (
         ("Configuration", _tables.configurations(runs)),
         ("Settings and their sources", _tables.settings(runs)),
@@ -298,7 +298,11 @@ def _shared_details(runs: Sequence[RunData]) -> Iterator[Html]:
         alike = [row[:2] for at, row in enumerate(rows) if at not in apart]
         if alike:
             note = f" ({len(alike)}; {len(apart)} differ)" if apart else f" ({len(alike)})"
-            yield element("details", element("summary", title, element("span", note)), table(["", ""], alike))
+            summary = element("summary", title, element("span", note))
+            shown.append(element("details", summary, table(["", ""], alike)))
+    if shown:
+        yield element("h2", "Alike in all runs")
+    yield from shown
     parts = "launches, checkpoints and profile"
     yield element("p", f"For {parts} of one run: ", element("code", f"accel report {runs[0].folder}"), class_="soft")
 

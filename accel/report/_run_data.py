@@ -43,7 +43,8 @@ class MetricCurve:
 
     def add(self, step: int, value: float) -> None:
         """Add a value at the last step or behind it; a second value of a step replaces the first."""
-        self.cut(step)
+        if self.marks or (self.steps and self.steps[-1] >= step):
+            self.cut(step)
         if math.isfinite(value):
             self.steps.append(step)
             self.values.append(value)
@@ -95,7 +96,10 @@ class Curves:
             self.last_step = line.step
             for group, found in ((self.values, line.values), (self.time, line.time)):
                 for name, value in found.items():
-                    group.setdefault(name, MetricCurve()).add(line.step, value)
+                    curve = group.get(name)
+                    if curve is None:
+                        curve = group[name] = MetricCurve()
+                    curve.add(line.step, value)
 
     def speed(self, over: int = 20) -> float | None:
         """Return steps per second over the last lines, by the clock; None where it is unknown."""

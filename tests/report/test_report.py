@@ -9,6 +9,7 @@ import html.parser
 import math
 import re
 import struct
+import time
 from pathlib import Path
 
 import msgspec
@@ -423,15 +424,36 @@ def test_runs_are_searched_three_levels_deep_and_links_are_not_followed(
     (runs / "a" / "five").mkdir()
     write_run(runs / "a" / "five", config={})
     write_metrics(elsewhere, 20)
+    (runs / "begun").mkdir()
+    (runs / "begun" / "metrics.jsonl").touch()
     (runs / "link").symlink_to(elsewhere)
     (runs / "a" / "loop").symlink_to(runs)
     found = [path.relative_to(runs).as_posix() for path in find_runs(runs)]
-    assert found == ["a/b/three", "a/five", "a/two", "one"]
+    assert found == ["a/b/three", "a/five", "a/two", "begun", "one"]
     assert find_runs(runs / "link") == [runs / "link"]  # as it was named
     assert main(["report", str(runs)]) == 0
-    assert "4 runs" in Texts((runs / "report.html").read_text()).text
+    assert "5 runs" in Texts((runs / "report.html").read_text()).text
     (tmp_path / "none" / "deep").mkdir(parents=True)
     _ = capsys.readouterr()
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "the folder is not a run's, and none is in it" in capsys.readouterr().err
+    assert main(["report", str(runs / "begun")]) == 2
     assert not (tmp_path / "none" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_five_hundred_runs_take_thirty_seconds_and_ten_megabytes_at_most(tmp_path: Path) -> None:
+    values = {f"train/metric{at}": float(at) for at in range(8)}
+    for run in range(500):
+        folder = tmp_path / "runs" / f"run-{run}"
+        folder.mkdir(parents=True)
+        lines = [
+            encode_line(step, {name: value + 1 / (1 + step) for name, value in values.items()}, {"at": START_S + step})
+            for step in range(500)
+        ]
+        (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+        write_run(folder, config={"lr": run / 500, "model": {"width": 2 ** (run % 5)}})
+    began_s = time.process_time()
+    assert main(["report", str(tmp_path / "runs")]) == 0
+    assert time.process_time() - began_s < 30
+    assert (tmp_path / "runs" / "report.html").stat().st_size < 10_000_000

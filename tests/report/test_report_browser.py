@@ -186,6 +186,7 @@ def test_a_finger_on_a_curve_scrolls_the_page_and_zooms_nothing(browser: Any, tm
     before = opened.page.evaluate(VIEW)
     canvas.tap(position={"x": 200, "y": 80})
     opened.page.wait_for_timeout(200)
+    assert "step " in opened.page.locator(".tip").inner_text()
     assert opened.page.evaluate(VIEW) == before
     assert opened.page.evaluate("getComputedStyle(document.querySelector('canvas')).touchAction") == "pan-y pinch-zoom"
     opened.close()
@@ -248,6 +249,34 @@ def test_many_runs_are_a_table_that_sorts_filters_and_lights_curves(
     assert page.locator("#parallel .title").last.text_content() == "eval/accuracy"
     assert page.evaluate("window.hit") is None
     assert page.locator("img").count() == 0
+    opened.close()
+
+
+ODD = {
+    "huge": [f'{{"step":{2**62 + at},"loss":{"-" * (at % 2)}1e308,"big":{2**63 + at}}}' for at in range(9000)],
+    "rounded": ['{"step":1,"loss":123456789012345678901234567890}', '{"step":2,"loss":1e400}', '{"step":-5,"loss":2}'],
+    "nan": [f'{{"step":{at},"loss":"nan"}}' for at in range(10)],
+    "clocks": [f'{{"step":{at},"time":{{"at":{100 - at},"step_s":0.1}}}}' for at in range(10)],
+    "tiny": [f'{{"step":{at},"loss":{at}e-320,"eval/loss":{1 + 1e-15 * at}}}' for at in range(10)],
+    "one": ['{"step":5,"loss":1}'],
+    "begun": [],
+}
+
+
+@pytest.mark.parametrize("count", [1, 6, 7])
+def test_odd_runs_draw_without_a_complaint(browser: Any, tmp_path: Path, count: int) -> None:
+    for name, lines in list(ODD.items())[:count]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    opened = Opened(browser, save_page(tmp_path, sorted(each for each in tmp_path.iterdir() if each.is_dir())))
+    page = opened.page
+    for axis in page.locator("#axis option").evaluate_all("(all) => all.map((each) => each.value)"):
+        page.locator("#axis").select_option(axis)
+        for step in ("check", "uncheck"):
+            getattr(page.locator("#log"), step)()
+            page.locator("#smooth").fill("50" if step == "check" else "0")
+            opened.hover(page.locator(".card canvas").first, 0.5, 0.5)
+            page.wait_for_timeout(100)
     opened.close()
 
 

@@ -247,8 +247,9 @@ class Chart {
       return [event.clientX - box.left, event.clientY - box.top];
     };
     canvas.addEventListener("pointerdown", (event) => {
-      if (event.pointerType === "touch" || event.button !== 0 || !this.drawn) return;
       const [x, y] = at(event);
+      if (event.pointerType === "touch") this.move(x, y, event);
+      if (event.pointerType === "touch" || event.button !== 0 || !this.drawn) return;
       const isPan = event.shiftKey || y > this.plot.bottom;
       this.drag = { start: x, isZoom: !isPan, view: currentView() };
       canvas.setPointerCapture(event.pointerId);
@@ -256,7 +257,9 @@ class Chart {
     canvas.addEventListener("pointermove", (event) => this.move(...at(event), event));
     canvas.addEventListener("pointerup", (event) => this.release(at(event)[0]));
     canvas.addEventListener("pointercancel", () => { this.drag = null; });
-    canvas.addEventListener("pointerleave", () => { if (!this.drag) setHover(null); });
+    canvas.addEventListener("pointerleave", (event) => {
+      if (!this.drag && event.pointerType !== "touch") setHover(null); // a finger leaves at once
+    });
     canvas.addEventListener("dblclick", () => setView(null));
     canvas.addEventListener("wheel", (event) => this.wheel(event, at(event)[0]), { passive: false });
     canvas.addEventListener("keydown", (event) => {

@@ -200,6 +200,7 @@ function start() {
     chart.card.querySelector("button")?.addEventListener("click", () => chart.card.classList.toggle("whole"));
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); redraw(); });
+  addEventListener("pointerdown", ({ target }) => { if (state.hover && target.tagName !== "CANVAS") setHover(null); });
   addEventListener("scroll", () => { if (state.hover) setHover(null); }, { passive: true });
   changed("runs");
 }

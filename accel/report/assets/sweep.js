@@ -61,7 +61,8 @@ function bestRun(column, runs) {
 function head(column) {
   const isSorted = table.sort === column.key;
   const sign = isSorted ? (table.falls ? " ↓" : " ↑") : "";
-  const way = column.way ? make("span", { className: "soft" }, ` ${column.way}${column.way === "at step" ? ` ${table.step ?? "…"}` : ""}`) : "";
+  const step = column.way === "at step" ? ` ${table.step ?? "…"}` : "";
+  const way = column.way ? make("span", { className: "soft" }, ` ${column.way}${step}`) : "";
   const button = make("button", { type: "button", title: "Sort" }, column.title, way, sign);
   button.addEventListener("click", () => {
     if (isSorted) table.falls = !table.falls;
@@ -92,7 +93,8 @@ function buildTable() {
     const cells = table.columns.map((column, at) => {
       const value = column.value(run);
       const number = asNumber(value);
-      const cell = make("td", { className: number === null ? "" : "number" }, number === null ? String(value ?? "–") : showValue(number));
+      const text = number === null ? String(value ?? "–") : showValue(number);
+      const cell = make("td", { className: number === null && !column.isMetric ? "" : "number" }, text);
       if (number !== null) cell.title = String(value);
       if (best[at] === run) cell.classList.add("best");
       return cell;

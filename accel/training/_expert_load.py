@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import msgspec
@@ -21,7 +21,7 @@ from accel.optim import Accumulation
 from accel.parallel import balanced_bias, expert_counts
 from accel.parallel._modules import is_pipelined, matching, named_modules, unwrap_model
 from accel.parallel._private import runs_in_backward, untraced
-from accel.parallel.axes.experts import WITH_OWN_TOKENS, is_sorted_experts, moe_modules
+from accel.parallel.axes.experts import WITH_OWN_TOKENS, ExpertCalls, calls_around, is_sorted_experts, moe_modules
 from accel.tensors import is_dtensor
 from accel.training._evaluating import Stepped
 from accel.training._train_state import TrainState
@@ -116,6 +116,7 @@ class ExpertLoad:
         self._micros: set[int] = set()
         self._is_counting = False
         self._mask: Tensor | None = None
+        self._is_real = True
         self._calls = 0
         modules = dict(named_modules(inner))
         found = _experts_by_path(inner, experts)
@@ -128,7 +129,11 @@ class ExpertLoad:
                 where=f"{_WHERE}(speed={speed})",
                 fix='Name yours, as in bias="expert_bias"; or leave speed out, to count alone.',
             )
-        self._hooks = [modules[path].register_forward_hook(self._hook(path), with_kwargs=True) for path in self._layers]
+        self._hooks = [
+            called.register_forward_hook(hook, with_kwargs=True)
+            for path in self._layers
+            for called, hook in self._hooks_of(modules, path)
+        ]
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -151,7 +156,7 @@ class ExpertLoad:
         window = state.accum if isinstance(state, TrainState) else state
         self._begin(window)
         is_real = not isinstance(state, TrainState) or state.valid is None or _is_real(state.valid)
-        self._mask = mask if is_real else torch.zeros(1)
+        self._mask, self._is_real = mask, is_real
         self._is_counting, before = True, self._calls
         try:
             yield self
@@ -207,11 +212,49 @@ class ExpertLoad:
         first = next(iter([*module.parameters(), *module.buffers(), *modules[""].parameters()]))
         return _Counted(torch.zeros(number, dtype=torch.int64, device=first.device), holder, is_sorted_experts(module))
 
-    def _hook(self, path: str) -> Callable[..., None]:
+    def _hooks_of(self, modules: Mapping[str, nn.Module], path: str) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
+        """Yield the modules to count at for a path, each with its hook."""
+        above = [".".join(path.split(".")[:at]) for at in range(path.count(".") + 1)]
+        around = [calls for each in above if each in modules and (calls := calls_around(modules[each])) is not None]
+        if not isinstance(listed := modules[path], nn.ModuleList):
+            yield listed, self._hook(path, around)
+            return
+        yield modules[path.rpartition(".")[0]], self._call_hook()
+        for at, expert in enumerate(listed):
+            yield expert, self._row_hook(path, at)
+
+    def _call_hook(self) -> Callable[..., None]:
+        """Return a hook for the module whose loop calls the experts of a list, perhaps none of them."""
+
+        def called(*_: object) -> None:
+            self._calls += not self._is_skipped()
+
+        return untraced(called)
+
+    def _row_hook(self, path: str, expert: int) -> Callable[..., None]:
+        """Return a hook that counts the rows with which an expert of a list is called."""
+
         def count(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any], output: object) -> None:
-            if not self._is_counting or not torch.is_grad_enabled() or runs_in_backward():
+            calls = calls_around(module)
+            if self._is_skipped() or not self._is_real or (calls is not None and calls.phase != "replay"):
+                return
+            if self._mask is not None:
+                raise _without_tokens(path)
+            rows = next(each for each in (*inputs, *named.values()) if isinstance(each, Tensor))
+            self._layers[path].counts[expert] += rows.shape[:-1].numel()
+
+        return untraced(count)
+
+    def _is_skipped(self) -> bool:
+        return not self._is_counting or not torch.is_grad_enabled() or runs_in_backward()
+
+    def _hook(self, path: str, around: Sequence[ExpertCalls]) -> Callable[..., None]:
+        def count(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any], output: object) -> None:
+            if self._is_skipped() or any(each.phase == "collect" for each in around):
                 return
             self._calls += 1
+            if not self._is_real:
+                return
             layer = self._layers[path]
             given = (*inputs, *named.values())
             with torch.no_grad():
@@ -340,6 +383,16 @@ def _move(bias: Tensor, counts: Tensor, speed: float) -> None:
             _ = bias.add_(moves)
         else:
             _ = bias.copy_(balanced_bias(bias, counts.to(bias.device), speed))
+
+
+def _without_tokens(path: str) -> ConfigError:
+    return ConfigError(
+        "the rows of experts in a list do not show their tokens, so none can be left out",
+        expected="counts at the router, which returns the experts of each token",
+        got=f"a mask, and counts at {path}",
+        where=f"{_WHERE}.counting(mask=)",
+        fix='Name the router: ExpertLoad(model, experts={"layers.*.router": 8}).',
+    )
 
 
 def _of_rows(rows: Tensor, experts: int, mask: Tensor | None) -> Tensor:

@@ -71,7 +71,7 @@ class Family(NamedTuple):
             "speech", "translation", or "features".
     """
 
-    model: str
+    model: str | Callable[[], nn.Module]
     config: str
     settings: Mapping[str, Any]
     kind: str = "words"
@@ -190,7 +190,7 @@ FAMILIES: Mapping[str, Family] = {
         {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 99, "use_cache": False, "max_seq_len": 32},
     ),
     "mT5": Family("MT5ForConditionalGeneration", "MT5Config", T5 | {"feed_forward_proj": "gated-gelu"}, "translation"),
-    "nn.Transformer": Family("", "", {}, "features"),
+    "nn.Transformer": Family(Transformer, "", {}, "features"),
     "OLMo 2": Family("Olmo2ForCausalLM", "Olmo2Config", GATED),
     "OPT": Family(
         "OPTForCausalLM",
@@ -275,11 +275,11 @@ def make(name: str) -> nn.Module:
     family = FAMILIES[name]
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        if family.config:
+        if isinstance(family.model, str):
             transformers: Any = importlib.import_module("transformers")
             model = getattr(transformers, family.model)(getattr(transformers, family.config)(**family.settings))
         else:
-            model = Transformer()
+            model = family.model()
         model = model.double().train()
         with torch.no_grad():
             for each in model.parameters():
@@ -377,7 +377,7 @@ def plain(name: str, accumulation: int, batch: int) -> Result:
         loss = torch.stack([each for each, _ in parts]).sum() / total
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     return Result({key: each.detach() for key, each in model.state_dict().items()}, losses, norms)
@@ -410,7 +410,7 @@ def on_mesh(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, ba
                 summed, _ = loss_of(name, model, data)
                 loss = summed * 0.0
             run.backward(loss, weight=count)
-        sums.append(torch.tensor([float(loss) * count, count], dtype=torch.float64))
+        sums.append(torch.tensor([float(loss.detach()) * count, count], dtype=torch.float64))
         if run.sync:
             run.step(optimizer, max_norm=0.5)
             total = accel.reduce(ctx, torch.stack(sums).sum(0))  # copies along other axes cancel out

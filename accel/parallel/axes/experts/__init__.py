@@ -19,6 +19,7 @@ from accel.parallel.axes.experts._layer import (
     combine_tokens as combine_tokens,
     dispatch_tokens as dispatch_tokens,
 )
+from accel.parallel.axes.experts._listed import ExpertCalls as ExpertCalls, calls_around as calls_around
 from accel.parallel.axes.experts._routing import (
     WITH_OWN_TOKENS as WITH_OWN_TOKENS,
     Routing as Routing,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 STYLES = get_args(ExpertStyle)
-STYLE = "accel_style"  # attribute of spread experts
+STYLE = "accel_style"  # attribute of spread experts: one of STYLES, or LISTED
+LISTED = "listed"
 _OF_TRANSFORMERS = "ep_dispatch_experts"  # their name of "dispatch"; their other styles are of single parameters
 _SORTED = "Llama4TextExperts"  # class that transformers lists in no plan: tokens come scaled and sorted by expert
 _WHERE = "prepare_model, Plan.experts"
@@ -30,7 +31,7 @@ _WHERE = "prepare_model, Plan.experts"
 
 _STACK = (
     "Give one module parameters of shape [experts, ...], as torch.stack makes them of the experts' own: every rank"
-    " along ep has a part of each, under one name."
+    " along ep has a part of each, under one name. Or name a ModuleList of experts alike, with the style dispatch."
 )
 
 
@@ -71,12 +72,15 @@ def is_sorted_experts(module: nn.Module) -> bool:
 def moe_modules(model: nn.Module) -> dict[str, int]:
     """Return the number of experts by path of the modules of experts: spread ones, and those of `expert_plan`."""
     spread = [path for path, module in named_modules(model) if getattr(module, STYLE, "")]
-    held = [path for path in dict.fromkeys((*expert_plan(model), *spread)) if _stacked(model.get_submodule(path))]
-    return {path: _stacked(model.get_submodule(path))[0].shape[0] for path in held}
+    counts = {path: _number(model.get_submodule(path)) for path in dict.fromkeys((*expert_plan(model), *spread))}
+    return {path: count for path, count in counts.items() if count}
 
 
-def _stacked(module: nn.Module) -> list[nn.Parameter]:
-    return [each for each in module.parameters(recurse=False) if each.ndim]
+def _number(module: nn.Module) -> int:
+    """Return the number of experts of a module; 0 for one of another pipeline stage."""
+    if isinstance(module, nn.ModuleList):
+        return len(module) if any(True for _ in module.parameters()) else 0
+    return next((each.shape[0] for each in module.parameters(recurse=False) if each.ndim), 0)
 
 
 def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["model"], ranks: int) -> dict[str, str]:
@@ -88,15 +92,23 @@ def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["mode
         raise _refused(ranks, f"{experts!r}", fix='Pass styles by pattern, or "model".')
     styles = _styles(model, experts)
     problems = [] if experts == "model" else list(_pattern_problems(model, experts))
-    problems += [each for path in styles for each in _module_problems(model, path, ranks)]
-    problems += [each for path, style in styles.items() if style != "local" for each in _buffer_problems(model, path)]
-    problems += [each for path, style in styles.items() if style == "sorted" for each in _bias_problems(model, path)]
+    lists = [path for path, style in styles.items() if _is_listed(model, path, style)]
+    stacked = {path: style for path, style in styles.items() if path not in lists}
+    problems += [each for path in lists for each in _listed_problems(model, path, ranks)]
+    problems += [each for path in lists for each in _other_experts(path, styles)]
+    problems += [each for path in stacked for each in _module_problems(model, path, ranks)]
+    problems += [each for path, style in stacked.items() if style != "local" for each in _buffer_problems(model, path)]
+    problems += [each for path, style in stacked.items() if style == "sorted" for each in _bias_problems(model, path)]
     if problems:
         listed = any(_holds_modules(model, path) for path in styles)
         raise _refused(ranks, "; ".join(problems), fix=_STACK if listed else "")
     if not styles:
         raise _refused(ranks, "a model that names none", fix=_suggestion(model))
     return styles
+
+
+def _is_listed(model: nn.Module, path: str, style: str) -> bool:
+    return style == "dispatch" and isinstance(model.get_submodule(path), nn.ModuleList)
 
 
 def held_experts(model: nn.Module, experts: Mapping[str, str] | Literal["model"]) -> dict[str, str]:
@@ -167,6 +179,49 @@ def _buffer_problems(model: nn.Module, path: str) -> Iterator[str]:
             yield f"{path or 'the model'}: has all experts in the buffer {name}; make it a frozen parameter"
 
 
+def _listed_problems(model: nn.Module, path: str, ranks: int) -> Iterator[str]:
+    """Yield the reasons that keep a list of experts from being divided."""
+    listed = model.get_submodule(path)
+    experts = list(cast("Iterable[nn.Module]", listed))
+    holder = model.get_submodule(path.rpartition(".")[0])
+    if len(experts) % ranks or not experts:
+        yield f"{path}: has {len(experts)} experts"
+    if type(holder).forward is nn.Module.forward:
+        yield f"{path}: is in a {type(holder).__name__}, whose forward has no loop over it"
+    kinds = {tuple((name, each.shape, each.dtype) for name, each in expert.named_parameters()) for expert in experts}
+    if len(kinds) > 1:
+        yield f"{path}: has experts of other parameters or shapes than their neighbours"
+    if buffers := [name for name, _ in listed.named_buffers()]:
+        yield f"{path}: has the buffer {buffers[0]}, which ranks would change apart"
+    own = dict(listed.named_parameters(remove_duplicate=False))
+    if whole := [name for name, each in own.items() if shard_dim(each, ranks) is None]:
+        yield f"{path}: has {whole[0]} {list(own[whole[0]].shape)}, without a dimension that {ranks} divides"
+    if any(map(is_dtensor, own.values())):
+        yield f"{path}: is spread already"
+    inside = {id(each) for each in listed.modules()}
+    ids = [id(each) for each in own.values()]
+    others = {id(each) for other in model.modules() if id(other) not in inside for each in _direct(other)}
+    if tied := [name for name, each in own.items() if id(each) in others or ids.count(id(each)) > 1]:
+        yield f"{path}: shares {tied[0]} with another module"
+
+
+def _other_experts(path: str, styles: Iterable[str]) -> Iterator[str]:
+    """Yield the other experts in the block of a list, whose forward runs twice."""
+    block = path.rpartition(".")[0]
+    for other in styles:
+        if other != path and (not block or other.startswith(f"{block}.")):
+            yield f"{path}: is in a module that holds {other}, too"
+
+
+def _direct(module: nn.Module) -> Iterator[nn.Parameter]:
+    return module.parameters(recurse=False)
+
+
+def shard_dim(parameter: Tensor, ranks: int) -> int | None:
+    """Return the first dimension that ranks can divide; None without one."""
+    return next((dim for dim, size in enumerate(parameter.shape) if size and size % ranks == 0), None)
+
+
 def _bias_problems(model: nn.Module, path: str) -> Iterator[str]:
     """Yield the biases of experts whose rows of zeros are left out, as their outputs are zeros."""
     for name, each in model.get_submodule(path).named_parameters(recurse=False):
@@ -181,15 +236,17 @@ def _holds_modules(model: nn.Module, path: str) -> bool:
 
 def _suggestion(model: nn.Module) -> str:
     """Return the line to write for the modules that look like stacked experts."""
-    paths = [path for path, module in named_modules(model) if path and _looks_stacked(module)]
+    paths = [path for path, module in named_modules(model) if path and _looks_like_experts(path, module)]
     patterns = list(dict.fromkeys(map(_pattern, paths)))
     if not patterns:
-        return "Leave ep out of the mesh: the model has no module with stacked experts."
+        return "Leave ep out of the mesh: the model has no module with stacked experts, and no list of experts."
     listed = ", ".join(f'"{pattern}": "dispatch"' for pattern in patterns)
     return f"Name them: plan=accel.parallel.Plan(experts={{{listed}}})."
 
 
-def _looks_stacked(module: nn.Module) -> bool:
+def _looks_like_experts(path: str, module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList):
+        return path.rpartition(".")[2] == "experts" and len(module) > 1
     shapes = [each.shape for each in module.parameters(recurse=False) if each.ndim == 3]
     return len(shapes) > 1 and len({shape[0] for shape in shapes}) == 1
 
@@ -247,8 +304,13 @@ def is_expert_parameter(parameter: torch.Tensor) -> bool:
 
 def expert_modules(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules whose parameters are spread along `ep`, inner ones first. No communication."""
-    named = named_modules(model)
-    found = [name for name, module in named if any(map(is_expert_parameter, module.parameters(recurse=False)))]
+    named = list(named_modules(model))
+    lists = tuple(f"{name}." for name, module in named if getattr(module, STYLE, "") == LISTED)
+    found = [
+        name
+        for name, module in named
+        if any(map(is_expert_parameter, module.parameters(recurse=f"{name}." in lists))) and not name.startswith(lists)
+    ]
     return tuple(reversed(found))
 
 

@@ -288,7 +288,7 @@ def run_dispatched(module: Any, run: Callable[..., Any], inputs: Sequence[Any], 
     indices = indices.reshape(rows.shape[0], indices.shape[-1])
     weights = weights.reshape(indices.shape)
     alike = None if module.accel_alike is None else module.accel_alike.get_group()
-    outputs = _in_parts(lambda *part: _dispatched(module, run, *part), (rows, indices, weights), alike)
+    outputs = in_parts(lambda *part: _dispatched(module, run, *part), (rows, indices, weights), alike)
     shaped = outputs if tokens.ndim == 2 else outputs.view(*tokens.shape[:-1], outputs.shape[-1])
     return shaped.clone() if is_view(shaped) else shaped  # an operation in place on a view would lose FSDP's hooks
 
@@ -325,7 +325,7 @@ def run_sorted(module: Any, run: Callable[..., Any], inputs: Sequence[Any], name
     indices = (chosen // max(rows.shape[0] // experts, 1))[:, None]
     alike = None if module.accel_alike is None else module.accel_alike.get_group()
     part = (rows.index_select(0, chosen), indices, rows.new_ones(indices.shape))
-    outputs = _in_parts(lambda *own: _dispatched_sorted(module, run, *own), part, alike)
+    outputs = in_parts(lambda *own: _dispatched_sorted(module, run, *own), part, alike)
     return outputs.new_zeros(rows.shape[0], outputs.shape[-1]).index_copy(0, chosen, outputs)
 
 
@@ -357,10 +357,10 @@ def _routed(run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, 
     return given
 
 
-def _in_parts(
+def in_parts(
     run: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor], alike: dist.ProcessGroup | None
 ) -> Tensor:
-    """Run a function of tokens that several ranks have, each of them on its part."""
+    """Run a function of tokens that several ranks have, each of them on its part; None for those of one rank."""
     if alike is None:
         return run(*inputs)
     count = inputs[0].shape[0]

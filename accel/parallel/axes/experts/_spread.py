@@ -15,7 +15,7 @@ from accel.errors import PrepareError
 from accel.mixins import add_mixin
 from accel.parallel._empty import values_or_room
 from accel.parallel._labels import replace_parameter
-from accel.parallel._modules import unwrap_model
+from accel.parallel._modules import named_modules, unwrap_model
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel.axes.experts._expert_plan import (
     EP,
@@ -24,6 +24,7 @@ from accel.parallel.axes.experts._expert_plan import (
     held_experts,
     open_expert_mesh,
     resolve_experts,
+    shard_dim,
 )
 from accel.parallel.axes.experts._layer import (
     DispatchedExperts,
@@ -33,6 +34,7 @@ from accel.parallel.axes.experts._layer import (
     run_local,
     run_sorted,
 )
+from accel.parallel.axes.experts._listed import ListedBlock, ListedExperts, follow_calls, run_block, run_listed
 from accel.topology import dimension_of
 
 if TYPE_CHECKING:
@@ -79,11 +81,14 @@ def _spread(ctx: DistContext, model: nn.Module, options: ExpertOptions, *, is_em
     styles = held_experts(inner, options.experts)
     mesh = open_expert_mesh(ctx)[EP]
     for path in styles:
-        module = inner.get_submodule(path)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            part = _own_experts(ctx, parameter, mesh, is_empty=is_empty)
-            setattr(module, name, part)
-            replace_parameter(f"{path}.{name}" if path else name, parameter, part)
+        held = inner.get_submodule(path)
+        for below, module in named_modules(held):
+            at = ".".join(each for each in (path, below) if each)
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                dim = (shard_dim(parameter, mesh.size()) or 0) if below else 0  # of stacked experts always the first
+                part = _own_part(ctx, parameter, mesh, dim, is_empty=is_empty)
+                setattr(module, name, part)
+                replace_parameter(f"{at}.{name}" if at else name, parameter, part)
     _add_forwards(ctx, inner, styles)
     return model
 
@@ -91,26 +96,35 @@ def _spread(ctx: DistContext, model: nn.Module, options: ExpertOptions, *, is_em
 def _add_forwards(ctx: DistContext, model: nn.Module, styles: Mapping[str, str]) -> None:
     """Let the modules of experts see this rank's parts, hidden from torch.compile, which cannot trace the exchange."""
     hide = cast(Any, torch.compiler).disable
+    lists = [path for path in styles if isinstance(model.get_submodule(path), nn.ModuleList)]
     alike = ctx.mesh["tp"] if ctx.mesh is not None and ctx.axes.tp > 1 else None
-    called = {style: [model.get_submodule(path) for path, own in styles.items() if own == style] for style in STYLES}
+    named = {path: style for path, style in styles.items() if path not in lists}
+    called = {style: [model.get_submodule(path) for path, own in named.items() if own == style] for style in STYLES}
     add_mixin(called["dispatch"], DispatchedExperts, accel_run=staticmethod(hide(run_dispatched)), accel_alike=alike)
     add_mixin(called["sorted"], SortedExperts, accel_run=staticmethod(hide(run_sorted)), accel_alike=alike)
     add_mixin(called["local"], LocalExperts, accel_run=staticmethod(hide(run_local)))
+    listed = [model.get_submodule(path) for path in lists]
+    add_mixin(listed, ListedExperts, accel_run=staticmethod(hide(run_listed)), accel_alike=alike)
+    for path, each in zip(lists, listed, strict=True):
+        above, _, name = path.rpartition(".")
+        follow_calls(model.get_submodule(above), each, name, path)
+    blocks = {path.rpartition(".")[0] for path in lists}
+    add_mixin(map(model.get_submodule, sorted(blocks)), ListedBlock, accel_run_block=staticmethod(hide(run_block)))
 
 
-def _own_experts(ctx: DistContext, parameter: nn.Parameter, mesh: DeviceMesh, *, is_empty: bool) -> nn.Parameter:
-    """Return this rank's experts of a stacked parameter, with the values of the first rank along `ep`; if it has none,
-    sharding sends rank 0's."""
+def _own_part(ctx: DistContext, parameter: nn.Parameter, mesh: DeviceMesh, dim: int, *, is_empty: bool) -> nn.Parameter:
+    """Return this rank's part of a parameter, with the values of the first rank along `ep`; if it has none, sharding
+    sends rank 0's."""
     from torch.distributed.tensor import DTensor, Shard
 
     whole = parameter.detach()
     if not is_empty:
         whole = values_or_room(whole, ctx.device)
         broadcast_flat(adopt(mesh.get_group(), ctx.device), whole, source=0)
-    part = whole.chunk(mesh.size())[mesh.get_local_rank()].clone()
+    part = whole.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
     shape = whole.shape
     stride = whole.stride()
-    spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    spread = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
     if not parameter.is_meta:
         parameter.data = parameter.data.new_empty(0)  # an optimizer may hold it still
     return nn.Parameter(spread, requires_grad=parameter.requires_grad)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accel.errors import AccelError
-from accel.parallel._example import example_of
+from accel.parallel._modules import example_of
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, example_batch, has_own
 from accel.tree._walk import Containers
 

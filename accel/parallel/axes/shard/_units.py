@@ -122,16 +122,19 @@ def plan_units(
 ) -> tuple[str, ...]:
     """Return the names of the modules to shard, inner ones first and the model itself, "", last. No communication.
 
-    `apart`: further units. `wide`, `ignored`: the `id` of parameters in wider formats, and of those not sharded.
+    `apart`: further units, with no unit inside. `wide`, `ignored`: the `id` of parameters in wider formats, and of
+    those not sharded.
     """
     _check_model(model, ignored)
     paths = _paths(model, wide)
     apart_ids = ignored | {id(each) for each in model.parameters() if each.ndim == 0}
-    blocks = [name for name in _chosen(model, units, paths) if _parameter_ids(model, name) - apart_ids]
+    inside = tuple(f"{name}." for name in apart)
+    chosen = [name for name in _chosen(model, units, paths) if not name.startswith(inside)]
+    blocks = [name for name in chosen if _parameter_ids(model, name) - apart_ids]
     # gradients of a unit travel together, in one dtype
     inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, (*blocks, *apart), paths)]
-    chosen = {*inner, *blocks, *apart} - {""}
-    return (*sorted(chosen, key=lambda name: (-name.count("."), name)), "")
+    names = {*inner, *blocks, *apart} - {""}
+    return (*sorted(names, key=lambda name: (-name.count("."), name)), "")
 
 
 def _parameter_ids(model: nn.Module, name: str) -> set[int]:

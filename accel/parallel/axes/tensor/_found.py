@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from accel.parallel._example import example_of
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import example_of, named_modules
 from accel.parallel.axes.tensor._find import Candidate, candidates
 from accel.parallel.axes.tensor._prove import Verdict, prove
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear, output_dim, problems_of

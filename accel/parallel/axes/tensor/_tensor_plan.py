@@ -12,8 +12,7 @@ from torch import nn
 
 from accel.errors import PrepareError
 from accel.errors._checks import check_choice
-from accel.parallel._example import example_of
-from accel.parallel._modules import matching, named_modules
+from accel.parallel._modules import example_of, matching, named_modules
 from accel.parallel.axes.tensor._dropout import draws
 from accel.parallel.axes.tensor._found import found_plan
 from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles

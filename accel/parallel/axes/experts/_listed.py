@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that are modules of a list: a loop in the block above calls them one by one, on the rows that it chose.
+
+The block's forward runs twice: first to collect the rows of all calls, then with the experts' outputs in their place.
+Between the two runs rows travel at once, as those of stacked experts do. Each rank stores a part of every expert, and
+the parts of its own experts come to it for a forward: all ranks have the parameters of one model, by its own names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel.comm import exchanged
+from accel.errors import PrepareError
+from accel.mixins import Mixin, add_mixin
+from accel.parallel._modules import named_modules
+from accel.parallel._private import is_view
+from accel.parallel.axes.experts._expert_plan import EP, LISTED
+from accel.parallel.axes.experts._layer import Run, combine_tokens, dispatch_tokens, in_parts
+from accel.tensors import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+class ExpertCalls:
+    """The calls of a list's experts in one forward of its block.
+
+    Attributes:
+        path: path of the list.
+        phase: "collect" rows of calls, "replay" outputs to them, or "run" experts; "" outside of the block.
+        rows: inputs by call.
+        experts: experts by call.
+        outputs: outputs that wait for their calls.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.phase: Literal["", "collect", "replay", "run"] = ""
+        self.rows: list[Tensor] = []
+        self.experts: list[int] = []
+        self.outputs: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def during(self, phase: Literal["collect", "replay", "run"]) -> Generator[None]:
+        """Set the phase for a block of code."""
+        before = self.phase
+        self.phase = phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def answer(self, expert: int, given: Sequence[object]) -> Tensor:
+        """Note a call and return zeros, or return the output of a call that was noted."""
+        rows = given[0] if given else None
+        if len(given) != 1 or not isinstance(rows, Tensor) or not rows.is_floating_point() or not rows.ndim:
+            raise self.refused(f"an expert that is called with {', '.join(type(each).__name__ for each in given)}")
+        if self.phase == "collect":
+            self.rows.append(rows)
+            self.experts.append(expert)
+            kind = rows.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+            return rows.new_zeros(rows.shape, dtype=dtype)
+        if self.phase != "replay":
+            raise self.refused(f"a call of expert {expert} from elsewhere")
+        at = len(self.rows) - len(self.outputs)
+        if not self.outputs or (self.experts[at], self.rows[at].shape) != (expert, rows.shape):
+            raise self.refused(f"a call of expert {expert} on {list(rows.shape)} in the second run alone")
+        return self.outputs.pop(0)
+
+    def refused(self, got: str) -> PrepareError:
+        """Make the error for a block whose experts cannot be divided."""
+        return PrepareError(
+            "this loop over a list of experts cannot be divided among ranks",
+            expected="a forward of the module above that depends on its inputs alone, and calls each expert with a"
+            " tensor of rows, for a tensor of the same shape",
+            got=got,
+            where=f"Plan.experts, {self.path}",
+            fix="Give one module parameters of shape [experts, ...] and a forward(tokens, indices, weights).",
+        )
+
+
+def calls_around(module: nn.Module) -> ExpertCalls | None:
+    """Return the calls of the list whose loop is in a module's forward, or that an expert is in; None without one."""
+    if isinstance(module, ListedBlock):
+        module = getattr(module, module.accel_list)
+    return cast("ExpertCalls | None", vars(module).get("accel_calls"))
+
+
+class ListedExpert(Mixin):
+    """An expert of a list, whose calls are collected.
+
+    Attributes:
+        accel_calls: calls of the list's experts; of the instance, as `accel_expert`.
+        accel_expert: place in the list.
+    """
+
+    accel_calls: ExpertCalls
+    accel_expert: int
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Answer a call of the loop, or run."""
+        if self.accel_calls.phase == "run":
+            return cast(Any, super()).forward(*inputs, **named)
+        return self.accel_calls.answer(self.accel_expert, (*inputs, *named.values()))
+
+
+class ListedExperts(Mixin):
+    """A list of experts, called with all rows of a loop.
+
+    Attributes:
+        accel_run: `run_listed`, hidden from torch.compile.
+        accel_alike: as in `DispatchedExperts`.
+        accel_calls: calls of the experts; of the instance.
+        accel_style: "listed".
+    """
+
+    accel_run: Callable[..., Tensor]
+    accel_alike: DeviceMesh | None = None
+    accel_calls: ExpertCalls
+    accel_style = LISTED
+
+    def forward(self, rows: Tensor, indices: Tensor) -> Tensor:
+        """Run the experts of rows on the ranks that hold them. A collective along `ep`, as its backward."""
+        return self.accel_run(self, rows, indices)
+
+
+class ListedBlock(Mixin):
+    """A module whose forward has the loop over a list of experts.
+
+    Attributes:
+        accel_run_block: `run_block`, hidden from torch.compile.
+        accel_list: name of the list; of the instance.
+    """
+
+    accel_run_block: Run
+    accel_list: str
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the loop twice, with the experts between. A collective along `ep`, as its backward."""
+        return self.accel_run_block(self, cast(Any, super()).forward, inputs, named)
+
+
+def follow_calls(block: nn.Module, listed: nn.Module, name: str, path: str) -> None:
+    """Let a block's forward collect the calls of a list of experts in it. Mutates both."""
+    calls = ExpertCalls(path)
+    vars(block)["accel_list"] = name
+    vars(listed)["accel_calls"] = calls
+    experts = list(cast("Iterable[nn.Module]", listed))
+    add_mixin(experts, ListedExpert)
+    for at, each in enumerate(experts):
+        vars(each).update({"accel_calls": calls, "accel_expert": at})
+
+
+def run_block(block: Any, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Run a block's forward to collect rows, the experts on them, and the forward again with their outputs."""
+    listed = getattr(block, block.accel_list)
+    calls: ExpertCalls = listed.accel_calls
+    tensors = [each for each in (*inputs, *named.values()) if isinstance(each, Tensor) and each.is_floating_point()]
+    if not tensors:
+        raise calls.refused("a module that is called without a tensor")
+    calls.rows, calls.experts = [], []
+    with _unchanged(block, tensors, calls), _same_draws(tensors[0].device), calls.during("collect"):
+        try:
+            _ = run(*inputs, **named)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of shapes, where outputs would have others than the rows
+            raise calls.refused(f"{type(error).__name__}: {error}") from error
+    shapes = [each.shape for each in calls.rows]
+    width = shapes[0][-1] if shapes else tensors[0].shape[-1]
+    flat = [each.reshape(-1, width) for each in calls.rows]
+    rows = torch.cat(flat) if flat else tensors[0].reshape(-1, width)[:0]
+    counts = [len(each) for each in flat]
+    chosen = torch.tensor(calls.experts, dtype=torch.int64).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    outputs = listed(rows, chosen.to(rows.device, non_blocking=True)[:, None])
+    if outputs.shape != rows.shape:
+        raise calls.refused(f"outputs of {outputs.shape[-1]} columns for rows of {width}")
+    parts = zip(torch.split(outputs, counts), shapes, strict=True) if counts else ()
+    calls.outputs = [part.reshape(shape).clone() for part, shape in parts]  # of its own, for operations in place
+    if not counts:  # the exchanges' backward takes part in the loss on this rank, too
+        tied = tensors[0] + outputs.sum()
+        inputs = [tied if each is tensors[0] else each for each in inputs]
+        named = {name: tied if each is tensors[0] else each for name, each in named.items()}
+    with calls.during("replay"):
+        result = run(*inputs, **named)
+    if calls.outputs:
+        raise calls.refused(f"{len(calls.outputs)} calls in the first run alone")
+    calls.rows, calls.experts = [], []
+    return result
+
+
+def _same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Leave random numbers to the code after the block as if none had been drawn in it."""
+    if device.type in ("cpu", "meta"):
+        return cast(Any, torch.random).fork_rng(devices=[])
+    return cast(Any, torch.random).fork_rng(devices=[device], device_type=device.type)
+
+
+@contextlib.contextmanager
+def _unchanged(block: nn.Module, tensors: Iterable[Tensor], calls: ExpertCalls) -> Generator[None]:
+    """Raise where a forward changes its inputs or a buffer, as it runs twice."""
+    watched = [("an input", each) for each in tensors] + [
+        (f"the buffer {name}", each) for name, each in _buffers(block)
+    ]
+    before = [each._version for _, each in watched]
+    yield
+    changed = [what for (what, each), version in zip(watched, before, strict=True) if each._version != version]
+    if changed:
+        raise calls.refused(f"a forward that changes {', '.join(changed)}")
+
+
+def _buffers(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return (each for each in block.named_buffers() if not each[1].is_inference())
+
+
+def run_listed(listed: Any, rows: Tensor, indices: Tensor) -> Tensor:
+    """Run the experts of rows of all ranks that this rank computes; return the outputs of its own rows."""
+    calls: ExpertCalls = listed.accel_calls
+    experts = list(cast("Iterable[nn.Module]", listed))
+    group = _mesh_of(listed).get_group(EP)
+    own = len(experts) // group.size()
+    first = own * group.rank()
+    weights = _own_weights([_named(each) for each in experts], group)  # before the rows, so after them in the backward
+    alike = None if listed.accel_alike is None else listed.accel_alike.get_group()
+
+    def computed(rows: Tensor, indices: Tensor, factors: Tensor) -> Tensor:
+        sent = dispatch_tokens(rows, indices, experts=len(experts), group=group)
+        parts = torch.split(sent.rows, list(sent.counts))
+        outputs: list[Tensor] = []
+        for expert, part, tensors in zip(experts[first : first + own], parts, weights, strict=True):
+            with calls.during("run"), _with_weights(tensors):
+                # a row of ones, whose output is dropped: parameters take part in the backward
+                given = part if len(part) else part.sum(0, keepdim=True) + 1
+                outputs.append(cast(Tensor, expert(given))[: len(part)])
+        return combine_tokens(torch.cat(outputs), sent, factors)
+
+    outputs = in_parts(computed, (rows, indices, rows.new_ones(indices.shape)), alike)
+    return outputs.clone() if is_view(outputs) else outputs  # an operation in place on a view would lose FSDP's hooks
+
+
+class _Weight(NamedTuple):
+    """A parameter of an expert.
+
+    Attributes:
+        module: module that has it.
+        name: name in the module.
+        spread: its parts on all ranks.
+    """
+
+    module: nn.Module
+    name: str
+    spread: DTensor
+
+
+def _named(expert: nn.Module) -> list[_Weight]:
+    return [
+        _Weight(module, name, cast(Any, each))
+        for _, module in named_modules(expert)
+        for name, each in module.named_parameters(recurse=False)
+    ]
+
+
+def _mesh_of(listed: nn.Module) -> DeviceMesh:
+    return next(cast(Any, each) for each in listed.parameters() if is_dtensor(each)).device_mesh
+
+
+def _own_weights(
+    experts: Sequence[Sequence[_Weight]], group: dist.ProcessGroup
+) -> list[list[tuple[nn.Module, str, Tensor]]]:
+    """Return the whole weights of the experts that this rank computes. A collective, as its backward."""
+    ranks = group.size()
+    own = len(experts) // ranks
+    first = own * group.rank()
+    kinds = dict.fromkeys(each.spread.dtype for each in experts[0])
+    found: list[list[tuple[nn.Module, str, Tensor]]] = [[] for _ in range(own)]
+    for kind in kinds:
+        local = [[each.spread.to_local() for each in expert if each.spread.dtype == kind] for expert in experts]
+        flat = torch.cat([part.reshape(-1) for parts in local for part in parts])
+        size = flat.numel() // ranks
+        received = exchanged(flat, [size] * ranks, [size] * ranks, group).view(ranks, size)
+        at = 0
+        for place, expert in enumerate(experts[first : first + own]):
+            for weight in (each for each in expert if each.spread.dtype == kind):
+                part = weight.spread.to_local()
+                pieces = received[:, at : at + part.numel()].reshape(ranks, *part.shape)
+                dim = cast(Any, weight.spread.placements[-1]).dim
+                found[place].append((weight.module, weight.name, torch.cat(list(pieces.unbind(0)), dim)))
+                at += part.numel()
+    return found
+
+
+@contextlib.contextmanager
+def _with_weights(weights: Iterable[tuple[nn.Module, str, Tensor]]) -> Generator[None]:
+    """Let modules find whole weights in the place of their parameters."""
+    given = list(weights)
+    for module, name, each in given:
+        vars(module)[name] = each
+    try:
+        yield
+    finally:
+        for module, name, _ in given:
+            del vars(module)[name]

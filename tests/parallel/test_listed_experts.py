@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in a `ModuleList`, called by loops of several kinds, train on ranks that share them as in a plain loop."""
+
+from __future__ import annotations
+
+import functools
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import families
+import pytest
+import torch
+from families import TOLERANCE, Family, Mesh, cell
+from processes import job, run_ranks
+from torch import Tensor, nn
+
+import accel
+from accel.errors import ConfigError, PrepareError
+from accel.testing import simulate
+
+EXPERTS, WIDTH = 4, 8
+PLAN = accel.parallel.Plan(experts={"layers.*.experts": "dispatch"}, tensor={})
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.down(self.up(rows).tanh())
+
+
+class Block(nn.Module):
+    """A router and a loop over experts, of a kind."""
+
+    def __init__(self, kind: str = "hit") -> None:
+        super().__init__()
+        self.kind = kind
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.reshape(-1, WIDTH)
+        weights, indices = self.router(tokens).softmax(-1).topk(2)
+        mixed = getattr(self, self.kind)(tokens, indices, weights)
+        return hidden + mixed.view_as(hidden) + self.shared(hidden)
+
+    def hit(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """The loop of Mixtral in transformers 4: experts that nobody chose are left out."""
+        outputs = torch.zeros_like(tokens) + 0 * weights.sum()  # the router takes part without tokens, too
+        mask = nn.functional.one_hot(indices, EXPERTS).permute(2, 1, 0)
+        for at in mask.sum((-1, -2)).nonzero().flatten().tolist():
+            choice, row = torch.where(mask[at])
+            hidden = self.experts[at](tokens[None, row].reshape(-1, WIDTH)) * weights[row, choice, None]
+            outputs.index_add_(0, row, hidden)
+        return outputs
+
+    def every(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Each expert once, some without a row, in an order of its own, and with an operation in place."""
+        outputs = torch.zeros_like(tokens)
+        for at, expert in reversed(list(enumerate(self.experts))):
+            row, choice = torch.where(indices == at)
+            outputs[row] += expert(tokens[row]).mul_(weights[row, choice, None])
+        return outputs
+
+    def dense(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """All experts on all tokens, as [1, tokens, width]."""
+        factors = torch.zeros(len(tokens), EXPERTS, dtype=tokens.dtype).scatter(1, indices, weights)
+        return sum(expert(tokens[None])[0] * factors[:, at, None] for at, expert in enumerate(self.experts))
+
+    def scaled(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Rows times the router's weights, for one choice after another; the gradient passes through the rows."""
+        outputs = torch.zeros_like(tokens)
+        for choice in range(2):
+            for at, expert in enumerate(self.experts):
+                row = (indices[:, choice] == at).nonzero().flatten()
+                outputs = outputs.index_add(0, row, expert(tokens[row] * weights[row, choice, None]))
+        return outputs
+
+
+class Words(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(99, WIDTH)
+        self.layers = nn.ModuleList([Block(kind), Block(kind)])
+        self.head = nn.Linear(WIDTH, 99)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+        hidden = self.embed(input_ids) * attention_mask[..., None]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return SimpleNamespace(logits=self.head(hidden))
+
+
+def _prepared(ctx: accel.DistContext, model: Any, optimizer: Any, _example: Any) -> Any:
+    return accel.prepare(ctx, model, optimizer, plan=PLAN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "strategy", "accumulations"),
+    [
+        ("hit", "dp=2,ep=2", "fsdp", (1, 3)),
+        ("every", "dp=2,ep=2", "ddp", (3,)),
+        ("dense", "dp=2,ep=2", "fsdp", (1,)),
+        ("scaled", "tp=2,ep=2", "fsdp", (3,)),
+        ("hit", "dp=4,ep=2", "fsdp", (3,)),
+        pytest.param("every", "dp=4,ep=4", "fsdp", (1, 3), marks=pytest.mark.slow),
+        pytest.param("hit", "dp=2,tp=2,ep=4", "fsdp", (1, 3), marks=pytest.mark.slow),
+        pytest.param("scaled", "dp=4,ep=2", "ddp", (1, 3), marks=pytest.mark.slow),
+    ],
+)
+def test_a_loop_over_experts_trains_as_in_one_process(ranks, monkeypatch, kind, axes, strategy, accumulations):
+    family = Family(functools.partial(Words, kind), "", {})
+    monkeypatch.setitem(families.FAMILIES, kind, family)
+    assert cell(ranks, kind, Mesh(axes, strategy, _prepared), accumulations=accumulations) <= TOLERANCE
+
+
+class Net(nn.Module):
+    def __init__(self, block: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block or Block()])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return tokens
+
+
+def net(kind: str = "hit") -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Net(Block(kind)).double()
+
+
+def tokens_of(ctx: accel.DistContext, micro: int) -> Tensor:
+    """Tokens of this rank: none of the first micro-batch's on the first of two ranks."""
+    whole = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(micro), dtype=torch.float64)
+    at, count = ctx.data_parallel
+    cuts = [0, 9] if count == 1 else [0, 3 * micro, 9]
+    return whole[cuts[at] : cuts[at + 1]]
+
+
+def steps(ctx: accel.DistContext, model: nn.Module, optimizer: Any, first: int = 0) -> list[float]:
+    norms = []
+    state = accel.train_state(ctx)
+    scaler, accum = state.scaler, state.accum
+    for micro in range(first, first + 2):
+        accum = accum.next()
+        tokens = tokens_of(ctx, micro)
+        with accel.accumulate(ctx, accum, model):
+            loss = (model(tokens) - 1).square().sum() / max(len(tokens), 1)
+            accum = accel.backward(ctx, loss, scaler, accum, weight=len(tokens))
+        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+        accum, scaler = step.accum, step.scaler
+        assert step.grad_norm is not None
+        norms.append(float(step.grad_norm))
+    return norms
+
+
+def prepared(ctx: accel.DistContext, mesh: str) -> tuple[accel.DistContext, Any, Any]:
+    ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp") if mesh else ctx
+    model = net()
+    return ctx, *accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), plan=PLAN)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((2, "dp=2,ep=2"), (1, "")), ((1, ""), (2, "dp=2,ep=2"))])
+def test_ranks_without_a_token_and_checkpoints_on_another_mesh(saved, loaded, tmp_path):
+    def save(ctx: accel.DistContext) -> list[float]:
+        ctx, model, optimizer = prepared(ctx, saved[1])
+        norms = steps(ctx, model, optimizer)
+        accel.save_state(ctx, tmp_path, {"model": model, "optimizer": optimizer}, step=1)
+        return norms + steps(ctx, model, optimizer, 2)
+
+    def load(ctx: accel.DistContext) -> list[float]:
+        ctx, model, optimizer = prepared(ctx, loaded[1])
+        _ = accel.load_state(ctx, tmp_path, {"model": model, "optimizer": optimizer})
+        return steps(ctx, model, optimizer, 2)
+
+    ctx, model, optimizer = prepared(accel.single(), "")
+    expected = steps(ctx, model, optimizer) + steps(ctx, model, optimizer, 2)
+    for found in simulate(save, saved[0], default_group=True):
+        assert found == pytest.approx(expected, abs=1e-12)
+    for found in simulate(load, loaded[0], default_group=True):
+        assert found == pytest.approx(expected[2:], abs=1e-12)
+
+
+def _real_rank(rank: int, environ: list[dict[str, str]], path: str) -> None:
+    with accel.session(environ=environ[rank], device="cpu", mesh="dp=2,ep=2", strategy="fsdp") as ctx:
+        ctx, model, optimizer = prepared(ctx, "")
+        norms = steps(ctx, model, optimizer)
+        if rank == 0:
+            torch.save(norms, path)
+
+
+@pytest.mark.slow
+def test_processes_train_as_one(tmp_path):
+    run_ranks(_real_rank, job(2), str(tmp_path / "rank0.pt"))
+    assert torch.load(tmp_path / "rank0.pt") == pytest.approx(steps(*prepared(accel.single(), "")), abs=1e-12)
+
+
+def test_ranks_hold_a_part_of_each_expert_under_the_models_own_names():
+    def run(ctx: accel.DistContext) -> tuple[list[str], int]:
+        _, model, _ = prepared(ctx, "dp=2,ep=2")
+        held = sum(each.to_local().numel() for each in model.layers[0].experts.parameters())
+        return list(accel.unwrap_model(model).state_dict()), held
+
+    experts = net().layers[0].experts
+    assert (
+        simulate(run, 2, default_group=True)
+        == [(list(net().state_dict()), sum(each.numel() for each in experts.parameters()) // 2)] * 2
+    )
+
+
+def test_each_expert_counts_its_rows():
+    def run(ctx: accel.DistContext, mesh: str) -> dict[str, list[int]]:
+        ctx, model, optimizer = prepared(ctx, mesh)
+        load = accel.training.ExpertLoad(model, experts={"layers.*.experts": EXPERTS})
+        accum, tokens = accel.Accumulation(1).next(), tokens_of(ctx, 1)
+        with load.counting(accum):
+            accum = accel.backward(ctx, model(tokens).square().mean(), accel.loss_scale(ctx), accum)
+        step = accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum)
+        counts = load.update_(ctx, step).layers
+        with (
+            pytest.raises(ConfigError, match="do not show their tokens"),
+            load.counting(step.accum.next(), mask=tokens),
+        ):
+            _ = model(tokens)
+        return {path: each.tolist() for path, each in counts.items()}
+
+    expected = run(accel.single(), "")
+    assert sum(expected["layers.0.experts"]) == 18
+    assert simulate(lambda ctx: run(ctx, "dp=2,ep=2"), 2, default_group=True) == [expected] * 2
+
+
+class Jitter(Block):
+    """A block that draws noise and drops rows, as in training."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(hidden, 0.3) + torch.rand_like(hidden))
+
+
+class InPlace(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.mul_(2))
+
+
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(hidden)
+
+
+class Twice(Block):
+    """Experts of another output than their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for each in self.experts:
+            each.down = nn.Linear(12, 2 * WIDTH, bias=False)
+
+    def hit(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return torch.stack([each(tokens) for each in self.experts]).sum(0)[:, :WIDTH]
+
+
+def test_both_runs_draw_the_same_numbers():
+    def run(ctx: accel.DistContext) -> list[float]:
+        ctx = accel.replace(ctx, mesh="dp=2,ep=2")
+        model = accel.prepare_model(ctx, Net(Jitter()), plan=PLAN)
+        before = torch.get_rng_state()
+        found = []
+        for _ in range(2):
+            torch.set_rng_state(before)
+            found.append(float(model(torch.ones(5, WIDTH)).detach().sum()))
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
+        _ = torch.nn.functional.dropout(torch.ones(5, WIDTH), 0.3), torch.rand(5, WIDTH)
+        assert torch.equal(after, torch.get_rng_state())  # as of one run
+        return found
+
+    for one, other in simulate(run, 2, default_group=True):
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        (InPlace, "a forward that changes an input"),
+        (Counting, "a forward that changes the buffer seen"),
+        (Twice, "outputs of 16 columns for rows of 8"),
+    ],
+)
+def test_a_loop_that_cannot_run_twice_is_refused(block, told):
+    def run(ctx: accel.DistContext) -> None:
+        model = accel.prepare_model(accel.replace(ctx, mesh="dp=2,ep=2"), Net(block()), plan=PLAN)
+        with pytest.raises(PrepareError, match=rf"{told} - at Plan.experts, layers\.0\.experts"):
+            _ = model(torch.ones(5, WIDTH))
+
+    _ = simulate(run, 2, default_group=True)
+
+
+def test_an_expert_that_is_called_from_elsewhere_is_refused():
+    def run(ctx: accel.DistContext) -> None:
+        model = accel.prepare_model(accel.replace(ctx, mesh="dp=2,ep=2"), net(), plan=PLAN)
+        with pytest.raises(PrepareError, match="a call of expert 1 from elsewhere"):
+            _ = model.layers[0].experts[1](torch.ones(5, WIDTH))
+
+    _ = simulate(run, 2, default_group=True)
+
+
+def _odd() -> Net:
+    model = Net()
+    model.layers[0].experts[2] = nn.Linear(WIDTH, WIDTH)
+    return model
+
+
+def _norms() -> Net:
+    model = Net()
+    for each in model.layers[0].experts:
+        each.norm = nn.BatchNorm1d(WIDTH)
+    return model
+
+
+def _tied() -> Net:
+    model = Net()
+    model.layers[0].experts[1].up.weight = model.layers[0].shared.weight
+    return model
+
+
+def _narrow() -> Net:
+    model = Net()
+    for each in model.layers[0].experts:
+        each.scale = nn.Parameter(torch.ones(1))
+    return model
+
+
+def _in_a_dict() -> Net:
+    return Net(nn.ModuleDict({"experts": nn.ModuleList(Expert() for _ in range(EXPERTS))}))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (_odd, "layers.0.experts: has experts of other parameters or shapes than their neighbours"),
+        (_norms, "layers.0.experts: has the buffer 0.norm.running_mean, which ranks would change apart"),
+        (_tied, "layers.0.experts: shares 1.up.weight with another module"),
+        (_narrow, "layers.0.experts: has 0.scale [1], without a dimension that 2 divides"),
+        (_in_a_dict, "layers.0.experts: is in a ModuleDict, whose forward has no loop over it"),
+    ],
+)
+def test_a_list_that_cannot_be_divided_is_refused(make, told):
+    def run(ctx: accel.DistContext) -> None:
+        with pytest.raises(PrepareError, match=re.escape(told)):
+            _ = accel.prepare_model(accel.replace(ctx, mesh="dp=2,ep=2"), make(), plan=PLAN)
+
+    _ = simulate(run, 2, default_group=True)
+
+
+def test_a_model_with_an_unnamed_list_is_refused_with_the_line_to_write():
+    def run(ctx: accel.DistContext) -> None:
+        with pytest.raises(PrepareError, match=re.escape('Plan(experts={"layers.*.experts": "dispatch"}).')):
+            _ = accel.prepare_model(accel.replace(ctx, mesh="dp=2,ep=2"), net())
+
+    _ = simulate(run, 2, default_group=True)

@@ -9,6 +9,7 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from heapq import nlargest
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +22,7 @@ _MOST_PARTS = 4000  # of a curve: a page is zoomed, and a screen has fewer colum
 _LEAST_PARTS = 20
 _MOST_NUMBERS = 1_100_000  # of all curves: 6 MB as text
 _MOST_MARKS = 200  # of a curve
+_MOST_JUMPS = 20  # of an axis, whose both ends are kept
 _OF_LOSSES = """loss losses error errors err perplexity ppl nll bpb bpc ce mse mae rmse wer cer fid kl divergence
 distance"""
 _OF_SCORES = """accuracy acc f1 auc auroc bleu rouge recall map iou miou dice psnr ssim reward rewards return score em
@@ -163,7 +165,10 @@ class SeriesWriter:
         if len(steps) < 2 or not _rises(values):
             return None
         most = min(1000, self._most)
-        at = sorted({each * (len(steps) - 1) // (most - 1) for each in range(most)})
+        jumps = [after - before for before, after in pairwise(values)]
+        longest = nlargest(_MOST_JUMPS, range(len(jumps)), key=jumps.__getitem__)
+        even = (each * (len(steps) - 1) // (most - 1) for each in range(most))
+        at = sorted({*even, *longest, *(each + 1 for each in longest)})  # both ends of the pauses of a clock
         return [self._steps([steps[each] for each in at]), encode_numbers([values[each] for each in at])]
 
     def _curve(self, curve: MetricCurve, better: Better) -> dict[str, Any]:

@@ -37,12 +37,13 @@ class Chart {
     const [from, to] = currentView();
     const pixels = Math.max(20, this.plot.right - this.plot.left);
     const found = [];
-    for (const run of this.runs) {
-      if (!isShown(run)) continue;
+    const shown = this.runs.filter(isShown);
+    for (const run of shown) {
+      const isFine = shown.length <= MOST_BANDS || run === state.lit;
       const curve = curveOf(this.metric, run);
       const xs = placesOf(curve);
       if (!xs.length && !curve.marks.length) continue;
-      found.push({ run, curve, part: partOf(curve, xs, from, to, pixels) });
+      found.push({ run, curve, part: partOf(curve, xs, from, to, pixels / (isFine ? 3 : 6)) });
     }
     return found.sort((one, other) => (one.run === state.lit) - (other.run === state.lit));
   }
@@ -136,13 +137,20 @@ class Chart {
       const isLit = run === state.lit;
       const isDim = state.lit !== null && !isLit;
       pen.strokeStyle = pen.fillStyle = colorOf(run);
-      const hasBand = curve.low !== curve.mean || part.low !== part.mean;
+      const hasBand = curve.low !== curve.mean || Array.isArray(part.x);
       if (hasBand && (!isCrowded || isLit) && !isDim) {
         pen.globalAlpha = 0.22;
         pen.beginPath();
         for (let at = 0; at < part.x.length; at += 1) pen.lineTo(toX(part.x[at]), toY(part.high[at]));
         for (let at = part.x.length - 1; at >= 0; at -= 1) pen.lineTo(toX(part.x[at]), toY(part.low[at]));
         pen.fill();
+      }
+      if (!hasBand && state.smooth && !isDim) { // the values themselves behind their smooth mean
+        pen.globalAlpha = isCrowded && !isLit ? 0.15 : 0.35;
+        pen.lineWidth = 1;
+        pen.beginPath();
+        for (let at = 0; at < part.x.length; at += 1) pen.lineTo(toX(part.x[at]), toY(part.low[at]));
+        pen.stroke();
       }
       pen.globalAlpha = isDim ? 0.15 : isCrowded && !isLit ? 0.65 : 1;
       pen.lineWidth = isLit ? 2.4 : isCrowded ? 1 : 1.6;

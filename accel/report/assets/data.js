@@ -105,32 +105,32 @@ function smoothed(curve, xs) {
   return curve.smooth.get(key);
 }
 
-// The part of a curve between two places: its points, or where they are dense parts of three pixels.
-function partOf(curve, xs, from, to, pixels) {
+// The part of a curve between two places: its points, or where they are dense one for each column of the chart. Columns
+// are alike in width, so that no point stands in a pause of the wall-clock.
+function partOf(curve, xs, from, to, columns) {
   const first = Math.max(0, lowerBound(xs, from) - 1);
   const end = Math.min(xs.length, lowerBound(xs, to) + 2);
   const line = smoothed(curve, xs);
-  const stride = Math.ceil((3 * (end - first)) / pixels);
-  if (stride <= 2) {
+  if (end - first <= 2 * columns) {
     const cut = (values) => values.subarray(first, end);
     return { x: cut(xs), mean: cut(line), low: cut(curve.low), high: cut(curve.high) };
   }
-  const count = Math.ceil((end - first) / stride);
-  const part = { x: new Float64Array(count), mean: new Float64Array(count), low: new Float64Array(count),
-    high: new Float64Array(count) };
-  for (let at = 0; at < count; at += 1) {
-    const start = first + at * stride;
-    const stop = Math.min(end, start + stride);
-    let [sum, low, high] = [0, Infinity, -Infinity];
-    for (let each = start; each < stop; each += 1) {
-      sum += line[each];
-      if (curve.low[each] < low) low = curve.low[each];
-      if (curve.high[each] > high) high = curve.high[each];
-    }
-    part.x[at] = (xs[start] + xs[stop - 1]) / 2;
-    part.mean[at] = sum / (stop - start);
-    part.low[at] = low;
-    part.high[at] = high;
+  const part = { x: [], mean: [], low: [], high: [] };
+  const wide = (to - from) / columns;
+  for (let start = first; start < end;) {
+    const column = Math.floor((xs[start] - from) / wide);
+    let [sum, low, high, stop] = [0, Infinity, -Infinity, start];
+    do {
+      sum += line[stop];
+      if (curve.low[stop] < low) low = curve.low[stop];
+      if (curve.high[stop] > high) high = curve.high[stop];
+      stop += 1;
+    } while (stop < end && Math.floor((xs[stop] - from) / wide) === column);
+    part.x.push((xs[start] + xs[stop - 1]) / 2);
+    part.mean.push(sum / (stop - start));
+    part.low.push(low);
+    part.high.push(high);
+    start = stop;
   }
   return part;
 }

@@ -228,12 +228,13 @@ function buildParallel() {
   const axes = [...settings, ...goal].map(axisOf);
   parallel.lines = [];
   if (axes.length < 2) { place.replaceChildren("Choose a setting that differs to see it against a metric."); return; }
-  const [width, height, top, side] = [Math.max(320, 150 * axes.length), 260, 34, 70];
+  const width = Math.max(place.clientWidth - 2, 110 * axes.length);
+  const [height, top, side] = [260, 34, 70];
   const x = (at) => side + (at * (width - 2 * side)) / (axes.length - 1);
   const y = (part) => height - 12 - part * (height - top - 12);
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, class: "parallel", role: "img",
     "aria-label": "Settings of each run against a metric" });
-  svg.style.minWidth = `${Math.min(width, 110 * axes.length)}px`;
+  svg.style.width = `${width}px`;
   const shade = shadesOf(axes[axes.length - 1]);
   for (const run of shade.order) {
     const points = axes.map((axis, at) => [x(at), axis.at(axis.column.value(run))]);
@@ -280,5 +281,12 @@ if (sweep) {
     if (what === "runs" || what === "lit") updateParallel();
   });
   buildChooser();
+  const place = document.getElementById("parallel");
+  let before = place.clientWidth;
+  new ResizeObserver(() => {
+    if (place.clientWidth === before) return;
+    before = place.clientWidth;
+    buildParallel();
+  }).observe(place);
 }
 start();

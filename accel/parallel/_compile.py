@@ -18,7 +18,17 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.formats import CompileMode
 from accel.mixins import Mixin, add_mixin, remove_mixin
-from accel.parallel._modules import OVERLAPS, Select, compile_graphs, named_modules, selected, unwrap_model
+from accel.parallel._modules import (
+    OVERLAPS,
+    Select,
+    compile_graphs,
+    is_elsewhere,
+    is_pipelined,
+    named_modules,
+    selected,
+    stage_modules,
+    unwrap_model,
+)
 
 M = TypeVar("M", bound=nn.Module)
 Keep: TypeAlias = Literal["products"] | Sequence[str]
@@ -163,7 +173,8 @@ def compile_model(
         model: plain, or from `prepare_model`.
         regions: None for the whole; "repeated" for the blocks that a ModuleList or Sequential holds at least two of,
             of one class; a class or a tuple of classes; or a predicate of a module's name and the
-            module. Of nested regions the outer one counts. Both None and "repeated" mean the graphs of traced stages.
+            module. Of nested regions the outer one counts. For a model that is cut into stages, None means the modules
+            of this rank's stages, each one a region; both None and "repeated" mean the graphs of traced stages.
         backend, mode, fullgraph, dynamic, options: as in torch.compile.
 
     Returns:
@@ -192,12 +203,21 @@ def compile_model(
     settings["options"] = options
     if regions in (None, "repeated") and compile_graphs(inner, settings):
         return model
-    chosen = [inner] if regions is None else list(selected(inner, regions, "compile_model").values())
+    chosen = _whole(inner) if regions is None else list(selected(inner, regions, "compile_model").values())
+    chosen = [module for module in chosen if not is_elsewhere(module)]
     _check_overlap(inner, chosen)
     add_mixin([module for module in chosen if type(module).forward.__module__.startswith("torch.")], _Traced)
     for module in chosen:
         cast(Any, module).compile(**settings)
     return model
+
+
+def _whole(model: nn.Module) -> list[nn.Module]:
+    """The regions of a whole model: itself, or the modules of this rank's stages, which nothing calls as one."""
+    if not is_pipelined(model):
+        return [model]
+    stages = cast("Sequence[Any]", stage_modules(model))
+    return [stage.module.get_submodule(path) for stage in stages for path in stage.own]
 
 
 def _check_overlap(model: nn.Module, regions: Iterable[nn.Module]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, cast
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.errors import ConfigError
+from accel.mixins import Mixin
 
 
 def named_modules(model: nn.Module, *, every_path: bool = False) -> Iterator[tuple[str, nn.Module]]:
@@ -58,14 +60,29 @@ def selected(model: nn.Module, select: Select, where: str) -> dict[str, nn.Modul
 
 
 def repeated(model: nn.Module) -> set[int]:
-    """Return the `id` of each module with modules of its own that is in a list with another of its class."""
+    """Return the `id` of each module with modules of its own that is in a list with another of its class.
+
+    Those of other stages count, and are not among them.
+    """
     found: set[int] = set()
     for holder in model.modules():
         if isinstance(holder, nn.ModuleList | nn.Sequential):
             blocks = [child for child in holder if any(True for _ in child.children())]
-            counts = Counter(map(type, blocks))
-            found.update(id(child) for child in blocks if counts[type(child)] > 1)
+            counts = Counter(map(_written_class, blocks))
+            found.update(id(child) for child in blocks if counts[_written_class(child)] > 1 and not is_elsewhere(child))
     return found
+
+
+def _written_class(module: nn.Module) -> type:
+    """The class of a module behind those that parallelism has put before it, such as that of a first block alone."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    before = (Mixin, getattr(fsdp, "FSDPModule", Mixin))  # another thread may be importing the module
+    return next(each for each in type(module).__mro__ if not issubclass(each, before))
+
+
+def is_elsewhere(module: nn.Module) -> bool:
+    """Return whether a module is of another stage."""
+    return FREED in vars(module)
 
 
 def _outermost(
@@ -82,6 +99,7 @@ WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of the 
 HELD = "accel_held"  # attribute of an engine's wrapper: its `EngineGradients`
 EMPTIED = "accel_emptied"  # attribute of modules whose parameters are empty between passes: what makes them so
 COMPILES = "accel_compile_with"  # attribute of a traced stage: options of torch.compile for its graphs
+FREED = "accel_freed"  # attribute of a module of another stage: paths of its tensors, by name
 OVERLAPS = "accel_overlaps"  # attribute of modules that send beside their own products
 STAGES = "accel_stages"  # attribute of a pipelined model
 _DIVIDED = "accel_divided"  # attribute of a module that follows a pipelined model

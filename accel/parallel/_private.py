@@ -6,7 +6,8 @@ A test looks for each of them in the torch that is installed, and in the package
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -76,6 +77,20 @@ def exchange_in(replica: object, dtype: torch.dtype) -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch compiles a module's calls."""
     return cast(Any, module)._compiled_call_impl is not None
+
+
+@contextlib.contextmanager
+def called_eagerly(module: nn.Module) -> Generator[None]:
+    """Let modules that torch compiles run as they are, for calls that it should not compile for."""
+    compiled: list[Any] = [each for each in module.modules() if is_compiled(each)]
+    calls = [each._compiled_call_impl for each in compiled]
+    for each in compiled:
+        each._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for each, call in zip(compiled, calls, strict=True):
+            each._compiled_call_impl = call
 
 
 def is_view(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from accel.comm import Call, Comm, agreed_values
 from accel.errors import StageError
 from accel.errors._checks import with_article
+from accel.parallel._private import called_eagerly
 from accel.parallel.axes.pipeline._skipped import take_hidden
 from accel.parallel.axes.pipeline._stage_module import StageModule, first_tensor, has_own
 from accel.parallel.axes.pipeline._stage_plan import Layout
@@ -107,7 +108,8 @@ def _probed(stage: StageModule, hidden: torch.Tensor) -> torch.Tensor:
     """The output of a stage."""
     devices = [] if hidden.device.type == "cpu" else [hidden.device]
     buffers = {each: each.detach().clone() for each in stage.buffers()}
-    with torch.no_grad(), cast(Any, torch.random).fork_rng(devices=devices, device_type=hidden.device.type):
+    streams = cast(Any, torch.random).fork_rng(devices=devices, device_type=hidden.device.type)
+    with torch.no_grad(), streams, called_eagerly(stage):
         output = stage(hidden, micro=torch.zeros(1, dtype=torch.int64))
         for buffer, before in buffers.items():
             _ = buffer.copy_(before)

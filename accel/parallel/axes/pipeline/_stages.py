@@ -19,6 +19,7 @@ from accel.mixins import add_mixin
 from accel.parallel._empty import make_room, move_model
 from accel.parallel._labels import drop_parameter, label_parameters
 from accel.parallel._modules import is_pipelined, named_modules, unwrap_model, wrapped_name
+from accel.parallel._private import is_compiled
 from accel.parallel._spread import Spread, SpreadOptions, begin_with_rank_0_, compare_models
 from accel.parallel.axes.pipeline._pipeline import Pipeline, Pipelined, attach, open_ties, stage_of, tied_names
 from accel.parallel.axes.pipeline._skipped import remove_modules, stage_view
@@ -62,6 +63,14 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
             got=f"{with_article(type(model).__name__)} with it as {name}",
             where=_WHERE,
             fix="Prepare the model inside; compile its blocks with accel.compile_model.",
+        )
+    if is_compiled(model):
+        raise PrepareError(
+            "a model that is compiled whole cannot be cut into stages: nothing calls it as one",
+            expected="compiled blocks, or a compilation after prepare_model",
+            got=f"the call of {with_article(type(model).__name__)}, compiled",
+            where=_WHERE,
+            fix='Call accel.compile_model(model) after prepare_model; or accel.compile_model(model, "repeated").',
         )
     beside = [name for name, axis in ctx.position.axes if axis.size > 1 and dimension_of(name) not in _BESIDE]
     if beside:

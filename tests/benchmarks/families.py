@@ -47,12 +47,12 @@ def outcome(simulator: Simulator, name: str, mesh: str, shares: Shares) -> str:
     """Run a cell and return what the table says of it."""
     shares.last = ""
     try:
-        off = table.cell(simulator, name, table.MESHES[mesh])
+        off, cut = table.compared(simulator, name, table.MESHES[mesh])
     except Exception as error:  # whatever refuses the cell
         return "refused: " + " ".join(str(error).split(" - at ")[0].split())[:90].replace("|", "/")
     if off > table.TOLERANCE or off != off:
         return f"wrong by {off:.0e}"
-    return f"{EQUAL}, {shares.last} %" if shares.last else EQUAL
+    return ", ".join(filter(None, (EQUAL, cut, f"{shares.last} %" if shares.last else "")))
 
 
 def read(text: str) -> tuple[list[str], dict[tuple[str, str], str]]:

@@ -64,16 +64,16 @@ class Family(NamedTuple):
     """A tiny model.
 
     Attributes:
-        model: class of transformers, or a function that makes a module of torch.
-        config: class of its config; "" for a module of torch.
+        model: class of transformers by name, or a function that makes the module.
+        config: class of its config; "" for a module of a function.
         settings: of the config.
         kind: "words" for logits of tokens, "classes" for those of rows, "vectors" for embeddings of texts and images,
             "speech", "translation", or "features".
     """
 
     model: str | Callable[[], nn.Module]
-    config: str
-    settings: Mapping[str, Any]
+    config: str = ""
+    settings: Mapping[str, Any] = {}
     kind: str = "words"
 
 
@@ -190,7 +190,7 @@ FAMILIES: Mapping[str, Family] = {
         {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 99, "use_cache": False, "max_seq_len": 32},
     ),
     "mT5": Family("MT5ForConditionalGeneration", "MT5Config", T5 | {"feed_forward_proj": "gated-gelu"}, "translation"),
-    "nn.Transformer": Family(Transformer, "", {}, "features"),
+    "nn.Transformer": Family(Transformer, kind="features"),
     "OLMo 2": Family("Olmo2ForCausalLM", "Olmo2Config", GATED),
     "OPT": Family(
         "OPTForCausalLM",
@@ -234,13 +234,15 @@ class Mesh(NamedTuple):
         strategy: of data parallelism.
         prepare: from context, model, optimizer and a batch of one row to the prepared model and optimizer; None for
             `accel.prepare`.
-        traced: whether the model is cut into pipeline stages by tracing.
+        cuts: ways to cut the model into pipeline stages, the first that takes it; empty without a pipeline.
+        plan: further options of the stages.
     """
 
     axes: str
     strategy: str = "fsdp"
     prepare: Callable[[accel.DistContext, nn.Module, Any, Mapping[str, Tensor]], tuple[nn.Module, Any]] | None = None
-    traced: bool = False
+    cuts: tuple[Any, ...] = ()
+    plan: Mapping[str, Any] = {}
 
     @property
     def size(self) -> int:
@@ -249,11 +251,13 @@ class Mesh(NamedTuple):
         return torch.Size(int(size) for name, size in sizes if name != "ep").numel()
 
 
-MESHES: Mapping[str, Mesh] = (
-    {"tp=2": Mesh("tp=2"), "dp=2,tp=2": Mesh("dp=2,tp=2")}
-    | {axes: Mesh(axes, traced=True) for axes in ("pp=2", "pp=4", "dp=2,pp=2")}
-    | {"cp=2": Mesh("cp=2")}
-)
+MESHES: Mapping[str, Mesh] = {  # columns of the table
+    "tp=2": Mesh("tp=2"),
+    "dp=2,tp=2": Mesh("dp=2,tp=2"),
+    "cp=2": Mesh("cp=2"),
+    "pp=2": Mesh("pp=2", cuts=("chain", "trace")),
+    "pp=2,tp=2": Mesh("pp=2,tp=2", cuts=("chain", "trace")),
+}
 
 
 class Wide(TorchFunctionMode):
@@ -442,7 +446,7 @@ def cut(ctx: accel.DistContext, name: str, model: nn.Module, batch: Mapping[str,
     return own
 
 
-def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, batch: int) -> Result:
+def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, batch: int, way: Any) -> Result:
     """Train on a mesh with stages, which take a batch of all ranks together in micro-batches of two rows."""
     ctx = accel.replace(ctx, mesh=mesh.axes, strategy=mesh.strategy)
     model = make(name)
@@ -451,7 +455,8 @@ def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, 
     share, shares = ctx.data_parallel
     size = batch // shares
     example = _given(kind, torch.utils.data.default_collate(samples[:4]))
-    plan = accel.parallel.Plan(cut="trace", micro_batches=max(ctx.axis("pp").size, size // 2))
+    micro_batches = max(ctx.axis("pp").size * mesh.plan.get("stages_per_rank", 1), size // 2)
+    plan = accel.parallel.Plan(**{"cut": way, "micro_batches": micro_batches, **mesh.plan})
     with Wide():
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
     starts = range(0, len(samples), batch)
@@ -497,16 +502,42 @@ def difference(want: Result, got: Result) -> float:
     return float(torch.stack([(a.double() - b.double()).abs().max() for a, b in pairs if a.numel()]).max())
 
 
+class Outcome(NamedTuple):
+    """The result of a cell.
+
+    Attributes:
+        off: the largest difference between a mesh and a plain loop.
+        cut: way in which the model was cut into stages; "" without.
+    """
+
+    off: float
+    cut: str
+
+
 def cell(simulator: Simulator, name: str, mesh: Mesh, *, accumulations: Sequence[int] = (1, 3)) -> float:
     """Return the largest difference between a mesh and a plain loop."""
-    found: list[float] = []
-    run = on_stages if mesh.traced else on_mesh
-    for accumulation in accumulations:
-        want = plain(name, accumulation, 4)
-        every = simulator.run(
-            lambda ctx, accumulation=accumulation: run(ctx, name, mesh, accumulation, 4),
-            mesh.size,
-            default_group=True,
-        )
-        found += [difference(want, each) for each in every]
-    return float(torch.tensor(found).max())
+    return compared(simulator, name, mesh, accumulations=accumulations).off
+
+
+def compared(simulator: Simulator, name: str, mesh: Mesh, *, accumulations: Sequence[int] = (1, 3)) -> Outcome:
+    """Compare a mesh and a plain loop. Of several cuts that refuse the model the first one's error is raised."""
+    refusal: Exception | None = None
+    for way in mesh.cuts or ("",):
+        try:
+            found = [_difference(simulator, name, mesh, way, each) for each in accumulations]
+            return Outcome(float(torch.tensor(found).max()), way)
+        except (accel.errors.PrepareError, accel.errors.StageError) as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _difference(simulator: Simulator, name: str, mesh: Mesh, way: str, accumulation: int) -> float:
+    def rank(ctx: accel.DistContext) -> Result:
+        if way:
+            return on_stages(ctx, name, mesh, accumulation, 4, way)
+        return on_mesh(ctx, name, mesh, accumulation, 4)
+
+    want = plain(name, accumulation, 4)
+    every = simulator.run(rank, mesh.size, default_group=True)
+    return float(torch.tensor([difference(want, each) for each in every]).max())

@@ -28,7 +28,7 @@ class Scores(NamedTuple):
     has_sinks: bool = False
     has_documents: bool = False
     has_ignored: bool = False
-    mask: str = ""  # "bool" or "scores"
+    mask: str = ""  # "bool", "scores", "mask_mod" or "score_mod"
     causal: bool = True
     seed: int = 0
 
@@ -66,9 +66,9 @@ def written_out(case: Scores, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
             scores = (k[:, head // times, begin:end] * q[:, head, at : at + 1]).sum(-1) / 2
             if case.softcap is not None:
                 scores = case.softcap * torch.tanh(scores / case.softcap)
-            if case.mask == "scores":
+            if case.mask in ("scores", "score_mod"):
                 scores = scores + mask[:, head, at, begin:end]
-            if case.mask == "bool":
+            if case.mask in ("bool", "mask_mod"):
                 scores = scores.masked_fill(mask[:, head, at, begin:end] < -0.5, -torch.inf)
             if case.has_ignored:
                 scores = scores.masked_fill(inputs["ignored"][:, begin:end], -torch.inf)
@@ -101,6 +101,7 @@ def difference(ranks: Simulator, size: int, case: Scores, method: Any) -> float:
         q, k, v = (part[name].clone().requires_grad_() for name in "qkv")
         mask = accel.parallel.split_sequence(ctx, {"mask": inputs["mask"]}, dim=2)["mask"].requires_grad_()
         sinks = inputs["sinks"].clone().requires_grad_()
+        whole = inputs["mask"].clone().requires_grad_()
         out = accel.parallel.context_attention(
             ctx,
             q,
@@ -110,6 +111,8 @@ def difference(ranks: Simulator, size: int, case: Scores, method: Any) -> float:
             documents=of_tokens["documents"] if case.has_documents else None,
             key_padding_mask=of_tokens["ignored"] if case.has_ignored else None,
             attn_mask={"scores": mask, "bool": mask > -0.5}.get(case.mask),
+            score_mod=(lambda score, b, h, i, j: score + whole[0, h, i, j]) if case.mask == "score_mod" else None,
+            mask_mod=(lambda b, h, i, j: whole[0, h, i, j] > -0.5) if case.mask == "mask_mod" else None,
             window=case.window,
             softcap=case.softcap,
             sinks=sinks if case.has_sinks else None,
@@ -117,6 +120,8 @@ def difference(ranks: Simulator, size: int, case: Scores, method: Any) -> float:
         )
         out.backward(part["grad"])
         got = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad, "mask": mask.grad}
+        if whole.grad is not None:
+            got["mask"] = accel.parallel.split_sequence(ctx, {"mask": whole.grad}, dim=2)["mask"]
         off = max((each - own[name]).abs().max().item() for name, each in got.items() if each is not None)
         return off, torch.zeros(case.heads) if sinks.grad is None else sinks.grad
 
@@ -148,6 +153,10 @@ MASKS = (
     Scores(mask="scores", window=7, softcap=2.0, has_documents=True, has_ignored=True, has_sinks=True),
     Scores(mask="bool"),
     Scores(mask="bool", causal=False, key_heads=1),
+    Scores(mask="score_mod"),
+    Scores(mask="score_mod", causal=False, window=7, softcap=2.0, has_documents=True),
+    Scores(mask="mask_mod"),
+    Scores(mask="mask_mod", causal=False, has_sinks=True),
 )
 
 
@@ -260,6 +269,7 @@ def test_equals_attention_that_is_written_out_for_drawn_cases(ranks: Simulator, 
     ("options", "words"),
     [
         ({"attn_mask": torch.zeros(6, 12), "method": "ring"}, 'Take Plan\\(context="gather"\\)'),
+        ({"mask_mod": lambda b, h, i, j: i < j, "method": "heads"}, "got mask_mod with the method 'heads'"),
         ({"attn_mask": torch.zeros(6, 6)}, r"expands to \[1, 4, 6, 12\]"),
         ({"attn_mask": torch.zeros(6, 12, dtype=torch.int64)}, r"mask\.bool\(\)"),
         ({"key_padding_mask": torch.zeros(1, 6)}, "True for a key to ignore"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -363,8 +364,12 @@ def make_llama4() -> Any:
         return transformers.Llama4ForCausalLM(config).double()
 
 
-def block_mask(kind: str) -> Tensor:
+def block_mask(kind: str) -> Any:
     """A mask of pairs: causal, but that the first 6 tokens see each other."""
+    if kind == "flex":
+        flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+        size = (None, None, LENGTH, LENGTH)
+        return flex.create_block_mask(lambda b, h, i, j: (i >= j) | ((i < 6) & (j < 6)), *size, device="cpu")
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     mask[:6, :6] = True
     mask = mask.expand(4, 1, -1, -1)
@@ -378,27 +383,30 @@ def block_mask(kind: str) -> Tensor:
         (make_llama4, {"position_ids": PACKED}),
         (make_llama, {"attention_mask": block_mask("bool")}),
         (make_llama, {"attention_mask": block_mask("scores"), "position_ids": PACKED}),
+        (make_llama, {"attention_mask": "flex"}),
         (make_mistral, {"attention_mask": (torch.arange(LENGTH) < torch.tensor([[16], [9], [3], [12]])).long()}),
         (make_bert, {"attention_mask": (torch.arange(LENGTH) % 5 < torch.tensor([[5], [3], [4], [1]])).long()}),
     ],
 )  # fmt: skip
-def test_chunks_masks_and_padding_are_those_of_the_sequence(
-    ranks: Simulator, make: Any, given: dict[str, Tensor]
-) -> None:
+def test_chunks_masks_and_padding_are_those_of_the_sequence(ranks: Simulator, make: Any, given: dict[str, Any]) -> None:
+    is_flex = isinstance(given.get("attention_mask"), str)
+    given = {"attention_mask": block_mask("flex")} if is_flex else given
     seen = given.get("attention_mask", torch.ones(4, LENGTH))
-    counts = seen.bool() if seen.ndim == 2 else torch.ones(4, LENGTH, dtype=torch.bool)
+    counts = seen.bool() if len(seen.shape) == 2 else torch.ones(4, LENGTH, dtype=torch.bool)
     targets = IDS[0].where(counts, torch.tensor(-100))
     alone = make()
-    cross_entropy(alone(IDS[0], **given).logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    plain = {"attention_mask": block_mask("bool")} if is_flex else given  # flex has no backward on CPUs
+    cross_entropy(alone(IDS[0], **plain).logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
 
     def rank(ctx: accel.DistContext) -> float:
         ctx = accel.replace(ctx, mesh="cp=2")
         model = accel.unwrap_model(accel.prepare_model(ctx, make()))
-        tokens = {name: each for name, each in given.items() if each.ndim == 2}
+        tokens = {name: each for name, each in given.items() if len(each.shape) == 2}
         part = accel.parallel.split_sequence(ctx, {"input_ids": IDS[0], "targets": targets, **tokens}, shift=())
-        pairs = {name: each for name, each in given.items() if each.ndim == 4}
+        pairs = {name: each for name, each in given.items() if isinstance(each, Tensor) and each.ndim == 4}
         part |= {name: accel.parallel.split_sequence(ctx, {name: each}, dim=2)[name] for name, each in pairs.items()}
         own = part.pop("targets")
+        part |= given if is_flex else {}
         cross_entropy(model(**part).logits.flatten(0, 1), own.flatten(), reduction="sum").backward()
         worst = 0.0
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):

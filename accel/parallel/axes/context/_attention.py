@@ -31,7 +31,7 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, 
     dims = [k.shape[-1], v.shape[-1]]
     documents = None if terms.documents is None else gathered(terms.documents, 1, group)
     ignored = None if terms.ignored is None else gathered(terms.ignored, 1, group)
-    if not terms.causal and terms.window is None and terms.mask is None:
+    if not terms.causal and terms.window is None and not terms.given:
         keys, values = torch.split(both, dims, -1)
         pair = None if terms.documents is None or documents is None else (terms.documents, documents)
         return attend(q, keys, values, terms, Seen(pair, ignored))
@@ -50,7 +50,8 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, 
         mask = terms.mask
         if mask is not None:
             mask = mask[..., rows, columns] if mask.shape[-2] > 1 else mask[..., columns]
-        seen = Seen(pair, None if ignored is None else ignored[:, columns], mask, piece * own - columns.start)
+        first = piece * own - columns.start
+        seen = Seen(pair, None if ignored is None else ignored[:, columns], mask, first, columns.start)
         halves.append(attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], terms, seen))
     return torch.cat(halves, 2)
 
@@ -139,6 +140,8 @@ def context_attention(
     sinks: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return scaled dot-product attention of this rank's positions to those of all ranks along the mesh's axis cp.
 
@@ -168,6 +171,10 @@ def context_attention(
         attn_mask: mask of the own queries and all keys in the order of the sequence, a shape that expands to
             [batch, heads, own, length], as of torch's attention: boolean, True where a query sees a key, or scores to
             add. With "gather" alone; None for none.
+        score_mod, mask_mod: functions as of torch's `flex_attention`, of (score,) batch, head, query and key, beside
+            `causal` and the rest. Queries and keys are places in the sequence, and all arguments are tensors that
+            broadcast to [batch, heads, own, length]. A score_mod has no fused kernel. With "gather" alone; None for
+            none.
 
     Returns:
         Shape [batch, heads, own, head dim of v].
@@ -189,7 +196,7 @@ def context_attention(
     factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     near = None if window is None or window >= whole else window
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.ndim)]
-    terms = Terms(causal, factor, documents, key_padding_mask, mask, near, softcap, sinks)
+    terms = Terms(causal, factor, documents, key_padding_mask, mask, near, softcap, sinks, score_mod, mask_mod)
     check_fit(q, k, v, size, causal=causal)
     check_terms(q, k, terms._replace(window=window), size)
     if method is not None:

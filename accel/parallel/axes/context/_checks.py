@@ -128,11 +128,11 @@ def check_method(q: Tensor, terms: Terms, method: str, size: int) -> None:
             where=f"{_WHERE}, method='heads'",
             fix="Take the method 'gather' or 'ring', or a smaller cp.",
         )
-    if method != "gather" and terms.mask is not None:
+    if method != "gather" and terms.given:
         raise ConfigError(
-            "a mask of all keys where ranks have some",
+            "a mask or scores of all keys where ranks have some",
             expected='the method "gather"',
-            got=f"attn_mask and the method {method!r}",
+            got=f"{' and '.join(terms.given)} with the method {method!r}",
             where=_WHERE,
             fix='Take Plan(context="gather"). causal, window, documents and key_padding_mask go with every method.',
         )
@@ -146,6 +146,7 @@ def _misfit(expected: str, *tensors: Any) -> ConfigError:
 _FORWARD = "forward of a model on a mesh with cp"
 _LEAVE = "Leave cp out of the mesh."
 _SAMPLES = ("pixel_values", "input_features", "input_values", "bbox")  # inputs that are no tokens
+_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _ONE_POSITION = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 
 
@@ -180,6 +181,8 @@ def check_transformers(path: str, model: Any) -> None:
     if getattr(model, "_is_stateful", False):
         mixer = _found(model, "Mixer", "Recurrent", "DeltaNet", default="") or _found(model, "Attention")
         raise refuse("layers with a state along the tokens", "attention alone", mixer)
+    if other := [kind for kind in getattr(model.config, "layer_types", None) or () if kind not in _LAYERS]:
+        raise refuse("layers of another kind", " or ".join(_LAYERS), f"{other[0]} of {_found(model, 'Attention')}")
     if given := [name for name in _SAMPLES if name in names]:
         raise refuse(
             "inputs that are not cut as the tokens are", "tokens alone", f"{given[0]} of {type(model).__name__}"

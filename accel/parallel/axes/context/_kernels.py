@@ -179,6 +179,10 @@ _FLASH = Kernel(_flash_forward, _flash_backward)
 _EFFICIENT = Kernel(_efficient_forward, _efficient_backward)
 
 
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
 class Terms(NamedTuple):
     """Facts of an attention over a sequence that ranks share: what a query sees, and how it scores.
 
@@ -192,6 +196,7 @@ class Terms(NamedTuple):
         softcap: largest size of a score, which tanh approaches; None for none.
         sinks: a score of each head that takes weight and has no value (Xiao et al. 2023, attention sinks), [heads];
             None for none.
+        score_mod, mask_mod: functions as of torch's `flex_attention`, at the places in the sequence; None for none.
     """
 
     causal: bool
@@ -202,6 +207,14 @@ class Terms(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the arguments that need the places of queries and keys."""
+        pairs = (("attn_mask", self.mask), ("score_mod", self.score_mod), ("mask_mod", self.mask_mod))
+        return [name for name, each in pairs if each is not None]
 
 
 class Seen(NamedTuple):
@@ -212,12 +225,14 @@ class Seen(NamedTuple):
         ignored: of the keys, [batch, keys].
         mask: of the queries and the keys.
         first: position of the first query among the keys; None where the last ones are of one position.
+        begin: place of the first key in the sequence.
     """
 
     documents: tuple[Tensor, Tensor] | None = None
     ignored: Tensor | None = None
     mask: Tensor | None = None
     first: int | None = None
+    begin: int = 0
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, seen: Seen) -> Tensor:
@@ -227,11 +242,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, seen: Seen) -> Tensor:
     """
     k = repeated(k, q.shape[1])
     v = repeated(v, q.shape[1])
-    is_plain = terms.softcap is None and terms.sinks is None
+    is_plain = terms.softcap is None and terms.sinks is None and terms.score_mod is None
     mask = _mask_of(q, k, terms, seen, is_hint=is_plain)
     bias = None if seen.mask is None or seen.mask.dtype == torch.bool else seen.mask.to(q.dtype)
     if not is_plain:
-        return _scored(q, k, v, mask, bias, terms)
+        return _scored(q, k, v, mask, bias, terms, seen)
     attention = functional.scaled_dot_product_attention
     if bias is not None and mask is not None:
         bias = bias.masked_fill(~mask, -torch.inf)
@@ -251,6 +266,8 @@ def _mask_of(q: Tensor, k: Tensor, terms: Terms, seen: Seen, *, is_hint: bool) -
     masks = packed_masks(seen.documents, seen.ignored)
     if seen.mask is not None and seen.mask.dtype == torch.bool:
         masks.append(seen.mask)
+    if terms.mask_mod is not None:
+        masks.append(terms.mask_mod(*_places(q, k, seen)))
     if window is not None or (terms.causal and (masks or seen.mask is not None or not is_hint)):
         masks.append(near_mask(queries, keys, first, window, causal=terms.causal, device=q.device))
     return all_of(masks)
@@ -274,13 +291,28 @@ def all_of(masks: list[Tensor]) -> Tensor | None:
     return together
 
 
-def _scored(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, terms: Terms) -> Tensor:
-    """Return attention with a soft cap or sinks, which torch's kernels do not have, written out."""
+def _places(q: Tensor, k: Tensor, seen: Seen) -> list[Tensor]:
+    """Return numbers of samples and heads, and places of queries and keys, that broadcast to a block's scores."""
+    first = seen.begin + (k.shape[2] - q.shape[2] if seen.first is None else seen.first)
+    begins = 0, 0, first, seen.begin
+    sizes = (*q.shape[:3], k.shape[2])
+    runs = [torch.arange(begin, begin + size, device=q.device) for begin, size in zip(begins, sizes, strict=True)]
+    return [run.view([-1 if dim == at else 1 for dim in range(4)]) for at, run in enumerate(runs)]
+
+
+def _scored(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, terms: Terms, seen: Seen
+) -> Tensor:
+    """Return attention with a soft cap, sinks or a `score_mod`, which torch's kernels do not have, written out."""
     scores = (q @ k.transpose(-1, -2)).to(accumulation_dtype(q)) * terms.scale
     if terms.softcap is not None:
         scores = torch.tanh(scores / terms.softcap) * terms.softcap
     if bias is not None:
         scores = scores + bias
+    if terms.score_mod is not None:
+        scores = terms.score_mod(scores, *_places(q, k, seen))
+        hidden = scores.isneginf()
+        mask = ~hidden if mask is None else mask & ~hidden
     if mask is not None:
         scores = scores.masked_fill(~mask, hidden_score(scores.dtype))
     if terms.sinks is not None:

@@ -117,7 +117,7 @@ class _HandOn:
         check_inputs(known, self.ctx.axis("cp").size, has_positions=has_positions)
         call = ContextCall(self.ctx, self.method, is_decoder=known.get("encoder_hidden_states") is not None)
         mask = known.get("attention_mask")
-        is_complete = isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4)
+        is_complete = mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
         if has_positions and not is_complete:
             positions = known["position_ids"]
             documents = _documents(self.ctx, positions, self.padding)
@@ -247,7 +247,7 @@ def _attention(
             expected="0",
             got=str(dropout),
             where=where,
-            fix="Set attention_dropout=0 in the model's config, or its attn_pdrop; other dropout stays.",
+            fix="Set attention_dropout=0 in the model's config; elsewhere it is attn_pdrop, or T5's dropout_rate.",
         )
     if other := [name for name in _OTHER_SCORES if keywords.get(name) is not None]:
         raise _unsupported(", ".join(other), where)
@@ -259,13 +259,19 @@ def _attention(
     if bias is not None:
         bias = _whole_bias(call.ctx, module, bias, query.shape[2], crosses=crosses, where=where)
     documents, ignored = (None, call.crossed) if crosses else (_documents_of(call, module), call.ignored)
-    if attention_mask is not None:
+    mask_mod = getattr(attention_mask, "mask_mod", None)  # of a BlockMask
+    if mask_mod is not None:
+        attention_mask = None
+        causal = False
+        documents = None
+    elif attention_mask is not None:
         if attention_mask.shape[-1] != key.shape[2] * size:
             raise mask_refused()
         causal = False
         documents = None
         bias = attention_mask if bias is None else _joined(bias, attention_mask)
-    window = None if attention_mask is not None or crosses else keywords.get("sliding_window")
+    is_complete = attention_mask is not None or mask_mod is not None
+    window = None if is_complete or crosses else keywords.get("sliding_window")
     out = context_attention(
         call.ctx,
         query,
@@ -280,6 +286,7 @@ def _attention(
         sinks=keywords.get("s_aux"),
         key_padding_mask=ignored,
         attn_mask=bias,
+        mask_mod=mask_mod,
     )
     return out.transpose(1, 2).contiguous(), None
 

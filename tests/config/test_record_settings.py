@@ -24,6 +24,7 @@ PATTERNS = st.lists(st.text(st.characters(codec="ascii", exclude_categories=["Cc
 PLANS = st.builds(
     Plan,
     tensor=st.just("model") | st.dictionaries(st.text(max_size=8), st.sampled_from(get_args(TensorStyle)), max_size=2),
+    overlap=st.booleans(),
     context=st.sampled_from(get_args(ContextMethod)),
     stages=st.none() | st.lists(PATTERNS, max_size=2).map(tuple),
     micro_batches=st.none() | st.integers(1, 9),

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -68,6 +69,47 @@ def is_notebook_stream(stream: object) -> bool:
     return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
+class LastStates:
+    """Lines of a stream without a cursor: of a bar's redraws the newest now and then, and the last.
+
+    Args:
+        every_s: seconds between two states of a bar.
+    """
+
+    def __init__(self, every_s: float = _LOG_S) -> None:
+        self._every_s = every_s
+        self._held = b""
+        self._shown_s: float | None = None  # when this bar was last shown, or first seen
+
+    def take(self, lines: Iterable[bytes]) -> list[bytes]:
+        r"""Return the lines to write, each with its end; a redraw ends in "\r"."""
+        written: list[bytes] = []
+        for line in lines:
+            if not line.endswith(b"\r"):
+                self._held = b""
+                self._shown_s = None
+                written.append(line)
+            elif line.strip():
+                self._held = line.rstrip(b"\r") + b"\n"
+                written += self.due()
+        return written
+
+    def due(self) -> list[bytes]:
+        """Return the newest state, if a line of it is due."""
+        now_s = time.monotonic()
+        if self._shown_s is None:
+            self._shown_s = now_s if self._held else None
+        elif self._held and now_s >= self._shown_s + self._every_s:
+            self._shown_s = now_s
+            return self.end()
+        return []
+
+    def end(self) -> list[bytes]:
+        """Return the last state, if it has not been returned."""
+        held, self._held = self._held, b""
+        return [held] if held else []
+
+
 class ProgressBar:
     """A line of progress, redrawn in place on a terminal and in a notebook; elsewhere a new line now and then.
 
@@ -78,6 +120,7 @@ class ProgressBar:
         unit: text behind amounts.
         every_s: seconds between two lines; by default 0.2 on a terminal, 1 in a notebook and 10 elsewhere.
         patience_s: seconds before the first line.
+        columns: width of the terminal behind a pipe, at whose other end a launcher redraws lines; 0 for none.
     """
 
     def __init__(
@@ -89,12 +132,14 @@ class ProgressBar:
         unit: str = "",
         every_s: float | None = None,
         patience_s: float = 0.0,
+        columns: int = 0,
     ) -> None:
         self._file = file
+        self._columns = columns if columns and _is_pipe(file) else 0
         self._total = total
         self._show = show
         self._unit = unit
-        self._on_terminal = file.isatty()
+        self._on_terminal = file.isatty() or self._columns > 0
         self.redraws = self._on_terminal or is_notebook_stream(file)
         by_default = _REDRAW_S if self._on_terminal else _NOTEBOOK_S if self.redraws else _LOG_S
         self._every_s = by_default if every_s is None else every_s
@@ -126,7 +171,7 @@ class ProgressBar:
             self._write(erased if erase else "\n")
 
     def _line(self, label: str, at: int, done: int, seconds: float, facts: str) -> str:
-        columns = _columns(self._file) if self._on_terminal else None
+        columns = (self._columns or _columns(self._file)) if self._on_terminal else None
         longest = columns and columns - 1  # a longer line breaks in two, which cannot be redrawn
         rate = done / seconds if seconds > 0 else 0.0
         speed = f"{self._show(rate)}{self._unit}/s{facts}"
@@ -165,6 +210,20 @@ def byte_progress(label: str, total: int) -> Generator[Callable[[int], None]]:
         yield advance
     finally:
         bar.close(erase=True)
+
+
+def terminal_columns(file: TextIO) -> int:
+    """Return the width of a terminal, or of a notebook's cell; 0 for another stream."""
+    if is_notebook_stream(file):
+        return _COLUMNS
+    return _columns(file) if file.isatty() else 0
+
+
+def _is_pipe(file: TextIO) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def _columns(terminal: TextIO) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 
 from accel.config._schema import Field, from_plain, from_text, to_text
-from accel.config._settings import FIELDS, SETTINGS, SOURCES_VARIABLE, LaunchConfig, refuse_clash
+from accel.config._settings import COLUMNS_VARIABLE, FIELDS, SETTINGS, SOURCES_VARIABLE, LaunchConfig, refuse_clash
 from accel.errors import ConfigError
 from accel.errors._checks import check_spelling, did_you_mean
 
@@ -244,7 +244,9 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFi
         EnvError: a variable with nearly a known name.
     """
     _check_names(flags, "unknown field", "flags")
-    check_spelling(environ, [CONFIG_VARIABLE, SOURCES_VARIABLE, *(field.variable for field in FIELDS)])
+    check_spelling(
+        environ, [CONFIG_VARIABLE, COLUMNS_VARIABLE, SOURCES_VARIABLE, *(field.variable for field in FIELDS)]
+    )
     if file is not None:
         _check_names(file.values, "unknown key", file.path)
     torchruns = read_torchrun(environ)

@@ -42,6 +42,8 @@ class DistContext:
         launched: the place where the user wrote each of `accumulation`, `precision`, `mesh`, `plan` and `compile` that
             came by a variable, as from a flag or a file of `accel launch`; a step refuses settings without effect. Not
             part of equality.
+        columns: columns of the launcher's terminal, which redraws lines of progress; 0 without one. Not part of
+            equality.
         streams: the door to the device's streams; like the mesh not part of equality, nor of what is printed.
         comm: the handle on the process group; not part of them either.
     """
@@ -58,6 +60,7 @@ class DistContext:
     containers: tuple[Container, ...] = ()
     mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False, repr=False)
     launched: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], compare=False, repr=False)
+    columns: int = dataclasses.field(default=0, compare=False, repr=False)
     streams: DeviceStreams = dataclasses.field(compare=False, repr=False)
     comm: Comm = dataclasses.field(compare=False, repr=False)
 
@@ -158,6 +161,7 @@ def build(env: LaunchEnv, settings: Settings, device: torch.device, comm: Comm) 
         device=device,
         settings=msgspec.structs.replace(settings, device=str(device), backend=comm.backend, mesh=""),
         position=without_mesh(comm.rank, comm.size),
+        columns=env.columns,
         streams=streams_of(device),
         comm=comm,
     )

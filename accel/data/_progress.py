@@ -42,9 +42,9 @@ def progress(
 ) -> Generator[Batch]:
     """Yield batches, and show their progress on the main rank. No communication beyond theirs.
 
-    A terminal or a notebook shows a bar; a log gets a line now and then, and one at the end. The rate counts the real
-    samples of all ranks since the start. The bar shows the position in the epoch, so a resumed epoch does not begin at
-    zero.
+    A terminal or a notebook shows a bar, also the terminal of `accel launch`; a log gets a line now and then, and one
+    at the end. The rate counts the real samples of all ranks since the start. The bar shows the position in the epoch,
+    so a resumed epoch does not begin at zero.
 
     Args:
         ctx: the context.
@@ -68,7 +68,7 @@ def progress(
         yield from batches
         return
     out = sys.stderr if file is None else file
-    bar = ProgressBar(out, total, show=_show_count, unit=" samples", every_s=every_s)
+    bar = ProgressBar(out, total, show=_show_count, unit=" samples", every_s=every_s, columns=ctx.columns)
     seen = 0
     try:
         for batch in batches:

@@ -25,6 +25,7 @@ class LaunchEnv(Settings, frozen=True, kw_only=True):
         restarts: number of times that the launcher, or Slurm, has started the job again.
         launcher: program that set the variables.
         tpu_hosts: hosts of this machine's TPU slice, as far as variables name them.
+        columns: columns of the launcher's terminal for a line of this process, which it redraws; 0 without one.
         sources: for each setting of the environment the place where the user wrote it: a variable, or a flag or file
             of `accel launch`.
     """
@@ -43,6 +44,7 @@ class LaunchEnv(Settings, frozen=True, kw_only=True):
         "torchrun", "slurm", "openmpi", "mpich", "mvapich", "kubernetes", "sagemaker", "torch_xla", "none"
     ] = "none"
     tpu_hosts: int = 1
+    columns: int = 0
     sources: Mapping[str, str] = {}
 
 

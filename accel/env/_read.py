@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from accel.config._schema import from_text
-from accel.config._settings import SETTINGS, SOURCES_VARIABLE
+from accel.config._settings import COLUMNS_VARIABLE, SETTINGS, SOURCES_VARIABLE
 from accel.env._launch_env import LaunchEnv, integer
 from accel.env._launchers import check_unplaced, find_place, pod_hosts
 from accel.errors import ConfigError, EnvError
@@ -79,7 +79,9 @@ def read_env(environ: Mapping[str, str], *, init_method: str | None = None) -> L
     by_slurm = integer(environ, "SLURM_RESTART_COUNT", default=0) if place.launcher == "slurm" else 0
     restarts = integer(environ, "TORCHELASTIC_RESTART_COUNT", default=by_slurm) if place.launcher != "none" else 0
     hosts = max(1, len(pod_hosts(environ)))
-    env = msgspec.structs.replace(place, **values, sources=sources, restarts=restarts, tpu_hosts=hosts)
+    columns = integer(environ, COLUMNS_VARIABLE, default=0)
+    facts = {"sources": sources, "restarts": restarts, "tpu_hosts": hosts, "columns": columns}
+    env = msgspec.structs.replace(place, **values, **facts)
     _ = fit_axes(env.mesh, env.world_size, where=sources.get("mesh", ""), error=EnvError)
     return env
 
@@ -101,7 +103,7 @@ def _alone(environ: Mapping[str, str]) -> LaunchEnv:
 
 def _settings(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the settings that variables hold, and the place where the user wrote each."""
-    check_spelling(environ, [SOURCES_VARIABLE, *(field.variable for field in SETTINGS)])
+    check_spelling(environ, [COLUMNS_VARIABLE, SOURCES_VARIABLE, *(field.variable for field in SETTINGS)])
     places = _launcher_sources(environ)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}

@@ -30,6 +30,7 @@ from accel.launching.local._signals import Orphans, listening
 from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts
 from accel.launching.reports._journal import first_record, open_journal
 from accel.launching.reports._report import notify, warn_of_stranger
+from accel.terminal import terminal_columns
 
 WORKER_PATH = str(Path(__file__).with_name("local") / "_worker.py")
 
@@ -147,6 +148,7 @@ def plan_here(
         port=free_port() if port is None else port,
         record_dir=record_dir,
         position=position,
+        columns=terminal_columns(sys.stderr),
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -51,6 +52,27 @@ def test_a_terminal_shows_the_samples_of_all_ranks_once(ranks, columns):
     assert re.fullmatch(r"epoch 0:  20% \[####\.{20}\] 10/50 samples  [\d,.]+ samples/s  0:00:00 left\x1b\[K", shown[0])
     assert re.fullmatch(r"epoch 0: 100% \[#{24}\] 50/50 samples  [\d,.]+ samples/s  0:00:00\x1b\[K\n", shown[-1])
     assert results[1][1] == ""
+
+
+def test_a_pipe_to_a_launcher_with_a_terminal_is_redrawn_in_its_width():
+    source, target = os.pipe()
+    ctx = dataclasses.replace(accel.single(), columns=60)
+    with os.fdopen(source, newline="") as read, os.fdopen(target, "w", newline="") as out:
+        loader = accel.prepare_loader(ctx, DataLoader(range(50), batch_size=5))
+        for _ in accel.data.progress(ctx, accel.batches(ctx, loader), total=loader.samples, file=out, every_s=0):
+            pass
+        out.close()
+        shown = read.read().replace("\x1b[K", "")
+    *states, end = shown.split("\r")[1:]
+    assert len(states) == 9
+    assert end.endswith("\n")
+    assert all(len(state) < 60 for state in (*states, end.strip()))
+
+
+def test_a_file_of_a_rank_below_such_a_launcher_gets_lines():
+    _, text = _run(dataclasses.replace(accel.single(), columns=60), io.StringIO(), every_s=0)
+    assert text.count("\n") == 10
+    assert "\r" not in text
 
 
 def test_a_resumed_epoch_goes_on_where_it_was():

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from accel import terminal
 from accel.launching.local import _children
-from accel.launching.local._children import Pipe, Relay, Sink, split_lines
+from accel.launching.local._children import Log, Pipe, Relay, Sink, split_lines
 
 TEXT = st.lists(st.sampled_from([b"a", b"\xff", b"\n", b"\r", b"\r\n"]), max_size=12).map(b"".join)
 
@@ -104,6 +106,46 @@ def test_a_slow_sink_draws_few_states_and_loses_neither_lines_nor_the_newest_sta
     rank, _, is_bar = events[-1]
     if is_bar and all(each == rank for each, _, _ in events):
         assert text.endswith(b"%d %d\r" % (rank, len(events) - 1))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 1), st.floats(0, 9), st.booleans()), max_size=30))
+def test_without_a_cursor_a_bar_is_a_line_now_and_then_and_its_last_state(
+    events: list[tuple[int, float, bool]],
+) -> None:
+    now = [10.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(terminal.time, "monotonic", lambda: now[0])
+        source, target = os.pipe()
+        sink = Sink(target, redraws=False)
+        lines: list[bytes] = []
+        last = {0: b"", 1: b""}
+        for number, (rank, wait_s, is_bar) in enumerate(events):
+            now[0] += wait_s
+            text = b"%d" % number
+            lines += [] if is_bar else [b"%d %s\n" % (rank, text)]
+            last[rank] = b"%d %s\n" % (rank, text) if is_bar else b""
+            sink.write(b"%d " % rank, [b"\r", text + (b"\r" if is_bar else b"\n")])
+            sink.refresh()
+        for rank in last:
+            sink.finish(b"%d " % rank)
+        os.close(target)
+    with os.fdopen(source, "rb") as file:
+        text = file.read()
+    assert b"\r" not in text
+    shown = text.splitlines(keepends=True)
+    assert [line for line in shown if line in lines] == lines
+    assert len(shown) - len(lines) <= (now[0] - 10) / 10 * 2 + 2
+    assert all(not state or state in shown for state in last.values())
+
+
+def test_a_log_file_keeps_the_last_state_of_a_bar_that_a_kill_ended(tmp_path: Path) -> None:
+    log = Log(str(tmp_path), 0)
+    log.write([b"begins\n", b"1%\r", b"2%\r"])
+    log.write([b"3%\r"])
+    log.close()
+    log.close()
+    assert (tmp_path / "rank-0.log").read_bytes() == b"begins\n3%\n"
 
 
 def test_a_rank_that_stands_in_front_of_a_line_is_not_put_there_again() -> None:

@@ -20,6 +20,7 @@ from accel.launching.local._launch_plan import LaunchPlan, ProcessPlan
 from accel.launching.local._machine import bound
 from accel.launching.reports._failure import Failure, file_beside, read_failure
 from accel.launching.reports._report import notify
+from accel.terminal import LastStates
 
 _CHUNK_BYTES = 1 << 16
 _QUIET_S = 0.2
@@ -37,10 +38,12 @@ def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
 class Sink:
     """A stream of this process, to which the lines of all ranks go.
 
-    One progress bar at a time is redrawn: while a rank's is open, others show only the last state of theirs."""
+    One progress bar at a time is redrawn: while a rank's is open, others show only the last state of theirs. Where
+    nothing can be redrawn, a bar is a line now and then."""
 
-    def __init__(self, fd: int, redraw_s: float = 0.0) -> None:
+    def __init__(self, fd: int, redraw_s: float = 0.0, *, redraws: bool = True) -> None:
         self._fd = fd
+        self._states: dict[bytes, LastStates] | None = None if redraws else {}
         self._redraw_s = redraw_s
         self._open_line: bytes | None = None  # prefix of the rank with the progress bar at the cursor
         self._changed_s = 0.0  # when that bar last changed
@@ -49,6 +52,9 @@ class Sink:
 
     def write(self, prefix: bytes, lines: Iterable[bytes]) -> None:
         """Write whole lines; a rank overwrites only its own progress bar."""
+        if self._states is not None:
+            self._write_plain(prefix, self._states.setdefault(prefix, LastStates()).take(lines))
+            return
         text = bytearray()
         now_s = time.monotonic()
         for line in lines:
@@ -65,17 +71,24 @@ class Sink:
 
     def refresh(self) -> None:
         """Draw the newest state of the progress bar, if it is due."""
+        for prefix, states in (self._states or {}).items():
+            self._write_plain(prefix, states.due())
         now_s = time.monotonic()
         if self._held is not None and now_s >= self._drawn_s + self._redraw_s:
             _write_all(self._fd, self._drawn(*self._held, now_s))
 
     def finish(self, prefix: bytes) -> None:
         """End the rank's progress bar if the cursor is still on it."""
+        if self._states is not None and (states := self._states.pop(prefix, None)) is not None:
+            self._write_plain(prefix, states.end())
         if self._held is not None and self._held[0] == prefix:
             self._held = None
         if self._open_line == prefix:
             self._open_line = None
             _write_all(self._fd, b"\n")
+
+    def _write_plain(self, prefix: bytes, lines: Iterable[bytes]) -> None:
+        _write_all(self._fd, b"".join(line if line.startswith(prefix) else prefix + line for line in lines))
 
     def _takes_bar(self, prefix: bytes, now_s: float) -> bool:
         """Return whether a rank's progress bar has the line."""
@@ -101,9 +114,13 @@ class Log:
 
     def __init__(self, folder: str, rank: int) -> None:
         self._file = open(log_path(folder, rank), "ab", buffering=0)  # noqa: SIM115 - open until the relay ends
+        self._states = LastStates()
 
     def write(self, lines: Iterable[bytes]) -> None:
-        """Write whole lines; when the disk is full, print that once and write no more."""
+        """Write whole lines, of a bar the newest state; when the disk is full, print that once and write no more."""
+        self._append(self._states.take(lines))
+
+    def _append(self, lines: Iterable[bytes]) -> None:
         if self._file.closed:
             return
         try:
@@ -114,6 +131,7 @@ class Log:
 
     def close(self) -> None:
         """Close the file; closing twice is closing once."""
+        self._append(self._states.end())
         self._file.close()
 
 
@@ -328,9 +346,9 @@ class Children:
 
 def start_relay(plan: LaunchPlan, logs: Mapping[int, Log], pipes: Mapping[int, Sequence[IO[bytes] | None]]) -> Relay:
     """Start to show the output of each rank, given its pipes for standard output and error."""
-    stdout = Sink(1, plan.redraw_s)
+    stdout = Sink(1, plan.redraw_s, redraws=os.isatty(1) or plan.redraw_s > 0)
     is_shared = os.path.samestat(os.fstat(1), os.fstat(2))  # one terminal has one cursor
-    stderr = stdout if is_shared else Sink(2, plan.redraw_s)
+    stderr = stdout if is_shared else Sink(2, plan.redraw_s, redraws=os.isatty(2) or plan.redraw_s > 0)
     prefixed = plan.prefix and len(plan.processes) > 1
     streams = [(rank, out, stdout) for rank, (out, _) in pipes.items()]
     streams += [(rank, err, stderr) for rank, (_, err) in pipes.items()]

@@ -11,7 +11,7 @@ import msgspec
 from accel.config import LaunchConfig
 from accel.config._resolve import TORCHRUN_VARIABLES
 from accel.config._schema import to_text
-from accel.config._settings import FIELDS, SETTINGS
+from accel.config._settings import COLUMNS_VARIABLE, FIELDS, SETTINGS
 from accel.env import read_env
 from accel.errors import LaunchError
 from accel.launching._target import LaunchTarget
@@ -111,10 +111,12 @@ def plan_launch(
     port: int,
     record_dir: str,
     position: HostPosition = HostPosition(),  # noqa: B008 - a frozen value
+    columns: int = 0,
 ) -> LaunchPlan:
     """Plan the processes of a launch on one host; equal values give equal plans.
 
-    Settings of `config` override the `ACCEL_*` variables of `environ`; the end of `parent_pid` ends the processes."""
+    Settings of `config` override the `ACCEL_*` variables of `environ`; the end of `parent_pid` ends the processes;
+    `columns` is the width of the launcher's terminal, 0 for none."""
     known = None if machine.gpus is None else len(machine.gpus)
     gpus = _usable_gpus(config, visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), known))
     tpus = count_processes(config, machine.tpu_chips)
@@ -125,6 +127,9 @@ def plan_launch(
         near = _memory_nodes(config, environ, machine, gpus[:count])
         binding = bind_processes(count, machine.memory_nodes, near * count if len(near) == 1 else near)
     shared = _without_peers(machine, count) | _shared(config, environ, gpus)
+    named = config.prefix and count > 1
+    room = max(0, columns - len(f"[rank {position.num_nodes * count - 1}] ") * named)
+    shared |= {COLUMNS_VARIABLE: str(room)} if room else {}
     launcher = {"script": (sys.executable,), "module": (sys.executable, "-m"), "program": ()}[target.kind]
     processes: list[ProcessPlan] = []
     for local_rank, cores in enumerate(binding.cores):
@@ -215,7 +220,9 @@ def _count(config: LaunchConfig, gpus: tuple[str, ...]) -> int:
 
 
 def _shared(config: LaunchConfig, environ: Mapping[str, str], gpus: tuple[str, ...]) -> dict[str, str]:
-    settled = {field.variable for field in FIELDS}.union(TORCHRUN_VARIABLES)  # so that no launch inside follows them
+    settled = {COLUMNS_VARIABLE, *(field.variable for field in FIELDS)}.union(
+        TORCHRUN_VARIABLES
+    )  # so that no launch inside follows them
     shared = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN) and name not in settled}
     for field in SETTINGS:
         value = getattr(config, field.name)

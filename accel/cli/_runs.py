@@ -23,6 +23,7 @@ from accel.report import (
     StoredCheckpoint,
     compare_runs,
     describe_comparison,
+    exit_status,
     name_runs,
     read_data,
     report_page,
@@ -214,7 +215,8 @@ def _read_compared(folder: Path) -> RunData:
 _WATCH_USAGE = "accel watch DIR [--every-s SECONDS] [--plain] [--once]"
 _WATCH_ABOUT = (
     "Follow a run: curves, throughput, ranks and checkpoints. DIR is a run's folder, as given to save_state and "
-    "tracking; it need not exist yet. Without a terminal, a line is printed at each change until the run ends."
+    "tracking; it need not exist yet. Without a terminal, a line is printed at each change until the run ends. The "
+    "exit status then is 0 of a run that finished or goes on, 1 of one that failed or was stopped, 3 without a run."
 )
 
 
@@ -262,16 +264,16 @@ def _print_lines(followed: FollowedRun, every_s: float, *, once: bool) -> int:
         except OSError as error:
             raise ConfigError("a file of the run cannot be read", got=str(error)) from error
         state = state_of(seen.run, seen.launches)
-        line = status_line(seen, state)
+        line = status_line(seen, state, followed.alerts)
         if line != shown:
             print(line, flush=True)
             shown = line
         if once or state.kind not in ("running", "unknown"):
-            return 0
+            return exit_status(seen, state)
         try:
             time.sleep(every_s)
         except KeyboardInterrupt:
-            return 0
+            return exit_status(seen, state)
 
 
 def _seconds(text: str) -> float:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from accel.report._compare import compare_runs as compare_runs, describe_comparison as describe_comparison
     from accel.report._followed import (
         FollowedRun as FollowedRun,
+        exit_status as exit_status,
         rank_rows as rank_rows,
         status_line as status_line,
     )
@@ -49,7 +50,7 @@ __getattr__ = exports(
             "state_of",
         ),
         "_page": ("report_page",),
-        "_followed": ("FollowedRun", "rank_rows", "status_line"),
+        "_followed": ("FollowedRun", "exit_status", "rank_rows", "status_line"),
         "_watch_app": ("WatchApp", "open_app"),
         "_compare": ("compare_runs", "describe_comparison"),
     },

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from accel.alerts import Alert, read_alerts
 from accel.report._run_data import Curves, RunData, RunState, StoredCheckpoint
+from accel.report._series import charts_of, ranked_metrics
 from accel.report._tables import rank_text, show_number
 from accel.run_folder import METRICS, LaunchRecord, Position, decode_line, read_launches, read_new, read_run
 from accel.terminal import show_clock, show_text
@@ -20,6 +22,9 @@ class FollowedRun:
         name: name of the run.
         folder: its folder, which need not exist yet.
         list_checkpoints: returns the checkpoints in a folder.
+
+    Attributes:
+        alerts: alerts of the run at the last look.
     """
 
     def __init__(self, name: str, folder: Path, list_checkpoints: Callable[[Path], Sequence[StoredCheckpoint]]) -> None:
@@ -28,6 +33,7 @@ class FollowedRun:
         self._list_checkpoints = list_checkpoints
         self._position = Position()
         self._curves = Curves()
+        self.alerts: Sequence[Alert] = ()
         self._checkpoints: Sequence[StoredCheckpoint] = ()
         self._listed = 0  # change of the folder at the last listing
 
@@ -45,11 +51,13 @@ class FollowedRun:
             self._listed = changed
             self._checkpoints = self._list_checkpoints(self._folder) if changed else ()
         launches = read_launches(self._folder)
+        run = read_run(self._folder, launches)
+        self.alerts = read_alerts(self._folder, 0.0 if run is None else run.started_s)
         return RunData(
             name=self._name,
             folder=self._folder,
             curves=self._curves,
-            run=read_run(self._folder, launches),
+            run=run,
             launches=launches,
             checkpoints=self._checkpoints,
         )
@@ -60,15 +68,15 @@ _LONGEST = 120  # characters of an error
 _RATES = ("samples_per_s", "tokens_per_s", "mfu")  # readings of clocks in the line; all have a curve
 
 
-def status_line(run: RunData, state: RunState) -> str:
-    """Return a run's state in one line: step, last values, speed, ranks, newest checkpoint."""
+def status_line(run: RunData, state: RunState, alerts: Sequence[Alert] = ()) -> str:
+    """Return a run's state in one line: step, the metrics that matter, speed, ranks, newest checkpoint, alerts."""
     curves = run.curves
-    if state.kind == "unknown" and curves.last_step is None and not run.checkpoints:
+    if is_absent(run, state):
         return show_text(f"nothing of a run in {run.folder}")
     parts = [] if curves.last_step is None else [f"step {curves.last_step}"]
-    for name, curve in list(curves.values.items())[:_MOST_VALUES]:
-        if (end := curve.last) is not None:
-            parts.append(f"{name} {show_number(end[1])}")
+    names = [name for name in ordered_names(run) if name in curves.values][:_MOST_VALUES]
+    ends = {name: curves.values[name].last for name in names}
+    parts += [f"{name} {show_number(end[1])}" for name, end in ends.items() if end is not None]
     parts += _speeds(run)
     counts = Counter(text.partition(":")[0] for *_, text in rank_rows(run.launches))
     counted = ", ".join(f"{count} {text}" for text, count in counts.items())
@@ -76,6 +84,7 @@ def status_line(run: RunData, state: RunState) -> str:
     whole = [each.name for each in run.checkpoints if not each.problem]
     parts += [whole[-1]] if whole else []
     parts += [f"unreadable lines: {run.damaged}"] if run.damaged else []
+    parts += [f"alerts: {len(alerts)}, {_short(alert_text(alerts[-1]))}"] if alerts else []
     return show_text("  ".join([*parts, state.text + _message(run, state)]))
 
 
@@ -85,8 +94,40 @@ def _message(run: RunData, state: RunState) -> str:
     error = attempts[-1].error if attempts else None
     if error is None or not error.message or not state.text.endswith(error.exception):
         return ""
-    line = error.message.splitlines()[0]
-    return f": {line if len(line) <= _LONGEST else line[:_LONGEST] + '…'}"
+    return f": {_short(error.message.splitlines()[0])}"
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
+
+
+def alert_text(alert: Alert) -> str:
+    """Return an alert in one line, with its level and the number of equal ones."""
+    return f"{alert.level}: {alert.line}" + (f" ({alert.count} times)" if alert.count > 1 else "")
+
+
+def is_absent(run: RunData, state: RunState) -> bool:
+    """Return whether a folder has nothing of a run."""
+    return state.kind == "unknown" and run.curves.last_step is None and not run.checkpoints
+
+
+def exit_status(run: RunData, state: RunState) -> int:
+    """Return the exit status of `accel watch`: 0 finished or running, 1 failed, stopped or lost, 3 nothing of a run."""
+    if is_absent(run, state):
+        return 3
+    return int(state.kind in ("failed", "stopped", "lost"))
+
+
+def ordered_names(run: RunData) -> list[str]:
+    """Return the names of the curves, those that matter first; readings of clocks without their "time/"."""
+    charts = charts_of([run])
+    saved = {name for each in run.checkpoints for name in each.metrics}
+    matter = list(ranked_metrics(charts, tuple(saved)))
+    clocks = [chart for chart in charts if chart.group == "time"]
+    rest = [chart for chart in charts if chart not in matter and chart.group != "time"]
+    order = [*matter, *(chart for chart in clocks if chart.kind == "curve"), *rest]
+    order += [chart for chart in clocks if chart.kind != "curve"]
+    return [chart.title.removeprefix("time/") if chart.group == "time" else chart.title for chart in order]
 
 
 def _speeds(run: RunData) -> list[str]:

@@ -13,11 +13,14 @@ from textual.containers import Grid, Horizontal
 from textual.widgets import DataTable, Footer, Header, Static
 from textual_plotext import PlotextPlot
 
-from accel.report._followed import FollowedRun, rank_rows, status_line
-from accel.report._run_data import AT, MetricCurve, RunData, state_of, thin
+from accel.report._followed import FollowedRun, alert_text, ordered_names, rank_rows, status_line
+from accel.report._run_data import AT, MetricCurve, RunData, RunState, state_of, thin
 from accel.terminal import show_age, show_size, show_text
 
-_SHOWN = 4  # curves on the screen
+_MOST_PLOTS = 12  # on the screen
+_WIDTH, _HEIGHT = 48, 9  # of a curve at least
+_MOST_ALERTS = 3
+_MOST_ERROR = 1_000  # characters
 _POINTS = 400  # of a curve: a terminal has no more columns
 _MOST_CHECKPOINTS = 50
 
@@ -33,10 +36,11 @@ class WatchApp(App[None]):
 
     CSS = """
     #status { height: auto; padding: 0 1; background: $panel; }
-    #curves { grid-size: 2; height: 3fr; }
-    #tables { height: 1fr; min-height: 6; }
+    #notes { height: auto; max-height: 30%; padding: 0 1; color: $error; }
+    #curves { grid-size: 2; height: 1fr; min-height: 9; }
+    #tables { height: auto; max-height: 40%; }
     PlotextPlot { height: 100%; }
-    DataTable { width: 1fr; }
+    DataTable { width: 1fr; height: auto; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         ("q", "quit", "Quit"),
@@ -52,6 +56,7 @@ class WatchApp(App[None]):
         self._every_s = every_s
         self._now_s = now_s
         self._page = 0
+        self._shown: RunData | None = None
         self.holds = False
         self.curve_names: list[str] = []
 
@@ -59,8 +64,9 @@ class WatchApp(App[None]):
         """Yield the parts of the screen."""
         yield Header(show_clock=True)
         yield Static(id="status")
+        yield Static(id="notes")
         with Grid(id="curves"):
-            for at in range(_SHOWN):
+            for at in range(_MOST_PLOTS):
                 yield PlotextPlot(id=f"curve-{at}")
         with Horizontal(id="tables"):
             yield DataTable[Text](id="ranks", cursor_type="none")
@@ -73,6 +79,10 @@ class WatchApp(App[None]):
         _ = self._table("checkpoints").add_columns("checkpoint", "size", "age", "metrics")
         self.refresh_run()
         _ = self.set_interval(self._every_s, self.refresh_run)
+
+    def on_resize(self) -> None:
+        """Fill the screen with as many curves as it has room for."""
+        _ = self.call_after_refresh(self._fill_room)
 
     def action_hold(self) -> None:
         """Stop following, or go on."""
@@ -98,18 +108,38 @@ class WatchApp(App[None]):
         self.title = show_text(run.name)
         self.sub_title = show_text(state.text)
         self.query_one("#status", Static).update(Text(status_line(run, state)))
+        self._show_notes(run, state)
+        self._shown = run
         self._show_curves(run)
         self._fill("ranks", rank_rows(run.launches))
         self._fill("checkpoints", self._checkpoint_rows(run))
+        _ = self.call_after_refresh(self._fill_room)  # tables and notes have taken theirs
+
+    def _show_notes(self, run: RunData, state: RunState) -> None:
+        """Show the whole error, wrapped, and the newest alerts."""
+        attempts = run.launches[-1].attempts if run.launches and state.kind == "failed" else ()
+        error = attempts[-1].error if attempts else None
+        texts = [f"{error.exception}: {error.message[:_MOST_ERROR]}"] if error is not None and error.message else []
+        texts += [alert_text(each) for each in self._followed.alerts[-_MOST_ALERTS:]]
+        notes = self.query_one("#notes", Static)
+        notes.display = bool(texts)
+        notes.update(Text("\n".join(show_text(line) for text in texts for line in text.splitlines())))
+
+    def _fill_room(self) -> None:
+        if self._shown is not None:
+            self._show_curves(self._shown)
 
     def _show_curves(self, run: RunData) -> None:
-        curves = {**run.curves.values, **{name: each for name, each in run.curves.time.items() if name != AT}}
-        self.curve_names = list(curves)
-        pages = max(1, -(-len(curves) // _SHOWN))
+        curves = {**{name: each for name, each in run.curves.time.items() if name != AT}, **run.curves.values}
+        self.curve_names = [name for name in dict.fromkeys(ordered_names(run)) if name in curves]
+        grid = self.query_one("#curves", Grid)
+        columns = max(1, min(4, grid.size.width // _WIDTH))
+        shown = min(_MOST_PLOTS, columns * max(1, grid.size.height // _HEIGHT))
+        pages = max(1, -(-len(curves) // shown))
         self._page %= pages
-        names = self.curve_names[self._page * _SHOWN : (self._page + 1) * _SHOWN]
-        self.query_one("#curves", Grid).styles.grid_size_columns = 1 if len(names) < 2 else 2
-        for at in range(_SHOWN):
+        names = self.curve_names[self._page * shown : (self._page + 1) * shown]
+        grid.styles.grid_size_columns = max(1, min(columns, len(names)))
+        for at in range(_MOST_PLOTS):
             plot = self.query_one(f"#curve-{at}", PlotextPlot)
             plot.display = at < len(names)
             if at < len(names):

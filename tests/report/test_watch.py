@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from sample_runs import START_S, write_launch, write_metrics
 
+from accel.alerts import AlertLog, Alerts
 from accel.cli import main
 from accel.report import FollowedRun, StoredCheckpoint, rank_rows, state_of, status_line
+from accel.report._followed import ordered_names
 from accel.run_folder import encode_line, read_launches
 
 CHECKPOINT = StoredCheckpoint(name="step-00000040", size=1200, changed_s=START_S, metrics={"[b]loss": 0.5})
@@ -80,16 +82,54 @@ def test_ranks_of_all_hosts_of_the_newest_launch_are_listed(tmp_path: Path) -> N
 def test_without_a_terminal_lines_are_printed_until_the_run_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["watch", str(tmp_path / "later"), "--once"]) == 0
+    assert main(["watch", str(tmp_path / "later"), "--once"]) == 3
     assert capsys.readouterr().out == f"nothing of a run in {tmp_path / 'later'}\n"
     write_metrics(tmp_path, 50)
     assert main(["watch", str(tmp_path), "--once"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
     write_launch(tmp_path, stopped="SIGTERM")
-    assert main(["watch", str(tmp_path)]) == 0
+    assert main(["watch", str(tmp_path)]) == 1
     assert capsys.readouterr().out.endswith("stopped by SIGTERM\n")
     for words in ([str(tmp_path / "metrics.jsonl")], [str(tmp_path), "--every-s", "0"]):
         assert main(["watch", *words]) == 2
+
+
+def test_a_script_reads_the_end_of_a_run_from_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, options, status in (("good", {}, 0), ("bad", {"failed": "ValueError: bad"}, 1)):
+        write_metrics(tmp_path / name, 50)
+        assert main(["watch", str(tmp_path / name), "--once"]) == 0  # metrics alone: nothing failed
+        write_launch(tmp_path / name, **options)
+        for words in (["--once"], ["--plain"]):
+            assert main(["watch", str(tmp_path / name), *words]) == status
+    (tmp_path / "empty").mkdir()
+    assert main(["watch", str(tmp_path / "empty"), "--once"]) == 3
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("accel.cli._runs.time.sleep", interrupt)
+    assert main(["watch", str(tmp_path / "empty"), "--plain"]) == 3
+    assert capsys.readouterr().out.endswith("nothing of a run in " + str(tmp_path / "empty") + "\n")
+
+
+def test_what_matters_comes_first_and_alerts_are_counted(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        for step in range(3):
+            values = {"batch_size": 8.0, "norm": 1.0 + step, "eval/accuracy": 0.5 + step / 10, "loss": 1.0 - step / 10}
+            file.write(encode_line(step, values, {"at": START_S + step}))
+    log = AlertLog(Alerts(), source="rank 0", report=lambda level, text: None, folders=[str(tmp_path)])
+    for title in ("old", "loss above 3", "loss above 3"):
+        log.add(title, "loss is 4", level="error", every_s=600)
+    log.end(30)
+    followed = follow(tmp_path)
+    run = followed.look()
+    names = ordered_names(run)
+    assert names.index("eval/accuracy") < names.index("loss") < names.index("norm") < names.index("batch_size")
+    line = status_line(run, state_of(run.run, run.launches), followed.alerts)
+    assert "alerts: 2, error: loss above 3: loss is 4 (2 times)" in line
+    assert line.index("accuracy") < line.index("norm")
 
 
 def test_a_terminal_without_the_extra_is_told_what_to_do(
@@ -133,6 +173,13 @@ def test_the_terminal_program_follows_holds_and_turns_pages(tmp_path: Path) -> N
             await pilot.press("space", "p")
             await pilot.pause()
             assert "step 10" in app.export_screenshot().replace("&#160;", " ")
+            await pilot.resize_terminal(160, 60)
+            await pilot.pause()
+            app.refresh_run()
+            await pilot.pause()
+            assert sum(app.query_one(f"#curve-{at}").display for at in range(12)) == 5
+            shown = app.export_screenshot().replace("&#160;", " ")
+            assert "tokens_per_s" in shown
             await pilot.press("q")
         assert app.return_code == 0
 

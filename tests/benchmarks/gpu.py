@@ -42,6 +42,7 @@ class Run(NamedTuple):
 
 
 GPT = ("examples/gpt.py", "--steps", "60")
+LARGE = ("tests/benchmarks/tensor_parallel.py", "--widths", "4096", "--tokens", "4096", "--rounds", "5")
 RUNS = (
     Run("tests", ("-m", "pytest", "-m", "gpu", "-n", "0", "tests/gpu"), exact=True),
     Run("step", ("tests/benchmarks/step_overhead.py",)),
@@ -53,6 +54,7 @@ RUNS = (
     Run("streamed blocks", ("tests/benchmarks/big_model_overhead.py", "--rounds", "100"), exact=True),
     Run("gather and reduce", ("tests/benchmarks/collectives.py",), 2),
     Run("tensor parallel", ("--mesh", "tp=2", "tests/benchmarks/tensor_parallel.py"), 2, True),
+    Run("tensor parallel in bf16", ("--mesh", "tp=2", "--precision", "bf16", *LARGE), 2, True),
     Run("pipeline", ("--mesh", "pp=2", "tests/benchmarks/pipeline.py"), 2, True),
     Run("context parallel", ("--mesh", "cp=2", "tests/benchmarks/context_parallel.py"), 2, True),
     Run("experts", ("tests/benchmarks/experts.py",), 2),

@@ -5,7 +5,12 @@
 
 Every variant runs the same blocks on the same input, in rounds that alternate within one run, so that a machine whose
 speed drifts slows all of them alike. Printed is the median time of a pass, and the median over rounds of the ratio to
-torch's own `ColwiseParallel` and `RowwiseParallel`. Then a Llama of as many blocks by transformers, and by accel.
+torch's own `ColwiseParallel` and `RowwiseParallel`; of accel also with messages beside products, and with tokens shared
+between layers. Then a Llama of as many blocks by transformers, and by accel. On GPUs, where messages can travel while
+products compute, take sizes that fill them:
+
+    accel launch --nproc-per-node 2 --mesh tp=2 --precision bf16 tests/benchmarks/tensor_parallel.py --widths 4096
+        --tokens 4096
 """
 
 from __future__ import annotations
@@ -75,9 +80,11 @@ def blocks(width: int) -> nn.Sequential:
     return nn.Sequential(*(Block(width) for _ in range(BLOCKS)))
 
 
-def timed_passes(model: nn.Module, x: torch.Tensor) -> Pass:
+def timed_passes(ctx: accel.DistContext, model: nn.Module, x: torch.Tensor) -> Pass:
     def run() -> None:
-        model(x).sum().backward()
+        with accel.autocast(ctx):
+            loss = model(x).sum()
+        loss.backward()
 
     return run
 
@@ -88,14 +95,20 @@ def by_torch(ctx: accel.DistContext, width: int, x: torch.Tensor) -> Pass:
     assert ctx.mesh is not None
     for block in model:
         parallelize_module(block, ctx.mesh["tp"], styles)
-    return timed_passes(model, x)
+    return timed_passes(ctx, model, x)
 
 
-def by_accel(ctx: accel.DistContext, width: int, x: torch.Tensor) -> Pass:
+def by_accel(
+    ctx: accel.DistContext, width: int, x: torch.Tensor, *, sequence: bool = False, overlap: bool = False
+) -> Pass:
+    """As `tensor_plan` has it for a Llama; the output stays divided where ranks share the tokens."""
     styles: dict[str, Any] = {f"*.{name}": "colwise" for name in COLWISE}
-    styles |= {f"*.{name}": "rowwise" for name in ROWWISE}
-    styles |= {f"*.{name}": "copy_input" for name in ("attention", "mlp")}  # as tensor_plan has it for a Llama
-    return timed_passes(accel.prepare_model(ctx, blocks(width), plan=accel.parallel.Plan(tensor=styles)), x)
+    styles |= {f"*.{name}": "rowwise_sequence" if sequence else "rowwise" for name in ROWWISE}
+    styles |= {f"*.{name}": "gather_sequence" if sequence else "copy_input" for name in ("attention", "mlp")}
+    if sequence:
+        styles |= {"0": "split_sequence", "*.first": "sequence_parallel", "*.second": "sequence_parallel"}
+    plan = accel.parallel.Plan(tensor=styles, overlap=overlap)
+    return timed_passes(ctx, accel.prepare_model(ctx, blocks(width), plan=plan), x)
 
 
 def llama(width: int) -> nn.Module:
@@ -142,6 +155,8 @@ def compare(ctx: accel.DistContext, variants: dict[str, Pass], rounds: int, pass
             started, busy = time.perf_counter(), time.process_time()
             for _ in range(passes):
                 run()
+            if ctx.device.type != "cpu":
+                torch.accelerator.synchronize()
             if at:  # the first round warms up
                 times[name].append((time.perf_counter() - started) / passes)
                 cpu[name].append((time.process_time() - busy) / passes)
@@ -168,7 +183,13 @@ def main() -> None:
             ids = torch.arange(2 * options.tokens, device=ctx.device).view(2, -1) % 64
             if ctx.is_main_process:
                 print(f"width {width}, {2 * options.tokens} tokens, {BLOCKS} blocks")
-            variants = {"torch's styles": by_torch(ctx, width, x), "accel": by_accel(ctx, width, x)}
+            variants = {
+                "torch's styles": by_torch(ctx, width, x),
+                "accel": by_accel(ctx, width, x),
+                "accel, overlap": by_accel(ctx, width, x, overlap=True),
+                "accel, sequence": by_accel(ctx, width, x, sequence=True),
+                "accel, both": by_accel(ctx, width, x, sequence=True, overlap=True),
+            }
             compare(ctx, variants, options.rounds, options.passes)
             if all(map(importlib.util.find_spec, ("transformers", "accelerate"))):  # its loading needs the latter
                 variants = {

@@ -108,7 +108,7 @@ def _script_data(
 
 
 def _extent(run: RunData) -> tuple[int, int] | None:
-    curves = [*run.curves.values.values(), *run.curves.time.values()]
+    curves = [*run.curves.values.values(), *run.curves.time.values(), *run.machine.values()]
     ends = [step for curve in curves for step in (*curve.steps[:1], *curve.steps[-1:])]
     ends += [step for curve in curves for step, _ in (*curve.marks[:1], *curve.marks[-1:])]
     return (min(ends), max(ends)) if ends else None
@@ -185,7 +185,7 @@ def _groups(charts: Sequence[ChartData]) -> Iterator[tuple[str, bool, list[int]]
     for at, chart in enumerate(charts):
         found.setdefault(chart.group if chart.kind == "curve" else "\0", []).append(at)
     dull = found.pop("\0", [])
-    times = found.pop("time", [])
+    clocks = [(f"{name}/", found.pop(name)) for name in ("time", "system") if name in found]
     alone = [name for name, members in found.items() if len(members) == 1 and name not in (*_FIRST, "")]
     for name in alone:
         found.setdefault("", []).extend(found.pop(name))
@@ -194,8 +194,8 @@ def _groups(charts: Sequence[ChartData]) -> Iterator[tuple[str, bool, list[int]]
     for name in [*first, *([""] if "" in found else []), *rest]:
         title = f"{name}/" if name else "others" if len(found) > 1 else "metrics"
         yield title, True, found[name]
-    if times:
-        yield "time/", len(charts) <= _MOST_OPEN, times
+    for title, members in clocks:
+        yield title, len(charts) <= _MOST_OPEN, members
     if dull:
         yield "constants and counters", False, dull
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from accel.alerts import Alert, read_alerts
 from accel.run_folder import (
     METRICS,
     LaunchRecord,
@@ -65,6 +68,27 @@ class MetricCurve:
         ends = [(self.steps[-1], self.values[-1])] if self.steps else []
         ends += [(step, float(text)) for step, text in self.marks[-1:]]
         return max(ends, key=lambda end: end[0], default=None)
+
+
+class SpreadCurve(MetricCurve):
+    """A curve of several sources, such as hosts: means of one sample of each, also between two steps.
+
+    Attributes:
+        lows: least value of each point.
+        highs: largest value of each point.
+    """
+
+    def __init__(self, points: Iterable[tuple[float, float]], sources: int) -> None:
+        super().__init__()
+        self.lows: list[float] = []
+        self.highs: list[float] = []
+        ordered = sorted(points)
+        for at in range(0, len(ordered), sources):
+            values = [value for _, value in ordered[at : at + sources]]
+            self.steps.append(ordered[min(at + sources // 2, len(ordered) - 1)][0])  # type: ignore[arg-type]
+            self.values.append(sum(values) / len(values))
+            self.lows.append(min(values))
+            self.highs.append(max(values))
 
 
 class Curves:
@@ -155,6 +179,8 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         launches: its launches in order of their start.
         checkpoints: its checkpoints in order of their steps.
         profile: its profile as `accel profile` prints it; empty for none.
+        machine: samples of its hosts, by name; those of all GPUs of all hosts are one curve.
+        alerts: its alerts in order of time.
     """
 
     name: str
@@ -164,6 +190,8 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     launches: Sequence[LaunchRecord] = ()
     checkpoints: Sequence[StoredCheckpoint] = ()
     profile: str = ""
+    machine: dict[str, SpreadCurve] = {}
+    alerts: Sequence[Alert] = ()
 
     @property
     def damaged(self) -> int:
@@ -179,12 +207,10 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 def read_data(name: str, folder: Path, checkpoints: Sequence[StoredCheckpoint] = (), profile: str = "") -> RunData:
     """Read a run's folder; raise `OSError` if a file exists and cannot be read."""
     curves = Curves()
-    position = Position()
-    while (new := read_new(folder / METRICS, position)).lines:
-        if new.restarted:  # it was cut back between two reads
+    for lines, restarted in _read_lines(folder / METRICS):
+        if restarted:
             curves = Curves()
-        curves.add(map(decode_line, new.lines))
-        position = new.position
+        curves.add(lines)
     launches = read_launches(folder)
     return RunData(
         name=name,
@@ -194,7 +220,47 @@ def read_data(name: str, folder: Path, checkpoints: Sequence[StoredCheckpoint] =
         launches=launches,
         checkpoints=checkpoints,
         profile=profile,
+        machine=_read_machine(folder, curves.time.get(AT, MetricCurve())),
+        alerts=read_alerts(folder),
     )
+
+
+def _read_lines(path: Path) -> Iterator[tuple[list[MetricsLine | None], bool]]:
+    """Yield lines of a file, and whether it was cut back between two reads, so that earlier ones no longer count."""
+    position = Position()
+    while (new := read_new(path, position)).lines:
+        yield [decode_line(line) for line in new.lines], new.restarted
+        position = new.position
+
+
+def _read_machine(folder: Path, clock: MetricCurve) -> dict[str, SpreadCurve]:
+    """Return curves of the samples of all hosts, each where the clock of the metrics has its time."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    sources: dict[str, set[tuple[str, str]]] = {}
+    for path in sorted(folder.glob("system-*.jsonl")):
+        for lines, _ in _read_lines(path):
+            for line in lines:
+                if line is None:
+                    continue
+                at = _step_at(clock, line.time.get(AT), line.step)
+                for name, value in line.values.items():
+                    kind = re.sub(r"^gpu\d+/", "gpu/", name)
+                    if math.isfinite(value):
+                        points.setdefault(kind, []).append((at, value))
+                        sources.setdefault(kind, set()).add((path.name, name))
+    return {kind: SpreadCurve(found, len(sources[kind])) for kind, found in points.items()}
+
+
+def _step_at(clock: MetricCurve, time_s: float | None, step: int) -> float:
+    """Return the place of a time between the steps of a clock; `step` without a reading."""
+    if time_s is None or not clock.values:
+        return step
+    at = bisect_left(clock.values, time_s)
+    if at in (0, len(clock.values)):
+        return clock.steps[min(at, len(clock.values) - 1)]
+    before, after = clock.values[at - 1], clock.values[at]
+    part = (time_s - before) / (after - before) if after > before else 0.0
+    return clock.steps[at - 1] + part * (clock.steps[at] - clock.steps[at - 1])
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:

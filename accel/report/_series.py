@@ -13,7 +13,7 @@ from heapq import nlargest
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from accel.report._run_data import AT, MetricCurve, RunData
+from accel.report._run_data import AT, MetricCurve, RunData, SpreadCurve
 
 Better = Literal["min", "max", ""]
 Kind = Literal["curve", "folded"]
@@ -47,7 +47,7 @@ class ChartData(NamedTuple):
     """A chart of the page.
 
     Attributes:
-        title: name of the metric; a reading of clocks begins with "time/".
+        title: name of the metric; a reading of clocks begins with "time/", a sample of the machine with "system/".
         group: title of its group.
         kind: "folded" for constants and counters.
         better: direction in which values are better.
@@ -62,20 +62,22 @@ class ChartData(NamedTuple):
 
 
 def charts_of(runs: Sequence[RunData]) -> list[ChartData]:
-    """Return the charts of runs: metrics in the order in which they appeared, then readings of clocks."""
+    """Return the charts of runs: metrics in the order in which they appeared, readings of clocks, the machine."""
     made: list[ChartData] = []
-    for is_time in (False, True):
+    for source in ("", "time", "system"):
         found: dict[str, dict[int, MetricCurve]] = {}
         for at, run in enumerate(runs):
-            for name, curve in (run.curves.time if is_time else run.curves.values).items():
-                if not is_time or name != AT:
+            sources = {"": run.curves.values, "time": run.curves.time, "system": run.machine}
+            for name, curve in sources[source].items():
+                if source != "time" or name != AT:
                     found.setdefault(name, {})[at] = curve
         for name, curves in found.items():
             prefix, slash, _ = name.partition("/")
-            group = "time" if is_time else prefix if slash else ""
             kind: Kind = "folded" if _is_dull(name, list(curves.values())) else "curve"
-            better: Better = "max" if is_time and _RATES.search(name) else "" if is_time else better_of(name)
-            made.append(ChartData(f"time/{name}" if is_time else name, group, kind, better, curves))
+            is_rate = source == "time" and _RATES.search(name)
+            better: Better = better_of(name) if not source else "max" if is_rate else ""
+            title = f"{source}/{name}" if source else name
+            made.append(ChartData(title, source or (prefix if slash else ""), kind, better, curves))
     return made
 
 
@@ -84,7 +86,7 @@ def _is_dull(name: str, curves: Sequence[MetricCurve]) -> bool:
     last = name.rpartition("/")[2]
     if last.endswith("_rank"):
         return True
-    if any(curve.marks for curve in curves):
+    if any(curve.marks or (isinstance(curve, SpreadCurve) and curve.lows != curve.highs) for curve in curves):
         return False
     if all(len(curve.values) < 2 for curve in curves):
         return not better_of(name)
@@ -124,6 +126,13 @@ def condense(steps: Sequence[float], values: Sequence[float], most: int) -> Cond
     x[0] = steps[0]
     x[-1] = steps[-1]
     return Condensed(x, [_mean(part) for part in parts], [min(part) for part in parts], [max(part) for part in parts])
+
+
+def _spread(curve: SpreadCurve, found: Condensed, most: int) -> Condensed:
+    """Return a curve of several sources in parts, with the least and the most of all sources."""
+    lows = condense(curve.steps, curve.lows, most)
+    highs = condense(curve.steps, curve.highs, most)
+    return found._replace(low=lows.low or lows.mean, high=highs.high or highs.mean)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -175,7 +184,9 @@ class SeriesWriter:
         made: dict[str, Any] = {}
         if curve.values:
             found = condense(curve.steps, curve.values, self._most)
-            if min(curve.values) == max(curve.values):  # both ends suffice
+            if isinstance(curve, SpreadCurve) and curve.lows != curve.highs:
+                found = _spread(curve, found, self._most)
+            if not found.low and min(curve.values) == max(curve.values):  # both ends suffice
                 found = Condensed([found.x[0], found.x[-1]], [curve.values[0]] * 2, [], [])
             made = {"x": self._steps(found.x), "y": encode_numbers(found.mean)}
             if found.low:
@@ -236,7 +247,7 @@ def counted_axes(charts: Sequence[ChartData]) -> dict[str, ChartData]:
     found: dict[str, ChartData] = {}
     for chart in charts:
         last = chart.title.rpartition("/")[2]
-        if last in _COUNTED and chart.group != "time":
+        if last in _COUNTED and chart.group not in ("time", "system"):
             _ = found.setdefault("tokens" if "token" in last else "samples", chart)
     return found
 
@@ -277,4 +288,5 @@ def ranked_metrics(charts: Sequence[ChartData], saved: Sequence[str] = ()) -> It
         is_evaluated = re.match(r"(eval|val|valid|validation|test|dev)\b|.*(val|eval|test)_", chart.title) is not None
         return 2 * len(chart.curves) < most, chart.title not in saved, not chart.better, not is_evaluated
 
-    yield from sorted((chart for chart in charts if chart.group != "time" and chart.kind == "curve"), key=rank)
+    found = [chart for chart in charts if chart.group not in ("time", "system") and chart.kind == "curve"]
+    yield from sorted(found, key=rank)

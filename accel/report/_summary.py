@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from accel.report._run_data import AT, MetricCurve, RunData, RunState
 from accel.report._series import ChartData, best_of, clock_of, condense
-from accel.report._tables import NONE, Html, element, join, ranks_of, show_source, table
+from accel.report._tables import NONE, Html, element, join, ranks_of, show_source, show_time, table
 from accel.terminal import show_size
 
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -20,6 +20,7 @@ _RATES = ("tokens_per_s", "samples_per_s")
 _UNEVEN = 1.1  # times the median step, from which a rank counts as slow
 _PAUSE_S = 60.0
 _MOST_NAMES = 5
+_MOST_ALERTS = 5
 _WIDTH, _HEIGHT, _POINTS = 120, 28, 60  # of a small curve
 
 
@@ -125,6 +126,11 @@ def warnings_of(run: RunData) -> Iterator[str]:
         count = len({step for curve in bad.values() for step, _ in curve.marks})
         names = _names(list(bad))
         yield f"{count} step{'s' * (count > 1)} with values that are not finite, from step {show_value(first)}: {names}"
+    for alert in run.alerts[-_MOST_ALERTS:]:
+        times = f", {alert.count} times" if alert.count > 1 else ""
+        yield f"{alert.level}, {show_time(alert.time_s)}{times}: {alert.line}"
+    if len(run.alerts) > _MOST_ALERTS:
+        yield f"{len(run.alerts) - _MOST_ALERTS} earlier alerts"
     if (slow := _slow_rank(run)) is not None:
         yield slow
     for line in run.profile.splitlines():
@@ -307,11 +313,13 @@ def _shared_warnings(runs: Sequence[RunData], states: Sequence[RunState]) -> Ite
     failed = [run.name for run, state in zip(runs, states, strict=True) if state.kind in ("failed", "lost")]
     bad = [run.name for run in runs if any(curve.marks for curve in run.curves.values.values())]
     lost = [run.name for run in runs if (run.run and run.run.lost) or run.damaged]
+    alerted = [run.name for run in runs if run.alerts]
     restarted = [run.name for run in runs if any(each.restarts for each in run.launches)]
     for names, text in (
         (failed, "failed"),
         (bad, "have values that are not finite"),
         (lost, "have lost or unreadable records"),
+        (alerted, "have alerts"),
         (restarted, "restarted after a failure"),
     ):
         if names:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from sample_runs import START_S, write_everything, write_launch, write_metrics, write_run
 
+from accel.alerts import Alert
 from accel.cli import main
 from accel.cli._runs import find_runs
 from accel.report import Curves, StoredCheckpoint, name_runs, read_data, report_page, state_of, thin
@@ -301,6 +302,42 @@ def test_the_first_screen_says_in_words_what_a_reader_should_know(tmp_path: Path
         assert text in found, text
     marks = msgspec.json.decode(Texts(page).data)["runs"][0]["marks"]
     assert marks == [[400, "checkpoint", "step-00000400"], [600, "resume", "resume"]]
+
+
+def test_samples_of_all_hosts_are_one_curve_each_where_the_clock_has_them(tmp_path: Path) -> None:
+    lines = [encode_line(step, {"loss": 1.0}, {"at": START_S + 10 * step}) for step in range(0, 100, 10)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    for node in range(2):
+        samples: list[bytes] = []
+        for at in range(50, 800, 50):
+            values = {"cpu/percent": 20.0 + node, "gpu0/power_w": 100.0 * node, "gpu1/power_w": 300.0 + at}
+            samples.append(encode_line(at // 100 * 10, values, {"at": START_S + at + node}))
+        (tmp_path / f"system-{node}.jsonl").write_bytes(b"".join(samples))
+    page = Texts(report_page([read_data("run", tmp_path)]))
+    data = msgspec.json.decode(page.data)
+    found = {metric["name"]: metric["curves"]["0"] for metric in data["metrics"]}
+    power = found["system/gpu/power_w"]
+    assert numbers_of(power["low"])[0] == 0.0
+    assert numbers_of(power["high"])[:2] == [350.0, 400.0]
+    assert numbers_of(power["y"])[0] == pytest.approx((0 + 100 + 350 + 350) / 4)
+    assert numbers_of(data["steps"][power["x"]])[:2] == pytest.approx([5.1, 10.1], abs=0.11)
+    cpu = found["system/cpu/percent"]
+    assert (set(numbers_of(cpu["low"])), set(numbers_of(cpu["high"]))) == ({20.0}, {21.0})
+    assert "system/ (2)" in page.text
+
+
+def test_alerts_are_among_the_warnings(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 50)
+    (tmp_path / "alerts").mkdir()
+    made = (
+        Alert(time_s=START_S + at, level="warning", title=f"<b>{at}", text="12 left", count=at) for at in range(1, 8)
+    )
+    (tmp_path / "alerts" / "a.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in made))
+    found = Texts(report_page([read_data("run", tmp_path)]))
+    assert "warning, 2026-11-18 11:06:47 UTC, 7 times: <b>7: 12 left" in found.text
+    assert "2 earlier alerts" in found.text
+    assert "<b>2" not in found.text
+    assert "b" not in found.tags
 
 
 def test_many_runs_are_a_row_each_and_say_what_they_share(tmp_path: Path) -> None:

@@ -115,7 +115,8 @@ class Chart {
       pen.moveTo(plot.left, y);
       pen.lineTo(plot.right, y);
       pen.stroke();
-      pen.fillText(showValue(domain.isLog ? Number((10 ** tick).toPrecision(6)) : tick), plot.left - 6, y);
+      const value = domain.isLog ? Number((10 ** tick).toPrecision(6)) : tick;
+      pen.fillText(showMetric(this.metric, value), plot.left - 6, y);
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";

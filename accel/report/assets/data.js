@@ -164,6 +164,12 @@ function showValue(value) {
   const scaled = value / unit;
   return trim(scaled.toFixed(Math.max(0, 2 - Math.floor(Math.log10(Math.abs(scaled) * 1.0005))))) + letter;
 }
+// Bytes have units of their own: a billion of them is 1 GB.
+function showMetric(metric, value) {
+  const text = showValue(value);
+  if (!/_bytes(_per_s)?$/.test(DATA.metrics[metric].name)) return text;
+  return /[kMBT]$/.test(text) ? `${text.slice(0, -1)} ${text.at(-1).replace("B", "G")}B` : text;
+}
 function showSeconds(value) {
   const seconds = Math.abs(value);
   if (seconds < 90) return `${trim(value.toFixed(seconds < 10 ? 1 : 0))} s`;

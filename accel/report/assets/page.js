@@ -141,8 +141,9 @@ function fillTip(hover, found) {
   const rows = found.slice(0, most).map((each) => {
     const dot = make("i", { className: "dot" });
     dot.style.background = colorOf(each.run);
-    const band = each.hasBand ? ` (${showValue(each.low)} to ${showValue(each.high)})` : "";
-    const values = [make("b", {}, showValue(each.mean)), make("span", { className: "soft" }, band)];
+    const show = (value) => showMetric(hover.chart.metric, value);
+    const band = each.hasBand ? ` (${show(each.low)} to ${show(each.high)})` : "";
+    const values = [make("b", {}, show(each.mean)), make("span", { className: "soft" }, band)];
     return make("div", { className: each.run === state.lit ? "lit" : "" }, dot,
       make("span", { className: "name" }, RUNS.length > 1 ? RUNS[each.run].name : ""), ...values);
   });

@@ -20,13 +20,16 @@ _HEIR = "accel_heir"
 _DROPPED = "accel_dropped"
 
 
-def label_parameters(model: nn.Module, *, needed: bool = False, viewed: bool = False) -> None:
+def label_parameters(
+    model: nn.Module, *, needed: bool = False, viewed: bool = False, spared: tuple[str, ...] = ()
+) -> None:
     """Label the model's parameters with their names. Mutates them by one attribute, which nothing computes with.
 
-    `needed`: a step needs the gradient of each. `viewed`: an exchanged gradient is a view of its bucket.
+    `needed`: a step needs the gradient of each, but for those whose names begin with one of `spared`. `viewed`: an
+    exchanged gradient is a view of its bucket.
     """
     for name, parameter in model.named_parameters():
-        setattr(parameter, _LABEL, (name, needed, viewed))
+        setattr(parameter, _LABEL, (name, needed and not name.startswith(spared), viewed))
 
 
 def name_of(parameter: torch.Tensor) -> str:

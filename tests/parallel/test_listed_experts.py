@@ -187,6 +187,42 @@ def test_ranks_without_a_token_and_checkpoints_on_another_mesh(saved, loaded, tm
         assert found == pytest.approx(expected[2:], abs=1e-12)
 
 
+@pytest.mark.parametrize(("kind", "moves"), [("hit", False), ("every", True)])
+@pytest.mark.parametrize(("mesh", "ranks"), [("dp=2,ep=2", 2), ("dp=4,ep=2", 4)])
+def test_experts_that_no_rank_calls_get_no_gradient(kind, moves, mesh, ranks):
+    """As in one process: the optimizer leaves them, and decays the weights of those that are called without a row."""
+
+    def run(ctx: accel.DistContext, mesh: str) -> tuple[dict[str, Tensor], list[float]]:
+        ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp") if mesh else ctx
+        model = net(kind)
+        with torch.no_grad():
+            _ = model.layers[0].router.weight.zero_()  # all tokens choose the same two experts
+        _ = model.layers[0].router.requires_grad_(False)
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], weight_decay=0.5)
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=PLAN)
+        state = accel.train_state(ctx)
+        scaler, accum = state.scaler, state.accum
+        norms = []
+        for micro in range(2):
+            accum = accum.next()
+            tokens = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(micro), dtype=torch.float64)
+            at, count = ctx.data_parallel
+            with accel.accumulate(ctx, accum, model):
+                accum = accel.backward(ctx, (model(tokens.chunk(count)[at]) - 1).square().mean(), scaler, accum)
+            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+            accum, scaler = step.accum, step.scaler
+            norms.append(float(step.grad_norm))
+        return accel.get_state_dict(ctx, model, dst=None), norms
+
+    expected, norms = run(accel.single(), "")
+    names = [f"layers.0.experts.{at}.up.weight" for at in range(EXPERTS)]
+    assert [torch.equal(expected[name], net().state_dict()[name]) for name in names].count(True) == (0 if moves else 2)
+    for found, own in simulate(lambda ctx: run(ctx, mesh), ranks, default_group=True):
+        assert own == pytest.approx(norms, abs=1e-12)
+        for name, each in expected.items():
+            torch.testing.assert_close(found[name], each, rtol=0, atol=1e-10)
+
+
 def _real_rank(rank: int, environ: list[dict[str, str]], path: str) -> None:
     with accel.session(environ=environ[rank], device="cpu", mesh="dp=2,ep=2", strategy="fsdp") as ctx:
         ctx, model, optimizer = prepared(ctx, "")

@@ -11,6 +11,7 @@ from accel.parallel.axes.experts._expert_plan import (
     expert_plan as expert_plan,
     is_expert_parameter as is_expert_parameter,
     is_sorted_experts as is_sorted_experts,
+    listed_prefixes as listed_prefixes,
     moe_modules as moe_modules,
     shard_experts as shard_experts,
 )

@@ -305,13 +305,18 @@ def is_expert_parameter(parameter: torch.Tensor) -> bool:
 def expert_modules(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules whose parameters are spread along `ep`, inner ones first. No communication."""
     named = list(named_modules(model))
-    lists = tuple(f"{name}." for name, module in named if getattr(module, STYLE, "") == LISTED)
+    lists = listed_prefixes(model)
     found = [
         name
         for name, module in named
         if any(map(is_expert_parameter, module.parameters(recurse=f"{name}." in lists))) and not name.startswith(lists)
     ]
     return tuple(reversed(found))
+
+
+def listed_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Return the beginnings of the names of parameters of experts in lists that are spread. No communication."""
+    return tuple(f"{name}." for name, module in named_modules(model) if getattr(module, STYLE, "") == LISTED)
 
 
 def shard_experts(ctx: DistContext, module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:

@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel.comm import exchanged
+from accel.comm import exchanged, summed
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import named_modules
 from accel.parallel._private import is_view
 from accel.parallel.axes.experts._expert_plan import EP, LISTED
 from accel.parallel.axes.experts._layer import Run, combine_tokens, dispatch_tokens, in_parts
-from accel.tensors import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -119,18 +118,20 @@ class ListedExperts(Mixin):
     Attributes:
         accel_run: `run_listed`, hidden from torch.compile.
         accel_alike: as in `DispatchedExperts`.
+        accel_mesh: mesh of experts.
         accel_calls: calls of the experts; of the instance.
         accel_style: "listed".
     """
 
     accel_run: Callable[..., Tensor]
     accel_alike: DeviceMesh | None = None
+    accel_mesh: DeviceMesh
     accel_calls: ExpertCalls
     accel_style = LISTED
 
-    def forward(self, rows: Tensor, indices: Tensor) -> Tensor:
-        """Run the experts of rows on the ranks that hold them. A collective along `ep`, as its backward."""
-        return self.accel_run(self, rows, indices)
+    def forward(self, rows: Tensor, indices: Tensor, called: Tensor) -> Tensor:
+        """Run the experts of rows on the ranks that hold them. A collective of the mesh, as its backward along `ep`."""
+        return self.accel_run(self, rows, indices, called)
 
 
 class ListedBlock(Mixin):
@@ -181,7 +182,9 @@ def run_block(block: Any, run: Callable[..., Any], inputs: Sequence[Any], named:
     rows = torch.cat(flat) if flat else tensors[0].reshape(-1, width)[:0]
     counts = [len(each) for each in flat]
     chosen = torch.tensor(calls.experts, dtype=torch.int64).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-    outputs = listed(rows, chosen.to(rows.device, non_blocking=True)[:, None])
+    called = torch.zeros(len(listed), dtype=torch.int64)
+    called[calls.experts] = 1
+    outputs = listed(rows, chosen[:, None].to(rows.device), called.to(rows.device))
     if outputs.shape != rows.shape:
         raise calls.refused(f"outputs of {outputs.shape[-1]} columns for rows of {width}")
     parts = zip(torch.split(outputs, counts), shapes, strict=True) if counts else ()
@@ -222,29 +225,44 @@ def _buffers(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return (each for each in block.named_buffers() if not each[1].is_inference())
 
 
-def run_listed(listed: Any, rows: Tensor, indices: Tensor) -> Tensor:
-    """Run the experts of rows of all ranks that this rank computes; return the outputs of its own rows."""
+def run_listed(listed: Any, rows: Tensor, indices: Tensor, called: Tensor) -> Tensor:
+    """Run the experts of rows of all ranks that this rank computes; return the outputs of its own rows.
+
+    `called`: 1 for the experts that the loop has called on this rank, shape [experts]. Those that no rank calls get no
+    gradient, as in one process.
+    """
     calls: ExpertCalls = listed.accel_calls
     experts = list(cast("Iterable[nn.Module]", listed))
-    group = _mesh_of(listed).get_group(EP)
+    group: dist.ProcessGroup = listed.accel_mesh.get_group(EP)
     own = len(experts) // group.size()
-    first = own * group.rank()
-    weights = _own_weights([_named(each) for each in experts], group)  # before the rows, so after them in the backward
+    used = _used(called, listed.accel_mesh)
+    # before the rows, so after them in the backward
+    weights, tie = _own_weights([_named(each) if at in used else [] for at, each in enumerate(experts)], group)
     alike = None if listed.accel_alike is None else listed.accel_alike.get_group()
 
     def computed(rows: Tensor, indices: Tensor, factors: Tensor) -> Tensor:
         sent = dispatch_tokens(rows, indices, experts=len(experts), group=group)
-        parts = torch.split(sent.rows, list(sent.counts))
+        parts = cast("tuple[Tensor, ...]", cast(Any, torch).split(sent.rows, list(sent.counts)))
         outputs: list[Tensor] = []
-        for expert, part, tensors in zip(experts[first : first + own], parts, weights, strict=True):
-            with calls.during("run"), _with_weights(tensors):
+        first = own * group.rank()
+        for at in sorted(used & set(range(first, first + own))):
+            part = parts[at - first]
+            with calls.during("run"), _with_weights(weights[at - first]):
                 # a row of ones, whose output is dropped: parameters take part in the backward
                 given = part if len(part) else part.sum(0, keepdim=True) + 1
-                outputs.append(cast(Tensor, expert(given))[: len(part)])
-        return combine_tokens(torch.cat(outputs), sent, factors)
+                outputs.append(cast(Tensor, experts[at](given))[: len(part)])
+        return combine_tokens(torch.cat(outputs) if outputs else sent.rows + tie, sent, factors)
 
     outputs = in_parts(computed, (rows, indices, rows.new_ones(indices.shape)), alike)
     return outputs.clone() if is_view(outputs) else outputs  # an operation in place on a view would lose FSDP's hooks
+
+
+def _used(called: Tensor, mesh: DeviceMesh) -> set[int]:
+    """Return the experts that some rank has called. A collective, for which the host waits."""
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            called = summed(called, mesh.get_group(dim))
+    return {at for at, each in enumerate(cast("list[int]", cast(Any, called).tolist())) if each}
 
 
 class _Weight(NamedTuple):
@@ -269,33 +287,36 @@ def _named(expert: nn.Module) -> list[_Weight]:
     ]
 
 
-def _mesh_of(listed: nn.Module) -> DeviceMesh:
-    return next(cast(Any, each) for each in listed.parameters() if is_dtensor(each)).device_mesh
-
-
 def _own_weights(
     experts: Sequence[Sequence[_Weight]], group: dist.ProcessGroup
-) -> list[list[tuple[nn.Module, str, Tensor]]]:
-    """Return the whole weights of the experts that this rank computes. A collective, as its backward."""
+) -> tuple[list[list[tuple[nn.Module, str, Tensor]]], Tensor]:
+    """Return the whole weights of the experts that this rank computes, and a zero by which the exchange takes part in
+    the backward. A collective, as its backward.
+
+    `experts`: the weights of each; none for those that stay where they are.
+    """
     ranks = group.size()
     own = len(experts) // ranks
-    first = own * group.rank()
-    kinds = dict.fromkeys(each.spread.dtype for each in experts[0])
     found: list[list[tuple[nn.Module, str, Tensor]]] = [[] for _ in range(own)]
-    for kind in kinds:
+    tie = torch.zeros(())
+    for kind in dict.fromkeys(each.spread.dtype for expert in experts for each in expert):
         local = [[each.spread.to_local() for each in expert if each.spread.dtype == kind] for expert in experts]
         flat = torch.cat([part.reshape(-1) for parts in local for part in parts])
-        size = flat.numel() // ranks
-        received = exchanged(flat, [size] * ranks, [size] * ranks, group).view(ranks, size)
+        sizes = [
+            sum(part.numel() for parts in local[at : at + own] for part in parts) for at in range(0, own * ranks, own)
+        ]
+        size = sizes[group.rank()]
+        received = exchanged(flat, sizes, [size] * ranks, group).view(ranks, size)
+        tie = received[:, :0].sum().to(tie.dtype) + tie.to(flat.device)
         at = 0
-        for place, expert in enumerate(experts[first : first + own]):
+        for place, expert in enumerate(experts[own * group.rank() : own * (group.rank() + 1)]):
             for weight in (each for each in expert if each.spread.dtype == kind):
                 part = weight.spread.to_local()
                 pieces = received[:, at : at + part.numel()].reshape(ranks, *part.shape)
                 dim = cast(Any, weight.spread.placements[-1]).dim
                 found[place].append((weight.module, weight.name, torch.cat(list(pieces.unbind(0)), dim)))
                 at += part.numel()
-    return found
+    return found, tie
 
 
 @contextlib.contextmanager

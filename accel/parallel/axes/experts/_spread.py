@@ -104,7 +104,8 @@ def _add_forwards(ctx: DistContext, model: nn.Module, styles: Mapping[str, str])
     add_mixin(called["sorted"], SortedExperts, accel_run=staticmethod(hide(run_sorted)), accel_alike=alike)
     add_mixin(called["local"], LocalExperts, accel_run=staticmethod(hide(run_local)))
     listed = [model.get_submodule(path) for path in lists]
-    add_mixin(listed, ListedExperts, accel_run=staticmethod(hide(run_listed)), accel_alike=alike)
+    mesh = open_expert_mesh(ctx)
+    add_mixin(listed, ListedExperts, accel_run=staticmethod(hide(run_listed)), accel_alike=alike, accel_mesh=mesh)
     for path, each in zip(lists, listed, strict=True):
         above, _, name = path.rpartition(".")
         follow_calls(model.get_submodule(above), each, name, path)

@@ -21,7 +21,7 @@ from accel.parallel._modules import is_pipelined, stage_modules, unwrap_model
 from accel.parallel._refused import check_all, check_quantized
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import Spread, compare_models, follow_first_, stage_comm
-from accel.parallel.axes.experts import exchange_mesh, expert_modules, shard_experts
+from accel.parallel.axes.experts import exchange_mesh, expert_modules, listed_prefixes, shard_experts
 from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, is_traced, pipeline_of
 from accel.parallel.axes.replicate._ddp import replica_of
 from accel.parallel.axes.shard._options import (
@@ -171,7 +171,8 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
     for name, after in inner.named_parameters():
         if after is not before[name]:
             replace_parameter(name, before[name], after)
-    label_parameters(inner, needed=not options.find_unused_parameters)
+    # ranks know together which experts of a list nobody calls, so no gradient waits for an exchange
+    label_parameters(inner, needed=not options.find_unused_parameters, spared=listed_prefixes(inner))
     if options.find_unused_parameters:
         for each in units:
             sum_unused(each[-1])

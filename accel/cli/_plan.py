@@ -16,6 +16,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate import Hosts, Job, Transformer, choose_meshes, read_transformer
 from accel.estimate._choices import Choice, Choices, RankStages, Refusal, stages_of
+from accel.estimate._efficiencies import Efficiencies, link_speeds, read_efficiencies
 from accel.estimate._memory import PARTS
 from accel.estimate._step import OPTIMIZERS
 from accel.formats import PrecisionName
@@ -34,7 +35,7 @@ def show_choices(
     batch = job.ranks * job.rows if job.batch is None else job.batch
     head = f"{source}: {show_count(model.count)} parameters, {model.layers} blocks"
     work = f"A step of {batch} x {job.tokens} tokens in {job.precision} with {job.optimizer}"
-    lines = [head, f"{work} on {job.ranks} ranks of {show_size(job.memory)}:", ""]
+    lines = [head, f"{work} on {job.ranks} ranks of {show_size(job.memory)}:", *_speeds(job.hosts), ""]
     if found.fitting:
         lines += [_table(found.fitting[:most], _TITLES, _cells), *_rest(len(found.fitting) - most), ""]
         lines += _advice(found.fitting[0])
@@ -44,6 +45,15 @@ def show_choices(
     else:
         lines += [f"No mesh of {job.ranks} ranks fits.", *_way_out(job, found, more)]
     return "\n".join([*lines, *_too_large(found.too_large), *_impossible(found.refused)])
+
+
+def _speeds(hosts: Hosts) -> list[str]:
+    """The device of a table that was measured, and when; that it is a CPU's."""
+    table = hosts.efficiencies
+    if hosts.flops is not None or not table.torch:
+        return []
+    warning = "; a plan for such CPUs, not for GPUs" if table.kind == "cpu" else ""
+    return [f"Speeds of {table.device}, torch {table.torch}, {table.date}{warning}"]
 
 
 def options_of(choice: Choice) -> list[str]:
@@ -164,8 +174,9 @@ def _folded(first: str, *others: str) -> list[str]:
 
 def _slower_parts(first: Choice, second: Choice) -> Iterator[tuple[str, float]]:
     """Parts of a step that take longer on the second mesh, and by how many seconds."""
-    again = second.step.recompute and not first.step.recompute
-    yield ("computing again" if again else "products"), second.time.compute - first.time.compute
+    for name in ("products", "attention"):
+        yield name, getattr(second.time, name) - getattr(first.time, name)
+    yield "norms, activations and copies", second.time.memory - first.time.memory
     yield "waiting for stages", second.time.bubble - first.time.bubble
     for name, seconds in second.time.messages.items():
         yield name, seconds - first.time.messages.get(name, 0.0)
@@ -219,6 +230,9 @@ status is 1 if nothing fits.
 
 CONFIG is a config.json of Hugging Face's transformers, or a folder with one."""
 NAMES: Mapping[str, tuple[str, ...]] = {"--precision": get_args(PrecisionName), "--optimizer": tuple(OPTIMIZERS)}
+_CALIBRATE = """Measure products, attention and memory of this machine's device by shape, and
+collectives where a launcher has started several ranks. FILE is for --efficiencies."""
+_LINK = "450GB,50GB"
 _MOST_RANKS = 1 << 14
 _SEARCHED_RANKS = 1 << 8
 
@@ -263,8 +277,10 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     stages: Sequence[RankStages] = ()
 
 
-def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
+def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Print the meshes; return the exit status, 1 if nothing fits."""
+    if any(word.split("=")[0] == "--calibrate" for word in words):
+        return _calibrate(words, environ)
     known = parser().read(words)
     job = _job(known)
     model = read_transformer(Path(known.config))
@@ -286,6 +302,50 @@ def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     return int(not found.fitting)
 
 
+def _calibrate(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Measure the speeds of this machine's device, and write them to a file."""
+    import datetime
+
+    from accel.context import session
+    from accel.estimate._efficiencies import measure_efficiencies
+
+    built = Parser("accel plan --calibrate", usage="accel plan --calibrate FILE", description=_CALIBRATE)
+    _ = built.add_argument("--calibrate", metavar="FILE", required=True, help="file to write")
+    path = Path(built.read(words).calibrate)
+    if path.is_dir() or not path.parent.is_dir():
+        expected = "a file in a folder that exists"
+        raise ConfigError("no place for a table of speeds", expected=expected, got=repr(str(path)), where="--calibrate")
+    with session(environ) as ctx:
+        found = measure_efficiencies(ctx, date=datetime.date.today().isoformat())
+        if ctx.is_main_process:
+            _write(path, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+            print(_told(found, path))
+    return 0
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        _ = path.write_bytes(data)
+    except OSError as error:
+        got = f"{path}: {error.strerror}"
+        raise ConfigError("the table of speeds cannot be written", got=got, where="--calibrate") from error
+
+
+def _told(found: Efficiencies, path: Path) -> str:
+    """What a benchmark has measured."""
+    fastest = {dtype: max(each.flops for each in found.products if each.dtype == dtype) for dtype in found.dtypes}
+    rates = ", ".join(f"{dtype} {flops / 1e12:.3g}" for dtype, flops in fastest.items())
+    lines = [
+        f"{path}: {found.device}, torch {found.torch}, {found.date}",
+        f"products, in 10^12 operations a second at most: {rates}",
+        f"memory: {show_size(int(found.bandwidth))} a second",
+    ]
+    lines += [f"collectives of {found.messages[0].ranks} ranks"] if found.messages else []
+    if found.kind == "cpu":
+        lines += ["These are this CPU's speeds: a plan by them is one for such CPUs, not for GPUs."]
+    return "\n".join(lines)
+
+
 def parser() -> Parser:
     """Return the parser of the command's words."""
     hosts = Hosts()
@@ -303,17 +363,18 @@ def parser() -> Parser:
     _ = add("--host", type=int, default=hosts.ranks, metavar="N", help=f"GPUs of a host (default: {hosts.ranks})")
     _ = add(
         "--link",
-        default="450GB,50GB",
         metavar="SIZE,SIZE",
-        help="bytes a second of a GPU inside its host, and to other hosts (default: 450GB,50GB)",
+        help=f"bytes a second of a GPU inside its host, and to other hosts (default: {_LINK}, or those of the table)",
     )
     _ = add(
         "--tflops",
         type=float,
-        default=hosts.flops / 1e12,
         metavar="N",
-        help=f"10^12 operations a second that a GPU reaches in large products (default: {hosts.flops / 1e12:.0f})",
+        help="10^12 operations a second of a GPU, in any shape, in place of a table of speeds",
     )
+    _ = add("--efficiencies", metavar="FILE", help="table of speeds by shape (default: published ones of H100)")
+    _ = add("--calibrate", metavar="FILE", help="measure this machine's speeds and write such a table; takes no CONFIG")
+    _ = add("--compiled", action="store_true", help="torch.compile fuses the operators between products")
     _ = add("--top", type=int, default=10, metavar="N", help="meshes to show (default: 10)")
     _ = add("--json", action="store_true", help="all meshes, for programs")
     return built
@@ -340,21 +401,30 @@ def _job(known: argparse.Namespace) -> Job:
         rows=known.rows,
         precision=known.precision,
         optimizer=known.optimizer,
+        compiled=known.compiled,
         hosts=_hosts(known),
     )
 
 
 def _hosts(known: argparse.Namespace) -> Hosts:
-    inside, comma, between = known.link.partition(",")
+    inside, comma, between = (known.link or _LINK).partition(",")
     if not comma:
         expected = "two sizes, such as 450GB,50GB"
         raise ConfigError("not the speeds of links", expected=expected, got=repr(known.link), where="--link")
-    return Hosts(
+    if known.tflops is not None and known.efficiencies is not None:
+        expected = "--tflops or --efficiencies"
+        raise ConfigError("one speed or a table of speeds", expected=expected, got="both", where="accel plan")
+    hosts = Hosts(
         ranks=known.host,
         inside=parse_size(inside, "--link"),
         between=parse_size(between, "--link"),
-        flops=known.tflops * 1e12,
+        flops=None if known.tflops is None else known.tflops * 1e12,
     )
+    if known.efficiencies is None:
+        return hosts
+    table = read_efficiencies(Path(known.efficiencies))
+    links = {} if known.link else link_speeds(table)
+    return msgspec.structs.replace(hosts, efficiencies=table, **links)
 
 
 def _enough(job: Job, found: Choices, known: argparse.Namespace) -> Iterator[tuple[int, Choice]]:

@@ -3,7 +3,8 @@
 
 Begin with `_model.py`: one description of a model's tensors, which every estimate reads. `_sources.py` makes it from
 code (`_build.py`), a configuration or headers. `_step.py` has the step and what a rank holds of model and activations;
-`_memory.py` adds that up moment by moment, `_cost.py` finds messages and time, `_choices.py` compares meshes by both.
+`_memory.py` adds that up moment by moment, `_cost.py` finds messages and time by the speeds of `_efficiencies.py`,
+`_choices.py` compares meshes by both.
 `_summary.py` is apart: the table of a model that exists, with a forward by `_fake_forward.py`. The others are pure,
 but for `_build.py` and `_sources.py`. Names resolve on first use: headers and arithmetic do without torch.
 """
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from accel.estimate._build import Input, measure
     from accel.estimate._choices import Job, choose_meshes, list_meshes, mesh_problem
     from accel.estimate._cost import Hosts, step_time, step_traffic
+    from accel.estimate._efficiencies import Efficiencies, measure_efficiencies, read_efficiencies
     from accel.estimate._memory import rank_memory, strategy_memory
     from accel.estimate._model import Transformer, read_transformer
     from accel.estimate._sources import find_source, read_source
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from accel.estimate._summary import ModelSummary, ModuleRow, summary
 
 __all__ = [
+    "Efficiencies",
     "EstimatedStep",
     "Hosts",
     "Input",
@@ -36,8 +39,10 @@ __all__ = [
     "find_source",
     "list_meshes",
     "measure",
+    "measure_efficiencies",
     "mesh_problem",
     "rank_memory",
+    "read_efficiencies",
     "read_source",
     "read_transformer",
     "step_time",
@@ -52,6 +57,7 @@ __getattr__ = exports(
         "_build": ("Input", "measure"),
         "_choices": ("Job", "choose_meshes", "list_meshes", "mesh_problem"),
         "_cost": ("Hosts", "step_time", "step_traffic"),
+        "_efficiencies": ("Efficiencies", "measure_efficiencies", "read_efficiencies"),
         "_memory": ("rank_memory", "strategy_memory"),
         "_model": ("Transformer", "read_transformer"),
         "_sources": ("find_source", "read_source"),

@@ -111,6 +111,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         rows: sequences of a micro-batch.
         precision: as in `accel.formats.precision`.
         optimizer: one of `OPTIMIZERS`.
+        compiled: whether `torch.compile` fuses the operators between products.
         hosts: speeds of the machine.
     """
 
@@ -121,6 +122,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     rows: int = 1
     precision: PrecisionName = "bf16"
     optimizer: str = "adamw"
+    compiled: bool = False
     hosts: Hosts = Hosts()
 
 
@@ -249,6 +251,7 @@ def _choice(model: Transformer, axes: Axes, strategy: StrategyName, job: Job) ->
         precision=job.precision,
         optimizer=job.optimizer,
         strategy=strategy,
+        compiled=job.compiled,
     )
     problem: ConfigError | None = None
     best: Choice | None = None

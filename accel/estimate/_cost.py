@@ -10,8 +10,10 @@ from typing import Literal
 import msgspec
 
 from accel.errors import ConfigError
-from accel.estimate._model import Transformer
+from accel.estimate._efficiencies import H100, Efficiencies, attention_flops, product_flops
+from accel.estimate._model import Transformer, is_expert
 from accel.estimate._step import (
+    OPTIMIZERS,
     EqualRanks,
     EstimatedStep,
     HeldParameters,
@@ -19,8 +21,10 @@ from accel.estimate._step import (
     copies_of,
     divides_logits,
     expert_shards,
+    formats,
     held_by,
     keeps_blocks,
+    part_shape,
     rank_stages,
     stage_layers,
     stream_bytes,
@@ -31,6 +35,7 @@ from accel.topology import Axes, Plan
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 _BUCKET_BYTES = 25 << 20  # of DDP
 _INDEX_BYTES = 8
+_FP32 = 4
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,7 +260,8 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
         inside: bytes a second that a GPU sends to others of its host.
         between: bytes a second that a GPU sends to other hosts.
         latency_s: seconds of a message, whatever its length.
-        flops: operations a second of a GPU in large products, as measured.
+        efficiencies: speeds of a GPU by shape; those published for H100 by default.
+        flops: operations a second of a GPU, in their place, for products and attention of any shape and format.
 
     Raises:
         ConfigError: a number that is not above 0.
@@ -265,11 +271,12 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
     inside: float = 450e9
     between: float = 50e9
     latency_s: float = 10e-6
-    flops: float = 400e12
+    efficiencies: Efficiencies = H100
+    flops: float | None = None
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if getattr(self, name) <= 0:
+        for name in ("ranks", "inside", "between", "latency_s", "flops"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
                 got = str(getattr(self, name))
                 raise ConfigError("not a speed", expected="a number above 0", got=got, where=f"Hosts.{name}")
 
@@ -278,16 +285,25 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step.
 
     Attributes:
-        compute: of the products.
+        products: of products with parameters.
+        attention: of attention.
+        memory: of operators that read and write more than they compute: norms, activations, casts, the optimizer.
         bubble: of ranks along pp that wait for others.
         exposed: of messages that nothing hides.
         messages: the same by collective and axis, such as "all-reduce along tp".
     """
 
-    compute: float
+    products: float
+    attention: float
+    memory: float
     bubble: float
     exposed: float
     messages: Mapping[str, float] = {}
+
+    @property
+    def compute(self) -> float:
+        """The sum of products, attention and memory."""
+        return self.products + self.attention + self.memory
 
     @property
     def total(self) -> float:
@@ -328,34 +344,134 @@ def _bandwidth(size: int, stride: int, hosts: Hosts) -> float:
 
 def rank_time(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, hosts: Hosts, rank: int) -> StepTime:
     """Return the time of a step on the rank at an index along pp."""
-    attention, products = _operations(model, axes, step, plan, rank)
-    compute = (attention + products) / hosts.flops
-    rounds = plan.stages_per_rank * step.micro_batches
-    bubble = compute * (axes.pp - 1) / rounds
+    stages = axes.pp * plan.stages_per_rank
+    layers = stage_layers(model, stages, step.balance)
+    own = rank_stages(plan, axes.pp, rank)
+    count = sum(layers[at] for at in own) * step.micro_batches
+    heads = step.micro_batches if stages - 1 in own else 0
+    passes = 2 if step.recompute and not step.keep else 1  # of the forward
+    attention = count * _attention_time(model, axes, step, plan, hosts, passes)
+    products = count * _block_time(model, axes, step, hosts, passes) + heads * _head_time(model, axes, step, hosts)
+    held = held_by(model, axes, plan, step, copies_of(axes, step.strategy), rank)
+    passed = _passed_bytes(model, axes, step, plan, held, count=count, heads=heads)
+    memory = 0.0 if hosts.flops else passed / hosts.efficiencies.bandwidth
+    compute = products + attention + memory
+    bubble = compute * (axes.pp - 1) / (plan.stages_per_rank * step.micro_batches)
     messages: dict[str, float] = {}
     for each in step_traffic(model, axes, step, plan, stage=rank):
         took = _message_time(each, axes, hosts)
         name = f"{each.operation} along {each.axis}"
-        messages[name] = _exposed(each, took, compute, attention / hosts.flops, model.layers // axes.pp)
-    return StepTime(compute=compute, bubble=bubble, exposed=sum(messages.values()), messages=messages)
+        messages[name] = _exposed(each, took, compute, attention, model.layers // axes.pp)
+    return StepTime(
+        products=products,
+        attention=attention,
+        memory=memory,
+        bubble=bubble,
+        exposed=sum(messages.values()),
+        messages=messages,
+    )
 
 
-def _operations(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, rank: int) -> tuple[float, float]:
-    """Operations of a rank in a step: of causal attention, and of products with parameters."""
-    stages = axes.pp * plan.stages_per_rank
-    layers = stage_layers(model, stages, step.balance)
-    own = rank_stages(plan, axes.pp, rank)
-    count = sum(layers[at] for at in own)
-    sequences = step.rows * step.micro_batches
-    tokens = sequences * step.tokens
-    # forward, twice that in backward, forward again
-    passes = 4 if step.recompute and not step.keep else 3
-    head = model.width * model.vocabulary
-    block = (model.active_count - head) // model.layers
-    products = 2 * tokens * (passes * count * block + (3 * head if stages - 1 in own else 0))
-    attention = 2 * sequences * step.tokens**2 * model.heads * model.head_width * passes * count
-    share = axes.cp * axes.tp
-    return attention / share, products / share
+def _attention_time(
+    model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, hosts: Hosts, passes: int
+) -> float:
+    """Seconds of a block's causal attention in a micro-batch."""
+    forward = 2 * step.rows * step.tokens**2 * model.heads * model.head_width / (axes.cp * axes.tp)
+    if hosts.flops:
+        return (passes + 2) * forward / hosts.flops
+    length = step.tokens if plan.context == "heads" else step.tokens // axes.cp  # of the queries of a kernel
+    ahead, back = attention_flops(hosts.efficiencies, _dtype(step), length, model.head_width)
+    return passes * forward / ahead + 2.5 * forward / back
+
+
+def _block_time(model: Transformer, axes: Axes, step: EstimatedStep, hosts: Hosts, passes: int) -> float:
+    """Seconds of a block's products with its parameters in a micro-batch."""
+    tokens = step.rows * step.tokens // axes.cp
+    dtype = "fp8" if formats(step.precision).fp8 is not None else _dtype(step)
+    total = 0.0
+    for parameter in model.block():
+        if len(parameter.shape) == 1:
+            continue
+        *several, out, into = part_shape(parameter, axes)
+        experts = math.prod(several)
+        rows = tokens
+        if is_expert(parameter):
+            # each rank has its part of the tokens, which are shared out among all experts along ep
+            rows = max(
+                1,
+                tokens
+                * model.experts_per_token
+                * axes.ep
+                // (axes.tp * model.experts if axes.ep > 1 else model.experts),
+            )
+        total += experts * _product_time(rows, out, into, dtype, hosts, passes)
+    return total
+
+
+def _head_time(model: Transformer, axes: Axes, step: EstimatedStep, hosts: Hosts) -> float:
+    """Seconds of the head's product in a micro-batch; recipes of fp8 leave it alone."""
+    out = model.vocabulary // axes.tp if model.divided_ends else model.vocabulary
+    return _product_time(step.rows * step.tokens // axes.cp, out, model.width, _dtype(step), hosts, 1)
+
+
+def _dtype(step: EstimatedStep) -> str:
+    return formats(step.precision).compute
+
+
+def _product_time(m: int, n: int, k: int, dtype: str, hosts: Hosts, passes: int) -> float:
+    """Seconds of a product with a parameter, and of the two of its backward."""
+    work = 2 * m * n * k
+    if hosts.flops:
+        return (passes + 2) * work / hosts.flops
+    table = hosts.efficiencies
+    forward = work / product_flops(table, dtype, m, n, k)
+    return passes * forward + work / product_flops(table, dtype, m, k, n) + work / product_flops(table, dtype, n, k, m)
+
+
+# Bytes that the operators between products read and write, for each value of a token between blocks, in heads and
+# inside the MLP, in a step and in its forward alone: of a Llama of transformers, whose RMSNorm and rotations are many
+# operators, and of a block of torch's LayerNorm and GELU.
+_EAGER = ((307, 52, 28), (79, 20, 10))
+_PLAIN = ((60, 0, 10), (20, 0, 4))
+# The same where each chain of operators reads its inputs once and writes its result, as torch.compile fuses them.
+_FUSED = ((48, 8, 16), (18, 4, 6))
+_LOGIT = {False: 45, True: 10}
+_CAST = 15  # of fp8: a tensor is read for its maximum, read again and written, for three products of two tensors
+
+
+def _passed_bytes(
+    model: Transformer,
+    axes: Axes,
+    step: EstimatedStep,
+    plan: Plan,
+    held: HeldParameters,
+    *,
+    count: int,
+    heads: int,
+) -> float:
+    """Bytes that a rank's operators other than products and attention read and write in a step."""
+    tokens = step.rows * step.tokens // axes.cp
+    own = tokens // axes.tp if plan.sequence else tokens
+    spread = (model.heads + model.kv_heads) * model.head_width / axes.tp
+    routed = model.experts_per_token or 1
+    inner = model.inner * routed / axes.tp
+    whole, forward = (_FUSED if step.compiled else _EAGER) if model.gated else _PLAIN
+    times = [one + again * step.recompute for one, again in zip(whole, forward, strict=True)]
+    scale = step.compute_bytes / 2
+    block = scale * (own * model.width * times[0] + tokens * (spread * times[1] + inner * times[2]))
+    if formats(step.precision).fp8 is not None:
+        block += _CAST * tokens * (4 * model.width / axes.tp + 2 * model.width + 3 * inner)
+    vocabulary = model.vocabulary / (axes.tp if divides_logits(plan) else 1)
+    ends = tokens * vocabulary * _LOGIT[step.compiled] * scale
+    return count * block + heads * ends + _exchanged_bytes(held, step)
+
+
+def _exchanged_bytes(held: HeldParameters, step: EstimatedStep) -> float:
+    """Bytes of parameters copied from and to messages or converted, and of the optimizer's step with `foreach`."""
+    size = step.compute_bytes
+    passes = step.micro_batches * (4 * size if step.held else 5 * size + _FP32)
+    optimizer = OPTIMIZERS[step.optimizer]
+    return held.every.whole * (passes + size + _FP32) + held.every.trained * (2 + 6 * optimizer.values)
 
 
 def _message_time(each: Traffic, axes: Axes, hosts: Hosts) -> float:

@@ -13,7 +13,7 @@ import msgspec
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate._model import Model, Parameter, Transformer, is_expert, sizes_of, units_of
-from accel.formats import PrecisionName, StrategyName, precision
+from accel.formats import Precision, PrecisionName, StrategyName, precision
 from accel.topology import Axes, Balance, Plan, data_dimension, divide
 
 Engine = Literal["fully_shard", "ddp", "none"]
@@ -48,6 +48,12 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 }
 
 
+@functools.lru_cache(maxsize=64)
+def formats(name: PrecisionName) -> Precision:
+    """Return the formats of a precision."""
+    return precision(name)
+
+
 class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
     """A training step.
 
@@ -62,6 +68,7 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
         keep: "products" if blocks that compute again keep the outputs of products and attention all the same, as by
             `checkpoint_activations(keep="products")`.
         held: whether gradients wait on their rank for the last micro-batch; else each one exchanges them.
+        compiled: whether `torch.compile` fuses the operators between products, which counts for the time alone.
         dealt: whether ranks of DDP share the optimizer's state, as by `ZeroRedundancyOptimizer`.
         balance: cost by which `stage_plan` divides the blocks among the stages of a pipeline.
 
@@ -78,11 +85,12 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
     recompute: bool = False
     keep: Literal["", "products"] = ""
     held: bool = True
+    compiled: bool = False
     dealt: bool = False
     balance: Balance = "blocks"
 
     def __post_init__(self) -> None:
-        _ = precision(self.precision)
+        _ = formats(self.precision)
         check_choice(self.optimizer, list(OPTIMIZERS), "unknown optimizer", where="EstimatedStep.optimizer")
         check_choice(self.strategy, ["ddp", "fsdp"], "unknown strategy", where="EstimatedStep.strategy")
         check_choice(self.balance, get_args(Balance), "unknown balance of stages", where="EstimatedStep.balance")
@@ -102,12 +110,12 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def compute_bytes(self) -> int:
         """Bytes of a value in products."""
-        return _COMPUTE_BYTES[precision(self.precision).compute]
+        return _COMPUTE_BYTES[formats(self.precision).compute]
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of a value of a parameter of fp32, and of its gradient, between steps."""
-        return 2 if precision(self.precision).params == "bf16" else 4
+        return 2 if formats(self.precision).params == "bf16" else 4
 
     def item_bytes(self, parameter: Parameter) -> int:
         """Return the bytes of a value of a parameter between steps."""
@@ -394,7 +402,7 @@ def kept_by(
         return _kept_by_sizes(sizes, axes, plan, step, engine)
     # autocast over parameters of 16 bits, as stored or as gathered, keeps no fp32 stream
     is_low = step.stored_bytes == 2 or (engine == "fully_shard" and step.compute_bytes == 2)
-    compute = "pure-bf16" if is_low else precision(step.precision).compute
+    compute = "pure-bf16" if is_low else formats(step.precision).compute
     found = model.activations.get(compute) if isinstance(model, Model) else None
     if found is None:
         return Kept(0, 0, 0, 0, 0, 0)

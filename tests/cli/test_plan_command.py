@@ -14,6 +14,8 @@ import pytest
 from processes import patience
 
 from accel.cli import main
+from accel.estimate import read_efficiencies
+from accel.estimate._efficiencies import H100, MessageSpeed
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -23,6 +25,8 @@ LLAMA_8B: dict[str, Any] = {
 LLAMA_70B = LLAMA_8B | {
     "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672,
 }  # fmt: skip
+
+MESSAGES = (MessageSpeed(operation="all-reduce", ranks=8, hosts=1, bytes=1 << 28, seconds=0.01),)
 
 
 @pytest.fixture
@@ -71,6 +75,7 @@ def test_it_says_why_the_second_mesh_lost(folder: Path, capsys: pytest.CaptureFi
 def test_recomputing_all_but_products_is_tried(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, text = asked(capsys, ".", "--ranks", "8", "--memory", "80GB", "--tokens", "8192")
     assert "recompute but products" in text
+    _, text = asked(capsys, ".", "--ranks", "8", "--memory", "80GB", "--tokens", "8192", "--compiled")
     assert '  and accel.checkpoint_activations(model, keep="products")' in text.splitlines()
 
 
@@ -97,6 +102,49 @@ def test_the_stages_of_the_first_mesh_with_pp_are_shown(folder: Path, capsys: py
     first = msgspec.json.decode(asked(capsys, *slow, "--json")[1])["fitting"][0]
     assert [each["blocks"] for each in first["stages"]] == [[[0, 16]], [[17, 31]]]
     assert "Stages of" not in asked(capsys, ".", "--ranks", "8", "--memory", "80GB", "--top", "1")[1]
+
+
+def test_a_measured_table_gives_the_speeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [".", "--ranks", "8", "--memory", "80GB"]
+    table = msgspec.structs.replace(H100, device="half an H100", torch="2.13", kind="cpu", messages=MESSAGES)
+    slower = [msgspec.structs.replace(each, flops=each.flops / 2) for each in table.products]
+    table = msgspec.structs.replace(table, products=tuple(slower))
+    (folder / "table.json").write_bytes(msgspec.json.encode(table))
+    _, text = asked(capsys, *words, "--efficiencies", "table.json")
+    warning = "Speeds of half an H100, torch 2.13, 2025; a plan for such CPUs, not for GPUs"
+    assert text.splitlines()[2] == warning
+
+    def seconds(*more: str) -> dict[str, float]:
+        found = msgspec.json.decode(asked(capsys, *words, *more, "--json")[1])["fitting"]
+        return next(each["options"]["time"] for each in found if each["mesh"] == "dp=4,tp=2")
+
+    plain, half = seconds(), seconds("--efficiencies", "table.json")
+    assert half["products"] == pytest.approx(2 * plain["products"])
+    assert half["attention"] == plain["attention"]
+    assert half["messages"]["all-reduce along tp"] > plain["messages"]["all-reduce along tp"]  # slower links
+    linked = seconds("--efficiencies", "table.json", "--link", "450GB,50GB")
+    assert linked["messages"]["all-reduce along tp"] == plain["messages"]["all-reduce along tp"]
+    assert seconds("--compiled")["memory"] < plain["memory"]
+    assert seconds("--precision", "fp8")["products"] < 0.7 * plain["products"]
+    assert seconds("--tflops", "400")["memory"] == 0
+
+
+def test_a_benchmark_writes_a_table_and_says_whose_it_is(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel.estimate._efficiencies._SIZES", {"cpu": (16, 32)})
+    monkeypatch.setattr("accel.estimate._efficiencies._TOKENS", {"cpu": (16,)})
+    status, text = asked(capsys, "--calibrate", "cpu.json")
+    assert status == 0
+    assert text.splitlines()[-1] == "These are this CPU's speeds: a plan by them is one for such CPUs, not for GPUs."
+    table = read_efficiencies(folder / "cpu.json")
+    assert {(each.dtype, each.m, each.n, each.k) for each in table.products} >= {
+        ("fp32", 16, 32, 16),
+        ("bf16", 32, 32, 32),
+    }
+    assert asked(capsys, ".", "--ranks", "8", "--memory", "80GB", "--efficiencies", "cpu.json")[0] == 0
+    assert main(["plan", "--calibrate", "nowhere/table.json"]) == 2
+    assert main(["plan", "--calibrate", "."]) == 2
 
 
 def test_programs_read_all_meshes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,6 +215,16 @@ def test_faster_links_between_hosts_make_wide_tensor_parallelism_cheaper(
         (["config.json", "--ranks", "8", "--memory", "80GB", "--link", "50GB"], "not the speeds of links"),
         (["config.json", "--ranks", "8", "--memory", "80GB", "--link", "50GB,x"], "not a size"),
         (["config.json", "--ranks", "8", "--memory", "80GB", "--tflops", "-3"], "not a speed"),
+        (
+            ["config.json", "--ranks", "8", "--memory", "80GB", "--efficiencies", "no.json"],
+            "expected a table of speeds",
+        ),
+        (["config.json", "--ranks", "8", "--memory", "80GB", "--efficiencies", "bert.json"], "not a table of speeds"),
+        (
+            ["config.json", "--ranks", "8", "--memory", "80GB", "--tflops", "9", "--efficiencies", "bert.json"],
+            "one speed or a table of speeds",
+        ),
+        (["config.json", "--calibrate", "cpu.json"], "unknown flag"),
         (["config.json", "--ranks", "8", "--memory", "80GB", "--precision", "bf61"], "Did you mean `bf16`?"),
         (["config.json", "--ranks", "8", "--memory", "80GB", "--optimizer", "adan"], "unknown optimizer"),
         (["config.json", "--rank", "8", "--memory", "80GB"], "--rank"),

@@ -76,6 +76,15 @@ def trained(
     return live.peak, counted.bytes, counted.calls
 
 
+LLAMA_8B = {
+    "layers": 3,
+    "width": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "head_width": 128,
+    "inner": 14336,
+    "vocabulary": 128256,
+}
 CASES = {
     "of the default run": (Axes(dp_replicate=16, dp_shard=64), EstimatedStep(tokens=1024), Plan(), {"layers": 2}),
     "held": (Axes(dp=64), EstimatedStep(tokens=2048, micro_batches=2), Plan(), {"layers": 2}),
@@ -124,6 +133,14 @@ CASES = {
         EstimatedStep(tokens=8192, recompute=True, keep="products"),
         Plan(context="ring"),
         {"vocabulary": 1000},
+    ),
+    # of 8 and 128 GPUs, as in torchtitan's table
+    "a published run": (Axes(dp=8), EstimatedStep(tokens=8192, rows=2, recompute=True), Plan(), LLAMA_8B),
+    "a published run that keeps products": (
+        Axes(dp=128),
+        EstimatedStep(tokens=8192, rows=2, recompute=True, keep="products"),
+        Plan(),
+        LLAMA_8B,
     ),
     "keys gathered": (Axes(dp=128, cp=8), EstimatedStep(tokens=8192), Plan(), {"layers": 2}),
     "keys in a ring": (Axes(dp=256, cp=4), EstimatedStep(tokens=8192), Plan(context="ring"), {"layers": 2}),

@@ -332,7 +332,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _told(found: Efficiencies, path: Path) -> str:
-    """What a benchmark has measured."""
+    """The measured speeds, in words."""
     fastest = {dtype: max(each.flops for each in found.products if each.dtype == dtype) for dtype in found.dtypes}
     rates = ", ".join(f"{dtype} {flops / 1e12:.3g}" for dtype, flops in fastest.items())
     lines = [

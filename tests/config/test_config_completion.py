@@ -13,8 +13,8 @@ import pytest
 from processes import patience
 
 from accel.cli import main
-from accel.cli._completion import complete
 from accel.cli._main import COMMANDS
+from accel.cli._setup import complete
 from accel.config._settings import FIELDS
 
 

@@ -41,7 +41,7 @@ def train(model: Any, axes: Axes, step: EstimatedStep, live: Live, counted: Coun
         optimizer.zero_grad()
 
 
-def one_document(ctx: accel.DistContext, positions: torch.Tensor, padding: int | None) -> None:
+def one_document(ctx: accel.DistContext, positions: torch.Tensor) -> None:
     """Gather positions as ranks do to find documents, and find one: tensors without memory have no positions to see."""
     group = accel.group_of(ctx, "cp")
     assert group is not None

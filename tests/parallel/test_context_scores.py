@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -53,8 +54,10 @@ def make_inputs(case: Scores) -> dict[str, Tensor]:
     }
 
 
-def written_out(case: Scores, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+@functools.cache
+def written_out(case: Scores) -> dict[str, Tensor]:
     """The output and gradients, position by position."""
+    inputs = make_inputs(case)
     q, k, v, sinks, mask = (inputs[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks", "mask"))
     times = case.heads // case.key_heads
     rows = list[Tensor]()
@@ -88,7 +91,7 @@ def written_out(case: Scores, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def difference(ranks: Simulator, size: int, case: Scores, method: Any) -> float:
     """The largest difference of all ranks' outputs and gradients; that of the sinks is a sum over ranks."""
     inputs = make_inputs(case)
-    expected = written_out(case, inputs)
+    expected = written_out(case)
 
     def rank(ctx: accel.DistContext) -> tuple[float, Tensor]:
         ctx = accel.replace(ctx, mesh=f"cp={size}")

@@ -28,18 +28,22 @@ def attend(function, q, k, v, grad):
     return {"out": out.detach(), **{name: each.grad for name, each in zip("qkv", leaves)}}
 
 
-whole = attend(lambda *each: nn.functional.scaled_dot_product_attention(*each, mask, enable_gqa=True), q, k, v, grad)
+near = mask.triu(-4)
+whole, windowed = (
+    attend(lambda *each: nn.functional.scaled_dot_product_attention(*each, seen, enable_gqa=True), q, k, v, grad)
+    for seen in (mask, near)
+)
 with accel.session(device="cpu") as ctx:
-    expected = accel.parallel.split_sequence(ctx, whole, dim=2, shift=())
     part = accel.parallel.split_sequence(ctx, {"q": q, "k": k, "v": v, "grad": grad}, dim=2)
-    for method in ("gather", "ring", "heads"):
+    for method, window in (("gather", None), ("ring", None), ("heads", None), ("ring", 5)):
+        expected = accel.parallel.split_sequence(ctx, windowed if window else whole, dim=2, shift=())
         for _ in range(20):  # messages of many rings in a row keep their order
             got = attend(
-                lambda *each: accel.parallel.context_attention(ctx, *each, method=method),
+                lambda *each: accel.parallel.context_attention(ctx, *each, method=method, window=window),
                 *(part[name] for name in ("q", "k", "v", "grad")),
             )
             worst = max((got[name] - expected[name]).abs().max().item() for name in got)
-            assert worst < 1e-12, (method, worst)
+            assert worst < 1e-12, (method, window, worst)
 print("equal", flush=True)
 """
 

@@ -381,6 +381,9 @@ def block_mask(kind: str) -> Any:
     [
         (make_llama4, {}),
         (make_llama4, {"position_ids": PACKED}),
+        (make_llama4, {"attention_mask": (torch.arange(LENGTH) >= torch.tensor([[0], [3], [1], [9]])).long()}),
+        (make_llama, {"attention_mask": torch.ones(4, LENGTH), "position_ids": PACKED}),  # one document, beside a mask
+        (make_bert, {"position_ids": PACKED}),  # one document, without an order
         (make_llama, {"attention_mask": block_mask("bool")}),
         (make_llama, {"attention_mask": block_mask("scores"), "position_ids": PACKED}),
         (make_llama, {"attention_mask": "flex"}),

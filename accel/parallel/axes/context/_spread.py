@@ -108,6 +108,8 @@ class _HandOn:
         self.method: ContextMethod = method
         self.names = tuple(inspect.signature(stack.forward).parameters)
         self.padding = _kept_for_padding(stack)
+        orders = [each.is_causal for each in stack.modules() if hasattr(each, "is_causal")]
+        self.is_causal = not orders or any(orders)
 
     def __call__(
         self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -116,11 +118,12 @@ class _HandOn:
         has_positions = "position_ids" in self.names
         check_inputs(known, self.ctx.axis("cp").size, has_positions=has_positions)
         call = ContextCall(self.ctx, self.method, is_decoder=known.get("encoder_hidden_states") is not None)
-        mask = known.get("attention_mask")
-        is_complete = mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
-        if has_positions and not is_complete:
+        if has_positions and self.padding is not None:
+            _check_first(self.ctx, known["position_ids"], self.padding)
+        # as in transformers: an order and no mask of the user's, or positions that begin anew are no documents
+        if has_positions and self.is_causal and known.get("attention_mask") is None:
             positions = known["position_ids"]
-            documents = _documents(self.ctx, positions, self.padding)
+            documents = _documents(self.ctx, positions)
             if documents is not None:
                 check_packed(module, known)
             call = call._replace(positions=positions, documents=documents)
@@ -129,7 +132,9 @@ class _HandOn:
             mask = known.get(name)
             if isinstance(mask, Tensor) and mask.ndim == 2:
                 changes[name] = None
-                call = call._replace(**{field: _ignored(self.ctx, mask)})
+                ignored, places = _ignored(self.ctx, mask)
+                call = call._replace(**{field: ignored})
+                call = call._replace(positions=places) if field == "ignored" else call
         given = [changes.pop(name, value) for name, value in zip(self.names, inputs, strict=False)]
         return tuple(given), {**keywords, **changes, NAME: call}
 
@@ -184,35 +189,45 @@ def _relative_bias(ctx: DistContext, module: Any, own: int) -> Tensor:
     return torch.cat([module.compute_bias(len(run), own * size, past_seen_tokens=run.start) for run in runs], 2)
 
 
-def _ignored(ctx: DistContext, mask: Tensor) -> Tensor | None:
-    """Return True for the own tokens of padding, None where no rank has any. A collective, and it syncs."""
-    group = group_of(ctx, "cp")
-    assert group is not None
+def _ignored(ctx: DistContext, mask: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return True for the own tokens of padding, None where no rank has any; and the own places, counted from the first
+    token. A collective, and it syncs."""
     ignored = mask == 0
-    return ignored if bool(gathered(ignored.contiguous(), 1, group).any()) else None
+    whole = _whole(ctx, ignored)
+    before = whole.long().cumprod(1).sum(1, keepdim=True)
+    places = _own_places(ctx, mask.shape[1]).to(mask.device) - before
+    return ignored if bool(whole.any()) else None, places
 
 
-def _documents(ctx: DistContext, position_ids: Tensor, padding: int | None = None) -> Tensor | None:
-    """Return the numbers of packed documents, whose positions begin anew, as transformers finds them; None for one. A
-    collective, and it syncs."""
+def _whole(ctx: DistContext, own: Tensor) -> Tensor:
+    """Return a value of each token of the sequence, [batch, length]. A collective."""
     group = group_of(ctx, "cp")
     assert group is not None
-    own = position_ids.shape[1]
-    whole = sorted_positions(gathered(position_ids.contiguous(), 1, group), 1, group.size())
-    if padding is not None and bool((whole[:, 0] <= padding).any()):
+    return sorted_positions(gathered(own.contiguous(), 1, group), 1, group.size())
+
+
+def _check_first(ctx: DistContext, position_ids: Tensor, padding: int) -> None:
+    """Raise `ConfigError` for positions that a table keeps for padding. A collective, and it syncs."""
+    first = int(_whole(ctx, position_ids)[:, 0].min())
+    if first <= padding:
         raise ConfigError(
             "positions that this model keeps for padding",
             expected=f"positions from {padding + 1} on, as the model numbers them itself",
-            got=f"positions from {int(whole[:, 0].min())} on",
+            got=f"positions from {first} on",
             where="forward of a model on a mesh with cp",
             fix=f"Pass position_ids=part['position_ids'] + {padding + 1}.",
         )
+
+
+def _documents(ctx: DistContext, position_ids: Tensor) -> Tensor | None:
+    """Return the numbers of packed documents, whose positions begin anew, as transformers finds them; None for one. A
+    collective, and it syncs."""
+    whole = _whole(ctx, position_ids)
     begins = whole[:, 1:] != whole[:, :-1] + 1
     if not bool(begins.any()):
         return None
     numbers = torch.nn.functional.pad(begins.cumsum(1), (1, 0))
-    runs = places(own * group.size(), group.rank(), group.size())
-    return torch.cat([numbers[:, run.start : run.stop] for run in runs], 1)
+    return numbers[:, _own_places(ctx, position_ids.shape[1]).to(numbers.device)]
 
 
 def _mask(*, mask_function: Any, use_vmap: bool = False, **_: Any) -> None:

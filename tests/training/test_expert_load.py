@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any, NamedTuple
 
 import pytest
@@ -327,6 +328,35 @@ def test_stand_ins_do_not_count():
         return totals
 
     assert simulate(run, 2, default_group=True) == [[2 * TOKENS * 2] * 2 + [TOKENS * 2] * 2] * 2
+
+
+class Everyone(Experts):
+    """All experts on all tokens, so that the host reads no number."""
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        every = torch.einsum("ehw,tw->teh", self.up, tokens).tanh()
+        chosen = tokens.new_zeros(len(tokens), EXPERTS).scatter(1, indices, weights)
+        return torch.einsum("ewh,teh,te->tw", self.down, every, chosen)
+
+
+def test_the_host_reads_no_count():
+    """On torch's `meta` device, whose tensors hold nothing to read."""
+    ctx = dataclasses.replace(accel.single(), device=torch.device("meta"))
+    net = mixture()
+    for layer in net.layers:
+        layer.experts = Everyone().double()
+    net = net.to("meta")
+    load = load_of(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    accum, scaler = accel.Accumulation(1).next(), accel.LossScale(scale=1.0)
+    data = torch.ones(2, TOKENS, WIDTH, dtype=torch.float64, device="meta")
+    with load.counting(accum, mask=torch.ones(2, TOKENS)):
+        accum = accel.backward(ctx, net(data).square().mean(), scaler, accum)
+    step = accel.optimizer_step(ctx, optimizer, scaler, accum, nonfinite="ignore")
+    figures = load.update_(ctx, step).values()
+    assert all(each.is_meta for each in figures["all"].values())
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        _ = float(figures["all"]["idle"])
 
 
 def test_a_mask_has_an_entry_for_each_token_or_each_sample():

@@ -54,7 +54,7 @@ LISTED = [(owner, name) for names in (PRIVATE, ELSEWHERE) for owner in names for
 OTHERS = {
     "_make", "_replace", "_fields", "_asdict", "_getframe", "_exit", "_actions", "_from_config", "_no_split_modules",
     "_can_set_attn_implementation", "_XLAC", "_xla_get_tensor_id", "_xla_runtime_is_initialized", "_extra_state",
-    "_hf_hook",
+    "_hf_hook", "_is_stateful", "_per_s", "_bytes_per_s",
     "_dump_nccl_trace",
     "_dist_init", "_C", "_original_forward",
     # of DeepSpeed; tests/engines/test_deepspeed.py looks for them

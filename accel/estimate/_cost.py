@@ -376,7 +376,8 @@ def _attention_time(
     model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, hosts: Hosts, passes: int
 ) -> float:
     """Seconds of a block's causal attention in a micro-batch."""
-    forward = 2 * step.rows * step.tokens**2 * model.heads * model.head_width / (axes.cp * axes.tp)
+    seen = model.seen(step.tokens)
+    forward = 4 * step.rows * seen * model.heads * model.head_width / (axes.cp * axes.tp)
     if hosts.flops:
         return (passes + 2) * forward / hosts.flops
     length = step.tokens if plan.context == "heads" else step.tokens // axes.cp  # of the queries of a kernel

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -169,6 +169,8 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         qkv_bias: whether the products of queries, keys and values have biases.
         biases: whether all other products have biases, and norms are LayerNorms.
         head_norms: whether queries and keys are normalised head by head.
+        window: number of tokens that a query of some blocks sees, itself among them; 0 without such blocks.
+        windowed: number of blocks whose attention has the window.
         experts: number of experts in each block; 0 for an MLP.
         experts_per_token: number of experts that a token goes to.
         tied: whether the head's weight is that of the embedding.
@@ -187,6 +189,8 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     biases: bool = False
     head_norms: bool = False
+    window: int = 0
+    windowed: int = 0
     experts: int = 0
     experts_per_token: int = 0
     tied: bool = False
@@ -214,6 +218,13 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
             sum(each.count for each in matrices if is_expert(each)) * self.experts_per_token // max(self.experts, 1)
         )
         return self.layers * block + self.width * self.vocabulary
+
+    def seen(self, tokens: int) -> float:
+        """The number of keys that all queries of a sequence see together in a block, as the mean of the blocks."""
+        whole = tokens * (tokens + 1) / 2
+        window = min(self.window, tokens)
+        part = window * (window + 1) / 2 + (tokens - window) * window
+        return whole + (part - whole) * self.windowed / self.layers
 
     def embedding(self) -> tuple[Parameter, ...]:
         """Parameters before the blocks."""
@@ -301,6 +312,8 @@ def transformer_from(fields: Mapping[str, Any], *, where: str) -> Transformer:
         raise ConfigError("not a model's configuration", expected="`model_type`", got="none", where=where)
     check_choice(kind, list(KINDS), "the blocks of this kind of model are not known", where=where)
     names, same = KINDS[kind]
+    if kind == "qwen3_moe" and "num_experts" not in fields:  # transformers 5 stores it by its common name
+        fields = {**fields, "num_experts": fields.get("num_local_experts")}
     sizes = {field: _size(fields, name, where) for field, name in names.items()}
     heads, width = sizes["heads"], sizes["width"]
     if width % heads and not fields.get("head_dim"):
@@ -310,6 +323,7 @@ def transformer_from(fields: Mapping[str, Any], *, where: str) -> Transformer:
         "head_width": _size(fields, "head_dim", where, width // heads),
         "tied": bool(fields.get("tie_word_embeddings", kind in _TIED)),
     }
+    optional |= _windows(fields, kind, sizes["layers"], where)
     if kind == "gpt2":
         optional["inner"] = _size(fields, "n_inner", where, 4 * width)
         optional["positions"] = _size(fields, "n_positions", where, 1024)
@@ -320,6 +334,21 @@ def transformer_from(fields: Mapping[str, Any], *, where: str) -> Transformer:
         expected = " or ".join(f"a class ...{each}" for each in _DECODERS)
         raise ConfigError("not a causal language model", expected=expected, got=classes[0], where=where)
     return Transformer(**sizes, **optional, **same)
+
+
+def _windows(fields: Mapping[str, Any], kind: str, layers: int, where: str) -> dict[str, int]:
+    """The window of attention and the number of blocks that have it, with transformers' defaults."""
+    if kind in ("llama", "gpt2") or (kind.startswith("qwen") and not fields.get("use_sliding_window")):
+        return {}
+    usual = None if kind == "mixtral" else 4096
+    if fields.get("sliding_window", usual) is None:
+        return {}
+    kinds = fields.get("layer_types")
+    first = _size(fields, "max_window_layers", where, 28) if kind in ("qwen2", "qwen3") else 0
+    count = max(0, layers - first)
+    if isinstance(kinds, list):
+        count = cast("list[object]", kinds).count("sliding_attention")
+    return {"window": _size(fields, "sliding_window", where, usual), "windowed": count} if count else {}
 
 
 def _size(fields: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:

@@ -102,3 +102,15 @@ def test_an_axis_sends_by_the_links_of_its_ranks() -> None:
     assert axis_bandwidth(axes, "dp+cp", hosts) == 100  # two of them
     assert axis_bandwidth(Axes(dp=64), "dp", hosts) == 400  # eight links of a host together
     assert axis_bandwidth(axes, "pp", hosts) == 50
+
+
+@given(meshes, st.integers(1, 63))
+def test_a_window_makes_attention_faster_and_nothing_else(axes: Axes, window: int) -> None:
+    narrow = msgspec.structs.replace(LLAMA, window=window, windowed=LLAMA.layers)
+    hosts = Hosts(flops=400e12)
+    whole, part = (step_time(each, axes, STEP, Plan(), hosts) for each in (LLAMA, narrow))
+    assert part.products == whole.products
+    assert part.attention < whole.attention
+    assert rank_memory(narrow, axes, STEP) == rank_memory(LLAMA, axes, STEP)
+    wide = msgspec.structs.replace(narrow, window=STEP.tokens)
+    assert step_time(wide, axes, STEP, Plan(), hosts) == whole

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
 
 import accel
 from accel.estimate import EstimatedStep, Input, Transformer, measure, read_transformer
-from accel.estimate._build import read_config
+from accel.estimate._build import kept_by_forward, read_config
 from accel.estimate._memory import memory_by_moment
 from accel.estimate._model import transformer_from
 from accel.topology import Axes, Plan
@@ -103,3 +106,72 @@ def test_what_is_left_out_is_as_transformers_has_it() -> None:
     fields = {name: size for name, size in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
     llama = transformer_from({"model_type": "llama", **fields}, where="")
     assert llama == Transformer(layers=2, width=32, heads=4, kv_heads=4, head_width=8, inner=48, vocabulary=100)
+
+
+WINDOWS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "of mistral by default": ({"model_type": "mistral"}, (4096, 2)),
+    "of a mistral without": ({"model_type": "mistral", "sliding_window": None}, (0, 0)),
+    "of later blocks": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+        (64, 1),
+    ),
+    "not in use": ({"model_type": "qwen2", "sliding_window": 64}, (0, 0)),
+    "of blocks by name": (
+        {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+        (4096, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_those_of_the_configuration(name: str) -> None:
+    fields, expected = WINDOWS[name]
+    sizes = transformer_from(SIZES | fields, where="")
+    assert (sizes.window, sizes.windowed) == expected
+
+
+@pytest.mark.slow
+def test_windows_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    for kind in ("mistral", "qwen2", "qwen3"):
+        more = {} if kind == "mistral" else {"use_sliding_window": True, "max_window_layers": 3}
+        config = transformers.AutoConfig.for_model(kind, num_hidden_layers=5, **more)
+        sizes = transformer_from(config.to_dict(), where="")
+        layers = config.to_dict().get("layer_types") or ["sliding_attention"] * 5
+        assert (sizes.window, sizes.windowed) == (config.sliding_window, layers.count("sliding_attention"))
+
+
+def test_a_window_that_is_no_size_is_refused() -> None:
+    with pytest.raises(accel.errors.ConfigError, match="sliding_window"):
+        _ = transformer_from(SIZES | {"model_type": "mistral", "sliding_window": "wide"}, where="")
+
+
+def test_experts_have_either_name() -> None:
+    fields = CONFIGS["Qwen3MoeForCausalLM"]
+    renamed = {"num_local_experts" if name == "num_experts" else name: value for name, value in fields.items()}
+    assert transformer_from(renamed, where="") == transformer_from(fields, where="")
+
+
+@given(st.integers(1, 60), st.integers(0, 70), st.integers(0, 4))
+def test_queries_see_the_keys_of_their_window(tokens: int, window: int, windowed: int) -> None:
+    sizes = Transformer(
+        layers=4, width=8, heads=1, kv_heads=1, head_width=8, inner=8, vocabulary=8, window=window,
+        windowed=windowed if window else 0,
+    )  # fmt: skip
+    each = [
+        sum(min(at + 1, window) if block < sizes.windowed else at + 1 for at in range(tokens)) for block in range(4)
+    ]
+    assert sizes.seen(tokens) == pytest.approx(sum(each) / 4)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_products_in_fp8_keep_what_those_in_bf16_keep() -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    inputs = torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True)
+
+    def net() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)).bfloat16()
+
+    plain, converted = net(), float8.convert_to_float8_training(net(), config=float8.Float8LinearConfig(emulate=True))
+    assert kept_by_forward(plain, [inputs]).saved == kept_by_forward(converted, [inputs]).saved

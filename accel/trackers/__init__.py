@@ -12,7 +12,7 @@ from accel.trackers._clearml import clearml
 from accel.trackers._comet_ml import comet_ml
 from accel.trackers._dvclive import dvclive
 from accel.trackers._jsonl import csv, jsonl
-from accel.trackers._log import alert, log_artifact, log_figure, log_images, log_table
+from accel.trackers._log import alert, log_artifact, log_figure, log_histogram, log_images, log_table, log_text
 from accel.trackers._logger import RankLogger, rich_handler
 from accel.trackers._mlflow import mlflow
 from accel.trackers._profile import Profile
@@ -43,8 +43,10 @@ __all__ = [
     "jsonl",
     "log_artifact",
     "log_figure",
+    "log_histogram",
     "log_images",
     "log_table",
+    "log_text",
     "mlflow",
     "rich_handler",
     "swanlab",

@@ -40,6 +40,7 @@ def aim(**options: Any) -> Tracker:
         log_images=_log_images,
         log_table=_log_table,
         log_figure=_log_figure,
+        log_text=lambda live, text, step: live.track(load("aim").Text(text.text), name=text.name, step=step),
         check=lambda run: (needs("aim", "aim")(run), run.folder_for("aim")),
     )
 

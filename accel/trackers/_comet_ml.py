@@ -37,6 +37,7 @@ def comet_ml(**options: Any) -> Tracker:
         log_images=_log_images,
         log_table=_log_table,
         log_figure=_log_figure,
+        log_text=lambda live, text, step: live.log_text(text.text, step=step, metadata={"name": text.name}),
         log_artifact=_log_artifact,
         check=needs("comet_ml", "comet_ml"),
     )

@@ -17,7 +17,19 @@ import msgspec
 from accel.run_folder import METRICS, encode_line
 from accel.trackers._line_file import LineFile, first_step, open_lines, step_of
 from accel.trackers._log import TIME, split_times
-from accel.trackers._tracker import Config, Ending, Figure, Images, Run, Table, Tracker, Values, png_of
+from accel.trackers._tracker import (
+    Config,
+    Ending,
+    Figure,
+    Histogram,
+    Images,
+    Run,
+    Table,
+    TextRecord,
+    Tracker,
+    Values,
+    png_of,
+)
 
 _MEDIA = "media"
 
@@ -28,7 +40,7 @@ class _OpenJsonl(msgspec.Struct, frozen=True):
 
 
 def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
-    """Return the tracker that writes a line of JSON for each `log`, and media beside it as PNG and JSON files.
+    """Return the tracker that writes a line of JSON for each `log`, and media beside it as PNG, JSON and text files.
 
     The file of a resumed run is truncated to the checkpoint's last step, so it equals an uninterrupted run's, apart
     from the key `time`. Checkpoints wait until it is on the disk. `accel report` reads it.
@@ -55,6 +67,8 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
         log_images=_log_images,
         log_table=_log_table,
         log_figure=_log_figure,
+        log_text=_log_text,
+        log_histogram=_log_histogram,
         first_step=lambda run: first_step(place(run), step_of),
         check=place,
     )
@@ -77,6 +91,15 @@ def _log_figure(live: _OpenJsonl, figure: Figure, step: int) -> None:
 def _log_table(live: _OpenJsonl, table: Table, step: int) -> None:
     content: dict[str, Any] = {"columns": table.columns, "rows": table.rows}
     _write(live, f"{table.name}-{step:08}.json", msgspec.json.encode(content))
+
+
+def _log_text(live: _OpenJsonl, text: TextRecord, step: int) -> None:
+    _write(live, f"{text.name}-{step:08}.txt", text.text.encode(errors="backslashreplace"))
+
+
+def _log_histogram(live: _OpenJsonl, histogram: Histogram, step: int) -> None:
+    content = {"edges": histogram.edges, "counts": histogram.counts, "nonfinite": histogram.nonfinite}
+    _write(live, f"{histogram.name}-{step:08}.histogram.json", msgspec.json.encode(content))
 
 
 def _write(live: _OpenJsonl, name: str, content: bytes) -> None:

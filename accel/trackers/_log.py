@@ -17,8 +17,18 @@ from accel.comm._streams import DeviceEvent, streams_of
 from accel.context import DistContext, context_first
 from accel.devices import wide_dtype
 from accel.errors import ConfigError
-from accel.errors._checks import check_choice
-from accel.trackers._tracker import Tracker, make_artifact, make_figure, make_images, make_table, split_images
+from accel.errors._checks import check_choice, check_count, check_kind
+from accel.tensors import is_dtensor
+from accel.trackers._tracker import (
+    TextRecord,
+    Tracker,
+    make_artifact,
+    make_figure,
+    make_histogram,
+    make_images,
+    make_table,
+    split_images,
+)
 from accel.trackers._tracking import Trackers, raise_lost
 from accel.trackers._writer import Write
 
@@ -266,6 +276,61 @@ def log_figure(ctx: DistContext, trackers: Trackers, name: str, figure: object, 
     if _taking(trackers, "log_figure", "figures", step):
         made = make_figure(name, figure)
         trackers.tracked.put(lambda tracker: _media(tracker.log_figure, made, step), made.size)
+
+
+@context_first
+def log_text(ctx: DistContext, trackers: Trackers, name: str, text: str, *, step: int) -> None:
+    """Log a text, such as a sample of a language model. No communication.
+
+    Args:
+        ctx: the context.
+        trackers: from `tracking`.
+        name: name of the text.
+        text: the text; rank 0's. No tracker runs or renders what is in it.
+        step: optimizer step, not below the last one logged.
+
+    Raises:
+        ConfigError: no text, no tracker that takes texts, or as `log`.
+    """
+    taking = _taking(trackers, "log_text", "texts", step)
+    where = f"log_text, {name}"
+    check_kind(text, str, "not a text", expected="a str", where=where, fix="Use str(...).")
+    if taking:
+        made = TextRecord(name, text)
+        trackers.tracked.put(lambda tracker: _media(tracker.log_text, made, step), made.size)
+
+
+@context_first
+def log_histogram(
+    ctx: DistContext, trackers: Trackers, name: str, values: torch.Tensor, *, step: int, bins: int = 64
+) -> None:
+    """Log how the values of a tensor are spread. Waits for their counts from the device on ranks that write.
+
+    No communication: the values are those of the rank that writes, such as a replicated weight or gradient.
+
+    Args:
+        ctx: the context.
+        trackers: from `tracking`.
+        name: name of the histogram.
+        values: real numbers, of any shape; what is not finite is counted apart.
+        step: optimizer step, not below the last one logged.
+        bins: number of intervals of one width between the least and the largest value.
+
+    Raises:
+        ConfigError: no tensor of real numbers, a sharded one, no tracker that takes histograms, or as `log`.
+    """
+    taking = _taking(trackers, "log_histogram", "histograms", step)
+    where = f"log_histogram, {name}"
+    check_kind(values, torch.Tensor, "not a tensor", expected="a tensor", where=where, fix="Use torch.as_tensor(...).")
+    check_count(bins, "not a number of intervals", most=4096, where=f"{where}, bins=")
+    if values.is_complex():
+        raise ConfigError("not real numbers", got=str(values.dtype), where=where, fix="Log its abs().")
+    if is_dtensor(values):
+        fix = "Pass values.full_tensor(), which is a collective, or the rank's part, values.to_local()."
+        raise ConfigError("a tensor that is shared out to the ranks", got="a DTensor", where=where, fix=fix)
+    if taking:
+        made = make_histogram(name, values, bins)
+        trackers.tracked.put(lambda tracker: _media(tracker.log_histogram, made, step), made.size)
 
 
 @context_first

@@ -8,12 +8,26 @@ import re
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from accel.errors import ConfigError
 from accel.trackers._packages import load, needs, picture
-from accel.trackers._tracker import Artifact, Config, Ending, Figure, Images, Ranks, Run, Table, Tracker, Values, png_of
+from accel.trackers._tracker import (
+    Artifact,
+    Config,
+    Ending,
+    Figure,
+    Images,
+    Ranks,
+    Run,
+    Table,
+    TextRecord,
+    Tracker,
+    Values,
+    png_of,
+)
 
 _TAG = "accel.run"
 _FIND_S = 60.0
@@ -78,7 +92,8 @@ def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options:
 
     The project is the experiment, unless `MLFLOW_EXPERIMENT_NAME` names another. `MLFLOW_TAGS`, a JSON object, adds
     tags to a new run; tags passed here win. A resumed run is found by its tag `accel.run`. MLflow cannot
-    delete points, so steps that an earlier process has logged already are not logged again.
+    delete points, so steps that an earlier process has logged already are not logged again. A checkpoint waits for
+    MLflow's own files and databases on this machine, and not for a server.
 
     Args:
         tracking_uri: server or database, such as "sqlite:///runs/mlflow.db"; by default that of MLflow's own settings.
@@ -86,6 +101,9 @@ def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options:
         options: of `MlflowClient.create_run`, such as `tags`; and `artifact_location` of a new experiment.
     """
     location = options.pop("artifact_location", None)
+    # `log` comes back once MLflow has stored its points, so a flush has nothing to do but to come behind them.
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    is_local = urlsplit(uri).scheme in ("", "file", "sqlite")
     installed = needs("mlflow", "mlflow", "sqlalchemy", "alembic")
 
     def check(run: Run) -> None:
@@ -122,9 +140,11 @@ def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options:
         start,
         log,
         _finish,
+        flush=(lambda live: None) if is_local else None,
         log_images=_log_images,
         log_table=_log_table,
         log_figure=_log_figure,
+        log_text=_log_text,
         log_artifact=_log_artifact,
         check=check,
         ranks=ranks,
@@ -185,6 +205,10 @@ def _log_figure(live: _Live, figure: Figure, step: int) -> None:
 def _log_table(live: _Live, table: Table, step: int) -> None:
     content: Any = msgspec.to_builtins({"columns": table.columns, "data": table.rows})
     live.client.log_dict(live.run_id, content, f"{_key(table.name)}/{step:08}.json")
+
+
+def _log_text(live: _Live, text: TextRecord, step: int) -> None:
+    live.client.log_text(live.run_id, text.text, f"{_key(text.name)}/{step:08}.txt")
 
 
 def _log_artifact(live: _Live, artifact: Artifact, step: int) -> None:

@@ -63,6 +63,11 @@ def array(pixels: torch.Tensor) -> Any:
     return values[:, :, 0] if values.shape[2] == 1 else values
 
 
+def verbatim(text: str) -> str:
+    """Return a text as Markdown that shows it as it is: indented, so that nothing in it ends the block."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
 def markdown(table: Table) -> str:
     """Return a table as Markdown."""
     rows = [table.columns, ["---"] * len(table.columns), *table.rows]

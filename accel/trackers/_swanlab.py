@@ -39,6 +39,7 @@ def swanlab(**options: Any) -> Tracker:
         finish=_finish,
         log_images=_log_images,
         log_figure=_log_figure,
+        log_text=lambda live, text, step: live.log({text.name: load("swanlab").Text(text.text)}, step=step),
         check=needs("swanlab", "swanlab"),
     )
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from accel.trackers._packages import array, load, markdown, needs, own_name, picture, rank_name
-from accel.trackers._tracker import Config, Figure, Images, Ranks, Run, Tracker, Values
+from accel.trackers._packages import array, load, markdown, needs, own_name, picture, rank_name, verbatim
+from accel.trackers._tracker import Config, Figure, Histogram, Images, Ranks, Run, Tracker, Values
 
 
 def tensorboard(log_dir: str | os.PathLike[str] | None = None, *, ranks: Ranks = "main", **options: Any) -> Tracker:
@@ -48,6 +48,8 @@ def tensorboard(log_dir: str | os.PathLike[str] | None = None, *, ranks: Ranks =
         log_images=_log_images,
         log_table=lambda writer, table, step: writer.add_text(table.name, markdown(table), step),
         log_figure=_log_figure,
+        log_text=lambda writer, text, step: writer.add_text(text.name, verbatim(text.text), step),
+        log_histogram=_log_histogram,
         check=check,
         ranks=ranks,
     )
@@ -63,6 +65,18 @@ def _log_images(writer: Any, images: Images, step: int) -> None:
         name = images.name if len(images.tensors) == 1 else f"{images.name}/{at}"
         values = array(pixels)
         writer.add_image(name, values, step, dataformats="HW" if values.ndim == 2 else "HWC")
+
+
+def _log_histogram(writer: Any, histogram: Histogram, step: int) -> None:
+    middles = histogram.middles
+    count = sum(histogram.counts)
+    total = sum(middle * each for middle, each in zip(middles, histogram.counts, strict=True))
+    squares = sum(middle * middle * each for middle, each in zip(middles, histogram.counts, strict=True))
+    limits = histogram.edges[1:]
+    low, high = histogram.low, histogram.high
+    writer.add_histogram_raw(
+        histogram.name, low, high, count, total, squares, limits, list(histogram.counts), global_step=step
+    )
 
 
 def _log_figure(writer: Any, figure: Figure, step: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tracker as a record of functions, and the records that it receives: values, images, tables, figures, files."""
+"""A tracker as a record of functions, and the records that it receives: values, images, tables, texts and so on."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import msgspec
 import torch
 
+from accel.devices import wide_dtype
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 
@@ -75,6 +77,56 @@ class Figure(msgspec.Struct, frozen=True):
         return len(self.png)
 
 
+class TextRecord(msgspec.Struct, frozen=True):
+    """A text.
+
+    Attributes:
+        name: its name.
+        text: the text.
+    """
+
+    name: str
+    text: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, about."""
+        return 64 + len(self.text)
+
+
+class Histogram(msgspec.Struct, frozen=True):
+    """The counts of values in intervals of one width.
+
+    Attributes:
+        name: its name.
+        low, high: least and largest finite value.
+        counts: finite values in each interval from `low` to `high`.
+        nonfinite: other values.
+    """
+
+    name: str
+    low: float
+    high: float
+    counts: tuple[int, ...]
+    nonfinite: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, about."""
+        return 200 + 32 * len(self.counts)
+
+    @property
+    def middles(self) -> list[float]:
+        """Middles of the intervals."""
+        return [(left + right) / 2 for left, right in pairwise(self.edges)]
+
+    @property
+    def edges(self) -> list[float]:
+        """Edges of the intervals, one more than these."""
+        bins = len(self.counts)
+        return [self.low + (self.high - self.low) * at / bins for at in range(bins)] + [self.high]
+
+
 class Artifact(msgspec.Struct, frozen=True):
     """A file or folder to be stored with the run.
 
@@ -115,6 +167,21 @@ def make_table(name: str, columns: Sequence[str], rows: Iterable[Sequence[object
                 where=f"log_table, {name}, row {at}",
             )
     return Table(name, tuple(columns), made)
+
+
+def make_histogram(name: str, values: torch.Tensor, bins: int) -> Histogram:
+    """Count the values of a tensor on its device; waits for it. One value, or none, is in the first interval."""
+    flat = values.detach().reshape(-1).to(wide_dtype(values.device))
+    finite = flat[flat.isfinite()]
+    nonfinite = flat.numel() - finite.numel()
+    if not finite.numel():
+        return Histogram(name, 0.0, 0.0, (0,) * bins, nonfinite)
+    ends: Any = torch.stack(finite.aminmax())
+    low, high = cast("list[float]", ends.tolist())
+    width = (high - low) / bins or 1.0
+    places = finite.sub(low).div_(width).to(torch.int64).clamp_(0, bins - 1)
+    counts: Any = torch.bincount(places, minlength=bins)
+    return Histogram(name, low, high, tuple(counts.tolist()), nonfinite)
 
 
 def make_figure(name: str, figure: object) -> Figure:
@@ -210,6 +277,8 @@ _PARAMETERS = {
     "log_images": "live, images, step",
     "log_table": "live, table, step",
     "log_figure": "live, figure, step",
+    "log_text": "live, text, step",
+    "log_histogram": "live, histogram, step",
     "log_artifact": "live, artifact, step",
     "first_step": "run",
     "check": "run",
@@ -274,7 +343,8 @@ class Tracker(msgspec.Struct, frozen=True):
         log: writes the numbers of a step, by name.
         finish: ends the live run.
         flush: makes everything written so far durable. A checkpoint waits for it; None if none does.
-        log_images, log_table, log_figure, log_artifact: write these at a step; None for what the tracker does not take.
+        log_images, log_table, log_figure, log_text, log_histogram, log_artifact: write these at a step; None for what
+            the tracker does not take.
         first_step: lowest step of an earlier run in the place that `start` would write to; None for none.
         check: raises if the tracker cannot work here, before anything starts.
         ranks: processes that write: rank 0, the first rank of each host, or every rank.
@@ -291,6 +361,8 @@ class Tracker(msgspec.Struct, frozen=True):
     log_images: Callable[[Any, Images, int], object] | None = None
     log_table: Callable[[Any, Table, int], object] | None = None
     log_figure: Callable[[Any, Figure, int], object] | None = None
+    log_text: Callable[[Any, TextRecord, int], object] | None = None
+    log_histogram: Callable[[Any, Histogram, int], object] | None = None
     log_artifact: Callable[[Any, Artifact, int], object] | None = None
     first_step: Callable[[Run], int | None] | None = None
     check: Callable[[Run], object] | None = None

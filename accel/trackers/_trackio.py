@@ -3,58 +3,117 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterator
 from typing import Any
 
-from accel.trackers._packages import array, load, needs, own_name, picture
-from accel.trackers._tracker import Artifact, Config, Figure, Images, Run, Table, Tracker
+from accel.trackers._packages import array, load, needs, own_name, picture, verbatim
+from accel.trackers._tracker import Artifact, Config, Figure, Histogram, Images, Run, Table, TextRecord, Tracker
+
+_PATIENCE_S = 10.0
+_POLL_S = 0.05
 
 
 def trackio(**options: Any) -> Tracker:
     """Return the tracker that writes to Trackio, by `trackio.init`. Extra: `trackio`.
 
-    A resumed run goes on under its name. Local data are in Trackio's own folder, `TRACKIO_DIR`.
+    A resumed run goes on under its name. Local data are in Trackio's own folder, `TRACKIO_DIR`, and a checkpoint waits
+    until that has its steps.
 
     Args:
         options: of `trackio.init`, such as `space_id`.
     """
 
+    is_local = options.get("space_id") is None and options.get("server_url") is None
+    stored = _StoredRows()
+
     def start(run: Run, config: Config) -> Any:
-        given = {
+        given: dict[str, Any] = {
             "project": run.project,
             "name": own_name(run),
             "config": dict(config),
             "resume": "never" if run.step is None else "allow",
             "embed": False,
         }
-        return load("trackio").init(**{**given, **options})
+        given |= options
+        live = load("trackio").init(**given)
+        if is_local:
+            stored.begin(given["project"], given["name"])
+        return live
+
+    def write(live: Any, values: dict[str, Any], step: int) -> None:
+        live.log(values, step=step)
+        stored.logged += 1
 
     return Tracker(
         "trackio",
         start,
-        log=lambda live, values, step: live.log(dict(values), step=step),
+        log=lambda live, values, step: write(live, dict(values), step),
         finish=lambda live, ending: live.finish(),
-        log_images=_log_images,
-        log_table=_log_table,
-        log_figure=_log_figure,
+        flush=(lambda live: stored.wait()) if is_local else None,
+        log_images=lambda live, images, step: [write(live, each, step) for each in _images(images)],
+        log_table=lambda live, table, step: write(live, _table(table), step),
+        log_figure=lambda live, figure, step: write(live, _figure(figure), step),
+        log_text=lambda live, text, step: write(live, _text(text), step),
+        log_histogram=lambda live, histogram, step: write(live, _histogram(histogram), step),
         log_artifact=_log_artifact,
         check=needs("trackio", "trackio"),
     )
 
 
-def _log_images(live: Any, images: Images, step: int) -> None:
+class _StoredRows:
+    """The rows of a run in Trackio's own database, which it writes in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.logged = 0
+        self._before = 0
+        self._project = self._name = ""
+        self._is_late = False
+
+    def begin(self, project: str, name: str) -> None:
+        """Count the rows of an earlier process."""
+        self._project, self._name = project, name
+        self.logged = 0
+        self._before = self._count()
+
+    def wait(self) -> None:
+        """Wait until all rows are there; once, a warning reports that they are not."""
+        until = time.monotonic() + _PATIENCE_S
+        while not self._is_late and self._count() < self._before + self.logged:
+            if time.monotonic() >= until:
+                self._is_late = True
+                text = "trackio did not store its rows in %g s, and checkpoints wait for it no longer"
+                logging.getLogger("accel.trackers").warning(text, _PATIENCE_S)
+            time.sleep(_POLL_S)
+
+    def _count(self) -> int:
+        return load("trackio").SQLiteStorage.get_log_count(self._project, self._name)
+
+
+def _images(images: Images) -> Iterator[dict[str, Any]]:
     image = load("trackio").Image
     for at, pixels in enumerate(images.tensors):
-        name = images.name if len(images.tensors) == 1 else f"{images.name}/{at}"
-        live.log({name: image(array(pixels))}, step=step)
+        yield {images.name if len(images.tensors) == 1 else f"{images.name}/{at}": image(array(pixels))}
 
 
-def _log_table(live: Any, table: Table, step: int) -> None:
+def _table(table: Table) -> dict[str, Any]:
     frame = load("pandas").DataFrame([list(row) for row in table.rows], columns=list(table.columns))
-    live.log({table.name: load("trackio").Table(dataframe=frame)}, step=step)
+    return {table.name: load("trackio").Table(dataframe=frame)}
 
 
-def _log_figure(live: Any, figure: Figure, step: int) -> None:
-    live.log({figure.name: load("trackio").Image(picture(figure.png))}, step=step)
+def _figure(figure: Figure) -> dict[str, Any]:
+    return {figure.name: load("trackio").Image(picture(figure.png))}
+
+
+def _text(text: TextRecord) -> dict[str, Any]:
+    return {text.name: load("trackio").Markdown(verbatim(text.text))}
+
+
+def _histogram(histogram: Histogram) -> dict[str, Any]:
+    array_of = load("numpy").asarray
+    pair = (array_of(histogram.counts), array_of(histogram.edges))
+    return {histogram.name: load("trackio").Histogram(np_histogram=pair)}
 
 
 def _log_artifact(live: Any, artifact: Artifact, step: int) -> None:

@@ -3,10 +3,23 @@
 
 from __future__ import annotations
 
+import html
 from typing import Any
 
 from accel.trackers._packages import array, load, needs, picture, rank_name
-from accel.trackers._tracker import Artifact, Config, Ending, Figure, Images, Ranks, Run, Table, Tracker
+from accel.trackers._tracker import (
+    Artifact,
+    Config,
+    Ending,
+    Figure,
+    Histogram,
+    Images,
+    Ranks,
+    Run,
+    Table,
+    TextRecord,
+    Tracker,
+)
 
 
 def wandb(*, ranks: Ranks = "main", **options: Any) -> Tracker:
@@ -46,6 +59,8 @@ def wandb(*, ranks: Ranks = "main", **options: Any) -> Tracker:
         log_images=_log_images,
         log_table=_log_table,
         log_figure=_log_figure,
+        log_text=_log_text,
+        log_histogram=_log_histogram,
         log_artifact=_log_artifact,
         check=needs("wandb", "wandb"),
         ranks=ranks,
@@ -79,6 +94,16 @@ def _log_table(live: Any, table: Table, step: int) -> None:
 
 def _log_figure(live: Any, figure: Figure, step: int) -> None:
     live.log({figure.name: load("wandb").Image(picture(figure.png))}, step=step)
+
+
+def _log_text(live: Any, text: TextRecord, step: int) -> None:
+    shown = f"<pre>{html.escape(text.text)}</pre>"
+    live.log({text.name: load("wandb").Html(shown, inject=False)}, step=step)
+
+
+def _log_histogram(live: Any, histogram: Histogram, step: int) -> None:
+    pair = (list(histogram.counts), histogram.edges)
+    live.log({histogram.name: load("wandb").Histogram(np_histogram=pair)}, step=step)
 
 
 def _log_artifact(live: Any, artifact: Artifact, step: int) -> None:

@@ -7,6 +7,7 @@ import gc
 import glob
 import importlib
 import json
+import subprocess
 import sys
 import types
 import zipfile
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from processes import patience
 
 import accel
 
@@ -44,6 +46,9 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     _ = gc.collect()
 
 
+HOSTILE = "<script>alert(1)</script>\n```\n# a & b"
+
+
 class Drawn:
     """A figure of 2 x 2 pixels, without matplotlib."""
 
@@ -64,6 +69,10 @@ def log_media(
         accel.trackers.log_figure(ctx, trackers, "figure", Drawn(), step=4)
     if tracker.log_table is not None:
         accel.trackers.log_table(ctx, trackers, "words", columns=["a"], rows=[["x"]], step=4)
+    if tracker.log_text is not None:
+        accel.trackers.log_text(ctx, trackers, "sample", HOSTILE, step=4)
+    if tracker.log_histogram is not None:
+        accel.trackers.log_histogram(ctx, trackers, "weights", torch.tensor([0.0, 1, 1, 4]), bins=4, step=4)
     if tracker.log_artifact is not None:
         accel.trackers.log_artifact(ctx, trackers, file, step=4)
 
@@ -104,6 +113,9 @@ def read_tensorboard(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     assert set(reader.Tags()["images"]) == {"inputs/0", "inputs/1", "figure"}
     text = reader.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     assert b'"lr": 0.1' in text
+    shown = reader.Tensors("sample/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert shown == "\n".join(f"    {line}" for line in HOSTILE.split("\n"))
+    assert reader.Tags()["histograms"] == ["weights"]
     assert b"hunter2" not in text
     return [[event.step for event in reader.Scalars("loss")]]
 
@@ -114,6 +126,11 @@ def read_trackio(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     rows = [row for row in storage.get_logs("demo", f"first-{run.id[:6]}") if "loss" in row]
     assert all(row["loss"] == row["step"] / 4 for row in rows)
     assert len(list(folder.glob("trackio/media/**/*.png"))) == 3
+    logged = storage.get_logs("demo", f"first-{run.id[:6]}")
+    [text] = [row["sample"] for row in logged if "sample" in row]
+    assert "    <script>alert(1)</script>" in json.dumps(text).replace("\\n", "\n")
+    [counted] = [row["weights"] for row in logged if "weights" in row]
+    assert counted["values"] == [1, 2, 0, 1]
     return [[row["step"] for row in rows]]
 
 
@@ -170,7 +187,7 @@ def read_mlflow(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     assert found.data.params == {"lr": "0.1", "api_key": "***"}
     assert found.data.tags["accel.error"] == "RuntimeError: boom"
     files = {path.name for path in folder.glob("files/**/*") if path.is_file()}
-    assert files == {"00000004-0.png", "00000004-1.png", "00000004.png", "00000004.json", "notes.txt"}
+    assert files == {"00000004-0.png", "00000004-1.png", "00000004.png", "00000004.json", "00000004.txt", "notes.txt"}
     many = accel.trackers.mlflow(tracking_uri=f"sqlite:///{folder}/mlflow.db", ranks="every")
     other = many.start(msgspec.structs.replace(run, rank=1), {})  # another rank joins the run that rank 0 made
     _ = many.log(other, {"loss": 9.0}, 9)
@@ -241,6 +258,60 @@ def test_a_tracker_is_read_back_by_its_own_reader(
 ) -> None:
     _ = pytest.importorskip(name)
     check(name, read, options, steps, tmp_path)
+
+
+KILLED = """
+import os, sys
+import accel
+
+tracker = getattr(accel.trackers, sys.argv[1])(**eval(sys.argv[2]))
+trackers = accel.init_trackers(ctx := accel.single(), "demo", to=[tracker], dir=sys.argv[3], run="first")
+for step in range(1, 4):
+    accel.log(ctx, trackers, {"loss": step / 4}, step=step)
+trackers.state_dict()  # what a checkpoint waits for
+print(trackers.run.id)
+sys.stdout.flush()
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("trackio", {"auto_log_gpu": False, "auto_log_cpu": False}),
+        ("mlflow", {"tracking_uri": "sqlite:///mlflow.db"}),
+    ],
+)
+def test_a_kill_in_the_first_seconds_loses_nothing_that_a_checkpoint_counts(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    _ = pytest.importorskip(name)
+    words = [sys.executable, "-c", KILLED, name, repr(options), str(tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=patience(120), check=False)
+    assert ended.returncode == -9, ended.stderr
+    if name == "trackio":
+        run = f"first-{ended.stdout.strip().splitlines()[-1][:6]}"
+        read = f"import trackio; print([row['step'] for row in trackio.SQLiteStorage.get_logs('demo', {run!r})])"
+        found = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)
+        steps = json.loads(found.stdout.strip().splitlines()[-1])  # another process: its folder is read at the import
+    else:
+        client = importlib.import_module("mlflow").MlflowClient(tracking_uri="sqlite:///mlflow.db")
+        [found] = client.search_runs([client.get_experiment_by_name("demo").experiment_id])
+        steps = [point.step for point in client.get_metric_history(found.info.run_id, "loss")]
+    assert steps == [1, 2, 3]
+
+
+def test_mlflow_holds_a_checkpoint_up_only_where_its_files_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    for uri, is_local in (
+        ("sqlite:///a.db", True),
+        ("file:///a", True),
+        (None, True),
+        ("https://mlflow.example", False),
+    ):
+        assert (accel.trackers.mlflow(tracking_uri=uri).flush is not None) == is_local
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
+    assert accel.trackers.mlflow().flush is None
 
 
 NAMES = ["tensorboard", "wandb", "trackio", "swanlab", "mlflow", "comet_ml", "aim", "clearml", "dvclive"]

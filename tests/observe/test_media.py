@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts and histograms beside images: what jsonl writes, exact counts, and what is refused on every rank."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from catching import caught
+from hypothesis import given, strategies as st
+
+import accel
+from accel.testing import Simulator
+from accel.trackers import jsonl, log_histogram, log_text
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
+VALUES = st.lists(st.sampled_from([0.0, 1.0, -3.0, 0.5, 1e6, math.nan, math.inf, -math.inf]), max_size=40)
+
+
+def logged(folder: Path, name: str) -> Any:
+    return json.loads((folder / "media" / name).read_text())
+
+
+@given(VALUES, st.integers(1, 9), st.sampled_from(DTYPES))
+def test_each_finite_value_counts_once_in_its_interval(values: list[float], bins: int, dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        values = [value for value in values if math.isfinite(value)]
+    tensor = torch.tensor(values, dtype=torch.float64).to(dtype).reshape(-1, 1)
+    kept: list[Any] = []
+    tracker = accel.trackers.Tracker(
+        "kept",
+        lambda run, config: None,
+        lambda live, values, step: None,
+        lambda live, ending: None,
+        log_histogram=lambda live, histogram, step: kept.append(histogram),
+    )
+    ctx = accel.single()
+    with accel.tracking(ctx, "p", to=[tracker]) as trackers:
+        log_histogram(ctx, trackers, "w", tensor, step=1, bins=bins)
+    [found] = kept
+    exact = [float(value) for value in tensor.double().flatten()]
+    finite = [value for value in exact if math.isfinite(value)]
+    assert sum(found.counts) == len(finite)
+    assert found.nonfinite == len(exact) - len(finite)
+    if finite:
+        assert (found.low, found.high) == (min(finite), max(finite))
+        width = (found.high - found.low) / bins or 1.0
+        expected = [0] * bins
+        for value in finite:
+            expected[min(bins - 1, int((value - found.low) / width))] += 1
+        assert list(found.counts) == expected
+    assert len(found.edges) == bins + 1
+
+
+def test_jsonl_writes_texts_as_they_are_into_files_that_nothing_runs(tmp_path: Path) -> None:
+    ctx = accel.single()
+    text = "<script>alert(1)</script>\n\x1b[2J \ud800 ü"
+    with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path) as trackers:
+        log_text(ctx, trackers, "../eval/sample.html", text, step=7)
+        log_histogram(ctx, trackers, "weights/0", torch.tensor([0.0, 1, 1, 4, math.nan]), step=7, bins=4)
+    names = sorted(path.name for path in (tmp_path / "media").iterdir())
+    assert names == ["_eval_sample.html-00000007.txt", "weights_0-00000007.histogram.json"]
+    written = (tmp_path / "media" / names[0]).read_bytes().decode()
+    assert written == text.replace("\ud800", "\\ud800")
+    assert logged(tmp_path, names[1]) == {"edges": [0, 1, 2, 3, 4], "counts": [1, 2, 0, 1], "nonfinite": 1}
+
+
+def test_tensorboard_shows_the_counts(tmp_path: Path) -> None:
+    _ = pytest.importorskip("tensorboard")
+    ctx = accel.single()
+    with accel.tracking(ctx, "p", to=[accel.trackers.tensorboard()], dir=tmp_path) as trackers:
+        log_histogram(ctx, trackers, "weights", torch.tensor([0.0, 1, 1, 4]), step=1, bins=4)
+    module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    [folder] = (tmp_path / "tensorboard").iterdir()
+    [found] = module.EventAccumulator(str(folder)).Reload().Histograms("weights")
+    value = found.histogram_value
+    assert (value.min, value.max, value.num) == (0, 4, 4)
+    assert (list(value.bucket), list(value.bucket_limit)) == ([1, 2, 0, 1], [1, 2, 3, 4])
+
+
+def test_what_cannot_be_logged_is_an_error_on_every_rank(ranks: Simulator, tmp_path: Path) -> None:
+    def told(ctx: accel.DistContext) -> list[str]:
+        with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path) as trackers:
+            calls = (
+                lambda: log_text(ctx, trackers, "a", 3, step=1),  # pyright: ignore
+                lambda: log_histogram(ctx, trackers, "a", [1.0], step=1),  # pyright: ignore
+                lambda: log_histogram(ctx, trackers, "a", torch.ones(2, dtype=torch.complex64), step=1),
+                lambda: log_histogram(ctx, trackers, "a", torch.ones(2), step=1, bins=0),
+            )
+            texts = [str(caught(call)) for call in calls]
+        with accel.tracking(ctx, "p", to=[accel.trackers.csv("/dev/null")], dir=tmp_path) as trackers:
+            return [*texts, str(caught(lambda: log_text(ctx, trackers, "a", "b", step=1)))]
+
+    for text, number, real, bins, taken in ranks.run(told, 2):
+        assert "not a text" in text
+        assert "torch.as_tensor" in number
+        assert "Log its abs()" in real
+        assert "not a number of intervals" in bins
+        assert "no tracker takes texts" in taken

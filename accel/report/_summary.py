@@ -147,9 +147,11 @@ def warnings_of(run: RunData) -> Iterator[str]:
         yield f"restarted {restarts} time{'s' * (restarts > 1)} after a failure"
     if resumes:
         yield f"resumed {resumes} time{'s' * (resumes > 1)}"
-    for each in run.checkpoints:
-        if each.problem:
-            yield f"{each.name} is no checkpoint: {each.problem}"
+    broken = [each for each in run.checkpoints if each.problem]
+    for each in broken[-2:]:
+        yield f"{each.name} is no checkpoint: {each.problem}"
+    if len(broken) > 2:
+        yield f"{len(broken) - 2} earlier folders are no checkpoints"
 
 
 def _names(names: Sequence[str]) -> str:

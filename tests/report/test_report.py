@@ -283,7 +283,10 @@ def test_the_first_screen_says_in_words_what_a_reader_should_know(tmp_path: Path
     write_json(tmp_path / "run.json", record)
     checkpoints = [
         StoredCheckpoint(name="step-00000400", size=10_000, changed_s=0.0),
-        StoredCheckpoint(name="step-00000500", size=10_000, changed_s=0.0, problem="no manifest"),
+        *(
+            StoredCheckpoint(name=f"step-00000{step}", size=10_000, changed_s=0.0, problem="no manifest")
+            for step in (200, 300, 450, 500)
+        ),
     ]
     page = report_page([read_data("run", tmp_path, checkpoints, "slowest: rank 3, 43.00 ms a step\n")])
     found = Texts(page).text
@@ -295,7 +298,7 @@ def test_the_first_screen_says_in_words_what_a_reader_should_know(tmp_path: Path
         *(
             "a gap in the log of 2 h 5 min before step 600",
             "resumed 1 time",
-            "step-00000500 is no checkpoint: no manifest",
+            *("step-00000500 is no checkpoint: no manifest", "2 earlier folders are no checkpoints"),
         ),
         *("train/ (2)", "eval/ (1)", "constants and counters (7)"),
     ):

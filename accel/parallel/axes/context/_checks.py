@@ -145,7 +145,7 @@ def _misfit(expected: str, *tensors: Any) -> ConfigError:
 
 _FORWARD = "forward of a model on a mesh with cp"
 _LEAVE = "Leave cp out of the mesh."
-_SAMPLES = ("pixel_values", "input_features", "input_values", "bbox")  # inputs that are no tokens
+_SAMPLES = ("pixel_values", "input_features", "input_values")  # inputs that are no tokens
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _ONE_POSITION = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 
@@ -183,10 +183,9 @@ def check_transformers(path: str, model: Any) -> None:
         raise refuse("layers with a state along the tokens", "attention alone", mixer)
     if other := [kind for kind in getattr(model.config, "layer_types", None) or () if kind not in _LAYERS]:
         raise refuse("layers of another kind", " or ".join(_LAYERS), f"{other[0]} of {_found(model, 'Attention')}")
-    if given := [name for name in _SAMPLES if name in names]:
-        raise refuse(
-            "inputs that are not cut as the tokens are", "tokens alone", f"{given[0]} of {type(model).__name__}"
-        )
+    if "input_ids" not in names and (given := [name for name in _SAMPLES if name in names]):
+        got = f"{given[0]} of {type(model).__name__}"
+        raise refuse("inputs that are not cut as the tokens are", "tokens alone", got)
     if not model._can_set_attn_implementation():
         expected = "a model that takes its attention from transformers' AttentionInterface"
         raise refuse("an attention that cannot be exchanged", expected, _found(model, "Attention"))
@@ -242,6 +241,14 @@ def has_relative_bias(module: nn.Module) -> bool:
 
 def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool) -> None:
     """Raise `ConfigError` for inputs that are not those of a rank's own positions."""
+    if given := [name for name in _SAMPLES if known.get(name) is not None]:
+        raise ConfigError(
+            "inputs that are not cut as the tokens are",
+            expected="tokens alone",
+            got=", ".join(given),
+            where=_FORWARD,
+            fix=f"Pass text alone. {_LEAVE}",
+        )
     if known.get("past_key_values") is not None:
         raise ConfigError(
             "a cache of keys does not cross ranks",

@@ -206,7 +206,7 @@ def _of_leaf(path: str, leaf: object) -> _Known:
         return _Known(text, values)
     if leaf.is_floating_point() or leaf.is_complex():
         return _Known(text, figures=_figures(leaf.detach()))
-    return _Known(text, as_bytes(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)))
+    return _Known(text, as_bytes(_flat(leaf.detach().cpu()).view(torch.uint8)))
 
 
 def _figures(tensor: torch.Tensor) -> tuple[float, ...]:
@@ -374,9 +374,15 @@ def _sampled(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (sample * places).sum(), sample.abs().sum()
 
 
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements side by side. One element is contiguous to torch with any stride, but has no view."""
+    flat = tensor.contiguous().reshape(-1)
+    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+
+
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number of 64 bits, shape [1], that depends on every bit and its place, alike on all kinds of devices."""
-    flat = tensor.contiguous().reshape(-1)
+    flat = _flat(tensor)
     if flat.nbytes % 8 == 0:
         aligned = flat.storage_offset() * flat.itemsize % 8 == 0
         words = (flat if aligned else flat.clone()).view(torch.int64)

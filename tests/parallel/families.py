@@ -7,6 +7,7 @@ token weights; parameters, losses and norms are compared.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -69,12 +70,14 @@ class Family(NamedTuple):
         settings: of the config.
         kind: "words" for logits of tokens, "classes" for those of rows, "vectors" for embeddings of texts and images,
             "speech", "translation", or "features".
+        casts: whether its forward computes in fp32 what `Wide` makes float64.
     """
 
     model: str | Callable[[], nn.Module]
     config: str = ""
     settings: Mapping[str, Any] = {}
     kind: str = "words"
+    casts: bool = True
 
 
 class Transformer(nn.Module):
@@ -110,6 +113,7 @@ FAMILIES: Mapping[str, Family] = {
         "DebertaV2ForMaskedLM",
         "DebertaV2Config",
         ENCODER | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
+        casts=False,  # constants alone, in scripted functions
     ),
     "DeepSeek-V2": Family("DeepseekV2ForCausalLM", "DeepseekV2Config", DEEPSEEK),
     "DeiT": Family("DeiTForImageClassification", "DeiTConfig", IMAGE, "classes"),
@@ -270,6 +274,10 @@ class Wide(TorchFunctionMode):
         return func(*map(_wide, args), **named)
 
 
+def _wider(name: str) -> contextlib.AbstractContextManager[object]:
+    return Wide() if FAMILIES[name].casts else contextlib.nullcontext()
+
+
 def _wide(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value is torch.float32 else value
 
@@ -338,7 +346,7 @@ def loss_of(name: str, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[T
     kind = FAMILIES[name].kind
     if kind == "features":
         given["target"] = target
-    with Wide():
+    with _wider(name):
         output = model(**given)
     return loss_sum(kind, output, target)
 
@@ -457,7 +465,7 @@ def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, 
     example = _given(kind, torch.utils.data.default_collate(samples[:4]))
     micro_batches = max(ctx.axis("pp").size * mesh.plan.get("stages_per_rank", 1), size // 2)
     plan = accel.parallel.Plan(**{"cut": way, "micro_batches": micro_batches, **mesh.plan})
-    with Wide():
+    with _wider(name):
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
     starts = range(0, len(samples), batch)
     result = Result({}, [], [])
@@ -471,7 +479,7 @@ def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, 
         count = int((target != IGNORED).sum()) if target.ndim > 1 and kind != "features" else len(target)
         accum = accum.next(last=at == starts[-1])
         inputs = _given(kind, each)
-        with Wide():
+        with _wider(name):
             loss, accum = accel.forward_backward(
                 ctx, model, scaler, accum, inputs, targets=target, loss_fn=_summed(kind), weight=count
             )

@@ -155,6 +155,7 @@ def _own_objects(ctx: accel.DistContext) -> None:
         torch.randn(3, 2).to_sparse(),
         torch.nested.nested_tensor([X, X[:1]], layout=torch.jagged),
         torch.complex(X, X).conj(),
+        torch.arange(4)[::2][1:],  # one element with another stride than 1
     ):
         model = copy.deepcopy(model)
         _ = model(X, scale)

@@ -59,6 +59,77 @@ def test_families_take_the_steps_of_one_process(
     _check(ranks, name, mesh, world, accumulation)
 
 
+TURNS = accel.parallel.Plan(cut="trace", schedule="Interleaved1F1B", stages_per_rank=2, micro_batches=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "accumulation"),
+    [
+        ("bert", "dp=2,pp=2", 3),
+        pytest.param("bert", "dp_replicate=2,pp=2", 1, marks=pytest.mark.slow),
+        pytest.param("granite", "dp=2,pp=2", 1, marks=pytest.mark.slow),
+        pytest.param("vit", "dp=2,pp=2", 3, marks=pytest.mark.slow),
+        pytest.param("t5", "pp=2", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_several_traced_stages_of_a_rank_take_the_steps_of_one_process(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str, mesh: str, accumulation: int
+) -> None:
+    widen(monkeypatch, name)
+    _check(ranks, name, mesh, 4 if "dp" in mesh else 2, accumulation, plan=TURNS)
+
+
+def test_stages_of_a_rank_without_a_module_of_their_own_are_refused_beside_dp(ranks: Simulator) -> None:
+    class Mixed(Steps):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (nn.Parameter(torch.ones(4)) for _ in range(2))
+            self.c, self.d = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.d(self.c(self.b(self.a(x) * self.one)) * self.two)
+
+    def rank(ctx: accel.DistContext, mesh: str) -> Any:
+        plan = accel.parallel.Plan(cut="trace", schedule="Interleaved1F1B", stages_per_rank=2, stages=BY_LAYER)
+        ctx = accel.replace(ctx, mesh=mesh)
+        return caught(lambda: accel.prepare_model(ctx, Mixed(), plan=plan, example=torch.ones(4, 4)))
+
+    assert ranks.run(partial(rank, mesh="pp=2"), 2, default_group=True) == [None, None]
+    for error in ranks.run(partial(rank, mesh="dp=2,pp=2"), 4, default_group=True):
+        assert isinstance(error, PrepareError)
+        assert "two stages of one rank read different parameters of one module" in error.problem
+        assert "the model: one and two" in error.got
+
+
+def _bf16(ctx: accel.DistContext, name: str, mesh: str) -> dict[str, torch.Tensor]:
+    """Gradients of a batch in bf16 under autocast."""
+    made, batch_of = family(name)
+    inputs, targets = batch_of(4, 1)
+    inputs = {key: each.float() if each.is_floating_point() else each for key, each in inputs.items()}
+    ctx = accel.replace(ctx, mesh=mesh, precision="bf16")
+    plan = accel.parallel.Plan(cut="trace", micro_batches=2)
+    model = accel.prepare_model(ctx, made(0.0).float().train(), plan=plan, example=inputs)
+    given = (accel.loss_scale(ctx), None, inputs)
+    loss, _ = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
+    named = accel.unwrap_model(model).named_parameters()
+    return {"loss": loss.detach()} | {key: each.grad for key, each in named if each.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "name", ["granite", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bert", "t5", "vit"))]
+)
+def test_a_traced_model_computes_in_bf16_as_one_process_does(ranks: Simulator, name: str) -> None:
+    """The graph keeps autocast's casts, and the regions that leave it, such as rotary tables."""
+    (expected,) = ranks.run(partial(_bf16, name=name, mesh=""), 1)
+    every = ranks.run(partial(_bf16, name=name, mesh="pp=2"), 2, default_group=True)
+    assert {key for found in every for key in found} == expected.keys()
+    for found in every:
+        for key, each in found.items():
+            assert each.dtype == (torch.float64 if key == "loss" else torch.float32)
+            limit = 2e-2 * max(float(expected[key].abs().max()), 1e-2)
+            assert float((each - expected[key]).abs().max()) <= limit, key
+
+
 def _prepared(ctx: accel.DistContext, model: nn.Module, example: Any, **plan: Any) -> nn.Module:
     ctx = accel.replace(ctx, mesh="pp=2")
     return accel.prepare_model(ctx, model, plan=accel.parallel.Plan(cut="trace", **plan), example=example)
@@ -109,6 +180,7 @@ class Moment(Steps):
 
 SCALE = nn.Parameter(torch.ones(4))
 STAGES = (("a",), ("b",))
+BY_LAYER = (("a",), ("b",), ("c",), ("d",))
 
 
 @pytest.mark.parametrize(

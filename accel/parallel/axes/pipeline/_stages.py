@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,20 +118,25 @@ def _check_mesh(ctx: DistContext, options: StageOptions) -> None:
             where=_WHERE,
             fix='Leave them out of the mesh, or cut the model as a chain: Plan(cut="chain").',
         )
-    if beside and (options.stages_per_rank > 1 or options.units != "auto"):
+    if beside and options.units != "auto":
         raise PrepareError(
-            "the stage of a rank is sharded as one unit, which its graph reads whole",
-            expected='stages_per_rank=1 and units="auto" beside replicas and shards',
-            got=f"stages_per_rank={options.stages_per_rank}, units={options.units!r}",
+            "a traced stage is sharded as one unit, which its graph reads whole",
+            expected='units="auto" beside replicas and shards',
+            got=f"units={options.units!r}",
             where=_WHERE,
-            fix="Leave both out of the plan.",
+            fix="Leave it out of the plan.",
         )
 
 
 def _check_ties(model: nn.Module, layout: Layout, stages: Stages) -> None:
-    """Raise for a parameter of two stages of one rank, where `fully_shard` would shard one only."""
-    for names in tied_names(model):
-        at = [stage_of(name, stages) for name in names]
+    """Raise for a parameter of two stages of one rank."""
+    _check_shared([(names, [stage_of(name, stages) for name in names]) for names in tied_names(model)], layout)
+
+
+def _check_shared(found: Sequence[tuple[Sequence[str], Sequence[int]]], layout: Layout) -> None:
+    """Raise for a parameter of two stages of one rank, where `fully_shard` would shard one only. `found`: its names
+    and stages."""
+    for names, at in found:
         owners = [layout.owners[stage] for stage in dict.fromkeys(at)]
         if len(set(owners)) < len(owners):
             raise PrepareError(
@@ -223,7 +227,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
 def _spread_traced(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_empty: bool) -> nn.Module:
     """Cut a model by tracing: ranks keep what the graphs of their stages read."""
     # torch.export takes long to import
-    from accel.parallel.axes.pipeline._traced import TracedModule, Traces, drop_others, holdings_of
+    from accel.parallel.axes.pipeline._traced import TracedModule, Traces, drop_others, holdings_of, view_of
 
     layout = _layout(ctx, options)
     compare_models(ctx, options, dict(model.named_parameters()))
@@ -233,6 +237,8 @@ def _spread_traced(ctx: DistContext, model: nn.Module, options: StageOptions, *,
         traces, trace = Traces.begin(model, ctx.device, batch, paths)
     holdings = holdings_of(model, trace.stages)
     aliases = _aliases(model)
+    if ctx.world_size > layout.ranks:
+        _check_shared([(names, holdings.stages_of(names)) for names in aliases], layout)
     order = tuple(model.state_dict(keep_vars=True))
     mine = own_stages(layout, ctx.axis("pp").rank)
     kept = frozenset[str]().union(*(holdings.names[at] for at in mine))
@@ -246,8 +252,9 @@ def _spread_traced(ctx: DistContext, model: nn.Module, options: StageOptions, *,
     group = group_of(ctx, "pp")
     assert group is not None  # this is the answer for more than one rank
     ties = open_ties(ctx, model, aliases, holdings.stages_of, layout)
-    view = copy.copy(model)  # shares modules and tensors, and is not pipelined itself
-    modules = [TracedModule(view, at, ctx.rank, layout.stages) for at in mine]
+    with agreed(ctx.comm, Call("prepare_model: stages")):
+        names_of = holdings.names if ctx.world_size > layout.ranks else [kept] * layout.stages
+        modules = [TracedModule(view_of(model, names_of[at]), at, ctx.rank, layout.stages) for at in mine]
     add_mixin([model], Pipelined)
     names = [each for each in aliases if len(each) > 1]
     unused = options.find_unused_parameters

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.comm import peer_error
-from accel.errors import AccelError, StageError
+from accel.errors import AccelError, PrepareError, StageError
 from accel.parallel._modules import COMPILES, named_modules
 from accel.parallel._private import is_compiled, is_view, module_hooks
 from accel.parallel.axes.pipeline._boundaries import Boundary
@@ -90,6 +91,43 @@ def drop_others(model: nn.Module, kept: frozenset[str]) -> list[nn.Parameter]:
                 setattr(module, name, None)
     live = {id(each) for each in model.parameters()}
     return [each for each in before if id(each) not in live]
+
+
+def view_of(model: nn.Module, kept: frozenset[str]) -> nn.Module:
+    """Return a copy of a model with some of its parameters, which it shares; it is not pipelined itself.
+
+    A module with parameters of its own inside and outside of `kept` is a `PrepareError`.
+    """
+
+    def view(path: str, module: nn.Module) -> nn.Module:
+        prefix = f"{path}." if path else ""
+        if path and all(f"{prefix}{name}" in kept for name, _ in _named_tensors(module)):
+            return module
+        found: Any = copy.copy(module)
+        children = cast("Mapping[str, nn.Module | None]", found._modules)
+        found._parameters = _part(found._parameters, prefix, kept)
+        found._modules = {
+            key: None if child is None else view(f"{prefix}{key}", child) for key, child in children.items()
+        }
+        return found
+
+    return view("", model)
+
+
+def _part(tensors: dict[str, torch.Tensor | None], prefix: str, kept: frozenset[str]) -> dict[str, torch.Tensor | None]:
+    """The tensors of a module where all are kept, else nothing; whatever replaces one replaces it in the model."""
+    held = {f"{prefix}{name}" for name, each in tensors.items() if each is not None}
+    if held <= kept:
+        return tensors
+    if held.isdisjoint(kept):
+        return {}
+    raise PrepareError(
+        "two stages of one rank read different parameters of one module, and cannot be sharded apart",
+        expected="stages of one rank without modules in common",
+        got=f"{prefix.rstrip('.') or 'the model'}: {', '.join(sorted(held & kept))} and {min(held - kept)}",
+        where=WHERE,
+        fix="Leave stages_per_rank out, or begin the stages at other modules: Plan(stages=[[...], [...]]).",
+    )
 
 
 def modes_of(model: nn.Module) -> dict[str, Mode]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -38,37 +39,60 @@ class Block(nn.Module):
         return hidden + self.experts(tokens, routing.indices, routing.weights).view_as(hidden)
 
 
-def mixture() -> Words:
+class Loop(nn.Module):
+    """A block with a list of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, -2)
+        routing = accel.parallel.route_tokens(self.router(tokens), 2)
+        outputs = torch.zeros_like(tokens)
+        for at, expert in enumerate(self.experts):
+            row, choice = torch.where(routing.indices == at)
+            outputs = outputs.index_add(0, row, expert(tokens[row]) * routing.weights[row, choice, None])
+        return hidden + outputs.view_as(hidden)
+
+
+def mixture(block: type[nn.Module] = Block) -> Words:
     """Experts in the last two of four blocks, so that a first stage has none."""
     model = Words(4)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         for at in (2, 3):
-            model.blocks[at] = Block().double()
+            model.blocks[at] = block().double()
     return model
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")  # strides of einsum's gradients; torch copies them
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "schedule", "per"),
+    ("ranks", "mesh", "schedule", "per", "block"),
     [
-        (4, "pp=2,dp=2,ep=2", "1F1B", 1),
-        (4, "pp=2,dp=2,ep=2", "InterleavedZeroBubble", 2),
-        pytest.param(8, "pp=2,dp=4,ep=2", "ZBVZeroBubble", 2, marks=pytest.mark.slow),
-        pytest.param(4, "pp=2,dp=2,ep=2", "DualPipeV", 2, marks=pytest.mark.slow),
-        pytest.param(4, "pp=2,dp=2,ep=2", "Interleaved1F1B", 2, marks=pytest.mark.slow),
-        pytest.param(8, "pp=2,dp=4,ep=2", "GPipe", 1, marks=pytest.mark.slow),
+        (4, "pp=2,dp=2,ep=2", "1F1B", 1, Block),
+        (4, "pp=2,dp=2,ep=2", "InterleavedZeroBubble", 2, Block),
+        pytest.param(4, "pp=2,dp=2,ep=2", "1F1B", 1, Loop, marks=pytest.mark.slow),
+        pytest.param(4, "pp=2,dp=2,ep=2", "InterleavedZeroBubble", 2, Loop, marks=pytest.mark.slow),
+        pytest.param(8, "pp=2,dp=4,ep=2", "ZBVZeroBubble", 2, Block, marks=pytest.mark.slow),
+        pytest.param(4, "pp=2,dp=2,ep=2", "DualPipeV", 2, Block, marks=pytest.mark.slow),
+        pytest.param(4, "pp=2,dp=2,ep=2", "Interleaved1F1B", 2, Block, marks=pytest.mark.slow),
+        pytest.param(8, "pp=2,dp=4,ep=2", "GPipe", 1, Block, marks=pytest.mark.slow),
     ],
 )
-def test_stages_with_experts_train_as_one_process(ranks: int, mesh: str, schedule: Any, per: int) -> None:
+def test_stages_with_experts_train_as_one_process(
+    ranks: int, mesh: str, schedule: Any, per: int, block: type[nn.Module]
+) -> None:
+    make = functools.partial(mixture, block)
     plan = accel.parallel.Plan(schedule=schedule, stages_per_rank=per, experts={"blocks.*.experts": "dispatch"})
 
     def run(ctx: accel.DistContext) -> Trained:
         ctx = accel.replace(ctx, strategy="fsdp" if "dp=4" in mesh else "ddp")
-        return train(ctx, mixture, plan, mesh=mesh)
+        return train(ctx, make, plan, mesh=mesh)
 
     found = simulate(run, ranks, default_group=True)
-    expected = by_hand(mixture)
+    expected = by_hand(make)
     norms = expected.figures[1::2]  # ranks have losses of their own rows
     parameters, figures = differences(found, expected._replace(figures=norms))
     assert parameters < 1e-10

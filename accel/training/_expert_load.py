@@ -27,6 +27,7 @@ from accel.training._evaluating import Stepped
 from accel.training._train_state import TrainState
 
 _WHERE = "ExpertLoad"
+_MOVED = "accel_moved"  # of a module with a bias that an ExpertLoad moves: its id, which a copy has not
 
 
 class ExpertCounts(msgspec.Struct, frozen=True):
@@ -89,7 +90,7 @@ class ExpertLoad:
         bias: name of the bias in the module of experts, or one beside it.
 
     Raises:
-        PrepareError: no such modules, or with `speed` none with a bias, or one that trains.
+        PrepareError: no such modules; with `speed` none with a bias, one that trains, or one that moves already.
 
     Reference: Wang et al. 2024, arXiv:2408.15664; DeepSeek-AI 2024, "DeepSeek-V3", arXiv:2412.19437.
 
@@ -129,6 +130,9 @@ class ExpertLoad:
                 where=f"{_WHERE}(speed={speed})",
                 fix='Name yours, as in bias="expert_bias"; or leave speed out, to count alone.',
             )
+        for path, each in self._layers.items():
+            if each.holder is not None:
+                _mark_moved(each.holder, path)
         self._hooks = [
             called.register_forward_hook(hook, with_kwargs=True)
             for path in self._layers
@@ -136,9 +140,12 @@ class ExpertLoad:
         ]
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
+        """Remove the hooks from the model, whose biases another `ExpertLoad` may then move."""
         for hook in self._hooks:
             hook.remove()
+        for each in self._layers.values():
+            if each.holder is not None:
+                _ = vars(each.holder).pop(_MOVED, None)
 
     @contextlib.contextmanager
     def counting(self, state: TrainState | Accumulation, *, mask: Tensor | None = None) -> Generator[Self]:
@@ -371,6 +378,18 @@ def _check_bias(bias: Tensor, name: str, path: str) -> None:
             where=f"{_WHERE}(bias={name!r}), {path}",
             fix="Register it as a buffer of float32, so that no gradient and no weight decay change it.",
         )
+
+
+def _mark_moved(holder: nn.Module, path: str) -> None:
+    if vars(holder).get(_MOVED) == id(holder):
+        raise PrepareError(
+            "another ExpertLoad moves this bias, which would move twice a step",
+            expected="one with a speed for each model",
+            got="a second one",
+            where=f"{_WHERE}(speed=), {path}",
+            fix="Keep the first one; or call its close() before.",
+        )
+    vars(holder)[_MOVED] = id(holder)
 
 
 def _move(bias: Tensor, counts: Tensor, speed: float) -> None:

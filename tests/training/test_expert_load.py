@@ -384,6 +384,17 @@ def test_what_cannot_be_balanced_is_refused():
         _ = load_of(model)
 
 
+def test_a_bias_moves_once_a_step():
+    model = mixture()
+    first = load_of(model)
+    with pytest.raises(PrepareError, match=r"would move twice a step.* layers\.0\.experts"):
+        _ = load_of(model)
+    _ = load_of(copy.deepcopy(model))
+    _ = load_of(model, speed=None)
+    first.close()
+    _ = load_of(model)
+
+
 def test_routers_show_the_same_counts_as_experts():
     run = begun()
     routers = accel.training.ExpertLoad(run.model, experts={"layers.*.router": EXPERTS})

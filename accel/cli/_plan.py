@@ -52,8 +52,8 @@ def _speeds(hosts: Hosts) -> list[str]:
     table = hosts.efficiencies
     if hosts.flops is not None or not table.torch:
         return []
-    warning = "; a plan for such CPUs, not for GPUs" if table.kind == "cpu" else ""
-    return [f"Speeds of {table.device}, torch {table.torch}, {table.date}{warning}"]
+    lines = _folded(f"Speeds of {table.device},", f"torch {table.torch}, {table.date}")
+    return [*lines, "A plan for such CPUs, not for GPUs."] if table.kind == "cpu" else lines
 
 
 def options_of(choice: Choice) -> list[str]:

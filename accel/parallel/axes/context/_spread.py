@@ -269,37 +269,30 @@ def _attention(
     causal = keywords.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     crosses = call.is_decoder and not causal
-    size = call.ctx.axis("cp").size
     bias = keywords.get("position_bias")
     if bias is not None:
         bias = _whole_bias(call.ctx, module, bias, query.shape[2], crosses=crosses, where=where)
-    documents, ignored = (None, call.crossed) if crosses else (_documents_of(call, module), call.ignored)
+    is_complete = attention_mask is not None  # the order, documents and windows are in the mask
     mask_mod = getattr(attention_mask, "mask_mod", None)  # of a BlockMask
-    if mask_mod is not None:
-        attention_mask = None
-        causal = False
-        documents = None
-    elif attention_mask is not None:
-        if attention_mask.shape[-1] != key.shape[2] * size:
+    if attention_mask is not None:
+        if attention_mask.shape[-1] != key.shape[2] * call.ctx.axis("cp").size:
             raise mask_refused()
-        causal = False
-        documents = None
-        bias = attention_mask if bias is None else _joined(bias, attention_mask)
-    is_complete = attention_mask is not None or mask_mod is not None
-    window = None if is_complete or crosses else keywords.get("sliding_window")
+        if mask_mod is None:
+            bias = attention_mask if bias is None else _joined(bias, attention_mask)
+    documents = None if crosses or is_complete else _documents_of(call, module)
     out = context_attention(
         call.ctx,
         query,
         key,
         value,
-        causal=causal,
+        causal=causal and not is_complete,
         documents=None if documents is None else documents.expand(query.shape[0], -1),
         scale=scaling,
         method=call.method,
-        window=window,
+        window=None if crosses or is_complete else keywords.get("sliding_window"),
         softcap=keywords.get("softcap"),
         sinks=keywords.get("s_aux"),
-        key_padding_mask=ignored,
+        key_padding_mask=call.crossed if crosses else call.ignored,
         attn_mask=bias,
         mask_mod=mask_mod,
     )

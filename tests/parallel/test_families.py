@@ -20,6 +20,7 @@ import accel
         pytest.param("T5", "dp=2,tp=2", marks=pytest.mark.slow),  # relative positions that blocks hand on
         pytest.param("DeepSeek-V2", "tp=2", marks=pytest.mark.slow),  # latents, whose gradients are summands
         pytest.param("Mamba", "tp=2", marks=pytest.mark.slow),  # parameters that are read without a call
+        pytest.param("GPT-BigCode", "tp=2", marks=pytest.mark.slow),  # one key behind the queries, in one layer
         pytest.param("DeBERTa-v2", "pp=2", marks=pytest.mark.slow),  # a trace of scripted functions
         ("T5", "cp=2"),  # relative positions, cross-attention, padding in an encoder
         pytest.param("BART", "cp=2", marks=pytest.mark.slow),  # tables of positions that count from 0

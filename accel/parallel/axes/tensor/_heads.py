@@ -85,7 +85,18 @@ def _with_one_key(around: nn.Module, holder: str, outputs: int, width: object, s
     if heads % size:
         return HeadCounts(problems=(uneven_heads(heads, size),))
     counted = _counted(around, holder, heads * width, size)
-    return counted._replace(number=width)
+    own = {name: value // size for name, value in _sizes_of_queries(around, heads, width)}
+    attributes = {holder: {**counted.attributes.get(holder, {}), **own}}
+    return counted._replace(number=width, attributes=attributes)
+
+
+def _sizes_of_queries(around: nn.Module, heads: int, width: int) -> Iterator[tuple[str, int]]:
+    """Attributes by which a module splits a layer of all queries and one key, and repeats the key, as GPT-BigCode's."""
+    held = cast("dict[str, object]", vars(around))
+    if held.get("embed_dim") == heads * width and held.get("kv_dim") == width:
+        yield "embed_dim", heads * width
+    if held.get("num_key_value_groups") == heads:
+        yield "num_key_value_groups", heads
 
 
 def _counted(around: nn.Module, holder: str, outputs: int, size: int) -> HeadCounts:

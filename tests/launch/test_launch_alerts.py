@@ -69,3 +69,13 @@ def test_without_the_section_a_launch_has_no_alerts(workspace: Workspace) -> Non
     assert workspace.accel("launch", "--cpu", "--nproc-per-node", "2", "script.py").returncode == 137
     assert read_alerts(workspace.folder / "run") == []
     assert [path.name for path in (workspace.folder / "run").iterdir()] == ["launches"]
+
+
+def test_no_command_shows_the_url(workspace: Workspace) -> None:
+    _ = workspace.write("")
+    _ = workspace.write(FILE, "accel.toml")
+    for words in (["launch", "--dry-run", "script.py"], ["config", "show"], ["env"]):
+        ended = workspace.accel(*words)
+        assert ended.returncode == 0
+        assert "disk_full" in ended.stdout or "[alerts]" in ended.stdout
+        assert "secret-part" not in ended.stdout + ended.stderr

@@ -32,6 +32,7 @@ def plan(
     config: LaunchConfig | None = None,
     target: LaunchTarget | None = None,
     position: HostPosition | None = None,
+    columns: int = 0,
 ) -> LaunchPlan:
     return plan_launch(
         target or LaunchTarget(name="train.py", args=args),
@@ -43,6 +44,7 @@ def plan(
         port=29511,
         record_dir="records",
         position=position or HostPosition(),
+        columns=columns,
     )
 
 
@@ -273,3 +275,15 @@ def test_no_module_beside_the_worker_could_be_taken_for_the_standard_librarys() 
     # The worker is run by path, so its folder comes first on `sys.path` while its imports are resolved.
     folder = Path(launching.__file__).parent
     assert not {path.stem for path in folder.glob("*.py")} & sys.stdlib_module_names
+
+
+def test_ranks_get_the_width_of_the_launchers_terminal_beside_their_name() -> None:
+    def widths(columns: int, n: int, **options: Any) -> set[str | None]:
+        made = plan(n, columns=columns, environ={"ACCEL_COLUMNS": "7"}, **options)  # of an outer launch
+        return {process.environ.get("ACCEL_COLUMNS") for process in made.processes}
+
+    assert widths(0, 2) == {None}
+    assert widths(80, 2) == {"71"}  # "[rank 1] "
+    assert widths(80, 1) == widths(80, 2, config=LaunchConfig(nproc_per_node=2, prefix=False)) == {"80"}
+    assert widths(5, 2) == {None}
+    assert read_env(plan(2, columns=80).processes[0].environ).columns == 71

@@ -79,7 +79,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     if is_dtensor(tensor):
         with torch.no_grad():  # or the part would be a new tensor, and a step in the graph
             tensor = tensor.to_local()
-    return tensor if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor.detach()
+    if type(tensor) is torch.Tensor and not tensor.requires_grad:  # the usual case, found fast
+        return tensor
+    return tensor.detach() if tensor.requires_grad or isinstance(tensor, nn.Parameter) else tensor
 
 
 def local_parts(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -125,7 +125,10 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True, weakref=True):
         Args:
             total: the sum of `own_weight` over all ranks.
         """
-        return msgspec.structs.replace(self, own_weight=None, world_weight=self.world_weight + total)
+        # most windows have no weight besides: no sum then, which would be a kernel
+        before: float | torch.Tensor = self.world_weight
+        known = not isinstance(before, torch.Tensor) and before == 0.0
+        return msgspec.structs.replace(self, own_weight=None, world_weight=total if known else before + total)
 
     def close(self, *, stepped: bool, finite: bool = True) -> Accumulation:
         """Return the record between this window and the next.

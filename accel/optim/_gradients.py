@@ -185,7 +185,17 @@ def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> float | torc
         return _combined([norm.item() for norm in norms(grads, norm_type)], norm_type)
     if any(grad.dtype != first.dtype or grad.device != first.device for grad in grads):
         return get_total_norm(list(grads), norm_type)
-    return get_total_norm(norms(grads, norm_type), norm_type)
+    return _torch.linalg.vector_norm(torch.stack(norms(grads, norm_type)), norm_type)
+
+
+def _wide_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm in float64 on the gradients' device, shape [1], as reductions take it."""
+    first = grads[0]
+    if first.is_cpu or any(grad.dtype != first.dtype for grad in grads):
+        norm = _local_norm(grads, norm_type)
+        return torch.as_tensor(norm, dtype=torch.float64, device=first.device).reshape(1)
+    own = torch.stack(norms(grads, norm_type))
+    return _torch.linalg.vector_norm(own, norm_type, dim=0, keepdim=True, dtype=torch.float64)
 
 
 def _spread_norm(
@@ -201,10 +211,11 @@ def _spread_norm(
     """
     mesh, dims = spread
     device = parts[0].device
-    mine = torch.as_tensor(_local_norm(parts, norm_type), dtype=torch.float64, device=device).reshape(1)
-    # a number is not copied to the device, for which the host would wait
-    others = alone.to(device) if isinstance(alone, torch.Tensor) else alone
-    power = (mine if norm_type == math.inf else mine**norm_type) + others
+    mine = _wide_norm(parts, norm_type)
+    power = mine if norm_type == math.inf else mine**norm_type
+    if isinstance(alone, torch.Tensor) or alone != 0.0:
+        # a number is not copied to the device, for which the host would wait
+        power = power + (alone.to(device) if isinstance(alone, torch.Tensor) else alone)
     for dim in dims:
         group = mesh.get_group(dim)
         comm, largest = adopt(group, device), norm_type == math.inf
@@ -218,11 +229,19 @@ def _spread_norm(
 
 def _joined(parts: Sequence[float | torch.Tensor], norm_type: float) -> float | torch.Tensor:
     """Return the norm of concatenated vectors from the norm of each."""
+    if len(parts) == 1:
+        return parts[0]
     tensors = [norm for norm in parts if isinstance(norm, torch.Tensor)]
     if not tensors:
         return _combined([norm for norm in parts if not isinstance(norm, torch.Tensor)], norm_type)
     device = tensors[0].device
-    return get_total_norm([torch.as_tensor(norm, dtype=torch.float64, device=device) for norm in parts], norm_type)
+    wide = [
+        norm.to(device, torch.float64)
+        if isinstance(norm, torch.Tensor)
+        else torch.full((), norm, dtype=torch.float64, device=device)  # a copy of the number would wait
+        for norm in parts
+    ]
+    return _torch.linalg.vector_norm(torch.stack(wide), norm_type)
 
 
 def _combined(parts: Sequence[float], norm_type: float) -> float:

@@ -300,17 +300,23 @@ class LaterBatches:
     def take(self, device: torch.device) -> torch.Tensor:
         """Return the figures of this rank as one tensor for a sum over ranks, and forget the batches."""
         wide = wide_dtype(device)
-        exact = torch.full((1,), self._text, dtype=torch.int64, device=device).mul_(_MIX)
-        for each in self._exact.values():
-            exact += each.to(device, non_blocking=True)
-        exact = (((exact ^ (exact >> 31)) * _MIX) >> 40) & (2**_EXACT_BITS - 1)
-        figures = torch.zeros(_FIGURES, dtype=wide, device=device)
-        for each in self._figures.values():
-            figures += each.to(device, wide, non_blocking=True)
-        values = torch.cat([exact.to(wide), figures])
-        rest = torch.tensor([1.0, self._weights], dtype=wide).to(device, non_blocking=True)
+        figures = [each.to(device, wide, non_blocking=True) for each in self._figures.values()]
+        total = sum(figures[1:], figures[0]) if figures else torch.zeros(_FIGURES, dtype=wide, device=device)
+        text = _signed(self._text * _MIX)
+        exact = list(self._exact.values())
+        weights = self._weights
         self.clear()
-        return torch.cat([rest, values, values.square()])
+        if exact:
+            known = torch.full((1,), text, dtype=torch.int64, device=device)
+            for each in exact:
+                known += each.to(device, non_blocking=True)
+            values = torch.cat([_folded(known).to(wide), total])
+            rest = torch.tensor([1.0, weights], dtype=wide).to(device, non_blocking=True)
+            return torch.cat([rest, values, values.square()])
+        # known on the host: one copy, in place of ten kernels
+        number = float(_folded(text))
+        rest = torch.tensor([1.0, weights, number, number * number], dtype=wide).to(device, non_blocking=True)
+        return torch.cat([rest[:3], total, rest[3:], total.square()])
 
     def check(self, own: torch.Tensor, sums: Sequence[float], step: int | None) -> None:
         """Raise `DataError` if sums over ranks show different batches: alike on all ranks that took part."""
@@ -392,6 +398,17 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     # high bits go into low ones between two products: else the sum of all would be nearly that of the words
     mixed = (mixed ^ (mixed >> 29)).mul_(_NEXT)
     return (mixed ^ (mixed >> 32)).sum().reshape(1)
+
+
+def _signed(number: int) -> int:
+    """Wrap an integer as products of 64 bits do."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _folded(number: Any) -> Any:
+    """Return the bits of an integer, or of a tensor of them, that ranks compare."""
+    product = (number ^ (number >> 31)) * _MIX
+    return ((_signed(product) if isinstance(product, int) else product) >> 40) & (2**_EXACT_BITS - 1)
 
 
 def _parts(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,9 @@ from accel.parallel._sync import exchanging, no_sync, raise_lost_peer
 from accel.precision._amp import LossScale, matmul_precision
 from accel.tensors import is_dtensor
 from accel.training._train_state import TrainState, after_backward, begun_window, weight_of
-from accel.training._window import check_alone, check_records, mark_followed, note_loss
+from accel.training._window import check_alone, check_records, mark_followed, note_loss, times
+
+_BELOW_ZERO = -1e-30  # of a number of units: below it is none
 
 
 def weigh(
@@ -64,7 +66,7 @@ def weigh(
     else:
         # Only this rank knows the number: it stays its own until the window's end, where one message sums it.
         known = own_weight(ctx, weight)
-        factor = known / unit * scaler.scale
+        factor = times(known, scaler.scale / unit)
         world, own = 0.0, None
         if not same_units and ctx.world_size == 1:
             world = known
@@ -99,8 +101,9 @@ def own_weight(ctx: DistContext, weight: float | torch.Tensor) -> float | torch.
         if weight.numel() != 1 or weight.is_complex():
             raise _no_weight(f"a tensor of shape {list(weight.shape)} and {weight.dtype}")
         if not weight.is_cpu:
-            there = weight.detach().reshape(()).to(ctx.device, _weight_dtype(ctx))
-            return torch.where(there >= 0, there, math.nan)
+            weight = weight.detach() if weight.requires_grad else weight
+            weight = weight.reshape(()) if weight.ndim else weight
+            return torch.threshold(weight.to(ctx.device, _weight_dtype(ctx)), _BELOW_ZERO, math.nan)
         weight = weight.item()
     try:
         number = float(weight) if isinstance(weight, Real) else math.nan
@@ -189,7 +192,7 @@ def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Ten
     if ctx.device.type == "xla" and not isinstance(factor, torch.Tensor):
         factor = on_device(ctx, factor)
     if isinstance(factor, torch.Tensor):
-        loss = loss * factor.detach().reshape(()).to(loss.device, loss.dtype)
+        loss = loss * factor.to(loss.device, loss.dtype)
     elif factor != 1.0:
         loss = loss * factor  # torch takes three times as long to check a gradient that it is given
     engine = engine_of(ctx)

@@ -73,7 +73,7 @@ def clip_grad_norm_(
     check_norm_type(norm_type)
     given, scaler, accum = _parts(scaler, accum, "accel.clip_grad_norm_")
     window = checked_window(ctx, scaler, accum, given)
-    factor = division(ctx, scaler, window, total_weight(window))
+    factor = division(ctx, window, total_weight(window))
     engine = engine_of(ctx)
     if engine is not None:
         return engine.clip_norm(ctx, list(parameters), max_norm, norm_type, factor)
@@ -114,7 +114,7 @@ def clip_grad_value_(
     check_limit(clip_value, "clip_value=")
     given, scaler, accum = _parts(scaler, accum, "accel.clip_grad_value_")
     window = checked_window(ctx, scaler, accum, given)
-    factor = division(ctx, scaler, window, total_weight(window))
+    factor = division(ctx, window, total_weight(window))
     engine = engine_of(ctx)
     if engine is not None:
         engine.clip_value(ctx, list(parameters), clip_value, factor)
@@ -184,7 +184,7 @@ def unscale_gradients(
     window = checked_window(ctx, scaler, accum, given)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     [grads] = window_gradients(ctx, window, parameters_of(optimizers))
-    scale_(grads, division(ctx, scaler, window, total_weight(window)))
+    scale_(grads, division(ctx, window, total_weight(window)))
     # Noted in the window: a step that divided once more would go unseen.
     divided = keep_losses(window, msgspec.structs.replace(window, divided=len(grads), retained=False))
     if not isinstance(given, TrainState):

@@ -38,6 +38,7 @@ from accel.training._window import (
     refuse_leftovers,
     seen_losses,
     shortening,
+    times,
     total_weight,
     whole_norm,
     window_gradients,
@@ -64,6 +65,7 @@ def step_here(
     clips = any(limit is not None for limit in request.max_norms)
     every = parameters_of(optimizers)
     norms: list[float | torch.Tensor] = []
+    factor = request.factor
     looks = request.check_finite or deferring is not None
     carried = carried_batches(ctx, read=looks)
     if looks or clips:
@@ -71,15 +73,18 @@ def step_here(
     if request.check_finite:
         # The step's wait for the device. Ranks decide alike: gradients or the norms of shards, and the weight, are
         # equal on all.
-        finite, empty, sums = read_outcome(norms, weight, carried)
+        found = read_outcome(norms, weight, carried)
         if carried is not None:
-            check_batches(ctx, carried, sums, request.step)
-        if empty or not finite:
-            return EngineOutcome(stepped=False, finite=finite, grad_norm=None), None
+            check_batches(ctx, carried, found.sums, request.step)
+        if found.empty or not found.finite:
+            return EngineOutcome(stepped=False, finite=found.finite, grad_norm=None), None
+        # known on the host now, so that the device has nothing left to divide
+        factor = division(ctx, window, found.weight)
+        norms = norms if factor == 1.0 and not clips else [*found.norms]
     deferred = None if deferring is None else deferring(norms, weight, carried)
     # The norm of the divided gradients, without a pass over them: division and clipping share one multiply.
-    norms = [norm * request.factor for norm in norms]
-    _apply(parts, request, norms)
+    norms = [times(norm, factor) for norm in norms]
+    _apply(parts, factor, request, norms)
     grad_norm = _joined(norms, parts, joint=request.joint)
     for each in optimizers:
         step = each.step if ctx.precision.master_weights is None else partial(step_masters, each)
@@ -142,14 +147,19 @@ def _disjoint(groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     return left
 
 
-def _apply(parts: list[list[torch.Tensor]], request: StepRequest, norms: list[float | torch.Tensor]) -> None:
+def _apply(
+    parts: list[list[torch.Tensor]],
+    division_factor: float | torch.Tensor,
+    request: StepRequest,
+    norms: list[float | torch.Tensor],
+) -> None:
     """Divide and clip, in one pass over the gradients that share a norm."""
     for at, part in enumerate(parts):
         if not part:
             continue  # an optimizer none of whose parameters took part
-        factor, limit = request.factor, request.max_norms[at]
+        factor, limit = division_factor, request.max_norms[at]
         if limit is not None:
-            factor = factor * shortening(norms[at], limit)
+            factor = times(shortening(norms[at], limit), factor)
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             scale_(part, factor)
         if request.max_value is not None:
@@ -161,8 +171,8 @@ def _joined(norms: list[float | torch.Tensor], parts: list[list[torch.Tensor]], 
     if not norms:
         return None
     if joint:
-        return as_tensor(norms[0], parts[0])
-    device = next((norm.device for norm in norms if isinstance(norm, torch.Tensor)), None)
+        return as_tensor(norms[0], parts[0], parts[0][0].device if parts[0] else None)
+    device = next((part[0].device for part in parts if part), None)
     return torch.stack([as_tensor(norm, part, device) for norm, part in zip(norms, parts, strict=True)])
 
 
@@ -305,17 +315,18 @@ def optimizer_step(
     window = checked_window(ctx, scaler, accum, accum if state is None else state)
     _check_begin(ctx, optimizers, accum)
     weight = total_weight(window)
+    engine, checks = engine_of(ctx), nonfinite in ("raise", "skip") or scaler.dynamic
     request = StepRequest(
-        factor=division(ctx, scaler, window, weight),
+        factor=1.0 if checks and engine is None else division(ctx, window, weight),
         max_norms=limits,
         joint=not isinstance(max_norm, Sequence),
         norm_type=norm_type,
         max_value=max_value,
-        check_finite=nonfinite in ("raise", "skip") or scaler.dynamic,
+        check_finite=checks,
         accumulation=None if accum is None else accum.steps,
         step=None if accum is None else accum.updates,
     )
-    engine, deferring = engine_of(ctx), None
+    deferring = None
     if nonfinite == "defer":
         check_deferrable(ctx, optimizers, scaler, engine=engine is not None)
         deferring = _deferring(ctx, optimizers, accum, scaler)

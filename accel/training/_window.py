@@ -104,20 +104,23 @@ def window_gradients(
 
 def total_weight(window: Accumulation) -> float | torch.Tensor:
     """Return the weight over all ranks, in the window's unit: a number where reading it does not wait for a device."""
-    return window.world_weight / window.unit
+    return window.world_weight if window.unit == 1.0 else window.world_weight / window.unit
 
 
-def division(
-    ctx: DistContext, scaler: LossScale, window: Accumulation, weight: float | torch.Tensor
-) -> float | torch.Tensor:
+def times(value: float | torch.Tensor, factor: float | torch.Tensor) -> float | torch.Tensor:
+    """Multiply; by the number 1 without work of the device."""
+    return value if not isinstance(factor, torch.Tensor) and factor == 1.0 else value * factor
+
+
+def division(ctx: DistContext, window: Accumulation, weight: float | torch.Tensor) -> float | torch.Tensor:
     """Return the factor from a window's gradients to those of the mean loss over all units."""
     if window.divided:
         return 1.0
     if isinstance(weight, torch.Tensor):  # without weight all gradients are zero, and stay it
-        return torch.where(weight > 0, ctx.world_size / (weight * scaler.scale), 0.0)
+        return torch.where(weight > 0, ctx.world_size / times(weight, window.scale), 0.0)
     if weight == 0.0:
         return 0.0
-    return ctx.world_size / (weight * scaler.scale)  # data parallel has divided by the world size
+    return ctx.world_size / (weight * window.scale)  # data parallel has divided by the world size
 
 
 def check_records(scaler: LossScale, accum: Accumulation | None, where: str) -> None:
@@ -332,11 +335,21 @@ Figures = Sequence[float | torch.Tensor]
 
 
 class StepFigures(NamedTuple):
-    """Whether the gradients are finite, whether the window is empty, and the sums that norms carried."""
+    """Figures of a step on the host.
+
+    Attributes:
+        finite: whether the gradients are.
+        empty: whether the window has no weight.
+        sums: figures that the norms carried, summed.
+        norms: norms of the gradients.
+        weight: weight of the window.
+    """
 
     finite: bool
     empty: bool
     sums: list[float]
+    norms: list[float]
+    weight: float
 
 
 def read_outcome(norms: Figures, weight: float | torch.Tensor, carried: Carried | None = None) -> StepFigures:
@@ -344,7 +357,9 @@ def read_outcome(norms: Figures, weight: float | torch.Tensor, carried: Carried 
     along = [] if carried is None else cast("list[torch.Tensor]", list(cast(Any, carried.sums).unbind()))
     figures = [*along, *norms, weight]
     tensors = [figure for figure in figures if isinstance(figure, torch.Tensor)]
-    if tensors:
+    if len(tensors) == 1:
+        figures = [figure.cpu() if isinstance(figure, torch.Tensor) else figure for figure in figures]
+    elif tensors:
         read = iter(stacked(tensors, tensors[0].device).cpu())
         figures = [next(read) if isinstance(figure, torch.Tensor) else figure for figure in figures]
     return judged(list(map(float, figures)), len(along))
@@ -365,7 +380,7 @@ def stacked(figures: Figures, device: torch.device) -> torch.Tensor:
 
 
 def judged(figures: list[float], along: int) -> StepFigures:
-    total = figures[-1]
+    *norms, total = figures[along:]
     if not 0 <= total < math.inf:
         raise ConfigError(
             "a weight of this window is none",
@@ -374,7 +389,7 @@ def judged(figures: list[float], along: int) -> StepFigures:
             where="backward, weight=",
             fix="The window's gradients are invalid: drop them by discard or clear_gradients of accel.training.",
         )
-    return StepFigures(all(map(math.isfinite, figures[along:-1])), total == 0, figures[:along])
+    return StepFigures(all(map(math.isfinite, norms)), total == 0, figures[:along], norms, total)
 
 
 _SEEN = "losses"  # beside an accumulation's fields: the window's first loss, or what is not finite if another was not

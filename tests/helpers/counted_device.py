@@ -9,18 +9,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import backend_registration
+from torch.optim import optimizer
+from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from accel.comm._streams import TorchStreams
 
 NAME = "counted"
-_COUNTS: dict[int, list[str]] = {}  # what `counting` collects, by thread: ranks are threads
+
+
+class Count(NamedTuple):
+    """What `counting` collects for a thread: ranks are threads."""
+
+    waits: list[str]
+    operators: list[str] | None
+
+
+_COUNTS: dict[int, Count] = {}
+_NOBODY = Count([], None)
 _aten = torch.ops.aten
 READS = {
     _aten._local_scalar_dense.default,
@@ -44,6 +55,9 @@ def register() -> torch.device:
     module.synchronize = lambda *_: None
     module.get_rng_state = lambda *_: torch.get_rng_state()
     module.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    # torch takes lists of tensors at once where it knows their types, as those of CUDA
+    optimizer._foreach_supported_types.append(CountedTensor)
+    _foreach_utils._foreach_supported_types.append(CountedTensor)
     return torch.device(NAME, 0)
 
 
@@ -63,7 +77,7 @@ class _Stream:
     def record(self, *_: object) -> None: ...
 
     def synchronize(self, *_: object) -> None:
-        _COUNTS[threading.get_ident()].append("an event")
+        _COUNTS[threading.get_ident()].waits.append("an event")
 
     wait = wait_event = wait_stream = record
 
@@ -113,25 +127,30 @@ class CountedTensor(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _run(func, args, kwargs or {}, [])
+        return _counted(func, args, kwargs or {})  # those of a DTensor come here at once
 
 
 class _Counting(TorchDispatchMode):
-    def __init__(self, waits: list[str]) -> None:
-        super().__init__()
-        self.waits = waits
-
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # its own operators come here next
-        return _run(func, args, kwargs or {}, self.waits)
+        return _counted(func, args, kwargs or {})
+
+
+def _counted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator, and note it for the thread."""
+    count = _COUNTS.get(threading.get_ident(), _NOBODY)
+    result = _run(func, args, kwargs, count.waits)
+    if count.operators is not None and any(isinstance(each, CountedTensor) for each in tree_leaves((args, result))):
+        count.operators.append(str(func))
+    return result
 
 
 @contextmanager
-def counting() -> Generator[list[str]]:
-    """Collect the operators by which the host waits for the device."""
+def counting(operators: list[str] | None = None) -> Generator[list[str]]:
+    """Collect the operators by which the host waits for the device, and all that it dispatches if asked for them."""
     waits: list[str] = []
     made = torch.tensor
 
@@ -140,9 +159,9 @@ def counting() -> Generator[list[str]]:
         return made(data, **options).to(device) if there else made(data, device=device, **options)
 
     torch.tensor = tensor  # which makes no tensor on a device that Python defines
-    _COUNTS[threading.get_ident()] = waits
+    _COUNTS[threading.get_ident()] = Count(waits, operators)
     try:
-        with _Counting(waits):
+        with _Counting():
             yield waits
     finally:
         torch.tensor = made

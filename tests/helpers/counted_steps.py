@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel.checkpoint import _live_tensors
 from accel.collectives import _packing
+from accel.parallel import _same_batches
 from accel.testing import _group, simulate_groups
 from accel.testing._collectives import Buffers
 
@@ -56,6 +57,8 @@ def reach_into_devices() -> None:
     dispatch, memory = _live_tensors._dispatch, _live_tensors.memory_id
     _live_tensors._dispatch = lambda kind: dispatch(Tensor if kind is counted_device.CountedTensor else kind)
     _live_tensors.memory_id = lambda tensor: memory(*_inner([tensor]))
+    plain = _same_batches._is_plain
+    _same_batches._is_plain = lambda leaf: type(leaf) is counted_device.CountedTensor or plain(leaf)
 
 
 def make_net() -> nn.Module:
@@ -64,8 +67,10 @@ def make_net() -> nn.Module:
 
 
 def train(ctx: accel.DistContext, *, accumulation: int = 1, **options: Any) -> list[list[str]]:
-    """Return what the host waited for in each optimizer step; of a pipeline without the first, which finds shapes."""
+    """Return what the host waited for in each optimizer step; along tp and pp without the first, which compares the
+    ranks' batches and finds shapes."""
     staged = ctx.axis("pp").size > 1
+    shared = staged or ctx.axis("tp").size > 1
     found = list[list[str]]()
     pinning = dataclasses.replace(ctx, streams=counted_device.PinnableStreams(DEVICE))
     fused = options.get("nonfinite") == "defer"
@@ -96,9 +101,9 @@ def train(ctx: accel.DistContext, *, accumulation: int = 1, **options: Any) -> l
                 own.clear()
             else:
                 own += waits
-            if len(found) == STEPS + staged:
+            if len(found) == STEPS + shared:
                 break
-    return found[staged:]
+    return found[shared:]
 
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {

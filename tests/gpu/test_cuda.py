@@ -116,6 +116,38 @@ def nccl(tmp_path: Path) -> Iterator[accel.DistContext]:
     dist.destroy_process_group()
 
 
+def test_a_micro_batch_is_captured_and_replayed() -> None:
+    """A replay writes gradients where the capture did; a step clears `.grad`, so they are put back."""
+    ctx = accel.single("cuda")
+    torch.manual_seed(0)
+    model = accel.prepare_model(ctx, nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    inputs = torch.zeros(16, 64, device="cuda")
+
+    def micro_batch() -> None:
+        accel.backward(ctx, model(inputs).square().mean(), accel.LossScale())
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # torch captures after a few passes on another stream
+        for _ in range(3):
+            micro_batch()
+    torch.cuda.current_stream().wait_stream(side)
+    accel.training.clear_gradients(model)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # which raises where the host waits
+        micro_batch()
+    captured = [parameter.grad for parameter in model.parameters()]
+    for _ in range(3):
+        inputs.copy_(torch.randn(16, 64, device="cuda"))
+        for parameter, grad in zip(model.parameters(), captured, strict=True):
+            parameter.grad = grad
+        expected = torch.autograd.grad(model(inputs).square().mean(), list(model.parameters()))
+        graph.replay()
+        torch.testing.assert_close(captured, list(expected))
+        assert accel.optimizer_step(ctx, optimizer, accel.LossScale(), max_norm=1.0).stepped
+
+
 def test_an_adopted_nccl_group_is_used_and_left_open(nccl: accel.DistContext) -> None:
     assert (nccl.backend, nccl.device.type, nccl.world_size) == ("nccl", "cuda", 1)
     tree = {"here": torch.ones(2, device="cuda"), "there": torch.tensor(1.0)}

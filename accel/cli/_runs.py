@@ -6,9 +6,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
+import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -19,6 +22,8 @@ from accel.errors import CheckpointError, ConfigError, MissingExtraError
 from accel.errors._checks import did_you_mean
 from accel.report import (
     FollowedRun,
+    LiveReport,
+    ReportServer,
     RunData,
     StoredCheckpoint,
     compare_runs,
@@ -95,11 +100,11 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
     ]
 
 
-_REPORT_USAGE = "accel report DIR [DIR...] [--output FILE]"
+_REPORT_USAGE = "accel report DIR [DIR...] [--output FILE | --serve [--host HOST] [--port PORT] [--token-file FILE]]"
 _REPORT_ABOUT = (
     "Write one HTML page of runs side by side: curves, checkpoints, launches, configuration. "
     "DIR is a run's folder, as given to save_state and tracking, or that of --log-dir; or a folder in which runs are "
-    "searched, three levels deep. The page needs no server."
+    "searched, three levels deep. The page needs no server. With --serve, a server on this machine keeps it fresh."
 )
 _DEPTH = 3  # levels of folders in which runs are searched
 
@@ -127,12 +132,18 @@ def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
 
 
 _OUTPUT = "report.html"
+_LOOPBACK = "127.0.0.1"
 
 
 def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Write the page; return the exit status."""
     known = report_parser().read(words)
     asked: list[Path] = known.folders
+    if known.serve:
+        return _serve(known)
+    for flag, is_given in (("--host", known.host), ("--port", known.port), ("--token-file", known.token_file)):
+        if is_given:
+            raise ConfigError("a flag of a server without one", got=flag, fix=f"Pass --serve too, or drop {flag}.")
     output = Path(known.output) if known.output else asked[0] / _OUTPUT
     for each in asked:
         check_folder(each, fix="Name the folder that save_state or tracking got.")
@@ -164,7 +175,77 @@ def report_parser() -> Parser:
     _ = built.add_argument(
         "--output", default="", metavar="FILE", help=f"the page (default: {_OUTPUT} in the first DIR)"
     )
+    _ = built.add_argument("--serve", action="store_true", help="serve the page, and keep it fresh, until Ctrl-C")
+    _ = built.add_argument(
+        "--host", default="", metavar="HOST", help=f"name or address to serve at (default: {_LOOPBACK}, this machine)"
+    )
+    _ = built.add_argument(
+        "--port", type=_port, default=0, metavar="PORT", help="port to serve at (default: a free one)"
+    )
+    _ = built.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file of the token, written if missing (default: a new token)"
+    )
     return built
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 65536:
+        raise argparse.ArgumentTypeError("0 to 65535")
+    return value
+
+
+def _serve(known: argparse.Namespace) -> int:
+    """Serve the page until Ctrl-C; return the exit status."""
+    asked: list[Path] = known.folders
+    if known.output:
+        raise ConfigError("a served page is not written", got="--output", fix="Drop --output, or drop --serve.")
+    for each in asked:
+        if each.exists():
+            check_folder(each, fix="Name the folder that save_state or tracking got.")
+    host = known.host or _LOOPBACK
+    if host in ("0.0.0.0", "::"):
+        fix = "Name the address or the name by which readers reach this machine."
+        raise ConfigError("not a host that a reader can name", got=host, where="--host", fix=fix)
+
+    def find() -> list[Path]:
+        return [run for each in asked for run in (find_runs(each) if each.is_dir() else [each])]
+
+    report = LiveReport(find, lambda folder: FollowedRun(folder.name, folder, list_checkpoints, _profile))
+    token = _token(known.token_file) if known.token_file else secrets.token_urlsafe(24)
+    try:
+        server = ReportServer(report, token, host, known.port)
+    except OSError as error:
+        got = f"{host}, port {known.port}: {error.strerror or error}"
+        raise ConfigError("the page cannot be served", got=got, fix="Name another --host or --port.") from error
+    print(f"{server.url}\nCtrl-C ends the server.", flush=True)
+    for each in asked:
+        if not each.exists():
+            print(f"{each} does not exist yet", flush=True)
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
+    return 0
+
+
+def _token(path: Path) -> str:
+    """Return the token in a file, after writing a new one if there is none."""
+    try:
+        with (
+            suppress(FileExistsError),
+            os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
+        ):
+            _ = file.write(secrets.token_urlsafe(24))
+        mode = path.stat().st_mode & 0o777
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("the token cannot be read", got=str(error), where="--token-file") from error
+    if mode & 0o077:
+        fix = f"Run `chmod 600 {path}`."
+        raise ConfigError("others can read the token", got=f"mode {mode:o}", where=str(path), fix=fix)
+    if not re.fullmatch(r"[A-Za-z0-9_-]{16,}", token):
+        expected = "16 or more letters, digits, - and _"
+        raise ConfigError("not a token", expected=expected, where=str(path), fix="Remove the file to get a new one.")
+    return token
 
 
 _COMPARE_USAGE = "accel compare DIR DIR [--rtol R] [--json]"

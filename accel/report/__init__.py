@@ -4,7 +4,7 @@
 Begin with `_run_data.py`, which reads a folder once. `_page.py` makes one HTML page of it: `_summary.py` its first
 screen, `_series.py` the curves for the script in `assets/`, `_tables.py` the markup, tables and sections on launches.
 `_compare.py` finds the differences between two runs, `_followed.py` reads a run again and again, which `_watch_app.py`
-shows, and `traces` reads profiles.
+shows and a server turns into a page that stays fresh, and `traces` reads profiles.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from accel.report._compare import compare_runs as compare_runs, describe_comparison as describe_comparison
     from accel.report._followed import (
         FollowedRun as FollowedRun,
+        LiveReport as LiveReport,
+        ReportServer as ReportServer,
         exit_status as exit_status,
         rank_rows as rank_rows,
         status_line as status_line,
@@ -50,7 +52,7 @@ __getattr__ = exports(
             "state_of",
         ),
         "_page": ("report_page",),
-        "_followed": ("FollowedRun", "exit_status", "rank_rows", "status_line"),
+        "_followed": ("FollowedRun", "LiveReport", "ReportServer", "exit_status", "rank_rows", "status_line"),
         "_watch_app": ("WatchApp", "open_app"),
         "_compare": ("compare_runs", "describe_comparison"),
     },

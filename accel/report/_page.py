@@ -7,7 +7,7 @@ import base64
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,12 +25,31 @@ _FIRST = ("train", "eval", "val", "valid", "validation", "test")  # groups
 _LONGEST_CODE = 200_000  # characters of changed code on the page
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("data.js", "charts.js", "page.js", "sweep.js")
+_LIVE = "live.js"
 
 
-def report_page(runs: Sequence[RunData]) -> str:
-    """Return the page of runs, the first in front. Beyond six runs it has a row a run, and no launches of each."""
+class Page(NamedTuple):
+    """The content of a page.
+
+    Attributes:
+        title: its title.
+        kind: "few" runs side by side, "one", "many" with a row for each, or "empty", with nothing to draw.
+        main: its markup.
+        data: the curves and more for its script.
+    """
+
+    title: str
+    kind: str
+    main: Html
+    data: dict[str, Any]
+
+
+def page_of(runs: Sequence[RunData], order: dict[str, int] | None = None) -> Page:
+    """Return the page of runs, the first in front; `order` keeps the charts of later pages of them in their places."""
     states = [state_of(run.run, run.launches) for run in runs]
     charts = charts_of(runs)
+    if order is not None:
+        charts.sort(key=lambda chart: order.setdefault(chart.title, len(order)))
     saved = {name for run in runs for each in run.checkpoints for name in each.metrics}
     matter = list(ranked_metrics(charts, tuple(saved)))[:_MOST_TILES]
     projects = {run.run.project if run.run else "" for run in runs}
@@ -39,43 +58,61 @@ def report_page(runs: Sequence[RunData]) -> str:
     is_sweep = len(runs) > MOST_SIDE_BY_SIDE
     details = _shared_details(runs) if is_sweep else _details(runs, states)
     body = join([element("h1", title), *_first_screen(runs, states, matter), *_charts(runs, charts), *details])
-    if not charts and not is_sweep:
-        return _document(title, body, "", ())
     data = _script_data(runs, states, charts, [charts.index(each) for each in matter])
+    kind = "many" if is_sweep else "empty" if not charts else "one" if len(runs) == 1 else "few"
+    return Page(title, kind, body, data)
+
+
+def report_page(runs: Sequence[RunData]) -> str:
+    """Return the page of runs, the first in front. Beyond six runs it has a row a run, and no launches of each."""
+    page = page_of(runs)
+    if page.kind == "empty":
+        return _document(page.title, page.main, "", ())
+    return _document(page.title, page.main, _in_script(page.data), [_script(_SCRIPTS)])
+
+
+def served_page(page: Page, version: str) -> str:
+    """Return a page that asks the server it came from for newer versions, and draws them."""
+    script = _script((*_SCRIPTS, _LIVE))
+    return _document(page.title, page.main, _in_script(page.data), [script], data_version=version, data_kind=page.kind)
+
+
+def _in_script(data: object) -> str:
     # "<" in a text of JSON could end the script
-    text = msgspec.json.encode(data).decode().replace("<", "\\u003c")
-    return _document(title, body, text, [_script()])
+    return msgspec.json.encode(data).decode().replace("<", "\\u003c")
 
 
-def _script() -> str:
-    parts = "\n".join((_ASSETS / name).read_text() for name in _SCRIPTS)
+def _script(names: Sequence[str]) -> str:
+    parts = "\n".join((_ASSETS / name).read_text() for name in names)
     shown = "window.report = { state, charts, frames, setView, currentView };"  # for tests and a browser's console
     return f'(() => {{\n"use strict";\n{parts}\n{shown}\n}})();\n'
 
 
-def policy_of(scripts: Sequence[str]) -> str:
-    """Return the Content-Security-Policy under which these scripts run, and no others, and nothing is fetched."""
+def policy_of(scripts: Sequence[str], *, is_served: bool = False) -> str:
+    """Return the Content-Security-Policy under which these scripts run, and no others, and nothing is fetched, but by a
+    served page from its server."""
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
+        "base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if is_served else "")
     )
 
 
-def _document(title: str, body: Html, data: str, scripts: Sequence[str]) -> str:
+def _document(title: str, body: Html, data: str, scripts: Sequence[str], **served: str) -> str:
     head = join(
         [
             element("meta", charset="utf-8"),
             element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            element("meta", http_equiv="Content-Security-Policy", content=policy_of(scripts)),
+            element("meta", http_equiv="Content-Security-Policy", content=policy_of(scripts, is_served=bool(served))),
             element("title", title),
             element("style", Html((_ASSETS / "style.css").read_text())),
         ]
     )
     run = [element("script", Html(data), id="data", type="application/json")] if data else []
     run += [element("script", Html(text)) for text in scripts]
-    page = element("html", element("head", head), element("body", element("main", body), *run), lang="en")
+    main = element("main", body, **served)
+    page = element("html", element("head", head), element("body", main, *run), lang="en")
     return f"<!doctype html>\n{page}\n"
 
 

@@ -220,7 +220,7 @@ def read_data(name: str, folder: Path, checkpoints: Sequence[StoredCheckpoint] =
         launches=launches,
         checkpoints=checkpoints,
         profile=profile,
-        machine=_read_machine(folder, curves.time.get(AT, MetricCurve())),
+        machine=MachineSamples().look(folder, curves.time.get(AT, MetricCurve())),
         alerts=read_alerts(folder),
     )
 
@@ -233,22 +233,38 @@ def _read_lines(path: Path) -> Iterator[tuple[list[MetricsLine | None], bool]]:
         position = new.position
 
 
-def _read_machine(folder: Path, clock: MetricCurve) -> dict[str, SpreadCurve]:
-    """Return curves of the samples of all hosts, each where the clock of the metrics has its time."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    sources: dict[str, set[tuple[str, str]]] = {}
-    for path in sorted(folder.glob("system-*.jsonl")):
-        for lines, _ in _read_lines(path):
-            for line in lines:
-                if line is None:
-                    continue
+class MachineSamples:
+    """The samples of all hosts of a run, read again and again."""
+
+    def __init__(self) -> None:
+        self._positions: dict[Path, Position] = {}
+        self._lines: dict[Path, list[MetricsLine]] = {}
+
+    def look(self, folder: Path, clock: MetricCurve) -> dict[str, SpreadCurve]:
+        """Return curves of the samples by now, each where the clock of the metrics has its time."""
+        points: dict[str, list[tuple[float, float]]] = {}
+        sources: dict[str, set[tuple[str, str]]] = {}
+        for path in sorted(folder.glob("system-*.jsonl")):
+            self._read(path)
+            for line in self._lines[path]:
                 at = _step_at(clock, line.time.get(AT), line.step)
                 for name, value in line.values.items():
                     kind = re.sub(r"^gpu\d+/", "gpu/", name)
                     if math.isfinite(value):
                         points.setdefault(kind, []).append((at, value))
                         sources.setdefault(kind, set()).add((path.name, name))
-    return {kind: SpreadCurve(found, len(sources[kind])) for kind, found in points.items()}
+        return {kind: SpreadCurve(found, len(sources[kind])) for kind, found in points.items()}
+
+    def _read(self, path: Path) -> None:
+        kept = self._lines.setdefault(path, [])
+        while True:
+            new = read_new(path, self._positions.get(path, Position()))
+            self._positions[path] = new.position
+            if new.restarted:
+                kept.clear()
+            kept += [line for line in map(decode_line, new.lines) if line is not None]
+            if not new.lines:
+                return
 
 
 def _step_at(clock: MetricCurve, time_s: float | None, step: int) -> float:

@@ -18,13 +18,19 @@ function readTheme() {
 class Chart {
   constructor(card) {
     this.card = card;
-    this.metric = Number(card.dataset.metric);
     this.canvas = card.querySelector("canvas");
-    this.runs = Object.keys(DATA.metrics[this.metric].curves).map(Number);
     this.isVisible = false;
     this.isDirty = true;
     this.drag = null;
     this.listen();
+  }
+
+  get metric() {
+    return Number(this.card.dataset.metric);
+  }
+
+  get runs() {
+    return Object.keys(DATA.metrics[this.metric].curves).map(Number);
   }
 
   get plot() {

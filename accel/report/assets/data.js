@@ -25,6 +25,14 @@ function decode(text) {
   return text[0] === "d" ? new Float64Array(bytes.buffer) : new Float32Array(bytes.buffer);
 }
 
+// The data of a moment that followed, in the place of that before; what was made of that is forgotten.
+function takeData(fresh) {
+  const { runs, ...rest } = fresh;
+  RUNS.splice(0, RUNS.length, ...runs);
+  Object.assign(DATA, rest);
+  for (const made of [decoded, curves, places]) made.clear();
+}
+
 const decoded = new Map();
 function stepsOf(ident) {
   if (!decoded.has(ident)) decoded.set(ident, decode(DATA.steps[ident]));

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one legend of the page, its controls, the tooltip, and what happens when a reader's choice changes.
 
-const bar = document.getElementById("bar");
 const chips = [];
 
 function toggle(run, isAlone) {
@@ -22,8 +21,11 @@ function light(run) {
   changed("lit");
 }
 
-function buildLegend(place) {
-  RUNS.forEach(({ name, state: kind }, run) => {
+function buildLegend() {
+  const place = document.getElementById("legend");
+  if (!place) return;
+  RUNS.slice(chips.length).forEach(({ name, state: kind }, at, all) => {
+    const run = RUNS.length - all.length + at;
     const dot = make("i", { className: "dot" });
     dot.style.background = colorOf(run);
     const chip = make("button", { type: "button", className: "chip", title: `${name}: ${kind}` }, dot,
@@ -76,47 +78,52 @@ function numberOf(run, key) {
   return typeof last === "number" ? last : null;
 }
 
+function applyFilter() {
+  const matches = matcher(document.getElementById("filter")?.value ?? "");
+  state.matching = new Set([...RUNS.keys()].filter(matches));
+}
+
+function applySearch() {
+  const words = (document.getElementById("search")?.value ?? "").toLowerCase().split(/\s+/).filter(Boolean);
+  for (const chart of charts) {
+    const name = DATA.metrics[chart.metric].name.toLowerCase();
+    chart.card.hidden = !words.every((word) => name.includes(word));
+  }
+  for (const group of document.querySelectorAll("details.group")) {
+    group.hidden = [...group.querySelectorAll(".card")].every((card) => card.hidden);
+  }
+}
+
+// Listen to the controls that are on the page, each once: a served page gets more of them.
+const heard = new WeakSet();
+function listen(id, event, listener) {
+  const control = document.getElementById(id);
+  if (!control || heard.has(control)) return;
+  heard.add(control);
+  control.addEventListener(event, () => listener(control));
+}
+
 function buildControls() {
-  const filter = document.getElementById("filter");
-  filter?.addEventListener("input", () => {
-    const matches = matcher(filter.value);
-    state.matching = new Set([...RUNS.keys()].filter(matches));
-    changed("runs");
-  });
-  document.getElementById("all")?.addEventListener("click", () => {
+  listen("filter", "input", () => { applyFilter(); changed("runs"); });
+  listen("search", "input", applySearch);
+  listen("reset", "click", () => setView(null));
+  listen("all", "click", () => {
     const isNone = [...state.matching].every((run) => !state.hidden.has(run));
     state.hidden = new Set(isNone ? RUNS.keys() : []);
     changed("runs");
   });
-  const axis = document.getElementById("axis");
-  axis.addEventListener("change", () => {
+  listen("axis", "change", (axis) => {
     state.axis = axis.value;
     state.view = null;
     state.hover = null;
     changed("axis");
   });
-  const log = document.getElementById("log");
-  log.addEventListener("change", () => { state.log = log.checked; changed("scale"); });
-  const smooth = document.getElementById("smooth");
-  const told = document.getElementById("smooth-value");
-  const apply = () => {
+  listen("log", "change", (log) => { state.log = log.checked; changed("scale"); });
+  listen("smooth", "input", (smooth) => {
     state.smooth = smooth.value ** 2 / 1e4 * 0.3; // fine steps at the beginning
     const share = (state.smooth * 100).toPrecision(2);
-    told.textContent = state.smooth ? `${Number(share)} %` : "off";
+    document.getElementById("smooth-value").textContent = state.smooth ? `${Number(share)} %` : "off";
     changed("scale");
-  };
-  smooth.addEventListener("input", apply);
-  document.getElementById("reset").addEventListener("click", () => setView(null));
-  const search = document.getElementById("search");
-  search?.addEventListener("input", () => {
-    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    for (const chart of charts) {
-      const name = DATA.metrics[chart.metric].name.toLowerCase();
-      chart.card.hidden = !words.every((word) => name.includes(word));
-    }
-    for (const group of document.querySelectorAll("details.group")) {
-      group.hidden = [...group.querySelectorAll(".card")].every((card) => card.hidden);
-    }
   });
 }
 
@@ -171,35 +178,38 @@ function notesAt(hover, run, curve) {
   ];
 }
 
-function start() {
-  for (const card of document.querySelectorAll(".card[data-metric]")) charts.push(new Chart(card));
+const seen = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    const chart = charts.find((each) => each.canvas === target);
+    if (chart) chart.isVisible = isIntersecting;
+    if (isIntersecting) schedule();
+  }
+}, { rootMargin: "100px" });
+const sized = new ResizeObserver(redraw);
+function addChart(card) {
+  const chart = new Chart(card);
+  charts.push(chart);
+  seen.observe(chart.canvas);
+  sized.observe(chart.canvas);
+  card.querySelector("button")?.addEventListener("click", () => card.classList.toggle("whole"));
+}
+function fillDots() {
   for (const dot of document.querySelectorAll(".dot[data-run]")) dot.style.background = colorOf(Number(dot.dataset.run));
+}
+
+function start() {
+  document.querySelectorAll(".card[data-metric]").forEach(addChart);
+  fillDots();
   document.body.append(tip);
   readTheme();
-  if (bar) {
-    const place = document.getElementById("legend");
-    if (place) buildLegend(place);
-    buildControls();
-  }
+  buildLegend();
+  buildControls();
   onChange((what) => {
     if (what === "runs" || what === "lit") updateLegend();
     if (what === "runs") state.view = state.view && currentView();
     document.getElementById("reset")?.toggleAttribute("disabled", !state.view);
     redraw();
   });
-  const seen = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) {
-      const chart = charts.find((each) => each.canvas === target);
-      chart.isVisible = isIntersecting;
-      if (isIntersecting) schedule();
-    }
-  }, { rootMargin: "100px" });
-  const sized = new ResizeObserver(redraw);
-  for (const chart of charts) {
-    seen.observe(chart.canvas);
-    sized.observe(chart.canvas);
-    chart.card.querySelector("button")?.addEventListener("click", () => chart.card.classList.toggle("whole"));
-  }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); redraw(); });
   addEventListener("pointerdown", ({ target }) => { if (state.hover && target.tagName !== "CANVAS") setHover(null); });
   addEventListener("scroll", () => { if (state.hover) setHover(null); }, { passive: true });

@@ -3,7 +3,7 @@
 
 const sweep = document.getElementById("sweep");
 const WAYS = ["last", "best", "at step"];
-const table = { columns: [], sort: null, falls: false, step: null, rows: [] };
+const table = { columns: [], sort: null, falls: false, step: null, rows: [], chosen: null };
 
 function lastOf(metric, run) {
   return DATA.metrics[metric].curves[run]?.last?.[1] ?? null;
@@ -123,8 +123,9 @@ function updateRows() {
 // Check boxes of the columns: settings that differ, and each metric's last and best value and that at a step.
 function buildChooser() {
   const place = document.getElementById("columns");
-  const chosen = new Set([...DATA.differing.slice(0, 8).map((name) => `s ${name}`),
-    ...DATA.matter.flatMap((metric) => ["last", "best"].map((way) => `m ${metric} ${way}`))]);
+  const isFirst = table.chosen === null;
+  const chosen = (table.chosen ??= new Set([...DATA.differing.slice(0, 8).map((name) => `s ${name}`),
+    ...DATA.matter.flatMap((metric) => ["last", "best"].map((way) => `m ${metric} ${way}`))]));
   const all = [...DATA.differing.map(columnOfSetting),
     ...DATA.metrics.flatMap((each, metric) => WAYS.filter((way) => way !== "best" || each.better)
       .map((way) => columnOfMetric(metric, way)))];
@@ -148,12 +149,12 @@ function buildChooser() {
   const settings = make("div", { className: "boxes" }, ...all.filter((each) => !each.isMetric).map((each) => box(each, each.title)));
   const lines = DATA.metrics.map((each, metric) => make("div", {}, make("span", { className: "name" }, each.name),
     ...all.filter((column) => column.key.startsWith(`m ${metric} `)).map((column) => box(column, column.way))));
-  const step = make("input", { type: "number", min: 0, placeholder: "step" });
+  const step = make("input", { type: "number", min: 0, placeholder: "step", value: table.step ?? "" });
   step.addEventListener("input", () => { table.step = step.value === "" ? null : Number(step.value); choose(); });
-  place.append(make("h4", {}, "Settings that differ"), settings, make("h4", {}, "Metrics"),
+  place.replaceChildren(place.querySelector("summary"), make("h4", {}, "Settings that differ"), settings, make("h4", {}, "Metrics"),
     make("label", {}, "at step ", step), make("div", { className: "metrics" }, ...lines));
   const first = DATA.matter[0];
-  if (first !== undefined) {
+  if (isFirst && first !== undefined) {
     const { better } = DATA.metrics[first];
     Object.assign(table, { sort: `m ${first} ${better ? "best" : "last"}`, falls: better === "max" });
   }
@@ -213,14 +214,13 @@ function shadesOf({ column }) {
 function buildParallel() {
   const place = document.getElementById("parallel");
   const select = document.getElementById("against");
-  if (!select.options.length) {
-    const order = [...DATA.matter, ...DATA.metrics.keys()].filter((each, at, all) => all.indexOf(each) === at);
-    for (const metric of order) {
-      for (const way of DATA.metrics[metric].better ? ["best", "last"] : ["last"]) {
-        select.append(make("option", { value: `${metric} ${way}` }, `${DATA.metrics[metric].name}, ${way}`));
-      }
+  const offered = new Set([...select.options].map(({ value }) => value));
+  const order = [...DATA.matter, ...DATA.metrics.keys()].filter((each, at, all) => all.indexOf(each) === at);
+  for (const metric of order) {
+    for (const way of DATA.metrics[metric].better ? ["best", "last"] : ["last"]) {
+      const value = `${metric} ${way}`;
+      if (!offered.has(value)) select.append(make("option", { value }, `${DATA.metrics[metric].name}, ${way}`));
     }
-    select.addEventListener("change", buildParallel);
   }
   const settings = table.columns.filter((column) => !column.isMetric);
   const [metric, way] = select.value.split(" ");
@@ -276,6 +276,7 @@ function updateParallel() {
 }
 
 if (sweep) {
+  document.getElementById("against").addEventListener("change", buildParallel);
   onChange((what) => {
     if (what === "runs") buildTable(); else if (what === "lit") updateRows();
     if (what === "runs" || what === "lit") updateParallel();

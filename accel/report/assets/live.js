@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// A served page: asks its server for a newer one, and changes what differs. What a reader chose, opened, zoomed and
+// scrolled to stays, since elements stay.
+
+const POLL_MS = 2000;
+const place = document.querySelector("main");
+const told = make("p", { id: "live", role: "status", hidden: true });
+const live = { version: place.dataset.version, heard: new Date(), asks: false };
+// filled by the script, or by the reader
+const OWN = new Set(["legend", "count", "smooth-value", "rows", "columns", "against", "parallel"]);
+const cards = new Map();
+
+const titleOf = (card) => `card ${card.querySelector("h3").textContent}`;
+function keyOf(node) {
+  if (node.nodeType !== Node.ELEMENT_NODE) return node.nodeName;
+  if (node.id) return `#${node.id}`;
+  if (node.classList.contains("card")) return titleOf(node);
+  if (node.localName === "details") return `details ${node.querySelector("summary").firstChild.textContent}`;
+  return node.localName === "option" ? `option ${node.value}` : node.localName;
+}
+
+// Make an element like a fresh one, with as few changes as that takes.
+function morph(old, fresh) {
+  if (old.nodeType !== Node.ELEMENT_NODE) {
+    if (old.data !== fresh.data) old.data = fresh.data;
+    return;
+  }
+  if (OWN.has(old.id) || old.localName === "canvas") return;
+  for (const { name, value } of fresh.attributes) {
+    const isOwn = name === "open" || name === "disabled" || (name === "class" && old.classList.contains("card"));
+    if (!isOwn && old.getAttribute(name) !== value) old.setAttribute(name, value);
+  }
+  if (!fresh.hasAttribute("class")) old.removeAttribute("class");
+  const pool = new Map();
+  for (const child of old.childNodes) pool.set(keyOf(child), [...(pool.get(keyOf(child)) ?? []), child]);
+  let at = old.firstChild;
+  for (const child of [...fresh.childNodes]) {
+    const key = keyOf(child);
+    const found = pool.get(key)?.shift() ?? cards.get(key);
+    cards.delete(key);
+    if (found) morph(found, child);
+    if (found && found === at) at = at.nextSibling;
+    else old.insertBefore(found ?? child, at);
+  }
+  for (const child of [...pool.values()].flat()) if (child.parentNode === old) child.remove();
+}
+
+// Whether numbers of runs and charts mean what they meant. A page that has more of them goes on; another one begins anew.
+function goesOn({ kind, data }) {
+  const isLike = (one, other) => one.every((each, at) => each.name === other[at]?.name);
+  if (kind !== place.dataset.kind && (kind === "many" || place.dataset.kind === "many")) return false;
+  return place.dataset.kind === "empty" || (isLike(RUNS, data.runs) && isLike(DATA.metrics, data.metrics));
+}
+
+const columnNames = () => JSON.stringify([DATA.differing, DATA.metrics.map(({ name }) => name)]);
+function take(fresh) {
+  const columns = columnNames();
+  cards.clear();
+  for (const { card } of charts) cards.set(titleOf(card), card);
+  const made = document.createElement("main");
+  made.innerHTML = fresh.main;
+  made.dataset.kind = fresh.kind;
+  takeData(fresh.data);
+  morph(place, made);
+  document.title = fresh.title;
+  const known = new Set(charts.map(({ card }) => card));
+  for (const gone of charts.filter(({ card }) => !card.isConnected)) charts.splice(charts.indexOf(gone), 1);
+  for (const card of document.querySelectorAll(".card[data-metric]")) if (!known.has(card)) addChart(card);
+  fillDots();
+  texts.length = 0;
+  chips.forEach((chip, run) => { chip.title = `${RUNS[run].name}: ${RUNS[run].state}`; });
+  buildLegend();
+  buildControls();
+  applySearch();
+  applyFilter();
+  if (sweep && columns !== columnNames()) buildChooser();
+  else if (sweep) buildParallel();
+  changed("runs");
+}
+
+function say(text) {
+  told.textContent = text;
+  told.hidden = !text;
+}
+
+async function ask() {
+  if (live.asks || document.hidden) return;
+  live.asks = true;
+  try {
+    const headers = { "If-None-Match": `"${live.version}"` };
+    const answer = await fetch(`data${location.search}`, { headers, cache: "no-store" });
+    if (answer.status === 200) {
+      const fresh = await answer.json();
+      if (!goesOn(fresh)) { location.reload(); return; }
+      live.version = answer.headers.get("ETag").replaceAll('"', "");
+      take(fresh);
+    } else if (answer.status !== 304) {
+      say(await answer.text());
+      return;
+    }
+    live.heard = new Date();
+    say("");
+  } catch {
+    say(`Not connected since ${live.heard.toLocaleTimeString()}. The page goes on when its server is back.`);
+  } finally {
+    live.asks = false;
+  }
+}
+
+document.body.append(told);
+document.addEventListener("visibilitychange", ask);
+setInterval(ask, POLL_MS);

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The served page without a browser: what is refused, what stays cheap, what a reader sees when a run changes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import msgspec
+import pytest
+from sample_runs import write_launch, write_metrics, write_run
+
+from accel.cli import main
+from accel.cli._runs import _token, run_report
+from accel.errors import ConfigError
+from accel.report import FollowedRun, LiveReport, ReportServer, _followed, read_data
+from accel.run_folder import encode_line
+
+TOKEN = "a-token-of-24-characters"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def follow(folder: Path) -> FollowedRun:
+    return FollowedRun(folder.name, folder, lambda _: [], lambda _: "")
+
+
+def report_of(folder: Path, clock: Clock) -> LiveReport:
+    def find() -> list[Path]:
+        inner = sorted(each for each in folder.glob("*") if each.is_dir())
+        return inner or [folder]
+
+    return LiveReport(find, follow, every_s=2.0, now_s=clock)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def server(tmp_path: Path, clock: Clock) -> Iterator[ReportServer]:
+    write_metrics(tmp_path / "runs" / "demo", 300)
+    (tmp_path / "runs" / "demo" / "secret.txt").write_text("only here")
+    opened = ReportServer(report_of(tmp_path / "runs", clock), TOKEN)
+    thread = Thread(target=opened.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield opened
+    opened.shutdown()
+    thread.join()
+    opened.server_close()
+
+
+def exchange(server: ReportServer, request: bytes) -> bytes:
+    """Send bytes; return the answer as it is."""
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=20) as wire:
+        wire.sendall(request)
+        parts: list[bytes] = []
+        while part := wire.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def ask(server: ReportServer, target: str, *headers: str, method: str = "GET", host: str = "") -> tuple[int, str, str]:
+    """Return status, head and body of an answer."""
+    host = host or f"127.0.0.1:{server.server_address[1]}"
+    lines = [f"{method} {target} HTTP/1.1", f"Host: {host}", *headers, "", ""]
+    head, _, body = exchange(server, "\r\n".join(lines).encode()).partition(b"\r\n\r\n")
+    return int(head.split()[1]), head.decode(), body.decode()
+
+
+PAGE, DATA = f"/?token={TOKEN}", f"/data?token={TOKEN}"
+
+
+def test_a_reader_with_the_token_gets_the_page_and_its_data(server: ReportServer, tmp_path: Path) -> None:
+    assert server.url == f"http://127.0.0.1:{server.server_address[1]}{PAGE}"
+    status, head, page = ask(server, PAGE)
+    assert status == 200
+    assert "text/html" in head
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy
+    rules = {rule.split()[0]: rule.split()[1:] for rule in policy[1].replace("&#x27;", "'").split(";")}
+    assert rules.pop("connect-src") == ["'self'"]
+    assert rules["default-src"] == ["'none'"]
+    assert all(re.fullmatch(r"'sha256-.*'", source) for source in rules["script-src"])
+    status, head, body = ask(server, DATA)
+    found = msgspec.json.decode(body)
+    assert status == 200
+    assert [run["name"] for run in found["data"]["runs"]] == ["demo"]
+    assert found["main"] in page
+    tag = re.search(r'ETag: ("\w+")', head)
+    assert tag
+    assert ask(server, DATA, f"If-None-Match: {tag[1]}")[::2] == (304, "")
+    assert ask(server, DATA, 'If-None-Match: "other"')[0] == 200
+    assert ask(server, PAGE, method="HEAD")[::2] == (200, "")
+    assert ask(server, PAGE, f"Origin: http://127.0.0.1:{server.server_address[1]}")[0] == 200
+    assert ask(server, PAGE, host="localhost:1")[0] == 200  # another port: a tunnel
+    assert TOKEN not in page
+
+
+@pytest.mark.parametrize(
+    ("target", "headers", "options", "expected"),
+    [
+        ("/", [], {}, 403),
+        ("/data", [], {}, 403),
+        (f"/?token={TOKEN[:-1]}", [], {}, 403),
+        (f"/?token={TOKEN}x", [], {}, 403),
+        ("/?token=%ff%00", [], {}, 403),
+        (f"/?token={TOKEN}&token={TOKEN}", [], {}, 403),
+        (f"/?token=x&token={TOKEN}", [], {}, 403),
+        (PAGE, [], {"host": "evil.example"}, 403),
+        (PAGE, [], {"host": "127.0.0.1.evil.example"}, 403),
+        (PAGE, [], {"host": "evil.example@127.0.0.1"}, 403),
+        (PAGE, ["Host: evil.example"], {}, 403),
+        (PAGE, ["Origin: http://evil.example"], {}, 403),
+        (PAGE, ["Origin: null"], {}, 403),
+        (PAGE, ["Origin: http://localhost:3000"], {}, 403),
+        (PAGE, [], {"method": "POST"}, 405),
+        (PAGE, [], {"method": "PUT"}, 405),
+        (PAGE, [], {"method": "DELETE"}, 405),
+        (PAGE, [], {"method": "OPTIONS"}, 405),
+        (PAGE, [], {"method": "get"}, 405),
+        (f"/metrics.jsonl?token={TOKEN}", [], {}, 404),
+        (f"/demo/secret.txt?token={TOKEN}", [], {}, 404),
+        (f"/../demo/secret.txt?token={TOKEN}", [], {}, 404),
+        (f"/data/../demo/secret.txt?token={TOKEN}", [], {}, 404),
+        (f"/%2e%2e/demo/secret.txt?token={TOKEN}", [], {}, 404),
+        (f"//demo/secret.txt?token={TOKEN}", [], {}, 404),
+        (f"http://evil.example/?token={TOKEN}", [], {}, 404),
+        (f"/etc/passwd?token={TOKEN}", [], {}, 404),
+        (f"/?token={'x' * 70_000}", [], {}, 414),
+        (PAGE, [f"X: {'x' * 70_000}"], {}, 431),
+    ],
+)
+def test_all_else_is_refused_and_told_nothing(
+    server: ReportServer, target: str, headers: list[str], options: dict[str, str], expected: int
+) -> None:
+    status, head, body = ask(server, target, *headers, **options)
+    assert status == expected
+    assert "text/plain" in head
+    assert len(body) < 200
+    for secret in (TOKEN, "only here", "Python", "demo"):
+        assert secret not in head + body
+
+
+@pytest.mark.parametrize(
+    "request_", [b"GET /?token=" + TOKEN.encode() + b"\r\n\r\n", b"\r\n\r\n", b"\xff\xfe x y z\r\n\r\n"]
+)
+def test_a_request_without_a_host_or_without_a_form_is_refused(server: ReportServer, request_: bytes) -> None:
+    answer = exchange(server, request_)
+    assert b"<main" not in answer
+    assert ask(server, PAGE)[0] == 200
+
+
+def test_ten_readers_of_a_run_cost_one_look_and_an_unchanged_run_none(
+    server: ReportServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    read_new = _followed.read_new
+
+    def counted(*args: Any) -> Any:
+        new = read_new(*args)
+        reads.append(len(new.lines))
+        return new
+
+    monkeypatch.setattr(_followed, "read_new", counted)
+    pages: list[object] = []
+    page_of = _followed.page_of
+    monkeypatch.setattr(_followed, "page_of", lambda *args: pages.append(args) or page_of(*args))
+
+    def all_read() -> set[str]:
+        with ThreadPoolExecutor(10) as pool:
+            answers = list(pool.map(lambda _: ask(server, DATA), range(20)))
+        assert {status for status, _, _ in answers} == {200}
+        return {body for _, _, body in answers}
+
+    assert len(all_read()) == 1
+    assert reads == [30, 0]
+    clock.now_s += 100
+    assert len(all_read()) == 1
+    assert reads == [30, 0]  # nothing changed: no file was read
+    assert len(pages) == 1
+    with (tmp_path / "runs" / "demo" / "metrics.jsonl").open("ab") as file:
+        _ = file.write(encode_line(400, {"loss": 0.1}))
+    assert len(all_read()) == 1
+    assert reads == [30, 0]  # the last look was a moment ago
+    clock.now_s += 100
+    assert len(all_read()) == 1
+    assert reads == [30, 0, 1, 0]  # the new line alone
+    assert len(pages) == 2
+
+
+def test_looks_take_a_tenth_of_the_time_however_long_they_are(tmp_path: Path, clock: Clock) -> None:
+    looks: list[float] = []
+
+    def find() -> list[Path]:
+        looks.append(clock.now_s)
+        clock.now_s += 5
+        return [tmp_path]
+
+    report = LiveReport(find, follow, every_s=2.0, now_s=clock)
+    for now_s in range(200):
+        clock.now_s = max(clock.now_s, float(now_s))
+        _ = report.snapshot()
+    assert looks == [0, 50, 100, 150]
+
+
+def test_a_folder_that_comes_later_its_metrics_and_more_runs_appear(tmp_path: Path, clock: Clock) -> None:
+    report = report_of(tmp_path / "later", clock)
+
+    def seen() -> dict[str, Any]:
+        clock.now_s += 10
+        snapshot = report.snapshot()
+        assert snapshot.problem == ""
+        return msgspec.json.decode(snapshot.data)
+
+    assert seen()["kind"] == "empty"
+    (tmp_path / "later" / "b").mkdir(parents=True)
+    write_run(tmp_path / "later" / "b", config={"lr": 1}, status="running")
+    assert seen()["kind"] == "empty"
+    write_metrics(tmp_path / "later" / "b", 100)
+    found = seen()
+    assert found["kind"] == "one"
+    first = [each["name"] for each in found["data"]["metrics"]]
+    write_metrics(tmp_path / "later" / "a", 100)
+    with (tmp_path / "later" / "b" / "metrics.jsonl").open("ab") as file:
+        _ = file.write(encode_line(100, {"eval/accuracy": 0.5, "loss": 1.0}))
+    found = seen()
+    assert [each["name"] for each in found["data"]["runs"]] == ["b", "a"]  # numbers and colours stay
+    names = [each["name"] for each in found["data"]["metrics"]]
+    assert names == [*first, "eval/accuracy"]
+    assert found["main"].count('class="card"') == len(names)
+
+
+def test_a_followed_page_shows_what_the_written_one_shows(tmp_path: Path, clock: Clock) -> None:
+    folder = tmp_path / "runs" / "demo"
+    write_metrics(folder, 500, bad=400)
+    write_run(folder, config={"lr": 1}, status="failed", error="ValueError: no")
+    write_launch(folder, failed="ValueError: no")
+    for host in ("a", "b"):
+        lines = [encode_line(at, {"gpu0/use": at * 0.1, "gpu1/use": 0.5}, {"at": 1.795e9 + at}) for at in range(20)]
+        (folder / f"system-{host}.jsonl").write_bytes(b"".join(lines))
+    report = report_of(tmp_path / "runs", clock)
+    _ = report.snapshot()
+    with (folder / "system-b.jsonl").open("ab") as file:
+        _ = file.write(encode_line(20, {"gpu0/use": 9.0}, {"at": 1.795e9 + 20}))
+    clock.now_s = 10
+    found = msgspec.json.decode(report.snapshot().data)
+    expected = _followed.page_of([read_data("demo", folder)])
+    assert found["main"] == str(expected.main)
+    assert found["data"] == msgspec.json.decode(msgspec.json.encode(expected.data))
+    (folder / "system-b.jsonl").write_bytes(b"")  # a resume cuts the samples back
+    clock.now_s = 20
+    found = msgspec.json.decode(report.snapshot().data)
+    assert found["data"] == msgspec.json.decode(
+        msgspec.json.encode(_followed.page_of([read_data("demo", folder)]).data)
+    )
+
+
+def test_a_file_that_cannot_be_read_is_told_until_it_can(tmp_path: Path, clock: Clock) -> None:
+    folder = tmp_path / "runs" / "demo"
+    write_metrics(folder, 100)
+    metrics = (folder / "metrics.jsonl").rename(tmp_path / "kept")
+    (folder / "metrics.jsonl").mkdir()
+    report = report_of(tmp_path / "runs", clock)
+    assert "cannot be read" in report.snapshot().problem
+    (folder / "metrics.jsonl").rmdir()
+    _ = metrics.rename(folder / "metrics.jsonl")
+    clock.now_s = 10
+    assert report.snapshot().problem == ""
+
+
+def test_the_command_prints_the_url_serves_a_folder_that_comes_later_and_ends_at_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "accel.cli", "report", "--serve", str(tmp_path / "later")]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    url = started.stdout.readline().strip()
+    found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=([\w-]{32})", url)
+    assert found, url
+
+    def page() -> str:
+        with socket.create_connection(("127.0.0.1", int(found[1]))) as wire:
+            wire.sendall(f"GET /?token={found[2]} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            return b"".join(iter(lambda: wire.recv(1 << 16), b"")).decode()
+
+    assert "No metrics have been logged" in page()
+    started.send_signal(signal.SIGINT)
+    out, err = started.communicate(timeout=60)
+    assert (started.returncode, err) == (0, "")
+    assert "does not exist yet" in out
+
+
+def test_flags_that_do_not_go_together_or_with_this_machine_are_refused(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "run", 100)
+    run = str(tmp_path / "run")
+    token = tmp_path / "token"
+    token.write_text("short")
+    token.chmod(0o600)
+    shared = tmp_path / "shared"
+    shared.write_text(TOKEN)
+    shared.chmod(0o644)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for words, text in (
+            ([run, "--port", "80"], "--serve"),
+            ([run, "--host", "localhost"], "--serve"),
+            ([run, "--serve", "--output", "x.html"], "--output"),
+            ([run, "--serve", "--host", "0.0.0.0"], "reach"),
+            ([run, "--serve", "--port", port], "another --host or --port"),
+            ([run, "--serve", "--host", "203.0.113.7"], "another --host or --port"),
+            ([run, "--serve", "--token-file", str(token)], "16 or more"),
+            ([run, "--serve", "--token-file", str(shared)], "chmod 600"),
+            ([run, "--serve", "--token-file", str(tmp_path / "no" / "token")], "cannot be read"),
+            ([str(token), "--serve"], "not a folder"),
+        ):
+            with pytest.raises(ConfigError, match=re.escape(text)):
+                _ = run_report(words, {})
+    assert not Path("x.html").exists()
+
+
+def test_a_token_file_is_made_for_its_owner_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    token = _token(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert _token(path) == token
+    assert main(["report", str(tmp_path), "--port", "70000"]) == 2

@@ -378,8 +378,9 @@ def _compared(title: str, runs: Sequence[RunData], rows: _tables.Rows) -> Iterat
 
 def _code(runs: Sequence[RunData]) -> Iterator[Html]:
     for run in runs:
+        path = run.folder / CODE
         try:
-            text = (run.folder / CODE).read_text(errors="replace")
+            text = "" if path.is_symlink() else path.read_text(errors="replace")  # a link may lead out of the run
         except OSError:
             continue
         if text:

@@ -288,7 +288,8 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
         length += 1
         names = ["/".join(each[-length:]).removeprefix("//") for each in parts]
     seen: dict[str, int] = {}
-    for at, name in enumerate(names):
+    for at, raw in enumerate(names):
+        name = raw.encode(errors="replace").decode()  # bytes of a path that are no text
         seen[name] = seen.get(name, 0) + 1
         names[at] = name if seen[name] == 1 else f"{name} ({seen[name]})"
     return names

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -269,6 +270,22 @@ def test_a_followed_page_shows_what_the_written_one_shows(tmp_path: Path, clock:
     assert found["data"] == msgspec.json.decode(
         msgspec.json.encode(_followed.page_of([read_data("demo", folder)]).data)
     )
+
+
+def test_a_link_out_of_a_run_is_not_followed_and_a_name_that_is_no_text_is_shown(tmp_path: Path, clock: Clock) -> None:
+    folder = tmp_path / "runs" / os.fsdecode(b"caf\xe9")
+    write_metrics(folder, 100)
+    (tmp_path / "private").write_text("only here")
+    (folder / "code.diff").symlink_to(tmp_path / "private")
+    found = report_of(tmp_path / "runs", clock).snapshot()
+    assert "caf?" in found.page.decode()
+    assert b"only here" not in found.page + found.data
+    assert main(["report", str(folder)]) == 0
+    assert "only here" not in (folder / "report.html").read_text()
+    (folder / "code.diff").unlink()
+    _ = (folder / "code.diff").write_text("only here")
+    clock.now_s = 10
+    assert b"only here" in report_of(tmp_path / "runs", clock).snapshot().data
 
 
 def test_a_file_that_cannot_be_read_is_told_until_it_can(tmp_path: Path, clock: Clock) -> None:

@@ -14,7 +14,6 @@ import argparse
 import os
 import re
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,6 @@ def main(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     loader = accel.prepare_loader(ctx, DataLoader(rows, batch, shuffle=True, drop_last=True), global_batch=batch)
     net, optimizer, scheduler = accel.prepare(ctx, net, optimizer, scheduler, plan=accel.parallel.Plan(tensor=styles))
-    load = accel.training.ExpertLoad(net) if model == "mixtral" else None
 
     def sum_of_losses(output: Any, targets: Tensor) -> Tensor:
         logits = output if isinstance(output, Tensor) else output.logits  # along tp, those of this rank's words
@@ -125,17 +123,15 @@ def main(
             labels[int(each.valid) :] = -100  # stand-ins, where there are more ranks than rows
             part = accel.parallel.split_sequence(ctx, {"input_ids": each.data, "labels": labels})
             count = ((targets := part.pop("labels")) != -100).sum()  # the words that follow
-            with nullcontext() if load is None else load.counting(state.next(each)):
-                state, loss = accel.train_step(
-                    ctx, state, each, net, optimizer, sum_of_losses, inputs=part, targets=targets, weight=count,
-                    scheduler=scheduler, max_norm=1.0,
-                )  # fmt: skip
+            state, loss = accel.train_step(
+                ctx, state, each, net, optimizer, sum_of_losses, inputs=part, targets=targets, weight=count,
+                scheduler=scheduler, max_norm=1.0,
+            )  # fmt: skip
             statistics = statistics.add(each, state, loss=loss, weight=count, tokens=each.weight * length)
-            figures = {"experts": load.update_(ctx, state).values()["all"]} if load and state.updates > taken else {}
             if state.updates > taken and (state.updates % every == 0 or state.updates == steps):
                 values, statistics = statistics.read(ctx, flops_per_sample=flops)
                 kept = {name: values[name] for name in ("loss", "grad_norm", "time")}
-                accel.log(ctx, trackers, kept | figures, step=state.updates)
+                accel.log(ctx, trackers, kept, step=state.updates)
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
                 accel.print(ctx, f"step {state.updates}: {values}", flush=True)
 

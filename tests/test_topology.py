@@ -120,7 +120,7 @@ def test_what_is_not_known_is_refused(names, data_dims, said):
 UNKNOWN = [
     ({"tensor": {"a": "colwis", "b": "rowwise", "c": "x"}}, r"a: 'colwis', c: 'x' - at plan\.tensor\. .*colwise"),
     ({"tensor": "auto"}, r'styles by pattern, or "model", got \'auto\' - at plan\.tensor'),
-    ({"experts": {"a": "dispach"}}, r"one of dispatch, local, got a: 'dispach' - at plan\.experts"),
+    ({"experts": {"a": "dispach"}}, r"one of dispatch, local, sorted, got a: 'dispach' - at plan\.experts"),
     ({"context": "rings"}, r"one of gather, ring, heads, got 'rings' - at plan\.context\. .*ring"),
     ({"schedule": "1f1b"}, r"one of GPipe, 1F1B.*got '1f1b' - at plan\.schedule"),
     ({"gather_dtype": "float16"}, r"got 'float16' - at plan\.gather_dtype"),

@@ -100,7 +100,11 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
     ]
 
 
-_REPORT_USAGE = "accel report DIR [DIR...] [--output FILE | --serve [--host HOST] [--port PORT] [--token-file FILE]]"
+_REPORT_USAGE = (
+    "accel report DIR [DIR...] [--output FILE]\n"
+    "       accel report --serve DIR [DIR...] [--host HOST]\n"
+    "                    [--port PORT] [--token-file FILE]"
+)
 _REPORT_ABOUT = (
     "Write one HTML page of runs side by side: curves, checkpoints, launches, configuration. "
     "DIR is a run's folder, as given to save_state and tracking, or that of --log-dir; or a folder in which runs are "

@@ -49,7 +49,7 @@ def test_a_host_without_an_address_is_told_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, accel.session({}, device="cpu") as ctx:
         lighthouse = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with (
-            pytest.raises(accel.errors.LaunchError, match=r"has no address.*'no-such-host\.invalid'.*Pass hostname="),
+            pytest.raises(accel.errors.LaunchError, match=r"has no address.*'no-such-host\.invalid'.*Pass a hostname="),
             torchft.replica(ctx, lighthouse=lighthouse, name="a", hostname="no-such-host.invalid"),
         ):
             pass

@@ -65,7 +65,7 @@ TURNS = accel.parallel.Plan(cut="trace", schedule="Interleaved1F1B", stages_per_
 @pytest.mark.parametrize(
     ("name", "mesh", "accumulation"),
     [
-        ("bert", "dp=2,pp=2", 3),
+        pytest.param("bert", "dp=2,pp=2", 3, marks=pytest.mark.slow),
         pytest.param("bert", "dp_replicate=2,pp=2", 1, marks=pytest.mark.slow),
         pytest.param("granite", "dp=2,pp=2", 1, marks=pytest.mark.slow),
         pytest.param("vit", "dp=2,pp=2", 3, marks=pytest.mark.slow),
@@ -115,9 +115,8 @@ def _bf16(ctx: accel.DistContext, name: str, mesh: str) -> dict[str, torch.Tenso
     return {"loss": loss.detach()} | {key: each.grad for key, each in named if each.grad is not None}
 
 
-@pytest.mark.parametrize(
-    "name", ["granite", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bert", "t5", "vit"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["granite", "bert", "t5", "vit"])
 def test_a_traced_model_computes_in_bf16_as_one_process_does(ranks: Simulator, name: str) -> None:
     """The graph keeps autocast's casts, and the regions that leave it, such as rotary tables."""
     (expected,) = ranks.run(partial(_bf16, name=name, mesh=""), 1)

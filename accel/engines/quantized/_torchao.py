@@ -69,7 +69,7 @@ def empty(shape: tuple[int, int], dtype: torch.dtype, config: Torchao) -> Packed
     try:
         return quantize(torch.empty(shape, dtype=dtype, device="meta"), config)
     except DeviceError:  # a kernel that knows no shapes without values
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         found = quantize(torch.zeros(shape, dtype=dtype, device=device), config)
         made = found.make({name: part.to("meta") for name, part in found.parts.items()})
         return take_apart("weight", made)

@@ -327,7 +327,7 @@ class Comm:
         self.opened = []
         if not owned and not opened:
             if adopted:
-                await_idle_threads()  # its owner may destroy it next; see there
+                await_idle_threads()  # the owner may destroy the group next
             return
         gc.collect()  # a group still referenced when it is destroyed can abort the interpreter at exit
         if owned:

@@ -287,7 +287,7 @@ class LiveReport:
         for folder in dict.fromkeys((*self._runs, *self._find())):
             known = self._runs.get(folder)
             followed = known[0] if known else self._follow(folder)
-            stamps = followed.stamps()  # before the look: what changes in it is seen by the next
+            stamps = followed.stamps()  # before the look, so that the next one sees later changes
             if known is None or stamps != known[1]:
                 self._runs[folder] = (followed, stamps, followed.look())
             if not self._runs[folder][2].is_empty:

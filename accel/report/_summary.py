@@ -298,7 +298,7 @@ def _metric_cell(chart: ChartData, at: int) -> str:
 
 
 def many_runs(runs: Sequence[RunData], states: Sequence[RunState]) -> Iterator[Html]:
-    """Yield the first lines of a page of many runs: how many are in which state, and warnings that some share."""
+    """Yield the first lines of a page of many runs: a count for each state, and shared warnings."""
     counts: dict[str, int] = {}
     for state in states:
         counts[state.kind] = counts.get(state.kind, 0) + 1

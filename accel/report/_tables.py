@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markup in which every text is escaped, tables that set runs side by side, and sections on a run's launches."""
+"""Escaped markup, tables of runs side by side, and sections on a run's launches."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Terms(NamedTuple):
-    """Facts of an attention over a sequence that ranks share: what a query sees, and how it scores.
+    """The mask and the scores of an attention over a sequence that ranks share.
 
     Attributes:
         causal: whether a position sees itself and earlier ones alone.

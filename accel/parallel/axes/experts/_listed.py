@@ -88,7 +88,7 @@ class ExpertCalls:
 
 
 def calls_around(module: nn.Module) -> ExpertCalls | None:
-    """Return the calls of the list whose loop is in a module's forward, or that an expert is in; None without one."""
+    """Return the calls of the list that a module loops over, or of an expert's list; None without one."""
     if isinstance(module, ListedBlock):
         module = getattr(module, module.accel_list)
     return cast("ExpertCalls | None", vars(module).get("accel_calls"))

@@ -92,7 +92,7 @@ def _check_traced(ctx: DistContext, model: nn.Module, options: StageOptions) -> 
     """Raise for what graphs of stages do not know."""
     from accel.parallel.axes.pipeline._traced import modes_of  # torch.export takes long to import
 
-    layout = _layout(ctx, options)
+    _ = _layout(ctx, options)
     if options.example is None:
         raise PrepareError(
             "a model is traced with a batch",
@@ -103,7 +103,7 @@ def _check_traced(ctx: DistContext, model: nn.Module, options: StageOptions) -> 
             " or a mapping.",
         )
     _check_mesh(ctx, options)
-    _ = layout, modes_of(model)
+    _ = modes_of(model)
 
 
 def _check_mesh(ctx: DistContext, options: StageOptions) -> None:

@@ -284,7 +284,9 @@ def held_by(
     A model without sizes has meshes of data parallelism alone; others are a `ConfigError`.
     """
     if (sizes := sizes_of(model)) is not None:
-        return _held_by_sizes(sizes, axes, plan, step, copies, rank)
+        return _held_by_sizes(
+            sizes, axes, axes.pp * plan.stages_per_rank, rank_stages(plan, axes.pp, rank), step, copies
+        )
     if axes.pp * axes.cp * axes.tp * axes.ep > 1:
         expected = "a mesh of dp, dp_replicate and dp_shard, or the sizes of a transformer"
         raise ConfigError("the blocks of this model are not known", expected=expected, got=str(axes))
@@ -296,11 +298,10 @@ def held_by(
     return HeldParameters(root, largest, every, [each.whole for each in blocks], [len(blocks)], True, True)
 
 
+@functools.lru_cache(maxsize=16)  # time, traffic and memory of a mesh ask one after another
 def _held_by_sizes(
-    model: Transformer, axes: Axes, plan: Plan, step: EstimatedStep, copies: EqualRanks, rank: int
+    model: Transformer, axes: Axes, stages: int, own: tuple[int, ...], step: EstimatedStep, copies: EqualRanks
 ) -> HeldParameters:
-    own = rank_stages(plan, axes.pp, rank)
-    stages = axes.pp * plan.stages_per_rank
     layers = stage_layers(model, stages, step.balance)
     is_first, is_last = 0 in own, stages - 1 in own
     ends = [*(model.embedding() if is_first else ()), *(model.head() if is_last else ())]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated device: its streams come to their work in program order, or in any order that the events allow.
 
-`_device_memory.py` has its memory, `_device_watch.py` the clocks that find races, `_device_operators.py` the mode that
-gives each of torch's operators to the current stream.
+`_device_memory.py` has its memory and the clocks that find races, `_device_operators.py` the mode that gives each of
+torch's operators to the current stream.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from accel.comm._streams import DeviceStream
 from accel.errors import ConfigError
-from accel.testing._device_memory import Access, DeviceMemory, Kind, MemoryBlock
+from accel.testing._device_memory import HOST, Access, Clock, DeviceMemory, Kind, MemoryBlock, RaceWatch, join
 from accel.testing._device_operators import DeviceMode, copy_to_device
-from accel.testing._device_watch import HOST, Clock, RaceWatch, join
 from accel.testing._process import outside_of_modes
 from accel.testing._sites import SimulationError
 

@@ -125,6 +125,16 @@ def test_curves_zoom_together_and_say_values(browser: Any, tmp_path: Path, schem
     opened.close()
 
 
+@pytest.mark.parametrize("width", [1400, 768, 390])
+def test_a_sole_chart_of_a_group_fills_its_row(browser: Any, tmp_path: Path, width: int) -> None:
+    lines = [encode_line(step, {"train/loss": 1 / (1 + step), "eval/loss": step}) for step in range(9)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    opened = Opened(browser, save_page(tmp_path, [tmp_path]), width=width)
+    parts = "(all) => all.map((each) => each.clientWidth / each.closest('.cards').clientWidth)"
+    assert min(opened.page.locator(".card[data-metric]").evaluate_all(parts)) > 0.97
+    opened.close()
+
+
 def test_one_legend_acts_on_every_chart_and_a_run_keeps_its_colour(browser: Any, tmp_path: Path) -> None:
     opened = Opened(browser, save_page(tmp_path, write_everything(tmp_path)), width=1400)
     page = opened.page

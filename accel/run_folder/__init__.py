@@ -3,7 +3,8 @@
 
 Begin with `_files.py`: records appear whole, and lines are read while they are written, as readers are other processes.
 `metrics.jsonl` has a line a logged step (`MetricsLine`), `run.json` a `RunRecord` and `launches/*.jsonl` the log of
-each launch and host, which `read_launches` folds to a `LaunchRecord` (`_records.py`); `profile/` has a trace a rank.
+each launch and host, which `read_launches` folds to a `LaunchRecord` (`_records.py`); `profile/` has a trace a rank,
+`media/` a file for each image, table, figure, text and histogram (`MediaName`).
 `_secrets.py` hides credentials before anything is written.
 """
 
@@ -17,15 +18,19 @@ if TYPE_CHECKING:
     from accel.run_folder._files import (
         CODE as CODE,
         LAUNCHES as LAUNCHES,
+        MEDIA as MEDIA,
         METRICS as METRICS,
         PROFILE as PROFILE,
         RUN as RUN,
         RUN_EVENT as RUN_EVENT,
+        MediaKind as MediaKind,
+        MediaName as MediaName,
         MetricsLine as MetricsLine,
         Position as Position,
         append_rest as append_rest,
         decode_line as decode_line,
         encode_line as encode_line,
+        parse_media as parse_media,
         read_json as read_json,
         read_new as read_new,
         write_json as write_json,
@@ -70,11 +75,15 @@ __getattr__ = exports(
             "read_json",
             "write_json",
             "append_rest",
+            "MediaKind",
+            "MediaName",
+            "parse_media",
             "MetricsLine",
             "decode_line",
             "encode_line",
             "CODE",
             "LAUNCHES",
+            "MEDIA",
             "METRICS",
             "PROFILE",
             "RUN",

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -52,6 +54,7 @@ RUN = "run.json"  # the record of the run
 LAUNCHES = "launches"  # a folder with a log for each launch and host
 CODE = "code.diff"  # how tracked files differ from the commit
 PROFILE = "profile"  # a folder with a trace for each rank
+MEDIA = "media"  # a folder of images, tables, figures, texts and histograms
 RUN_EVENT = "accel.run"  # audit event by which a rank announces the run's folder to its launcher
 
 
@@ -174,3 +177,55 @@ def _numbers(found: Any) -> dict[str, float]:
         if isinstance(value, int | float) and not isinstance(value, bool):
             numbers[name] = value
     return numbers
+
+
+MediaKind = Literal["images", "figure", "table", "text", "histogram"]
+
+_SUFFIXES: Mapping[MediaKind, str] = {
+    "images": "png",
+    "figure": "png",
+    "table": "json",
+    "text": "txt",
+    "histogram": "histogram.json",
+}
+_MEDIA_NAME = re.compile(r"(.+)-(\d{8,})(?:-(\d+))?\.(png|json|txt|histogram\.json)", re.ASCII | re.DOTALL)
+
+
+class MediaName(NamedTuple):
+    """The name of a file of media, `NAME-STEP.SUFFIX`, or `NAME-STEP-AT.png` for images.
+
+    Attributes:
+        name: name in the call of `log_images` or its kin.
+        kind: kind of media.
+        step: step of the call.
+        at: number among the images of the call; 0 for other media.
+    """
+
+    name: str
+    kind: MediaKind
+    step: int
+    at: int = 0
+
+    @property
+    def file(self) -> str:
+        """The file's name; characters of `name` that folders or shells use are percent-encoded."""
+        name = re.sub(r"[^\w.-]|^\.", _percent, self.name)
+        number = f"-{self.at}" if self.kind == "images" else ""
+        return f"{name}-{self.step:08}{number}.{_SUFFIXES[self.kind]}"
+
+
+def _percent(found: re.Match[str]) -> str:
+    return "%2E" if found[0] == "." else quote(found[0], safe="", errors="backslashreplace")
+
+
+def parse_media(file: str) -> MediaName | None:
+    """Return the parts of a file's name; None for another file."""
+    found = _MEDIA_NAME.fullmatch(file)
+    if found is None:
+        return None
+    name, step, at, suffix = found.groups()
+    kinds: dict[str, MediaKind] = {"json": "table", "txt": "text", "histogram.json": "histogram"}
+    kind = kinds.get(suffix, "figure" if at is None else "images")
+    if at is not None and kind != "images":
+        return None
+    return MediaName(unquote(name), kind, int(step), int(at or 0))

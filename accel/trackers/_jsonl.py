@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import csv as standard
-import functools
 import io
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from accel.run_folder import METRICS, encode_line
-from accel.trackers._line_file import LineFile, first_step, open_lines, step_of
+from accel.run_folder import MEDIA, METRICS, MediaName, encode_line, parse_media
+from accel.trackers._line_file import LineFile, first_step, open_lines, set_aside, step_of
 from accel.trackers._log import TIME, split_times
 from accel.trackers._tracker import (
     Config,
@@ -31,7 +29,7 @@ from accel.trackers._tracker import (
     png_of,
 )
 
-_MEDIA = "media"
+_PARTIAL = ".partial"  # end of the name of a file that is being written
 
 
 class _OpenJsonl(msgspec.Struct, frozen=True):
@@ -43,7 +41,8 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
     """Return the tracker that writes a line of JSON for each `log`, and media beside it as PNG, JSON and text files.
 
     The file of a resumed run is truncated to the checkpoint's last step, so it equals an uninterrupted run's, apart
-    from the key `time`. Checkpoints wait until it is on the disk. `accel report` reads it.
+    from the key `time`; media of later steps are removed. Checkpoints wait until it is on the disk. `accel report`
+    reads it.
 
     Args:
         path: the file, in the run's folder unless it is absolute.
@@ -56,7 +55,9 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
         del config  # in run.json
         lines = open_lines(place(run), run)
         lines.cut_back(run, step_of)
-        return _OpenJsonl(lines, lines.path.parent / _MEDIA)
+        media = lines.path.parent / MEDIA
+        _cut_media(media, run.step)
+        return _OpenJsonl(lines, media)
 
     return Tracker(
         "jsonl",
@@ -81,35 +82,46 @@ def _log(live: _OpenJsonl, values: Values, step: int) -> None:
 
 def _log_images(live: _OpenJsonl, images: Images, step: int) -> None:
     for at, pixels in enumerate(images.tensors):
-        _write(live, f"{images.name}-{step:08}-{at}.png", png_of(pixels))
+        _write(live, MediaName(images.name, "images", step, at), png_of(pixels))
 
 
 def _log_figure(live: _OpenJsonl, figure: Figure, step: int) -> None:
-    _write(live, f"{figure.name}-{step:08}.png", figure.png)
+    _write(live, MediaName(figure.name, "figure", step), figure.png)
 
 
 def _log_table(live: _OpenJsonl, table: Table, step: int) -> None:
     content: dict[str, Any] = {"columns": table.columns, "rows": table.rows}
-    _write(live, f"{table.name}-{step:08}.json", msgspec.json.encode(content))
+    _write(live, MediaName(table.name, "table", step), msgspec.json.encode(content))
 
 
 def _log_text(live: _OpenJsonl, text: TextRecord, step: int) -> None:
-    _write(live, f"{text.name}-{step:08}.txt", text.text.encode(errors="backslashreplace"))
+    _write(live, MediaName(text.name, "text", step), text.text.encode(errors="backslashreplace"))
 
 
 def _log_histogram(live: _OpenJsonl, histogram: Histogram, step: int) -> None:
     content = {"edges": histogram.edges, "counts": histogram.counts, "nonfinite": histogram.nonfinite}
-    _write(live, f"{histogram.name}-{step:08}.histogram.json", msgspec.json.encode(content))
+    _write(live, MediaName(histogram.name, "histogram", step), msgspec.json.encode(content))
 
 
-def _write(live: _OpenJsonl, name: str, content: bytes) -> None:
+def _write(live: _OpenJsonl, name: MediaName, content: bytes) -> None:
     live.media.mkdir(exist_ok=True)
-    _ = (live.media / _safe(name)).write_bytes(content)
+    path = live.media / name.file
+    partial = path.with_name(f"{path.name}{_PARTIAL}")
+    _ = partial.write_bytes(content)
+    os.replace(partial, path)  # a reader finds all of it or nothing
 
 
-@functools.lru_cache(maxsize=256)
-def _safe(name: str) -> str:
-    return re.sub(r"[^\w.-]", "_", name).lstrip(".")
+def _cut_media(folder: Path, step: int | None) -> None:
+    """Remove media behind a checkpoint's step; set those of an earlier run aside."""
+    found = [each.name for each in os.scandir(folder)] if folder.is_dir() else []
+    if step is None and found:
+        set_aside(folder)
+        return
+    for file in found:
+        name = parse_media(file)
+        is_behind = name is not None and step is not None and name.step > step
+        if is_behind or file.endswith(_PARTIAL):
+            (folder / file).unlink(missing_ok=True)
 
 
 _AT = f"{TIME}at"

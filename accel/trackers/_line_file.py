@@ -154,14 +154,14 @@ def open_lines(path: Path, run: Run) -> LineFile:
 
 
 def set_aside(path: Path) -> None:
-    """Rename the file of an earlier run, so that nothing of it is lost."""
+    """Rename the file or folder of an earlier run, so that nothing of it is lost."""
     if not path.exists() or not path.stat().st_size:
         return
     number = 1
     while (beside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     path.rename(beside)
-    text = "%s was the file of an earlier run, whose checkpoint was not loaded; it is now %s"
+    text = "%s was of an earlier run, whose checkpoint was not loaded; it is now %s"
     logging.getLogger("accel.trackers").info(text, path, beside.name)
 
 

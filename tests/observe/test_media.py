@@ -15,6 +15,7 @@ from catching import caught
 from hypothesis import given, strategies as st
 
 import accel
+from accel.run_folder import MediaKind, MediaName, parse_media
 from accel.testing import Simulator
 from accel.trackers import jsonl, log_histogram, log_text
 
@@ -64,10 +65,53 @@ def test_jsonl_writes_texts_as_they_are_into_files_that_nothing_runs(tmp_path: P
         log_text(ctx, trackers, "../eval/sample.html", text, step=7)
         log_histogram(ctx, trackers, "weights/0", torch.tensor([0.0, 1, 1, 4, math.nan]), step=7, bins=4)
     names = sorted(path.name for path in (tmp_path / "media").iterdir())
-    assert names == ["_eval_sample.html-00000007.txt", "weights_0-00000007.histogram.json"]
+    assert names == ["%2E.%2Feval%2Fsample.html-00000007.txt", "weights%2F0-00000007.histogram.json"]
     written = (tmp_path / "media" / names[0]).read_bytes().decode()
     assert written == text.replace("\ud800", "\\ud800")
     assert logged(tmp_path, names[1]) == {"edges": [0, 1, 2, 3, 4], "counts": [1, 2, 0, 1], "nonfinite": 1}
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+KINDS: tuple[MediaKind, ...] = ("images", "figure", "table", "text", "histogram")
+
+
+@given(NAMES, st.sampled_from(KINDS), st.integers(0, 10**12), st.integers(0, 999))
+def test_a_file_s_name_has_all_parts_and_stays_in_its_folder(name: str, kind: MediaKind, step: int, at: int) -> None:
+    written = MediaName(name, kind, step, at if kind == "images" else 0)
+    assert parse_media(written.file) == written
+    assert "/" not in written.file
+    assert "\0" not in written.file
+    assert not written.file.startswith(".")
+
+
+def log_steps(folder: Path, steps: range, *, save: int = 0) -> None:
+    """Log a text and an image at each step; go on from a checkpoint if there is one, and write one at `save`."""
+    ctx = accel.single()
+    with accel.tracking(ctx, "p", to=[jsonl()], dir=folder) as trackers:
+        state = accel.resume(ctx, folder / "kept", {"trackers": trackers}, accel.train_state(ctx)) if save else None
+        for step in steps:
+            accel.log(ctx, trackers, {"loss": step}, step=step)
+            log_text(ctx, trackers, "sample", f"step {step} of {len(steps)}", step=step)
+            accel.trackers.log_images(ctx, trackers, {"in": torch.rand(1, 2, 2)}, step=step)
+            if step == save:
+                accel.save_state(ctx, folder / "kept", {"trackers": trackers, "state": state}, step=step)
+
+
+def test_a_resume_removes_media_behind_its_checkpoint_and_a_new_run_sets_them_aside(tmp_path: Path) -> None:
+    log_steps(tmp_path, range(1, 6), save=3)
+    (tmp_path / "media" / "mine.png").write_text("stays")
+    (tmp_path / "media" / "in-00000006-0.png.partial").write_text("of a killed run")
+    log_steps(tmp_path, range(4, 5), save=9)
+    names = sorted(path.name for path in (tmp_path / "media").iterdir())
+    kept = [
+        f"{name}-0000000{step}{end}" for name, end in (("in", "-0.png"), ("sample", ".txt")) for step in range(1, 5)
+    ]
+    assert names == sorted([*kept, "mine.png"])
+    assert (tmp_path / "media" / "sample-00000003.txt").read_text() == "step 3 of 5"
+    assert (tmp_path / "media" / "sample-00000004.txt").read_text() == "step 4 of 1"
+    log_steps(tmp_path, range(1, 2))
+    assert sorted(path.name for path in (tmp_path / "media").iterdir()) == ["in-00000001-0.png", "sample-00000001.txt"]
+    assert sorted(path.name for path in (tmp_path / "media.1").iterdir()) == names
 
 
 def test_tensorboard_shows_the_counts(tmp_path: Path) -> None:

@@ -349,7 +349,7 @@ def test_media_stand_beside_the_lines(tmp_path: Path, caplog: pytest.LogCaptureF
         accel.trackers.log_figure(ctx, trackers, "fig", Drawn(), step=4)
         _ = pixels.zero_()  # what was logged is a copy
     media = tmp_path / "media"
-    with image.open(media / "in_put-00000004-1.png") as picture:
+    with image.open(media / "in%20put-00000004-1.png") as picture:
         assert picture.size == (7, 5)
         assert picture.getpixel((3, 2)) != (0, 0, 0)
     with image.open(media / "grey-00000004-0.png") as picture:

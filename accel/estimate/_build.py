@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
@@ -227,7 +227,10 @@ def kept_by_forward(
 
 
 def as_on_gpus() -> AbstractContextManager[object]:
-    """Count as on GPUs during the block: dropout keeps a mask of bytes, and attention no matrix, unlike on the CPU."""
+    """Count as on GPUs during the block: dropout keeps a mask of bytes, and attention no matrix, unlike on the CPU.
+
+    Grouped products have any format, as torch computes them with values; without values it takes bf16 alone.
+    """
     import torch
     from torch.nn import functional
     from torch.overrides import TorchFunctionMode
@@ -241,10 +244,24 @@ def as_on_gpus() -> AbstractContextManager[object]:
                 args, named = args[:4], {**named, "dropout_p": 0.0}
             if func is functional.multi_head_attention_forward:
                 args = (*args[:10], 0.0, *args[11:])  # its dropout_p
+            if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm") and args[0].dtype is not torch.bfloat16:
+                return grouped(func, *args, **named)
             return func(*args, **named)
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         return torch.native_dropout(input, p, training)[0] if training and p else input
+
+    class Grouped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: Any, weights: Any, offs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            ctx.save_for_backward(rows, weights, offs)
+            return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+    def grouped(product: Any, rows: torch.Tensor, weights: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        offs = args[0] if args else named.get("offs")
+        if rows.dim() != 2 or weights.dim() != 3 or offs is None:
+            return product(rows, weights, *args, **named)
+        return cast(Any, Grouped).apply(rows, weights, offs)
 
     return AsOnGpus()
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,67 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import accel
-from accel.estimate import EstimatedStep, Input, measure, strategy_memory
+from accel.estimate import EstimatedStep, Input, measure, strategy_memory, summary
+from accel.estimate._build import kept_by_forward, read_config
 from accel.estimate._memory import STRATEGIES
 from accel.tensors import local_part
 from accel.topology import Axes
+
+
+class Experts(nn.Module):
+    """Experts whose products torch computes together, each with rows of its own."""
+
+    def __init__(self, experts: int = 4, width: int = 32) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.first = nn.Parameter(torch.randn(experts, width, 2 * width))
+        self.second = nn.Parameter(torch.randn(experts, 2 * width, width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = tokens.flatten(0, -2)
+        chosen, order = self.router(rows).argmax(-1).sort()
+        counts = nn.functional.one_hot(chosen, len(self.first)).sum(0)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        inner = nn.functional.grouped_mm(rows[order].to(self.first.dtype), self.first, offs=ends)
+        return nn.functional.grouped_mm(inner.relu(), self.second, offs=ends).sum()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure-bf16"])
+def test_grouped_products_of_any_format_keep_what_they_keep_with_values(precision: str) -> None:
+    described = measure(Experts, "Experts", [Input((2, 48, 32), "float32")])
+    model, inputs = Experts(), torch.randn(2, 48, 32)
+    if precision == "pure-bf16":
+        model, inputs = model.bfloat16(), inputs.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
+        kept = kept_by_forward(model, [inputs])
+    found = described.activations[precision]
+    cast = inputs.nbytes if precision == "pure-bf16" else 0  # the description's inputs are fp32
+    assert abs(found.saved - kept.saved) <= cast
+    assert found.copies == kept.copies
+
+
+def test_a_summary_of_experts_has_their_activations() -> None:
+    found = summary(Experts(), Input((2, 48, 32), "float32"))
+    assert found.total.activation_bytes == kept_by_forward(Experts(), [torch.randn(2, 48, 32)]).saved
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_of_transformers_has_activations_in_every_format(tmp_path: Path) -> None:
+    _ = pytest.importorskip("transformers")
+    fields = {
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 3,
+        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 200, "kv_lora_rank": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 16, "q_lora_rank": 24, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    described = read_config(tmp_path / "config.json")
+    found = measure(described.make, "", [Input((2, 32), "int64")], labelled=True)
+    model, ids = described.make(), torch.randint(200, (2, 32))
+    assert found.activations["fp32"] == kept_by_forward(model, [ids], True)
+    assert found.activations["pure-bf16"].saved < found.activations["bf16"].saved < found.activations["fp32"].saved
+
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,

@@ -11,6 +11,7 @@ from pipelines import batch_of, by_hand, differences, train
 from tensor_models import made, plans
 
 import accel
+from accel.parallel.axes.tensor import _overlap
 
 ENDS: Any = {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
 MESHES = [
@@ -36,9 +37,16 @@ def _even(step: int, rows: int) -> list[torch.Tensor]:
 def test_stages_share_their_layers(
     ranks: Any, monkeypatch: pytest.MonkeyPatch, mesh: str, strategy: Any, name: str, schedule: Any, per: int
 ) -> None:
+    check(ranks, monkeypatch, mesh, strategy, name, schedule, per, overlap=False)
+
+
+def check(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, mesh: str, strategy: Any, name: str, schedule: Any, per: int,
+    *, overlap: bool,
+) -> None:  # fmt: skip
     monkeypatch.setattr("pipelines.batch_of", _even)
     tensor = plans(fused=False)[name] | ENDS
-    plan = accel.parallel.Plan(tensor=tensor, schedule=schedule, stages_per_rank=per, micro_batches=4)
+    plan = accel.parallel.Plan(tensor=tensor, schedule=schedule, stages_per_rank=per, micro_batches=4, overlap=overlap)
 
     def rank(ctx: accel.DistContext) -> Any:
         ctx = accel.replace(ctx, strategy=strategy)
@@ -51,3 +59,30 @@ def test_stages_share_their_layers(
     parameters, figures = differences(found, expected)
     assert parameters < 1e-10
     assert figures < 1e-10
+
+
+BESIDE = [
+    ("pp=2,tp=2", "ddp", "sequence", "1F1B", 1),
+    ("pp=2,tp=2", "ddp", "copies", "GPipe", 1),
+    ("pp=2,dp=2,tp=2", "fsdp", "sequence", "1F1B", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "name", "schedule", "per"),
+    [pytest.param(*each, marks=pytest.mark.slow if at else ()) for at, each in enumerate(BESIDE)],
+)
+def test_stages_send_beside_their_products(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, mesh: str, strategy: Any, name: str, schedule: Any, per: int
+) -> None:
+    monkeypatch.setattr(_overlap, "_LEAST_ROWS", 1)
+    chunks, counts = _overlap._chunks, list[int]()
+
+    def counted(length: int, rows: int) -> Any:
+        found = chunks(length, rows)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(_overlap, "_chunks", counted)
+    check(ranks, monkeypatch, mesh, strategy, name, schedule, per, overlap=True)
+    assert max(counts) > 1

@@ -7,9 +7,6 @@ planned in `_ranges.py` and read past the page cache by `_local_ranges.py`. `_sa
 `_weight_files.py` the layout of other libraries.
 """
 
-from typing import TYPE_CHECKING
-
-from accel.lazy import exports
 from accel.storage._files import (
     AFTER_WRITE as AFTER_WRITE,
     Digest as Digest,
@@ -57,6 +54,7 @@ from accel.storage._safetensors import (
     header_size as header_size,
     memory_of as memory_of,
     read_header as read_header,
+    read_reference as read_reference,
     stored_dtype as stored_dtype,
     tensor_bytes as tensor_bytes,
     torch_dtypes as torch_dtypes,
@@ -76,8 +74,3 @@ from accel.storage._weight_files import (
     publish_weights as publish_weights,
     stage_files as stage_files,
 )
-
-if TYPE_CHECKING:
-    from accel.storage._foreign_safetensors import read_reference as read_reference
-
-__getattr__ = exports("accel.storage", {"_foreign_safetensors": ("read_reference",)})

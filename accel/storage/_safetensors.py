@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 
@@ -20,6 +20,8 @@ from accel.storage._files import Bytes, FileEntry, write_file
 
 if TYPE_CHECKING:
     import torch
+
+    from accel.storage._reading import OpenDirectory
 
 MOST_TENSORS = 2**18  # of a file without a manifest
 
@@ -264,3 +266,24 @@ def torch_dtypes() -> dict[str, torch.dtype]:
     known = (getattr(torch, name) for name in dir(torch))
     dtypes = [dtype for dtype in known if isinstance(dtype, torch.dtype) and dtype != torch.complex128]
     return {name: dtype for dtype in dtypes if (name := stored_dtype(dtype)) is not None}
+
+
+def read_reference(folder: OpenDirectory, name: str) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of another writer's file in an open folder, in memory that the file backs; read by the
+    format's own library, which knows every dtype of the format."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    where = str(folder.path / name)
+    found = dict[str, torch.Tensor]()
+    header = read_header(folder.read(name), where)  # bounded in time and memory, unlike the library's own
+    with folder.descriptor(name) as path:
+        try:
+            with cast(Any, safe_open)(path, framework="pt") as file:
+                for key in header.tensors:
+                    tensor: torch.Tensor = file.get_tensor(key)
+                    # a byte that is neither 0 nor 1 would be a bool that is neither true nor false
+                    found[key] = tensor.view(torch.uint8).ne(0) if tensor.dtype == torch.bool else tensor
+        except (SafetensorError, OSError, AttributeError, TypeError) as error:  # the last two: no such dtype in torch
+            raise CheckpointError("cannot be read", expected="safetensors", got=str(error), where=where) from error
+    return found

@@ -2,8 +2,7 @@
 """Axes of a mesh of ranks, as plain values, free of torch.
 
 Begin with `_axes.py`. A text such as "dp=2,tp=4" becomes `Axes`, the sizes; these give rows of ranks and a rank's
-`MeshPosition`; `Plan` is the user's choice of how a model is spread along them. `_stages.py` divides blocks among the
-stages of a pipeline.
+`MeshPosition`; `Plan` is the user's choice of how a model is spread along them. `divide` gives blocks to stages.
 """
 
 from accel.topology._axes import (
@@ -16,6 +15,7 @@ from accel.topology._axes import (
     STRATEGY_DIMENSION as STRATEGY_DIMENSION,
     Axes as Axes,
     Axis as Axis,
+    Balance as Balance,
     ContextMethod as ContextMethod,
     Dimension as Dimension,
     ExpertStyle as ExpertStyle,
@@ -28,10 +28,10 @@ from accel.topology._axes import (
     coordinates as coordinates,
     data_dimension as data_dimension,
     dimension_of as dimension_of,
+    divide as divide,
     fit_axes as fit_axes,
     mesh_position as mesh_position,
     mesh_sizes as mesh_sizes,
     rank_rows as rank_rows,
     without_mesh as without_mesh,
 )
-from accel.topology._stages import Balance as Balance, divide as divide

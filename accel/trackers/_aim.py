@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel.trackers._packages import load, markdown, needs, picture
-from accel.trackers._tracker import Config, Ending, Figure, Images, Run, Table, Tracker, Values, png_of
+from accel.trackers._tracker import Config, Ending, Figure, Histogram, Images, Run, Table, Tracker, Values, png_of
 
 
 def aim(**options: Any) -> Tracker:
@@ -41,6 +41,7 @@ def aim(**options: Any) -> Tracker:
         log_table=_log_table,
         log_figure=_log_figure,
         log_text=lambda live, text, step: live.track(load("aim").Text(text.text), name=text.name, step=step),
+        log_histogram=_log_histogram,
         check=lambda run: (needs("aim", "aim")(run), run.folder_for("aim")),
     )
 
@@ -68,3 +69,9 @@ def _log_table(live: Any, table: Table, step: int) -> None:
 
 def _log_figure(live: Any, figure: Figure, step: int) -> None:
     live.track(load("aim").Image(picture(figure.png)), name=figure.name, step=step)
+
+
+def _log_histogram(live: Any, histogram: Histogram, step: int) -> None:
+    ends = (histogram.low, histogram.high)
+    made = load("aim").Distribution(hist=list(histogram.counts), bin_range=ends)
+    live.track(made, name=histogram.name, step=step)

@@ -3,10 +3,26 @@
 
 from __future__ import annotations
 
+import html
+import io
 from typing import Any
 
 from accel.trackers._packages import array, load, needs, picture
-from accel.trackers._tracker import Artifact, Config, Ending, Figure, Images, Run, Table, Tracker, Values
+from accel.trackers._tracker import (
+    Artifact,
+    Config,
+    Ending,
+    Figure,
+    Histogram,
+    Images,
+    Run,
+    Table,
+    TextRecord,
+    Tracker,
+    Values,
+)
+
+_ALL = -1  # else files of earlier steps are overwritten
 
 
 def clearml(*, offline: bool = False, **options: Any) -> Tracker:
@@ -42,6 +58,8 @@ def clearml(*, offline: bool = False, **options: Any) -> Tracker:
         log_images=_log_images,
         log_table=_log_table,
         log_figure=_log_figure,
+        log_text=_log_text,
+        log_histogram=_log_histogram,
         log_artifact=_log_artifact,
         check=needs("clearml", "clearml"),
     )
@@ -62,7 +80,7 @@ def _finish(live: Any, ending: Ending) -> None:
 
 def _log_images(live: Any, images: Images, step: int) -> None:
     for at, pixels in enumerate(images.tensors):
-        live.get_logger().report_image(images.name, str(at), step, image=array(pixels))
+        live.get_logger().report_image(images.name, str(at), step, image=array(pixels), max_image_history=_ALL)
 
 
 def _log_table(live: Any, table: Table, step: int) -> None:
@@ -71,8 +89,26 @@ def _log_table(live: Any, table: Table, step: int) -> None:
 
 
 def _log_figure(live: Any, figure: Figure, step: int) -> None:
-    live.get_logger().report_image(
-        figure.name, figure.name, step, image=load("numpy").asarray(picture(figure.png).convert("RGB"))
+    pixels = load("numpy").asarray(picture(figure.png).convert("RGB"))
+    live.get_logger().report_image(figure.name, figure.name, step, image=pixels, max_image_history=_ALL)
+
+
+def _log_text(live: Any, text: TextRecord, step: int) -> None:
+    page = f'<meta charset="utf-8"><pre>{html.escape(text.text)}</pre>'.encode(errors="backslashreplace")
+    live.get_logger().report_media(
+        text.name, text.name, step, stream=io.BytesIO(page), file_extension=".html", max_history=_ALL
+    )
+
+
+def _log_histogram(live: Any, histogram: Histogram, step: int) -> None:
+    live.get_logger().report_histogram(
+        histogram.name,
+        histogram.name,
+        list(histogram.counts),
+        step,
+        xlabels=histogram.middles,
+        xaxis="value",
+        yaxis="values",
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.trackers._packages import load, needs, picture
-from accel.trackers._tracker import Config, Ending, Figure, Images, Run, Tracker, Values, png_of
+from accel.trackers._tracker import Config, Ending, Figure, Histogram, Images, Run, Tracker, Values, png_of
 
 
 def dvclive(**options: Any) -> Tracker:
@@ -40,6 +40,7 @@ def dvclive(**options: Any) -> Tracker:
         _finish,
         log_images=_log_images,
         log_figure=_log_figure,
+        log_histogram=_log_histogram,
         check=lambda run: (needs("dvclive", "dvclive")(run), place(run)),
     )
 
@@ -76,3 +77,10 @@ def _log_images(live: Any, images: Images, step: int) -> None:
 def _log_figure(live: Any, figure: Figure, step: int) -> None:
     live.step = step
     live.log_image(f"{figure.name}.png", picture(figure.png))
+
+
+def _log_histogram(live: Any, histogram: Histogram, step: int) -> None:
+    live.step = step
+    pairs = zip(histogram.middles, histogram.counts, strict=True)
+    rows = [{"value": middle, "values": count} for middle, count in pairs]
+    live.log_plot(histogram.name, rows, x="value", y="values", template="simple", title=histogram.name)

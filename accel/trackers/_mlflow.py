@@ -19,6 +19,7 @@ from accel.trackers._tracker import (
     Config,
     Ending,
     Figure,
+    Histogram,
     Images,
     Ranks,
     Run,
@@ -145,6 +146,7 @@ def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options:
         log_table=_log_table,
         log_figure=_log_figure,
         log_text=_log_text,
+        log_histogram=_log_histogram,
         log_artifact=_log_artifact,
         check=check,
         ranks=ranks,
@@ -209,6 +211,11 @@ def _log_table(live: _Live, table: Table, step: int) -> None:
 
 def _log_text(live: _Live, text: TextRecord, step: int) -> None:
     live.client.log_text(live.run_id, text.text, f"{_key(text.name)}/{step:08}.txt")
+
+
+def _log_histogram(live: _Live, histogram: Histogram, step: int) -> None:
+    content: Any = {"edges": histogram.edges, "counts": list(histogram.counts), "nonfinite": histogram.nonfinite}
+    live.client.log_dict(live.run_id, content, f"{_key(histogram.name)}/{step:08}.histogram.json")
 
 
 def _log_artifact(live: _Live, artifact: Artifact, step: int) -> None:

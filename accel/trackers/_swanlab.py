@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel.trackers._packages import array, load, needs, picture
-from accel.trackers._tracker import Config, Ending, Figure, Images, Run, Tracker
+from accel.trackers._tracker import Config, Ending, Figure, Histogram, Images, Run, Tracker
 
 _ID_LENGTH = 21
 
@@ -40,6 +40,7 @@ def swanlab(**options: Any) -> Tracker:
         log_images=_log_images,
         log_figure=_log_figure,
         log_text=lambda live, text, step: live.log({text.name: load("swanlab").Text(text.text)}, step=step),
+        log_histogram=_log_histogram,
         check=needs("swanlab", "swanlab"),
     )
 
@@ -58,3 +59,10 @@ def _log_images(live: Any, images: Images, step: int) -> None:
 
 def _log_figure(live: Any, figure: Figure, step: int) -> None:
     live.log({figure.name: load("swanlab").Image(picture(figure.png))}, step=step)
+
+
+def _log_histogram(live: Any, histogram: Histogram, step: int) -> None:
+    charts = load("swanlab").echarts
+    bars = charts.Bar().add_xaxis([f"{middle:.4g}" for middle in histogram.middles])
+    _ = bars.add_yaxis("values", list(histogram.counts), category_gap=0, label_opts=charts.options.LabelOpts(False))
+    live.log({histogram.name: load("swanlab").ECharts(bars)}, step=step)

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
+import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ import accel
 from accel.run_folder import MediaKind, MediaName, parse_media
 from accel.testing import Simulator
 from accel.trackers import jsonl, log_histogram, log_text
+from accel.trackers._tracker import Histogram, TextRecord
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
 VALUES = st.lists(st.sampled_from([0.0, 1.0, -3.0, 0.5, 1e6, math.nan, math.inf, -math.inf]), max_size=40)
@@ -146,3 +151,85 @@ def test_what_cannot_be_logged_is_an_error_on_every_rank(ranks: Simulator, tmp_p
         assert "Log its abs()" in real
         assert "not a number of intervals" in bins
         assert "no tracker takes texts" in taken
+
+
+class Calls:
+    """A live run that keeps the calls of its methods; `owner` declares them as the package does."""
+
+    def __init__(self, owner: type) -> None:
+        self.owner = owner
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.step = 0
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        declared = inspect.signature(getattr(self.owner, name))
+
+        def call(*args: object, **options: object) -> None:
+            self.calls.append((name, declared.bind(*args, **options).arguments))
+
+        return call
+
+
+class ClearmlLogger:
+    """The declarations of `clearml.Logger` 2.1 that are used."""
+
+    @staticmethod
+    def report_media(
+        title: str, series: str, iteration: int, *, stream: Any, file_extension: str, max_history: int
+    ): ...
+
+    @staticmethod
+    def report_histogram(
+        title: str, series: str, values: list[int], iteration: int, *, xlabels: list[float], xaxis: str, yaxis: str
+    ) -> None: ...
+
+
+class DvcLive:
+    """The declaration of `dvclive.Live` 3.49 that is used."""
+
+    @staticmethod
+    def log_plot(name: str, datapoints: list[Any], *, x: str, y: str, template: str, title: str) -> None: ...
+
+
+class AimRun:
+    """The declaration of `aim.Run` 3.29 that is used."""
+
+    @staticmethod
+    def track(value: object, *, name: str, step: int) -> None: ...
+
+
+MIDDLES, COUNTS = [0.5, 1.5, 2.5, 3.5], [1, 2, 0, 1]
+HISTOGRAM = Histogram("weights", 0.0, 4.0, tuple(COUNTS))
+
+
+def test_texts_and_histograms_of_packages_that_are_too_large_for_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def logged(tracker: accel.trackers.Tracker, owner: type) -> dict[str, Any]:
+        live = Calls(owner)
+        live.__dict__["get_logger"] = lambda: live
+        assert tracker.log_histogram
+        _ = tracker.log_histogram(live, HISTOGRAM, 4)
+        if tracker.log_text:
+            _ = tracker.log_text(live, TextRecord("t", "<b>\n"), 4)
+        return dict(live.calls)
+
+    found = logged(accel.trackers.clearml(), ClearmlLogger)
+    page = found["report_media"]
+    assert page["stream"].read().decode() == '<meta charset="utf-8"><pre>&lt;b&gt;\n</pre>'
+    assert (page["title"], page["iteration"], page["file_extension"]) == ("t", 4, ".html")
+    bars = found["report_histogram"]
+    assert (bars["values"], bars["xlabels"], bars["iteration"]) == (COUNTS, MIDDLES, 4)
+
+    tracker = accel.trackers.dvclive()
+    assert tracker.log_text is None
+    plot = logged(tracker, DvcLive)["log_plot"]
+    pairs = zip(MIDDLES, COUNTS, strict=True)
+    assert plot["datapoints"] == [{"value": middle, "values": count} for middle, count in pairs]
+    assert plot["datapoints"][0].keys() == {plot["x"], plot["y"]}
+
+    package = types.SimpleNamespace(Distribution=lambda *, hist, bin_range: (hist, bin_range), Text=str)
+    monkeypatch.setitem(sys.modules, "aim", package)
+    live = Calls(AimRun)
+    tracker = accel.trackers.aim()
+    assert tracker.log_histogram
+    _ = tracker.log_histogram(live, HISTOGRAM, 4)
+    assert live.calls == [("track", {"value": (COUNTS, (0.0, 4.0)), "name": "weights", "step": 4})]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import glob
+import html
 import importlib
 import json
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from processes import patience
+from processes import patience, same_path
 
 import accel
 
@@ -36,6 +37,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     for name, value in {
         "HOME": str(tmp_path),
         "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "CLEARML_CACHE_DIR": str(tmp_path / "cache"),
         "WANDB_SILENT": "true",
         "WANDB_ERROR_REPORTING": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -46,6 +48,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     _ = gc.collect()
 
 
+EDGES, COUNTS = [0.0, 1.0, 2.0, 3.0, 4.0], [1, 2, 0, 1]  # of 0, 1, 1 and 4 in four intervals
 HOSTILE = "<script>alert(1)</script>\n```\n# a & b"
 
 
@@ -130,7 +133,7 @@ def read_trackio(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     [text] = [row["sample"] for row in logged if "sample" in row]
     assert "    <script>alert(1)</script>" in json.dumps(text).replace("\\n", "\n")
     [counted] = [row["weights"] for row in logged if "weights" in row]
-    assert counted["values"] == [1, 2, 0, 1]
+    assert counted["values"] == COUNTS
     return [[row["step"] for row in rows]]
 
 
@@ -151,6 +154,9 @@ def read_swanlab(folder: Path, run: accel.trackers.Run) -> list[Steps]:
         found.append([row.scalar.step for row in rows if row.scalar.key == "loss"])
         ends += [row.finish.error for row in rows if row.HasField("finish")]
     assert ends == ["", "RuntimeError: boom"]
+    [chart] = [json.loads(path.read_text()) for path in folder.glob("swanlab/*/media/**/*.json")]
+    assert chart["xAxis"][0]["data"] == ["0.5", "1.5", "2.5", "3.5"]
+    assert [item["data"] for item in chart["series"]] == [COUNTS]
     assert "hunter2" not in "".join(path.read_text() for path in folder.glob("swanlab/*/files/config.yaml"))
     return found
 
@@ -187,7 +193,10 @@ def read_mlflow(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     assert found.data.params == {"lr": "0.1", "api_key": "***"}
     assert found.data.tags["accel.error"] == "RuntimeError: boom"
     files = {path.name for path in folder.glob("files/**/*") if path.is_file()}
-    assert files == {"00000004-0.png", "00000004-1.png", "00000004.png", "00000004.json", "00000004.txt", "notes.txt"}
+    pictures = {"00000004-0.png", "00000004-1.png", "00000004.png"}
+    assert files == pictures | {"00000004.json", "00000004.histogram.json", "00000004.txt", "notes.txt"}
+    [counted] = folder.glob("files/**/*.histogram.json")
+    assert json.loads(counted.read_text()) == {"edges": EDGES, "counts": COUNTS, "nonfinite": 0}
     many = accel.trackers.mlflow(tracking_uri=f"sqlite:///{folder}/mlflow.db", ranks="every")
     other = many.start(msgspec.structs.replace(run, rank=1), {})  # another rank joins the run that rank 0 made
     _ = many.log(other, {"loss": 9.0}, 9)
@@ -199,13 +208,20 @@ def read_mlflow(folder: Path, run: accel.trackers.Run) -> list[Steps]:
 
 def read_comet_ml(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     found: list[Steps] = []
+    histograms: list[Any] = []
     for file in sorted(glob.glob(f"{folder}/comet/{run.id}-*.zip"), key=lambda name: Path(name).stat().st_mtime):
         with zipfile.ZipFile(file) as archive:
             text = archive.read("messages.json")
-        assert b"hunter2" not in text
-        rows = [json.loads(line) for line in text.splitlines()]
-        points = [row["payload"]["metric"] for row in rows if row["type"] == "metric_msg"]
+            assert b"hunter2" not in text
+            rows = [(row["type"], row["payload"]) for row in map(json.loads, text.splitlines())]
+            uploads = [row for kind, row in rows if kind == "file_upload" and row["upload_type"] == "histogram3d"]
+            assert all(row["additional_params"]["step"] == 4 for row in uploads)
+            histograms += [json.loads(archive.read(row["file_path"])) for row in uploads]
+        points = [row["metric"] for kind, row in rows if kind == "metric_msg"]
         found.append([point["step"] for point in points if point["metricName"] == "loss"])
+    read = importlib.import_module("comet_ml").Histogram.from_json
+    [counted] = [read(each, verbose=False) for each in histograms]
+    assert [round(counted.get_count(edge, edge + 1)) for edge in EDGES[:-1]] == COUNTS
     return found
 
 
@@ -219,6 +235,9 @@ def read_aim(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     [series] = [metric for metric in found.metrics() if metric.name == "loss"]
     steps, (values, *_) = series.data.items_list()
     assert values == [step / 4 for step in range(1, 6)]
+    context = importlib.import_module("aim.storage.context").Context({})
+    _, ([counted], *_) = found.get_distribution_sequence("weights", context).data.items_list()
+    assert (counted.weights.tolist(), counted.ranges.tolist()) == (COUNTS, EDGES)
     return [steps]
 
 
@@ -227,6 +246,9 @@ def read_dvclive(folder: Path, run: accel.trackers.Run) -> list[Steps]:
     assert head == "step\tloss"
     assert json.loads((folder / "dvclive/metrics.json").read_text())["status"] == "failed"
     assert "hunter2" not in (folder / "dvclive/params.yaml").read_text()
+    rows_of_plot = json.loads((folder / "dvclive/plots/custom/weights.json").read_text())
+    assert [row["values"] for row in rows_of_plot] == COUNTS
+    assert [float(row["value"]) for row in rows_of_plot] == [0.5, 1.5, 2.5, 3.5]
     return [[int(row.split("\t")[0]) for row in rows]]
 
 
@@ -258,6 +280,34 @@ def test_a_tracker_is_read_back_by_its_own_reader(
 ) -> None:
     _ = pytest.importorskip(name)
     check(name, read, options, steps, tmp_path)
+
+
+def write_clearml(folder: Path) -> None:
+    ctx = accel.single()
+    options: dict[str, Any] = {"auto_connect_frameworks": False, "auto_resource_monitoring": False}
+    tracker = accel.trackers.clearml(offline=True, **options)
+    with accel.tracking(ctx, "demo", to=[tracker], dir=folder, strict=True, finish_s=100) as trackers:
+        for step in range(1, 5):
+            accel.log(ctx, trackers, {"loss": step / 4}, step=step)
+        log_media(ctx, trackers, tracker, folder)
+        accel.trackers.log_text(ctx, trackers, "sample", "later", step=5)
+
+
+@pytest.mark.slow
+def test_clearml_writes_its_archive_offline(tmp_path: Path) -> None:
+    _ = pytest.importorskip("clearml")
+    words = [sys.executable, __file__, str(tmp_path)]  # a process of its own, as ClearML leaves some behind
+    limit_s = patience(120)
+    ended = subprocess.run(words, env=same_path(), capture_output=True, text=True, timeout=limit_s, check=False)
+    assert ended.returncode == 0, ended.stderr
+    [file] = tmp_path.glob("cache/offline/*/metrics.jsonl")
+    rows = [row for line in file.read_text().splitlines() for row in json.loads(line)]
+    points = [row for row in rows if row["metric"] == "loss"]
+    assert [(point["iter"], point["value"]) for point in points] == [(step, step / 4) for step in range(1, 5)]
+    [plot] = [json.loads(row["plot_str"]) for row in rows if row["metric"] == "weights"]
+    assert (plot["data"][0]["x"], plot["data"][0]["y"]) == ([0.5, 1.5, 2.5, 3.5], COUNTS)
+    pages = sorted(path.read_text() for path in tmp_path.glob("cache/offline/**/sample/*.html"))
+    assert pages == [f'<meta charset="utf-8"><pre>{html.escape(text)}</pre>' for text in (HOSTILE, "later")]
 
 
 KILLED = """
@@ -387,3 +437,7 @@ def test_variables_of_mlflow_name_the_experiment_and_add_tags(monkeypatch: pytes
         monkeypatch.setenv("MLFLOW_TAGS", wrong)
         with pytest.raises(accel.errors.ConfigError, match=r"a JSON object of texts.*at MLFLOW_TAGS"):
             _ = accel.init_trackers(accel.single(), "demo", to=[tracker], dir=tmp_path)
+
+
+if __name__ == "__main__":
+    write_clearml(Path(sys.argv[1]))

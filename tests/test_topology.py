@@ -124,6 +124,12 @@ UNKNOWN = [
     ({"context": "rings"}, r"one of gather, ring, heads, got 'rings' - at plan\.context\. .*ring"),
     ({"schedule": "1f1b"}, r"one of GPipe, 1F1B.*got '1f1b' - at plan\.schedule"),
     ({"gather_dtype": "float16"}, r"got 'float16' - at plan\.gather_dtype"),
+    ({"overlap": "yes"}, r"expected True or False, got 'yes' - at plan\.overlap"),
+    ({"sequence": 1}, r"expected True or False, got 1 - at plan\.sequence"),
+    ({"stages_per_rank": True}, r"expected an integer from 1, got True - at plan\.stages_per_rank"),
+    ({"prefetch": 0}, r"expected an integer from 1, or None, got 0 - at plan\.prefetch"),
+    ({"ignored": "layers.*"}, r"expected a tuple of patterns, got 'layers\.\*' - at plan\.ignored"),
+    ({"stages": ("a", "b")}, r"tuples of paths, one for each stage, or None, got \('a', 'b'\) - at plan\.stages"),
 ]
 
 
@@ -141,5 +147,8 @@ def test_every_name_of_a_plan_is_taken_and_survives_a_file():
     hints = {field.name: field.type for field in msgspec.structs.fields(Plan)}
     for name in ("context", "schedule", "gather_dtype", "reduce_dtype"):
         plans += [Plan(**{name: value}) for value in get_args(hints[name])]
+    plans += [Plan(units=each) for each in ("auto", 2, ("Block",))]
+    plans += [Plan(reshard_after_forward=each) for each in (None, False, True, 2)]
+    plans += [Plan(stages=(("a", "b"), ("c",)), ignored=("x",), overlap=True, prefetch=1)]
     for plan in plans:
         assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan

@@ -7,6 +7,9 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import UnionType
+from typing import cast
+
+import msgspec
 
 from accel.errors import AccelError, ConfigError, EnvError
 
@@ -67,6 +70,41 @@ def check_choice(
             got=repr(got),
             where=where,
             fix=fix or _nearest(str(got), choices),
+        )
+
+
+def check_kinds(record: object, types: Mapping[str, object], expected: Mapping[str, str], *, where: str) -> None:
+    """Raise `ConfigError` for a field, of those that `expected` describes, whose value is not of its type, as "yes" is
+    no bool."""
+    for name, kind in expected.items():
+        value = getattr(record, name)
+        try:
+            _ = msgspec.convert(value, types[name])
+        except msgspec.ValidationError as error:
+            problem = "not a value of this field"
+            raise ConfigError(problem, expected=kind, got=repr(value), where=f"{where}.{name}") from error
+
+
+def check_styles(styles: object, known: Sequence[str], *, where: str) -> None:
+    """Raise `ConfigError` for what is no mapping, and for all styles of it that are unknown."""
+    if isinstance(styles, Mapping):
+        given = cast("Mapping[str, object]", styles)
+        wrong = {pattern: style for pattern, style in given.items() if style not in known}
+        if wrong:
+            hints = [hint for style in wrong.values() if (hint := did_you_mean(str(style), known))]
+            raise ConfigError(
+                "unknown styles of a plan",
+                expected=f"one of {', '.join(known)}",
+                got=", ".join(f"{pattern}: {style!r}" for pattern, style in wrong.items()),
+                where=where,
+                fix=" ".join(dict.fromkeys(hints)),
+            )
+    elif styles != "model":
+        raise ConfigError(
+            "not the styles of a plan",
+            expected='styles by pattern, or "model"',
+            got=repr(styles),
+            where=where,
         )
 
 

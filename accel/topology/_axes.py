@@ -9,13 +9,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple, cast, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta
 
 from accel.errors import AccelError, ConfigError
-from accel.errors._checks import check_choice, did_you_mean
+from accel.errors._checks import check_choice, check_kinds, check_styles, did_you_mean
 
 Balance = Literal["blocks", "memory", "time"]
 MESH_TEXT = r"^([a-z_]+=(-1|[1-9][0-9]{0,6})(,[a-z_]+=(-1|[1-9][0-9]{0,6}))*)?$"
@@ -222,7 +222,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     of modules in the model, where `*` is one component, as in "layers.*.mlp.up".
 
     Raises:
-        ConfigError: unknown names of styles, of the method, the schedule or a format, when the plan is made.
+        ConfigError: unknown names, or values of another kind than a field's own, when the plan is made.
 
     Attributes:
         tensor: tensor-parallel styles by pattern; "model" for what `tensor_plan` finds in the model. Modules that no
@@ -275,10 +275,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     offload: bool = False
 
     def __post_init__(self) -> None:
-        _check_styles("tensor", self.tensor, get_args(TensorStyle))
+        check_styles(self.tensor, get_args(TensorStyle), where="plan.tensor")
         if self.head is not None:
             check_choice(self.head, get_args(HeadStyle), "not a style of a head", where="plan.head")
-        _check_styles("experts", self.experts, get_args(ExpertStyle))
+        check_styles(self.experts, get_args(ExpertStyle), where="plan.experts")
         check_choice(
             self.context, get_args(ContextMethod), "unknown method of context parallelism", where="plan.context"
         )
@@ -286,29 +286,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         check_choice(self.schedule, get_args(Schedule), "unknown schedule of a pipeline", where="plan.schedule")
         for name, dtype in (("gather_dtype", self.gather_dtype), ("reduce_dtype", self.reduce_dtype)):
             check_choice(dtype, get_args(WireDtype), "unknown format", where=f"plan.{name}")
+        check_kinds(self, _TYPES, _KINDS, where="plan")
 
 
-def _check_styles(field: str, styles: object, known: tuple[str, ...]) -> None:
-    """Raise `ConfigError` for what is no mapping, and for all styles of it that are unknown."""
-    if isinstance(styles, Mapping):
-        given = cast("Mapping[str, object]", styles)
-        wrong = {pattern: style for pattern, style in given.items() if style not in known}
-        if wrong:
-            hints = [hint for style in wrong.values() if (hint := did_you_mean(str(style), known))]
-            raise ConfigError(
-                "unknown styles of a plan",
-                expected=f"one of {', '.join(known)}",
-                got=", ".join(f"{pattern}: {style!r}" for pattern, style in wrong.items()),
-                where=f"plan.{field}",
-                fix=" ".join(dict.fromkeys(hints)),
-            )
-    elif styles != "model":
-        raise ConfigError(
-            "not the styles of a plan",
-            expected='styles by pattern, or "model"',
-            got=repr(styles),
-            where=f"plan.{field}",
-        )
+_TYPES: Mapping[str, object] = {each.name: each.type for each in msgspec.structs.fields(Plan)}
+_KINDS: Mapping[str, str] = {  # of fields that have no choices
+    **dict.fromkeys(("sequence", "overlap", "offload"), "True or False"),
+    **dict.fromkeys(("micro_batches", "prefetch"), "an integer from 1, or None"),
+    "stages": "tuples of paths, one for each stage, or None",
+    "stages_per_rank": "an integer from 1",
+    "units": '"auto", a tuple of patterns, or an integer from 1',
+    "ignored": "a tuple of patterns",
+    "reshard_after_forward": "a bool, an integer from 1, or None",
+}
 
 
 Dimension = Literal["data", "replicate", "shard", "expert", "tensor", "context", "sequence", "pipeline"]

@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
+from accel.endpoints import post_json
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice, check_count, did_you_mean
 from accel.run_folder import append_rest, bounded, hide_in_text
@@ -118,9 +120,27 @@ class Alerts(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.command and not self.command[0]:
             raise ConfigError("not a command", expected="a list of words, a program first", where="command")
-        if self.webhook and not re.fullmatch(r"https://[^\s/@]+(/\S*)?", self.webhook):
-            scheme = self.webhook.partition(":")[0] if "://" in self.webhook else "no scheme"
-            raise ConfigError("not a URL for alerts", expected="https://HOST/...", got=f"{scheme:.10}", where="webhook")
+        if self.webhook and (got := _refused(self.webhook)):
+            raise ConfigError("not a URL for alerts", expected="https://HOST/...", got=got, where="webhook")
+
+    def __repr__(self) -> str:
+        shown = {**asdict(self), "webhook": self.webhook and "***"}
+        return f"Alerts({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def _refused(url: str) -> str:
+    """Return why a URL is no webhook, without showing it; nothing for one that is."""
+    scheme, found, rest = url.partition("://")
+    if scheme != "https":
+        return scheme[:10] if found else "no scheme"
+    if not re.fullmatch(r"[!-~]+", rest):
+        return "spaces, or characters beyond ASCII"
+    try:
+        parts = urlsplit(url)
+        is_whole = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+    except ValueError:
+        is_whole = False
+    return "" if is_whole else "a user, or no host and port"
 
 
 def check_metrics(rules: Sequence[AlertRule], names: Collection[str]) -> None:
@@ -438,11 +458,14 @@ class AlertLog:
                 time.sleep(_PAUSE_S * number)
             try:
                 self._post(self._settings.webhook, body, _PATIENCE_S)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RuntimeError) as error:  # the last: no thread starts at the end of Python
                 code: object = getattr(error, "code", None)
                 reason: object = getattr(error, "reason", None) or error
                 text = f"HTTP status {code}" if code is not None else f"{type(error).__name__}: {reason}"
-                problem = _plain(text.replace(self._settings.webhook, "***"), _MOST_TITLE)
+                parts = urlsplit(self._settings.webhook)
+                for secret in filter(None, (self._settings.webhook, parts.path.strip("/"), parts.query)):
+                    text = text.replace(secret, "***")
+                problem = _plain(text, _MOST_TITLE)
             else:
                 return ""
         return f"{1 + _RETRIES} tries, {problem}"
@@ -469,28 +492,6 @@ def run_command(words: Sequence[str], alert: Alert, body: bytes) -> str:
         return _plain(str(error), _MOST_TITLE)
     last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     return _plain(f"exit status {ended.returncode} {last}".strip(), _MOST_TITLE) if ended.returncode else ""
-
-
-def post_json(url: str, body: bytes, patience_s: float, *, scheme: str = "https") -> None:
-    """Send JSON to a URL of a scheme; raise `OSError` for a failure, an answer of another status, or a redirection."""
-    import http.client  # 40 ms with the next, which no run without a webhook spends
-    import urllib.error
-    import urllib.request
-
-    class NoRedirection(urllib.request.HTTPRedirectHandler):
-        def redirect_request(self, *_: Any, **__: Any) -> None: ...  # another host must not get the alert
-
-    if not url.startswith(f"{scheme}://"):
-        raise ValueError(f"not {scheme}")
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
-    try:
-        with urllib.request.build_opener(NoRedirection).open(request, timeout=patience_s) as answer:
-            _ = answer.read(1)
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise
-    except http.client.HTTPException as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _plain(text: str, most: int) -> str:

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import datetime
 import http.server
+import importlib
 import json
 import logging
 import math
+import ssl
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +19,28 @@ from typing import Any
 import pytest
 from catching import caught
 from hypothesis import given, strategies as st
+from processes import patience, wait_for
 
 import accel
-from accel.alerts import AlertLog, RuleWatch, post_json, read_alerts
+from accel.alerts import AlertLog, RuleWatch, read_alerts
+from accel.endpoints import post_json
 from accel.errors import ConfigError
 from accel.testing import Simulator
 from accel.trackers import AlertRule, Alerts, alert, jsonl
 
 URL = "https://hooks.example/T0/secret-part"
+WRONG = [
+    "https://",
+    "https:///secret-part",
+    "https://:80/secret-part",
+    "https://user:secret-part@hooks.example/",
+    "https://hooks.example:port/secret-part",
+    "https://hooks.example:99999/secret-part",
+    "https://hooks.example/secret-part x",
+    "https://hooks.example/secret-part\x7f",
+    "https://hooks.example/secret-pärt",
+    "//hooks.example/secret-part",
+]
 VALUES = st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, math.nan, math.inf, -math.inf]), max_size=30)
 
 
@@ -59,6 +77,7 @@ def test_a_slow_rank_is_named_and_even_or_short_delays_are_not() -> None:
         ({"webhok": URL}, "Did you mean `webhook`"),
         ({"webhook": "http://hooks.example/T0/secret-part"}, "expected https"),
         ({"webhook": 3, "command": [URL]}, "Expected `str`"),
+        *(({"webhook": url}, "not a URL for alerts") for url in WRONG),
         ({"rules": [{"metric": "loss", "abov": 1}]}, r"'rules\[0\].abov'.* Did you mean `above`"),
         ({"rules": [{"metric": "loss", "above": 1, "level": "warn"}]}, "Did you mean `warning`"),
         ({"rules": [{"metric": "loss", "above": 1, "below": 0}]}, "one condition"),
@@ -163,56 +182,177 @@ def test_equal_alerts_within_the_time_are_one_with_their_count(pairs: list[tuple
     assert len(lines) == len(latest)
 
 
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Files of a certificate for the name localhost, signed by itself, and of its key."""
+    x509 = pytest.importorskip("cryptography.x509", reason="cryptography, which makes the certificate, is missing")
+    parts = ("asymmetric.ec", "hashes", "serialization")
+    ec, hashes, to = (importlib.import_module(f"cryptography.hazmat.primitives.{part}") for part in parts)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    day = datetime.timedelta(days=1)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(1).not_valid_before(now - day).not_valid_after(now + day)
+    made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+    made = made.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    folder = tmp_path_factory.mktemp("certificate")
+    files = folder / "certificate.pem", folder / "key.pem"
+    _ = files[0].write_bytes(made.sign(key, hashes.SHA256()).public_bytes(to.Encoding.PEM))
+    plain = key.private_bytes(to.Encoding.PEM, to.PrivateFormat.PKCS8, to.NoEncryption())
+    _ = files[1].write_bytes(plain)
+    return files
+
+
+class Service(http.server.ThreadingHTTPServer):
+    """A webhook on loopback, with TLS.
+
+    Attributes:
+        url: its URL.
+        answers: statuses that it answers with, the last for good; 0 is an answer of a byte now and then.
+        place: where it redirects to.
+        got: path and body of each request.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, certificate: tuple[Path, Path]) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        self.url = f"https://localhost:{self.server_port}/T0/secret-part?key=secret-part"
+        self.answers = [200]
+        self.place = ""
+        self.got: list[tuple[str, dict[str, Any]]] = []
+        self.ended = threading.Event()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that refuse the certificate are expected."""
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    server: Service
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.got.append((self.path, body))
+        answers = self.server.answers
+        status = answers.pop(0) if len(answers) > 1 else answers[0]
+        if not status:
+            while not self.server.ended.wait(0.02):
+                self.wfile.write(b"H")
+            return
+        self.send_response(status)
+        if self.server.place:
+            self.send_header("Location", self.server.place)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
 @pytest.fixture
-def server() -> Iterator[tuple[str, list[int], list[dict[str, Any]]]]:
-    """An HTTP server on loopback: its URL, the statuses that it answers with, the last for good, and what it got."""
-    statuses: list[int] = []
-    got: list[dict[str, Any]] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
-            self.send_response(status)
-            if status == 302:
-                self.send_header("Location", "/elsewhere")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
-        thread = threading.Thread(target=found.serve_forever)
+def service(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    """A webhook whose certificate is trusted, asked without a proxy and tried again at once."""
+    monkeypatch.setattr("accel.alerts._PAUSE_S", 0.0)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with Service(certificate) as found:
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{found.server_port}/", statuses, got
+        yield found
+        found.ended.set()
         found.shutdown()
         thread.join()
 
 
-@pytest.mark.parametrize(("answers", "tries"), [([200], 1), ([500, 200], 2), ([500], 3), ([302], 3)])
-def test_a_webhook_is_tried_three_times_and_its_failure_is_one_line(
-    answers: list[int], tries: int, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("accel.alerts._PAUSE_S", 0.0)
-    for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    loopback, statuses, got = server
-    statuses += answers
+def told(url: str) -> list[str]:
+    """Deliver an alert; return the lines of the log."""
     lines: list[str] = []
+    log = AlertLog(Alerts(webhook=url), source="rank 0", report=lambda level, text: lines.append(text))
+    log.add("loss above 3", "loss is 4", level="error", every_s=600)
+    log.end(60)
+    assert "secret-part" not in "".join(lines)
+    return lines
+
+
+ALERTED = "alert: loss above 3: loss is 4"
+FAILED = "the webhook did not get the alert 'loss above 3': 3 tries, "
+
+
+@pytest.mark.parametrize(("answers", "tries"), [([200], 1), ([204], 1), ([500, 200], 2), ([500], 3), ([404], 3)])
+def test_a_webhook_is_tried_three_times_and_its_failure_is_one_line(
+    answers: list[int], tries: int, service: Service
+) -> None:
+    service.answers = list(answers)
+    lines = told(service.url)
+    assert [path for path, _ in service.got] == ["/T0/secret-part?key=secret-part"] * tries
+    body = service.got[0][1]
+    assert body["line"] == "loss above 3: loss is 4"
+    assert (body["level"], body["source"], body["count"]) == ("error", "rank 0", 1)
+    failed = [] if answers[-1] < 300 else [f"{FAILED}HTTP status {answers[-1]}"]
+    assert lines == [ALERTED, *failed]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_webhook_leads_nowhere_else(status: int, service: Service) -> None:
+    for place in (f"https://localhost:{service.server_port}/else", "http://localhost:1/secret-part", "file:///etc/"):
+        service.answers, service.place = [status], place
+        service.got.clear()
+        assert told(service.url) == [ALERTED, f"{FAILED}HTTP status {status}"]
+        assert {path for path, _ in service.got} == {"/T0/secret-part?key=secret-part"}
+        assert len(service.got) == 3
+
+
+def test_a_webhook_of_no_known_certificate_or_of_another_name_gets_nothing(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_another = service.url.replace("localhost", "127.0.0.1")
+    [_, failed] = told(of_another)
+    assert failed.startswith(FAILED)
+    assert "certificate verify failed: IP address mismatch" in failed
+    monkeypatch.delenv("SSL_CERT_FILE")
+    [_, failed] = told(service.url)
+    assert "certificate verify failed: self-signed certificate" in failed
+    assert service.got == []
+    [_, failed] = told("https://localhost:1/T0/secret-part")
+    assert "Connection refused" in failed
+
+
+def test_a_webhook_that_answers_a_byte_now_and_then_has_its_time_in_all(service: Service) -> None:
+    service.answers = [0]
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"no answer in 0\.5 s"):
+        post_json(service.url, b"{}", 0.5)
+    assert time.monotonic() - began < patience(10)
+    wait_for(lambda: not any(each.name == "accel-webhook" for each in threading.enumerate()), patience(10))
+
+
+def test_a_try_has_ten_seconds() -> None:
+    given: list[tuple[str, float]] = []
 
     def post(url: str, body: bytes, patience_s: float) -> None:
-        """https by a stand-in: the same opener, on loopback."""
-        assert url == URL
-        post_json(loopback, body, patience_s, scheme="http")
+        given.append((url, patience_s))
 
-    log = AlertLog(Alerts(webhook=URL), source="rank 0", report=lambda level, text: lines.append(text), post=post)
-    log.add("loss above 3", "loss is 4", level="error", every_s=600)
+    log = AlertLog(Alerts(webhook=URL), source="", report=lambda level, text: None, post=post)
+    log.add("a", level="info", every_s=600)
     log.end(30)
-    assert len(got) == tries
-    assert got[0]["line"] == "loss above 3: loss is 4"
-    assert (got[0]["level"], got[0]["source"], got[0]["count"]) == ("error", "rank 0", 1)
-    failed = f"the webhook did not get the alert 'loss above 3': 3 tries, HTTP status {answers[-1]}"
-    assert lines == ["alert: loss above 3: loss is 4", *([failed] if answers[-1] != 200 else [])]
+    assert given == [(URL, 10.0)]
+
+
+def test_a_run_alerts_its_webhook_and_shows_the_url_nowhere(
+    service: Service, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.answers = [500, 200]
+    ctx = accel.single(alerts=Alerts(webhook=service.url, rules=(AlertRule(metric="loss", above=3.0),)))
+    with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path, run="first", config={"webhook": service.url}) as trackers:
+        accel.log(ctx, trackers, {"loss": 4.0}, step=1)
+    assert [(body["title"], body["run"]) for _, body in service.got] == [("loss above 3", "first")] * 2
+    assert "secret-part" not in caplog.text + repr(ctx)
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or b"secret-part" not in path.read_bytes(), path
 
 
 def test_a_webhook_that_hangs_ends_no_run_and_plain_http_is_never_asked() -> None:

@@ -21,6 +21,7 @@ from accel.cli._parser import Parser
 from accel.errors import CheckpointError, ConfigError, MissingExtraError
 from accel.errors._checks import did_you_mean
 from accel.report import (
+    MEDIA_ROOM,
     FollowedRun,
     LiveReport,
     ReportServer,
@@ -101,9 +102,9 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
 
 
 _REPORT_USAGE = (
-    "accel report DIR [DIR...] [--output FILE]\n"
+    "accel report DIR [DIR...] [--output FILE] [--media MB]\n"
     "       accel report --serve DIR [DIR...] [--host HOST]\n"
-    "                    [--port PORT] [--token-file FILE]"
+    "                    [--port PORT] [--token-file FILE] [--media MB]"
 )
 _REPORT_ABOUT = (
     "Write one HTML page of runs side by side: curves, checkpoints, launches, configuration. "
@@ -159,7 +160,7 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
         raise ConfigError(
             "none of the runs has begun", got=f"{len(runs)} without a line or a record", where=str(asked[0])
         )
-    page = report_page(runs).encode(errors="replace")
+    page = report_page(runs, known.media).encode(errors="replace")
     try:
         partial = output.with_name(f"{output.name}.partial")
         _ = partial.write_bytes(page)
@@ -178,6 +179,13 @@ def report_parser() -> Parser:
     _ = built.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, or of runs")
     _ = built.add_argument(
         "--output", default="", metavar="FILE", help=f"the page (default: {_OUTPUT} in the first DIR)"
+    )
+    _ = built.add_argument(
+        "--media",
+        type=_megabytes,
+        default=MEDIA_ROOM,
+        metavar="MB",
+        help=f"most of images, tables and other media on the page (default: {MEDIA_ROOM / 1e6:g})",
     )
     _ = built.add_argument("--serve", action="store_true", help="serve the page, and keep it fresh, until Ctrl-C")
     _ = built.add_argument(
@@ -199,6 +207,13 @@ def _port(text: str) -> int:
     return value
 
 
+def _megabytes(text: str) -> int:
+    value = float(text)
+    if not 0 <= value <= 10_000:
+        raise argparse.ArgumentTypeError("0 to 10000")
+    return int(value * 1e6)
+
+
 def _serve(known: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C; return the exit status."""
     asked: list[Path] = known.folders
@@ -212,10 +227,13 @@ def _serve(known: argparse.Namespace) -> int:
         fix = "Name the address or the name by which readers reach this machine."
         raise ConfigError("not a host that a reader can name", got=host, where="--host", fix=fix)
 
+    def follow(folder: Path) -> FollowedRun:
+        return FollowedRun(folder.name, folder, list_checkpoints, _profile)
+
     def find() -> list[Path]:
         return [run for each in asked for run in (find_runs(each) if each.is_dir() else [each])]
 
-    report = LiveReport(find, lambda folder: FollowedRun(folder.name, folder, list_checkpoints, _profile))
+    report = LiveReport(find, follow, room=known.media)
     token = _token(known.token_file) if known.token_file else secrets.token_urlsafe(24)
     try:
         server = ReportServer(report, token, host, known.port)

@@ -2,9 +2,10 @@
 """Views of runs from the files in their folders. Nothing here loads torch or talks to other ranks.
 
 Begin with `_run_data.py`, which reads a folder once. `_page.py` makes one HTML page of it: `_summary.py` its first
-screen, `_series.py` the curves for the script in `assets/`, `_tables.py` the markup, tables and sections on launches.
-`_compare.py` finds the differences between two runs, `_followed.py` reads a run again and again, which `_watch_app.py`
-shows and a server turns into a page that stays fresh, and `traces` reads profiles.
+screen, `_series.py` the curves for the script in `assets/`, `_media.py` images and other media, checked and made inert,
+`_tables.py` the markup, tables and sections on launches. `_compare.py` finds the differences between two runs,
+`_followed.py` reads a run again and again, which `_watch_app.py` shows and a server turns into a page that stays fresh,
+and `traces` reads profiles.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         rank_rows as rank_rows,
         status_line as status_line,
     )
+    from accel.report._media import MEDIA_ROOM as MEDIA_ROOM
     from accel.report._page import report_page as report_page
     from accel.report._run_data import (
         Curves as Curves,
@@ -51,6 +53,7 @@ __getattr__ = exports(
             "RunState",
             "state_of",
         ),
+        "_media": ("MEDIA_ROOM",),
         "_page": ("report_page",),
         "_followed": ("FollowedRun", "LiveReport", "ReportServer", "exit_status", "rank_rows", "status_line"),
         "_watch_app": ("WatchApp", "open_app"),

@@ -12,7 +12,7 @@ import socketserver
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,11 +25,13 @@ from msgspec.structs import replace
 
 from accel.alerts import Alert, read_alerts
 from accel.errors import ConfigError
-from accel.report._page import page_of, served_page
+from accel.report._media import MEDIA_ROOM, MediaShelf
+from accel.report._page import contents_json, page_of, served_page
 from accel.report._run_data import (
     AT,
     Curves,
     MachineSamples,
+    MediaFolder,
     MetricCurve,
     RunData,
     RunState,
@@ -75,6 +77,7 @@ class FollowedRun:
         self._profile = ""
         self._profiled: Stamps = ()
         self._machine = MachineSamples()
+        self._media = MediaFolder()
 
     def look(self) -> RunData:
         """Return the run as it is now, or raise `OSError`. Of a file that was cut back, only the rest counts."""
@@ -103,6 +106,7 @@ class FollowedRun:
             profile=self._look_at_profile(),
             machine=self._machine.look(self._folder, self._curves.time.get(AT, MetricCurve())) if is_page else {},
             alerts=read_alerts(self._folder) if is_page else (),
+            media=self._media.look(self._folder) if is_page else (),
         )
 
     def stamps(self) -> Stamps:
@@ -232,12 +236,14 @@ class ServedPage(NamedTuple):
         page: the whole page.
         data: the same for the script of an open page, as JSON.
         problem: reason why there is no page; empty for none.
+        contents: JSON of images and other media by their keys in `data`, for those that a reader looks at.
     """
 
     version: str
     page: bytes
     data: bytes
     problem: str = ""
+    contents: Mapping[str, bytes] = {}
 
 
 class LiveReport:
@@ -248,6 +254,7 @@ class LiveReport:
         follow: returns a run that is followed.
         every_s: least time between two looks at the files; a long look makes it longer, so that looks take a tenth.
         now_s: the clock.
+        room: bytes of media that readers can look at.
     """
 
     def __init__(
@@ -256,6 +263,7 @@ class LiveReport:
         follow: Callable[[Path], FollowedRun],
         every_s: float = 2.0,
         now_s: Callable[[], float] = time.monotonic,
+        room: int = MEDIA_ROOM,
     ) -> None:
         self._find = find
         self._follow = follow
@@ -267,6 +275,7 @@ class LiveReport:
         self._runs: dict[Path, tuple[FollowedRun, Stamps, RunData]] = {}
         self._shown: dict[Path, None] = {}  # runs with something to show, in the order in which they had it
         self._order: dict[str, int] = {}  # of charts
+        self._shelf = MediaShelf(room)
         self._seen: object = None
 
     def snapshot(self) -> ServedPage:
@@ -298,16 +307,18 @@ class LiveReport:
             return self._kept
         runs = [run for *_, run in found]
         names = name_runs([run.folder for run in runs])
-        page = page_of([replace(run, name=name) for run, name in zip(runs, names, strict=True)], self._order)
+        named = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+        page = page_of(named, self._order, self._shelf)
         data = msgspec.json.encode({"title": page.title, "kind": page.kind, "main": str(page.main), "data": page.data})
         version = hashlib.blake2b(data, digest_size=12).hexdigest()
         self._seen = seen
-        return ServedPage(version, served_page(page, version).encode(errors="replace"), data)
+        text = served_page(page, version).encode(errors="replace")
+        return ServedPage(version, text, data, contents=page.contents)
 
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
-_PATHS = ("/", "/data")
+_PATHS = ("/", "/data", "/media")
 _PATIENCE_S = 20.0  # for a reader's next bytes
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -320,7 +331,7 @@ _HEADERS = {
 
 
 class ReportServer(ThreadingHTTPServer):
-    """A server of one page and its data, and of no file.
+    """A server of one page, its data and its media, and of no file as it is.
 
     A request needs the token in its URL. That of another method than GET and HEAD, for another host than this one, or
     from the page of another origin is refused: a name of elsewhere that was turned to this machine reads nothing.
@@ -368,10 +379,14 @@ class _Reader(BaseHTTPRequestHandler):
             self.send_error(*refusal)
             return
         found = cast("ReportServer", self.server).report.snapshot()
+        target = urlsplit(self.path)
         if found.problem:
             self.send_error(503, found.problem)
-        elif urlsplit(self.path).path == "/":
+        elif target.path == "/":
             self._send(200, found.page, {"Content-Type": "text/html; charset=utf-8"})
+        elif target.path == "/media":
+            keys = ",".join(parse_qs(target.query).get("keys", [])).split(",")
+            self._send(200, contents_json(found.contents, keys).encode(), {"Content-Type": "application/json"})
         elif self.headers.get("If-None-Match") == f'"{found.version}"':
             self._send(304, b"", {"ETag": f'"{found.version}"'})
         else:

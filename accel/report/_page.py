@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from accel.report import _summary, _tables
+from accel.report._media import MEDIA_ROOM, MediaShelf, PageMedia, media_section
 from accel.report._run_data import AT, MetricCurve, RunData, RunState, state_of
 from accel.report._series import ChartData, SeriesWriter, charts_of, clock_of, counted_axes, marks_of, ranked_metrics
 from accel.report._tables import Html, element, join, launch_sections, table
@@ -21,10 +22,11 @@ from accel.terminal import show_size
 MOST_SIDE_BY_SIDE = 6  # runs; more are a table of one row a run
 _MOST_TILES = 4
 _MOST_OPEN = 12  # charts of a page whose readings of clocks are not folded
+_LAST = ("time/", "system/", "constants and counters")  # titles of groups, behind the media
 _FIRST = ("train", "eval", "val", "valid", "validation", "test")  # groups
 _LONGEST_CODE = 200_000  # characters of changed code on the page
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("data.js", "charts.js", "page.js", "sweep.js")
+_SCRIPTS = ("data.js", "charts.js", "media.js", "page.js", "sweep.js")
 _LIVE = "live.js"
 
 
@@ -36,16 +38,24 @@ class Page(NamedTuple):
         kind: "few" runs side by side, "one", "many" with a row for each, or "empty", with nothing to draw.
         main: its markup.
         data: the curves and more for its script.
+        contents: JSON of its images and other media by their keys in `data`.
     """
 
     title: str
     kind: str
     main: Html
     data: dict[str, Any]
+    contents: Mapping[str, bytes] = {}
 
 
-def page_of(runs: Sequence[RunData], order: dict[str, int] | None = None) -> Page:
-    """Return the page of runs, the first in front; `order` keeps the charts of later pages of them in their places."""
+def page_of(runs: Sequence[RunData], order: dict[str, int] | None = None, shelf: MediaShelf | None = None) -> Page:
+    """Return the page of runs, the first in front.
+
+    Args:
+        runs: the runs.
+        order: places of charts on earlier pages of the runs, which keep them; gets those of new ones.
+        shelf: media of earlier pages, and the room for them.
+    """
     states = [state_of(run.run, run.launches) for run in runs]
     charts = charts_of(runs)
     if order is not None:
@@ -56,25 +66,40 @@ def page_of(runs: Sequence[RunData], order: dict[str, int] | None = None) -> Pag
     project = f"{shared}: " if len(projects) == 1 and (shared := min(projects)) else ""
     title = project + (runs[0].name if len(runs) == 1 else f"{len(runs)} runs")
     is_sweep = len(runs) > MOST_SIDE_BY_SIDE
+    media = (MediaShelf() if shelf is None else shelf).fill([run.media for run in runs])
     details = _shared_details(runs) if is_sweep else _details(runs, states)
-    body = join([element("h1", title), *_first_screen(runs, states, matter), *_charts(runs, charts), *details])
-    data = _script_data(runs, states, charts, [charts.index(each) for each in matter])
-    kind = "many" if is_sweep else "empty" if not charts else "one" if len(runs) == 1 else "few"
-    return Page(title, kind, body, data)
+    body = join([element("h1", title), *_first_screen(runs, states, matter), *_charts(runs, charts, media), *details])
+    data = _script_data(runs, states, charts, [charts.index(each) for each in matter]) | {"media": media.series}
+    is_empty = not charts and not media.series
+    kind = "many" if is_sweep else "empty" if is_empty else "one" if len(runs) == 1 else "few"
+    return Page(title, kind, body, data, media.contents)
 
 
-def report_page(runs: Sequence[RunData]) -> str:
-    """Return the page of runs, the first in front. Beyond six runs it has a row a run, and no launches of each."""
-    page = page_of(runs)
+def report_page(runs: Sequence[RunData], room: int = MEDIA_ROOM) -> str:
+    """Return the page of runs, the first in front. Beyond six runs it has a row a run, and no launches of each.
+
+    Args:
+        runs: the runs.
+        room: bytes of media on the page.
+    """
+    page = page_of(runs, shelf=MediaShelf(room))
     if page.kind == "empty":
-        return _document(page.title, page.main, "", ())
-    return _document(page.title, page.main, _in_script(page.data), [_script(_SCRIPTS)])
+        return _document(page.title, page.main, {}, ())
+    stored = {"contents": contents_json(page.contents, page.contents)} if page.contents else {}
+    return _document(page.title, page.main, {"data": _in_script(page.data), **stored}, [_script(_SCRIPTS)])
+
+
+def contents_json(contents: Mapping[str, bytes], keys: Iterable[str]) -> str:
+    """Return those of these keys that a page has, as JSON."""
+    parts = [f'"{key}":{contents[key].decode()}' for key in keys if key in contents]
+    return f"{{{','.join(parts)}}}".replace("<", "\\u003c")
 
 
 def served_page(page: Page, version: str) -> str:
     """Return a page that asks the server it came from for newer versions, and draws them."""
     script = _script((*_SCRIPTS, _LIVE))
-    return _document(page.title, page.main, _in_script(page.data), [script], data_version=version, data_kind=page.kind)
+    stored = {"data": _in_script(page.data)}
+    return _document(page.title, page.main, stored, [script], data_version=version, data_kind=page.kind)
 
 
 def _in_script(data: object) -> str:
@@ -84,7 +109,9 @@ def _in_script(data: object) -> str:
 
 def _script(names: Sequence[str]) -> str:
     parts = "\n".join((_ASSETS / name).read_text() for name in names)
-    shown = "window.report = { state, charts, frames, setView, currentView };"  # for tests and a browser's console
+    shown = (
+        "window.report = { state, charts, frames, shelf, setView, currentView };"  # for tests and a browser's console
+    )
     return f'(() => {{\n"use strict";\n{parts}\n{shown}\n}})();\n'
 
 
@@ -99,7 +126,7 @@ def policy_of(scripts: Sequence[str], *, is_served: bool = False) -> str:
     )
 
 
-def _document(title: str, body: Html, data: str, scripts: Sequence[str], **served: str) -> str:
+def _document(title: str, body: Html, stored: Mapping[str, str], scripts: Sequence[str], **served: str) -> str:
     head = join(
         [
             element("meta", charset="utf-8"),
@@ -109,7 +136,7 @@ def _document(title: str, body: Html, data: str, scripts: Sequence[str], **serve
             element("style", Html((_ASSETS / "style.css").read_text())),
         ]
     )
-    run = [element("script", Html(data), id="data", type="application/json")] if data else []
+    run = [element("script", Html(text), id=name, type="application/json") for name, text in stored.items()]
     run += [element("script", Html(text)) for text in scripts]
     main = element("main", body, **served)
     page = element("html", element("head", head), element("body", main, *run), lang="en")
@@ -193,12 +220,13 @@ def _alerts(runs: Sequence[RunData], states: Sequence[RunState]) -> Iterator[Htm
             )
 
 
-def _charts(runs: Sequence[RunData], charts: Sequence[ChartData]) -> Iterator[Html]:
+def _charts(runs: Sequence[RunData], charts: Sequence[ChartData], media: PageMedia) -> Iterator[Html]:
     if len(runs) > MOST_SIDE_BY_SIDE:
         yield _bar(runs, charts)
         yield _sweep()
     if not charts:
         yield element("p", "No metrics have been logged.")
+        yield from _media(media)
         return
     if len(runs) <= MOST_SIDE_BY_SIDE:
         yield _bar(runs, charts)
@@ -209,7 +237,22 @@ def _charts(runs: Sequence[RunData], charts: Sequence[ChartData]) -> Iterator[Ht
     )
     keys = "Drag over a curve to zoom, with Shift to pan; double-click to see all. "
     yield element("p", f"{marked}band: least to most of the steps in a point. {keys}", class_="key")
-    for title, is_open, members in _groups(charts):
+    groups = list(_groups(charts))
+    behind = next((at for at, group in enumerate(groups) if group[0] in _LAST), len(groups))
+    yield from _chart_groups(runs, charts, groups[:behind])
+    yield from _media(media)
+    yield from _chart_groups(runs, charts, groups[behind:])
+
+
+def _media(media: PageMedia) -> Iterator[Html]:
+    if media.series:
+        yield media_section(media)
+
+
+def _chart_groups(
+    runs: Sequence[RunData], charts: Sequence[ChartData], groups: Sequence[tuple[str, bool, list[int]]]
+) -> Iterator[Html]:
+    for title, is_open, members in groups:
         cards = [_card(runs, charts, at) for at in members]
         summary = element("summary", title, element("span", f" ({len(members)})"))
         opened = {"open": ""} if is_open else {}

@@ -7,21 +7,26 @@ import math
 import os
 import re
 import socket
+import stat
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from accel.alerts import Alert, read_alerts
 from accel.run_folder import (
+    MEDIA,
     METRICS,
     LaunchRecord,
+    MediaName,
     MetricsLine,
     Position,
     RunRecord,
     decode_line,
+    parse_media,
     read_launches,
     read_new,
     read_run,
@@ -181,6 +186,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         profile: its profile as `accel profile` prints it; empty for none.
         machine: samples of its hosts, by name; those of all GPUs of all hosts are one curve.
         alerts: its alerts in order of time.
+        media: the files of its media.
     """
 
     name: str
@@ -192,6 +198,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     profile: str = ""
     machine: dict[str, SpreadCurve] = {}
     alerts: Sequence[Alert] = ()
+    media: Sequence[MediaFile] = ()
 
     @property
     def damaged(self) -> int:
@@ -222,6 +229,7 @@ def read_data(name: str, folder: Path, checkpoints: Sequence[StoredCheckpoint] =
         profile=profile,
         machine=MachineSamples().look(folder, curves.time.get(AT, MetricCurve())),
         alerts=read_alerts(folder),
+        media=MediaFolder().look(folder),
     )
 
 
@@ -265,6 +273,53 @@ class MachineSamples:
             kept += [line for line in map(decode_line, new.lines) if line is not None]
             if not new.lines:
                 return
+
+
+class MediaFile(NamedTuple):
+    """A file of media.
+
+    Attributes:
+        name: the parts of its name.
+        path: its path.
+        size: its bytes.
+        changed_ns: time of its last change.
+    """
+
+    name: MediaName
+    path: str
+    size: int
+    changed_ns: int
+
+
+class MediaFolder:
+    """The media of a run, listed anew where their folder changed."""
+
+    def __init__(self) -> None:
+        self._changed_ns = -1
+        self._files: Sequence[MediaFile] = ()
+
+    def look(self, folder: Path) -> Sequence[MediaFile]:
+        """Return the files of a run's media by now. Links are not followed."""
+        try:
+            state = os.lstat(folder / MEDIA)
+            if not stat.S_ISDIR(state.st_mode):
+                return ()
+            if state.st_mtime_ns != self._changed_ns:
+                self._files = list(_list_media(folder / MEDIA))
+                is_settled = time.time_ns() - state.st_mtime_ns > 2_000_000_000  # clocks of files have coarse ticks
+                self._changed_ns = state.st_mtime_ns if is_settled else -1
+        except OSError:
+            return ()
+        return self._files
+
+
+def _list_media(folder: Path) -> Iterator[MediaFile]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = parse_media(entry.name)
+            if name is not None and entry.is_file(follow_symlinks=False):
+                state = entry.stat(follow_symlinks=False)
+                yield MediaFile(name, entry.path, state.st_size, state.st_mtime_ns)
 
 
 def _step_at(clock: MetricCurve, time_s: float | None, step: int) -> float:

@@ -61,8 +61,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, marked: Iterabl
     return element("div", body, class_="wide", tabindex="0")
 
 
+def seen_text(text: str) -> str:
+    """Return a text without characters that a page would hide or obey."""
+    return _UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def _escaped(text: str) -> str:
-    return html.escape(_UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text))
+    return html.escape(seen_text(text))
 
 
 NONE = "–"  # noqa: RUF001 - a dash for a cell without a value

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import random
+import struct
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -16,6 +18,8 @@ from accel.run_folder import (
     LaunchEvent,
     LaunchLine,
     LaunchRecord,
+    MediaKind,
+    MediaName,
     RankError,
     RankState,
     RunRecord,
@@ -139,3 +143,36 @@ def write_everything(folder: Path) -> list[Path]:
     write_metrics(short, 1200, seed=2, rate=0.03)
     write_launch(short, stopped="SIGTERM", pid=8)
     return [plain, wide, short]
+
+
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png_head(width: int, height: int, depth: int = 8, color: int = 2, interlaced: int = 0) -> bytes:
+    """The first chunk of a PNG."""
+    return png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced))
+
+
+def make_png(*chunks: bytes) -> bytes:
+    """A PNG of chunks, without its end."""
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks) + png_chunk(b"IEND", b"")
+
+
+def make_picture(width: int = 3, height: int = 2, value: int = 0) -> bytes:
+    """A PNG of pixels of one color."""
+    rows = (b"\0" + bytes([value % 256, value // 256 % 256, 7]) * width) * height
+    return make_png(png_head(width, height), png_chunk(b"IDAT", zlib.compress(rows)))
+
+
+def write_media(
+    folder: Path, kind: MediaKind, name: str, step: int, content: bytes | str | dict[str, object], at: int = 0
+) -> Path:
+    """A file of media, which appears whole."""
+    (folder / "media").mkdir(parents=True, exist_ok=True)
+    path = folder / "media" / MediaName(name, kind, step, at).file
+    partial = path.with_name("partial")
+    data = msgspec.json.encode(content) if isinstance(content, dict) else content
+    partial.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return partial.rename(path)

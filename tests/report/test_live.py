@@ -22,7 +22,7 @@ from sample_runs import write_launch, write_metrics, write_run
 from accel.cli import main
 from accel.cli._runs import _token, run_report
 from accel.errors import ConfigError
-from accel.report import FollowedRun, LiveReport, ReportServer, _followed, read_data
+from accel.report import FollowedRun, LiveReport, ReportServer, _followed, _media, read_data
 from accel.run_folder import encode_line
 
 TOKEN = "a-token-of-24-characters"
@@ -255,8 +255,11 @@ def test_a_followed_page_shows_what_the_written_one_shows(tmp_path: Path, clock:
     for host in ("a", "b"):
         lines = [encode_line(at, {"gpu0/use": at * 0.1, "gpu1/use": 0.5}, {"at": 1.795e9 + at}) for at in range(20)]
         (folder / f"system-{host}.jsonl").write_bytes(b"".join(lines))
+    (folder / "media").mkdir()
+    (folder / "media" / "said-00000010.txt").write_text("hello")
     report = report_of(tmp_path / "runs", clock)
     _ = report.snapshot()
+    (folder / "media" / "said-00000020.txt").write_text("again")
     with (folder / "system-b.jsonl").open("ab") as file:
         _ = file.write(encode_line(20, {"gpu0/use": 9.0}, {"at": 1.795e9 + 20}))
     clock.now_s = 10
@@ -270,6 +273,47 @@ def test_a_followed_page_shows_what_the_written_one_shows(tmp_path: Path, clock:
     assert found["data"] == msgspec.json.decode(
         msgspec.json.encode(_followed.page_of([read_data("demo", folder)]).data)
     )
+
+
+def test_media_are_read_once_and_given_to_readers_that_ask_for_their_keys(
+    tmp_path: Path, clock: Clock, server: ReportServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    media = tmp_path / "runs" / "demo" / "media"
+    reads: list[str] = []
+    read = _media._bytes_of
+    monkeypatch.setattr(_media, "_bytes_of", lambda file, *most: reads.append(file.name.file) or read(file, *most))
+
+    def keys() -> list[str]:
+        clock.now_s += 100
+        found = msgspec.json.decode(ask(server, DATA)[2])["data"]["media"]
+        return [key for each in found for _, named in each["runs"]["0"] for key in named]
+
+    def log(step: int, text: str) -> None:
+        media.mkdir(exist_ok=True)
+        (media / "new").write_text(text)
+        os.replace(media / "new", media / f"said-{step:08}.txt")
+
+    assert keys() == []
+    log(1, "<b>first")
+    log(2, "now the other")
+    first = keys()
+    target = f"/media?token={TOKEN}&keys="
+    status, head, body = ask(server, f"{target}{','.join(first)},other")
+    assert (status, "application/json" in head) == (200, True)
+    shown = [{"text": "<b>first", "more": ""}, {"text": "now the other", "more": ""}]
+    assert msgspec.json.decode(body) == dict(zip(first, shown, strict=True))
+    assert "<b>" not in body
+    assert "now the other" not in ask(server, PAGE)[2]
+    log(3, "third")
+    assert keys()[:2] == first
+    assert reads == ["said-00000002.txt", "said-00000001.txt", "said-00000003.txt"]
+    log(2, "another")
+    assert keys() != first
+    assert ask(server, f"{target}{first[1]}")[2] == "{}"
+    for refused in ("/media?keys=", f"/media?token=x&keys={first[0]}"):
+        assert ask(server, f"{refused}{first[0]}")[0] == 403
+    for empty in ("", "&keys=", "&keys=..%2F..%2Fsecret.txt", "&keys=demo/secret.txt"):
+        assert ask(server, f"/media?token={TOKEN}{empty}")[::2] == (200, "{}")
 
 
 def test_a_link_out_of_a_run_is_not_followed_and_a_name_that_is_no_text_is_shown(tmp_path: Path, clock: Clock) -> None:

@@ -10,7 +10,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from sample_runs import write_everything, write_launch, write_metrics, write_run
+from sample_runs import make_picture, write_everything, write_launch, write_media, write_metrics, write_run
 
 from accel.report import FollowedRun, LiveReport, ReportServer, name_runs, read_data, report_page
 from accel.run_folder import encode_line
@@ -34,6 +34,15 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
+def wait_for(page: Any, condition: str) -> None:
+    """Wait in the page; the browser's own wait needs an eval, which the policy forbids."""
+    for _ in range(600):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError(condition)
+
+
 class Opened:
     """A page, and all that it complained about or asked for."""
 
@@ -50,7 +59,7 @@ class Opened:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri() if isinstance(path, Path) else path)
-        self.page.wait_for_function("report.frames.length > 0")
+        wait_for(self.page, "report.frames.length > 0")
         self.page.wait_for_timeout(300)
 
     def _heard(self, message: Any) -> None:
@@ -169,7 +178,7 @@ def test_axes_and_smoothing_change_the_curves(browser: Any, tmp_path: Path) -> N
     _ = opened.canvas("loss")
     assert page.evaluate(VIEW) == [0, 4999]
     band = "() => { const [{ part }] = report.charts[0].drawn.lines; return part.x.length; }"
-    assert 50 < page.evaluate(band) < 400
+    assert 50 < page.evaluate(band) < 500
     plain = page.evaluate(PIXELS)[0]
     page.locator("#axis").select_option("time")
     assert page.evaluate(VIEW) == [0, pytest.approx(7499.5)]
@@ -328,13 +337,122 @@ def test_hostile_texts_are_shown_as_they_are(browser: Any, tmp_path: Path) -> No
     opened.close()
 
 
-def wait_for(page: Any, condition: str) -> None:
-    """Wait in the page; the browser's own wait needs an eval, which the policy forbids."""
-    for _ in range(600):
-        if page.evaluate(condition):
-            return
-        page.wait_for_timeout(100)
-    raise AssertionError(condition)
+def write_all_media(folder: Path, steps: range, *, mark: int = 0) -> None:
+    """Images and texts at each step, a table and a figure at every second one, histograms."""
+    for step in steps:
+        for at in range(2):
+            write_media(folder, "images", "eval/samples", step, make_picture(16, 12, step + mark), at)
+        write_media(folder, "text", "said", step, f"{folder.name} says {step} {HOSTILE}")
+        counts = {"edges": [0, step, 2 * step], "counts": [1, step], "nonfinite": step % 2}
+        write_media(folder, "histogram", "weights", step, counts)
+        if step % 2 == 0:
+            table = {"columns": ["a", HOSTILE], "rows": [[step, HOSTILE], [0.5, None]]}
+            write_media(folder, "table", "words", step, table)
+            write_media(folder, "figure", "confusion", step, make_picture(400, 300, step + mark))
+
+
+STEP = "() => [document.getElementById('media-at').value, document.getElementById('media-step').textContent]"
+
+
+def panels(page: Any, name: str) -> list[str]:
+    """Texts of the panels of a card, in sight."""
+    card = page.locator(".card.medium").filter(has=page.get_by_role("heading", name=name, exact=True))
+    card.scroll_into_view_if_needed()
+    page.wait_for_timeout(200)
+    return card.locator(".panel").all_inner_texts()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 768), ("light", 390)])
+def test_one_slider_turns_the_media_of_all_runs(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
+    for mark, name in enumerate(("one", "two")):
+        write_metrics(tmp_path / name, 200)
+        write_all_media(tmp_path / name, range(1, 6 - mark), mark=100 * mark)
+    opened = Opened(browser, save_page(tmp_path, [tmp_path / "one", tmp_path / "two"]), scheme=scheme, width=width)
+    page = opened.page
+    page.locator("#media-at").scroll_into_view_if_needed()
+    page.wait_for_timeout(200)
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
+    assert page.evaluate(STEP) == ["4", "step 5, the newest"]
+    one, two = panels(page, "said")
+    assert one.split()[:4] == ["one", "one", "says", "5"]
+    assert two.split()[:6] == ["two", "step", "4", "two", "says", "4"]
+    page.locator("#media-at").focus()
+    for _ in range(2):
+        page.keyboard.press("ArrowLeft")
+    assert panels(page, "said")[1].split()[:4] == ["two", "two", "says", "3"]
+    assert page.evaluate(STEP) == ["2", "step 3, 3 of 5"]
+    assert "step 2" in panels(page, "words")[0]
+    assert HOSTILE in panels(page, "words")[0]
+    assert "0 to 6, 1 not finite" in panels(page, "weights")[0]
+    page.locator("#media-before").click()
+    page.locator("#media-before").click()
+    page.wait_for_timeout(100)
+    assert page.locator("#media-before").is_disabled()
+    assert [text.split("\n")[1] for text in panels(page, "confusion")] == ["first at step 2"] * 2
+    page.locator("#media-after").click()
+    assert len(panels(page, "eval/samples")) == 2
+    sizes = "(all) => all.map((each) => [each.naturalWidth, each.naturalHeight, Math.round(each.clientWidth)])"
+    assert page.locator("img[alt^='eval/samples at step 2']").evaluate_all(sizes) == [[16, 12, 96]] * 4
+    _ = panels(page, "confusion")
+    (wide, high, shown), _ = page.locator("img[alt^='confusion at step 2']").evaluate_all(sizes)
+    assert (wide, high) == (400, 300)
+    assert 100 < shown <= 400
+    drawn = "(each) => new Set(each.getContext('2d').getImageData(60, 20, 200, 100).data).size"
+    _ = panels(page, "weights")
+    assert page.locator(".spread").first.evaluate(drawn) > 3
+    page.locator(".chip", has_text="two").click()
+    assert len(panels(page, "said")) == 1
+    page.locator(".chip", has_text="two").click()
+    assert len(panels(page, "said")) == 2
+    page.locator(".card.medium", has_text="said").locator(".panel").last.hover()
+    assert page.evaluate("report.state.lit") == 1
+    assert page.evaluate("window.hit") is None
+    opened.close()
+
+
+def test_hostile_media_stay_inert_and_what_is_left_out_is_said(browser: Any, tmp_path: Path) -> None:
+    write_metrics(tmp_path, 100)
+    write_media(tmp_path, "text", HOSTILE, 1, HOSTILE * 100)
+    write_media(tmp_path, "images", HOSTILE, 1, f"<svg onload='{HOSTILE}'/>")
+    write_media(tmp_path, "images", "lie", 1, b"\x89PNG\r\n\x1a\n" + HOSTILE.encode())
+    write_media(tmp_path, "table", "t", 1, {"columns": [HOSTILE], "rows": [[HOSTILE]]})
+    opened = Opened(browser, save_page(tmp_path, [tmp_path]))
+    page = opened.page
+    assert HOSTILE in panels(page, "t")[0]
+    page.locator(".media").scroll_into_view_if_needed()
+    page.wait_for_timeout(200)
+    assert HOSTILE in page.locator(".panel pre").text_content()
+    assert "lie-00000001-0.png: a PNG that is cut off" in page.locator("main").inner_text()
+    assert page.locator("main img").count() == 0
+    assert page.evaluate("window.hit") is None
+    opened.close()
+
+
+def test_media_of_many_runs_are_those_that_the_filter_leaves(browser: Any, tmp_path: Path) -> None:
+    runs = write_sweep(tmp_path, 9)
+    for run in runs:
+        write_media(run, "text", "said", 10, f"hello from {run.name}")
+    opened = Opened(browser, save_page(tmp_path, runs), width=1400)
+    page = opened.page
+    assert len(panels(page, "said")) == 6
+    assert "6 of 9 runs" in page.locator(".panels .more").inner_text()
+    page.locator("#filter").fill("lr<0.003")
+    shown = panels(page, "said")
+    assert [text.split()[-1] for text in shown] == [text.split()[0] for text in shown]
+    assert len(shown) == 2
+    assert page.locator(".panels .more").count() == 0
+    opened.close()
+
+
+def test_a_run_of_media_alone_has_a_page(browser: Any, tmp_path: Path) -> None:
+    write_run(tmp_path, config={"lr": 1})
+    write_all_media(tmp_path, range(2, 3))
+    context = browser.new_context(offline=True)
+    page = context.new_page()
+    page.goto(save_page(tmp_path, [tmp_path]).as_uri())
+    assert panels(page, "said")[0].startswith(f"{tmp_path.name} says 2")
+    assert page.locator("#media-after").is_disabled()
+    context.close()
 
 
 def serve(report: LiveReport, port: int = 0) -> ReportServer:
@@ -407,6 +525,41 @@ def test_a_served_page_stays_fresh_and_keeps_what_its_reader_chose(browser: Any,
     end(server)
     assert opened.complaints
     assert all("ERR_CONNECTION_REFUSED" in each for each in opened.complaints)
+    opened.context.close()
+
+
+def test_a_served_page_fetches_media_that_are_looked_at_and_takes_new_ones(browser: Any, tmp_path: Path) -> None:
+    write_metrics(tmp_path / "one", 200)
+    write_all_media(tmp_path / "one", range(1, 4))
+    server = serve(live_report(tmp_path))
+    opened = Opened(browser, server.url)
+    page = opened.page
+    page.evaluate("window.kept = 1")
+    assert panels(page, "said")[0].startswith("one says 3")
+    write_all_media(tmp_path / "one", range(4, 7))
+    wait_for(page, "document.getElementById('media-step').textContent === 'step 6, the newest'")
+    assert panels(page, "said")[0].startswith("one says 6")
+    page.locator("#media-at").focus()
+    page.keyboard.press("Home")
+    assert panels(page, "said")[0].startswith("one says 1")
+    write_media(tmp_path / "one", "text", "loss", 9, "of the same name as a chart")
+    wait_for(page, "document.querySelectorAll('.card.medium').length === 6")
+    assert page.evaluate(STEP) == ["0", "step 1, 1 of 7"]  # what its reader looks at stays
+    assert panels(page, "said")[0].startswith("one says 1")
+    assert panels(page, "loss") == ["first at step 9"]
+    assert opened.canvas("loss").count() == 1
+    assert page.evaluate("[window.kept, window.hit ?? null]") == [1, None]
+    assert opened.complaints == []
+    end(server)
+    wait_for(page, "document.getElementById('live').textContent.includes('Not connected since')")
+    page.locator("#media-at").focus()
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+    wait_for(page, "document.querySelector('.media').textContent.includes('not connected')")
+    server = serve(live_report(tmp_path), server.server_address[1])
+    wait_for(page, "document.getElementById('live').hidden")
+    assert panels(page, "said")[0].startswith("one says 5")
+    end(server)
     opened.context.close()
 
 

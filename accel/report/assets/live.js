@@ -7,10 +7,10 @@ const place = document.querySelector("main");
 const told = make("p", { id: "live", role: "status", hidden: true });
 const live = { version: place.dataset.version, heard: new Date(), asks: false };
 // filled by the script, or by the reader
-const OWN = new Set(["legend", "count", "smooth-value", "rows", "columns", "against", "parallel"]);
+const OWN = new Set(["legend", "count", "smooth-value", "rows", "columns", "against", "parallel", "media-at", "media-step"]);
 const cards = new Map();
 
-const titleOf = (card) => `card ${card.querySelector("h3").textContent}`;
+const titleOf = (card) => `card ${card.dataset.kind ?? ""} ${card.querySelector("h3").textContent}`;
 function keyOf(node) {
   if (node.nodeType !== Node.ELEMENT_NODE) return node.nodeName;
   if (node.id) return `#${node.id}`;
@@ -25,7 +25,7 @@ function morph(old, fresh) {
     if (old.data !== fresh.data) old.data = fresh.data;
     return;
   }
-  if (OWN.has(old.id) || old.localName === "canvas") return;
+  if (OWN.has(old.id) || old.localName === "canvas" || old.className === "panels") return;
   for (const { name, value } of fresh.attributes) {
     const isOwn = name === "open" || name === "disabled" || (name === "class" && old.classList.contains("card"));
     if (!isOwn && old.getAttribute(name) !== value) old.setAttribute(name, value);
@@ -67,6 +67,8 @@ function take(fresh) {
   for (const gone of charts.filter(({ card }) => !card.isConnected)) charts.splice(charts.indexOf(gone), 1);
   for (const card of document.querySelectorAll(".card[data-metric]")) if (!known.has(card)) addChart(card);
   fillDots();
+  addMedia();
+  forgetMedia();
   texts.length = 0;
   chips.forEach((chip, run) => { chip.title = `${RUNS[run].name}: ${RUNS[run].state}`; });
   buildLegend();
@@ -100,11 +102,36 @@ async function ask() {
     }
     live.heard = new Date();
     say("");
+    if (shelf.failed) { shelf.failed = false; renderMedia(); }
   } catch {
     say(`Not connected since ${live.heard.toLocaleTimeString()}. The page goes on when its server is back.`);
   } finally {
     live.asks = false;
   }
+}
+
+// Contents of media are fetched once they come into sight.
+const MOST_KEYS = 200; // of a request
+const asked = new Set();
+shelf.fetch = async (lacking) => {
+  const keys = lacking.filter((key) => !asked.has(key)).slice(0, MOST_KEYS);
+  if (!keys.length) return;
+  for (const key of keys) asked.add(key);
+  try {
+    const answer = await fetch(`media${location.search}&keys=${keys.join(",")}`, { cache: "no-store" });
+    if (!answer.ok) throw new Error(answer.status);
+    const found = await answer.json();
+    for (const key of keys) shelf.contents.set(key, found[key] ?? null); // null: a newer page has it no more
+  } catch {
+    shelf.failed = true; // until the server answers again
+  } finally {
+    for (const key of keys) asked.delete(key);
+  }
+  renderMedia();
+};
+function forgetMedia() {
+  const used = new Set(DATA.media.flatMap(({ runs }) => Object.values(runs).flat().flatMap(([, keys]) => keys)));
+  for (const key of shelf.contents?.keys() ?? []) if (!used.has(key)) shelf.contents.delete(key);
 }
 
 document.body.append(told);

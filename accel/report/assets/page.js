@@ -89,6 +89,10 @@ function applySearch() {
     const name = DATA.metrics[chart.metric].name.toLowerCase();
     chart.card.hidden = !words.every((word) => name.includes(word));
   }
+  for (const card of mediaCards()) {
+    const name = seriesOf(card).name.toLowerCase();
+    card.hidden = !words.every((word) => name.includes(word));
+  }
   for (const group of document.querySelectorAll("details.group")) {
     group.hidden = [...group.querySelectorAll(".card")].every((card) => card.hidden);
   }
@@ -204,13 +208,23 @@ function start() {
   readTheme();
   buildLegend();
   buildControls();
+  addMedia();
   onChange((what) => {
     if (what === "runs" || what === "lit") updateLegend();
+    if (what === "runs") updateSteps();
+    if (what === "runs" || what === "lit") renderMedia();
     if (what === "runs") state.view = state.view && currentView();
     document.getElementById("reset")?.toggleAttribute("disabled", !state.view);
     redraw();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); redraw(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    readTheme();
+    redraw();
+    redrawSpreads();
+  });
+  const bar = document.getElementById("bar");
+  const keepClear = () => document.body.style.setProperty("--bar", `${bar.offsetHeight}px`);
+  if (bar) new ResizeObserver(keepClear).observe(bar);
   addEventListener("pointerdown", ({ target }) => { if (state.hover && target.tagName !== "CANVAS") setHover(null); });
   addEventListener("scroll", () => { if (state.hover) setHover(null); }, { passive: true });
   changed("runs");

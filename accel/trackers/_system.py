@@ -258,10 +258,24 @@ def _gpu_sources(nvml: Any) -> dict[str, Source]:
     """Return a source for each GPU that NVML shows; none without a driver."""
     try:
         nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(at) for at in range(nvml.nvmlDeviceGetCount())]
-    except nvml.NVMLError:
-        return {}
-    return {f"gpu{at}": _gpu_source(nvml, f"gpu{at}", handle) for at, handle in enumerate(handles)}
+        count: int = nvml.nvmlDeviceGetCount()
+    except nvml.NVMLError as error:
+        is_absent = error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return {} if is_absent else {"NVML": _failing(error)}
+    sources: dict[str, Source] = {}
+    for at in range(count):
+        try:
+            sources[f"gpu{at}"] = _gpu_source(nvml, f"gpu{at}", nvml.nvmlDeviceGetHandleByIndex(at))
+        except nvml.NVMLError as error:  # one that is lost or not ours; the others have their numbers
+            sources[f"gpu{at}"] = _failing(error)
+    return sources
+
+
+def _failing(error: Exception) -> Source:
+    def read(seconds: float) -> Values:
+        raise error
+
+    return read
 
 
 def _gpu_source(nvml: Any, name: str, handle: Any) -> Source:
@@ -269,15 +283,27 @@ def _gpu_source(nvml: Any, name: str, handle: Any) -> Source:
         "use_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
         "memory_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
         "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-        "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        "temperature_c": lambda: _temperature(nvml, handle),
     }
 
     def read(seconds: float) -> Values:
         del seconds
         values: Values = {}
+        problem: Exception | None = None
         for reading, ask in readings.items():
-            with contextlib.suppress(nvml.NVMLError):  # a card without that sensor, or one that fell off the bus
+            try:
                 values[f"{name}/{reading}"] = ask()
+            except nvml.NVMLError as error:  # a card without that sensor
+                problem = error
+        if problem is not None and not values:  # one that fell off the bus
+            raise problem
         return values
 
     return read
+
+
+def _temperature(nvml: Any, handle: Any) -> float:
+    """Return degrees of Celsius; by the older function, which CUDA 14 drops, where package or driver lack the newer."""
+    with contextlib.suppress(nvml.NVMLError, AttributeError):
+        return nvml.nvmlDeviceGetTemperatureV(handle, nvml.NVML_TEMPERATURE_GPU)
+    return nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)

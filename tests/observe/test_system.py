@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of the machine: what a line holds, cuts at a resume, gaps where a source fails, GPUs of a stand-in NVML."""
 
+# ruff: noqa: N802 - functions of NVML have its names
+
 from __future__ import annotations
 
 import importlib.util
@@ -32,24 +34,31 @@ def lines(folder: Path, node: int = 0) -> list[dict[str, Any]]:
 
 
 class NVMLError(Exception):
-    pass
+    def __init__(self, value: int) -> None:
+        super().__init__(f"code {value}")
+        self.value = value
 
 
-def standin(*, driver: bool = True) -> types.ModuleType:
+NOT_SUPPORTED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, GPU_IS_LOST = 3, 9, 12, 15
+
+
+def standin(*, trouble: int = 0) -> types.ModuleType:
     """A module with the functions of NVML that are used, for two GPUs; the second has no sensor of its power."""
 
     def init() -> None:
-        if not driver:
-            raise NVMLError("no driver")
+        if trouble:
+            raise NVMLError(trouble)
 
     def power(handle: int) -> int:
         if handle:
-            raise NVMLError("not supported")
+            raise NVMLError(NOT_SUPPORTED)
         return 250_500
 
     module = types.ModuleType("pynvml")
     vars(module).update(
         NVMLError=NVMLError,
+        NVML_ERROR_LIBRARY_NOT_FOUND=LIBRARY_NOT_FOUND,
+        NVML_ERROR_DRIVER_NOT_LOADED=DRIVER_NOT_LOADED,
         NVML_TEMPERATURE_GPU=0,
         nvmlInit=init,
         nvmlDeviceGetCount=lambda: 2,
@@ -66,6 +75,85 @@ def standin(*, driver: bool = True) -> types.ModuleType:
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[[types.ModuleType], None]:
     _ = pytest.importorskip("psutil", reason="the extra `system` is not installed")
     return lambda module: monkeypatch.setitem(sys.modules, "pynvml", module)
+
+
+class OldLibrary:
+    """The C functions of NVML as nvidia-ml-py calls them: two GPUs without a sensor of power, the second one lost."""
+
+    is_lost = False
+
+    @property
+    def answer(self) -> int:
+        return GPU_IS_LOST if self.is_lost else 0
+
+    def nvmlInitWithFlags(self, flags: int) -> int:
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, found: Any) -> int:
+        found._obj.value = 2
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, at: Any, found: Any) -> int:
+        return GPU_IS_LOST if at.value == 1 else 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any, found: Any) -> int:
+        found._obj.gpu = 71
+        return self.answer
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, found: Any) -> int:
+        found._obj.used = 5 * 2**30
+        return self.answer
+
+    def nvmlDeviceGetPowerUsage(self, handle: Any, found: Any) -> int:
+        return NOT_SUPPORTED
+
+    def nvmlDeviceGetTemperature(self, handle: Any, sensor: Any, found: Any) -> int:
+        found._obj.value = 54
+        return self.answer
+
+
+class NewLibrary(OldLibrary):
+    def nvmlDeviceGetTemperatureV(self, handle: Any, found: Any) -> int:
+        found._obj.temperature = 55
+        return self.answer
+
+
+@pytest.mark.parametrize(("library", "degrees"), [(OldLibrary(), 54), (NewLibrary(), 55)])
+def test_the_package_of_nvml_is_called_by_its_names(
+    library: OldLibrary, degrees: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    _ = pytest.importorskip("psutil", reason="the extra `system` is not installed")
+    package = pytest.importorskip("pynvml", reason="the extra `system` is not installed")
+    monkeypatch.setattr(package, "nvmlLib", library)
+    monkeypatch.setattr(package, "_nvmlGetFunctionPointer_cache", {})
+    written: list[dict[str, Any]] = []
+    sampler = Sampler(dict, lambda line: written.append(json.loads(line)), 0.5, 7)
+    found = sources_of([], str(tmp_path))
+    sampler._sources = {name: found[name] for name in found if name.startswith("gpu")}
+    sampler.sample()
+    library.is_lost = True
+    sampler.sample()
+    sampler.end()
+    [line] = written
+    assert {name: line[name] for name in line if name.startswith("gpu")} == {
+        "gpu0/use_percent": 71,
+        "gpu0/memory_bytes": 5 * 2**30,
+        "gpu0/temperature_c": degrees,
+    }
+    told = [each.getMessage().partition(", ")[2] for each in caplog.records]
+    assert [text.split(" cannot be read or written: ")[0] for text in told] == ["gpu1", "gpu0"]
+    assert all("GPU is lost" in text or "GpuIsLost" in text for text in told)
+
+
+@pytest.mark.parametrize(("code", "names"), [(DRIVER_NOT_LOADED, set()), (LIBRARY_NOT_FOUND, set()), (18, {"NVML"})])
+def test_a_machine_without_a_driver_has_no_gpus_and_a_broken_one_tells_it(
+    code: int, names: set[str], nvml: Callable[[types.ModuleType], None], tmp_path: Path
+) -> None:
+    nvml(standin(trouble=code))
+    sources = sources_of([], str(tmp_path))
+    assert {name for name in sources if name.startswith(("gpu", "NVML"))} == names
+    for name in names:
+        assert "code 18" in str(caught(lambda name=name: sources[name](1.0)))
 
 
 def test_a_host_is_sampled_with_its_gpus_and_cut_back_at_a_resume(
@@ -109,7 +197,7 @@ def test_a_host_is_sampled_with_its_gpus_and_cut_back_at_a_resume(
 
 
 def test_it_is_off_by_default(nvml: Callable[[types.ModuleType], None], tmp_path: Path, ranks: Simulator) -> None:
-    nvml(standin(driver=False))
+    nvml(standin(trouble=DRIVER_NOT_LOADED))
 
     def train(ctx: accel.DistContext) -> None:
         with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path) as trackers:
@@ -182,7 +270,7 @@ def test_the_pause_grows_with_the_cost_of_a_sample() -> None:
 
 
 def test_processes_that_are_gone_are_left_out(nvml: Callable[[types.ModuleType], None], tmp_path: Path) -> None:
-    nvml(standin(driver=False))
+    nvml(standin(trouble=DRIVER_NOT_LOADED))
     sources = sources_of([2**22 + 5], str(tmp_path))
     assert sources["ranks"](1.0) == {}
     assert not any(name.startswith("gpu") for name in sources)

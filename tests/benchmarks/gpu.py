@@ -41,7 +41,8 @@ class Run(NamedTuple):
     exact: bool = False
 
 
-GPT = ("examples/gpt.py", "--steps", "60")
+FRESH = "FRESH"  # a folder of the run's own, so that no run resumes another
+GPT = ("examples/gpt.py", "--steps", "60", "--out", FRESH)
 LARGE = ("tests/benchmarks/tensor_parallel.py", "--widths", "4096", "--tokens", "4096", "--rounds", "5")
 RUNS = (
     Run("tests", ("-m", "pytest", "-m", "gpu", "-n", "0", "tests/gpu"), exact=True),
@@ -64,12 +65,13 @@ RUNS = (
 )
 
 
-def command(run: Run, gpus: int) -> list[str]:
-    """Return the words of a run on a machine with so many GPUs."""
-    if run.words[0] == "-m" or "big_model_overhead" in run.words[0]:  # one process, by itself
-        return [sys.executable, *run.words]
+def command(run: Run, gpus: int, fresh: str = FRESH) -> list[str]:
+    """Return the words of a run on a machine with so many GPUs, and with a folder of its own."""
+    words = [fresh if word == FRESH else word for word in run.words]
+    if words[0] == "-m" or "big_model_overhead" in words[0]:  # one process, by itself
+        return [sys.executable, *words]
     processes = run.gpus if run.exact else gpus
-    return [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", str(processes), *run.words]
+    return [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", str(processes), *words]
 
 
 def chosen(gpus: int, only: Sequence[str]) -> list[Run]:
@@ -79,11 +81,17 @@ def chosen(gpus: int, only: Sequence[str]) -> list[Run]:
 
 def measure(run: Run, gpus: int, out: Path, limit_s: float) -> tuple[str, int]:
     """Run one, and keep its output; return its last lines and its status, 124 after the limit."""
-    file = out / f"{run.name.replace(' ', '-').replace(chr(39), '')}.txt"
+    name = run.name.replace(" ", "-").replace("'", "")
+    file = out / f"{name}.txt"
     with file.open("w") as target:
         try:
             status = subprocess.run(
-                command(run, gpus), cwd=ROOT, stdout=target, stderr=subprocess.STDOUT, timeout=limit_s, check=False
+                command(run, gpus, str(out / name)),
+                cwd=ROOT,
+                stdout=target,
+                stderr=subprocess.STDOUT,
+                timeout=limit_s,
+                check=False,
             ).returncode
         except subprocess.TimeoutExpired:
             status = 124

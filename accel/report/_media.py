@@ -25,6 +25,8 @@ from accel.terminal import show_size
 MEDIA_ROOM = 20_000_000  # bytes of media on a page
 _KINDS: tuple[MediaKind, ...] = ("images", "figure", "table", "text", "histogram")
 _MOST_STEPS = 1000  # of a name in a run: a slider has no more places
+_MOST_DRAWN = 200  # of a histogram's name, all of which are drawn at once
+_MOST_OPEN = 6  # histograms that are not folded
 _MOST_IMAGES = 64  # of a step
 _LONGEST_TEXT = 50_000  # characters of a text
 _LONGEST_CELL = 1000
@@ -159,7 +161,7 @@ class _Choice:
         counts[0] += 1
         files = record.files[:_MOST_IMAGES]
         is_full = self._left < _OVERHEAD + sum(map(_least, files)) or min(self._patience, self._inflatable) <= 0
-        if is_full or len(steps) >= _MOST_STEPS:
+        if is_full or len(steps) >= (_MOST_DRAWN if record.files[0].name.kind == "histogram" else _MOST_STEPS):
             counts[1] += 1
             return
         self._cut[at] = self._cut.get(at, False) or len(files) < len(record.files)
@@ -229,7 +231,7 @@ class _Choice:
         left = sum(each[1] for each in self._counts.values())
         if not left:
             return ""
-        room = f"{self._room / 1e6:g} MB and {_MOST_STEPS} steps of a name"
+        room = f"{self._room / 1e6:g} MB and {_MOST_STEPS} steps of a name, {_MOST_DRAWN} of histograms"
         kept = ": the newest, and of the others evenly spaced ones" if left < count else ""
         return f"{count - left} of {count} records are on the page, which has room for {room}{kept} (--media MB)."
 
@@ -446,9 +448,16 @@ def media_section(media: PageMedia) -> Html:
         class_="controls steps",
     )
     cards = [_card(media, at) for at in range(len(media.series))]
+    spreads = [card for card, each in zip(cards, media.series, strict=True) if each["kind"] == "histogram"]
+    folded: list[Html] = []
+    if len(spreads) > _MOST_OPEN:
+        cards = cards[: -len(spreads)]
+        title = element("summary", "histograms", element("span", f" ({len(spreads)})"))
+        folded = [element("details", title, element("div", *spreads, class_="cards"))]
     body = [slider] if shown else []
     body += [element("p", media.summary, class_="key")] if media.summary else []
-    return element("details", head, *body, element("div", *cards, class_="cards"), class_="group media", open="")
+    shelf = element("div", *cards, class_="cards")
+    return element("details", head, *body, shelf, *folded, class_="group media", open="")
 
 
 def _card(media: PageMedia, at: int) -> Html:

@@ -160,6 +160,29 @@ def make_png(*chunks: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks) + png_chunk(b"IEND", b"")
 
 
+PNG_DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}  # by the type of color
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+_PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+
+
+def png_rows(width: int, height: int, bits: int, interlaced: int = 0) -> bytes:
+    """Rows of all passes, each behind its filter."""
+    rows = b""
+    for left, top, across, down in _PASSES if interlaced else ((0, 0, 1, 1),):
+        columns = len(range(left, width, across))
+        rows += (b"\0" + b"\1" * ((columns * bits + 7) // 8)) * (len(range(top, height, down)) if columns else 0)
+    return rows
+
+
+def png_of_form(width: int, height: int, depth: int, color: int, interlaced: int, parts: int = 1) -> bytes:
+    """A PNG of a type of color and a depth, with its pixels in several chunks."""
+    packed = zlib.compress(png_rows(width, height, depth * _CHANNELS[color], interlaced))
+    cuts = [packed[at * len(packed) // parts : (at + 1) * len(packed) // parts] for at in range(parts)]
+    palette = [png_chunk(b"PLTE", b"\1\2\3" * 2), png_chunk(b"tRNS", b"\5")] if color == 3 else []
+    head = png_head(width, height, depth, color, interlaced)
+    return make_png(head, *palette, *(png_chunk(b"IDAT", each) for each in cuts))
+
+
 def make_picture(width: int = 3, height: int = 2, value: int = 0) -> bytes:
     """A PNG of pixels of one color."""
     rows = (b"\0" + bytes([value % 256, value // 256 % 256, 7]) * width) * height

@@ -10,7 +10,16 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from sample_runs import make_picture, write_everything, write_launch, write_media, write_metrics, write_run
+from sample_runs import (
+    PNG_DEPTHS,
+    make_picture,
+    png_of_form,
+    write_everything,
+    write_launch,
+    write_media,
+    write_metrics,
+    write_run,
+)
 
 from accel.report import FollowedRun, LiveReport, ReportServer, name_runs, read_data, report_page
 from accel.run_folder import encode_line
@@ -425,6 +434,36 @@ def test_hostile_media_stay_inert_and_what_is_left_out_is_said(browser: Any, tmp
     assert "lie-00000001-0.png: a PNG that is cut off" in page.locator("main").inner_text()
     assert page.locator("main img").count() == 0
     assert page.evaluate("window.hit") is None
+    opened.close()
+
+
+FORMS = [(color, depth) for color, depths in PNG_DEPTHS.items() for depth in depths]
+
+
+def test_the_browser_decodes_each_form_of_png_that_the_page_keeps(browser: Any, tmp_path: Path) -> None:
+    write_metrics(tmp_path, 100)
+    for at, (color, depth) in enumerate(FORMS):
+        for interlaced in (0, 1):
+            write_media(
+                tmp_path, "images", "forms", 1, png_of_form(11, 7, depth, color, interlaced), 2 * at + interlaced
+            )
+    opened = Opened(browser, save_page(tmp_path, [tmp_path]))
+    _ = panels(opened.page, "forms")
+    sizes = "(all) => all.map((each) => [each.complete, each.naturalWidth, each.naturalHeight])"
+    found = opened.page.locator(".panel img").evaluate_all(sizes)
+    assert found == [[True, 11, 7]] * 2 * len(FORMS)
+    opened.close()
+
+
+def test_more_than_six_histograms_are_folded(browser: Any, tmp_path: Path) -> None:
+    write_metrics(tmp_path, 100)
+    for at in range(9):
+        write_media(tmp_path, "histogram", f"layer {at}", 1, {"edges": [0, at + 1], "counts": [1]})
+    opened = Opened(browser, save_page(tmp_path, [tmp_path]))
+    page = opened.page
+    assert not page.get_by_role("heading", name="layer 3").is_visible()
+    page.locator("details.media summary", has_text="histograms (9)").click()
+    assert panels(page, "layer 3") == ["0 to 4"]
     opened.close()
 
 

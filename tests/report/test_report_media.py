@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given, strategies as st
-from sample_runs import make_picture, make_png, png_chunk, png_head, write_media
+from sample_runs import PNG_DEPTHS, make_picture, make_png, png_chunk, png_head, png_of_form, png_rows, write_media
 
 from accel.cli import main
 from accel.report import read_data, report_page
@@ -22,19 +22,7 @@ from accel.report._media import Picture, clean_png
 from accel.report._tables import NONE
 from accel.run_folder import encode_line
 
-DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
-CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
-FORMATS = [(color, depth) for color, depths in DEPTHS.items() for depth in depths]
-
-
-def pixels_of(width: int, height: int, bits: int, interlaced: int = 0) -> bytes:
-    """Rows of the passes, each behind its filter."""
-    rows = b""
-    for left, top, across, down in PASSES if interlaced else ((0, 0, 1, 1),):
-        columns = len(range(left, width, across))
-        rows += (b"\0" + b"\1" * ((columns * bits + 7) // 8)) * (len(range(top, height, down)) if columns else 0)
-    return rows
+FORMATS = [(color, depth) for color, depths in PNG_DEPTHS.items() for depth in depths]
 
 
 @given(st.sampled_from(FORMATS), st.integers(1, 20), st.integers(1, 20), st.integers(0, 1), st.integers(1, 3))
@@ -42,24 +30,19 @@ def test_each_form_of_a_png_is_kept_as_it_is(
     form: tuple[int, int], width: int, height: int, interlaced: int, parts: int
 ) -> None:
     color, depth = form
-    packed = zlib.compress(pixels_of(width, height, depth * CHANNELS[color], interlaced))
-    cuts = [packed[at * len(packed) // parts : (at + 1) * len(packed) // parts] for at in range(parts)]
-    palette = [png_chunk(b"PLTE", b"\1\2\3" * 2), png_chunk(b"tRNS", b"\5")] if color == 3 else []
-    whole = make_png(
-        png_head(width, height, depth, color, interlaced), *palette, *(png_chunk(b"IDAT", each) for each in cuts)
-    )
+    whole = png_of_form(width, height, depth, color, interlaced, parts)
     found = clean_png(whole)
     assert (found.png, found.width, found.height) == (whole, width, height)
 
 
 def test_what_is_beside_the_picture_is_left_out() -> None:
-    head, pixels = png_head(3, 2), png_chunk(b"IDAT", zlib.compress(pixels_of(3, 2, 24)))
+    head, pixels = png_head(3, 2), png_chunk(b"IDAT", zlib.compress(png_rows(3, 2, 24)))
     extra = [png_chunk(kind, b"<script>") for kind in (b"tEXt", b"iCCP", b"eXIf", b"acTL")]
     found = clean_png(make_png(head, *extra, pixels, extra[0]) + b"PK an archive")
     assert found.png == make_png(head, pixels)
 
 
-GOOD = zlib.compress(pixels_of(3, 2, 24))
+GOOD = zlib.compress(png_rows(3, 2, 24))
 BAD = {
     "not a PNG": b"<svg xmlns='http://www.w3.org/2000/svg' onload='alert(1)'/>",
     "a PNG that is cut off": make_picture()[:-3],

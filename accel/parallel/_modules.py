@@ -68,16 +68,25 @@ def repeated(model: nn.Module) -> set[int]:
     for holder in model.modules():
         if isinstance(holder, nn.ModuleList | nn.Sequential):
             blocks = [child for child in holder if any(True for _ in child.children())]
-            counts = Counter(map(_written_class, blocks))
-            found.update(id(child) for child in blocks if counts[_written_class(child)] > 1 and not is_elsewhere(child))
+            counts = Counter(map(written_class, blocks))
+            found.update(id(child) for child in blocks if counts[written_class(child)] > 1 and not is_elsewhere(child))
     return found
 
 
-def _written_class(module: nn.Module) -> type:
+def written_class(module: nn.Module) -> type:
     """The class of a module behind those that parallelism has put before it, such as that of a first block alone."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     before = (Mixin, getattr(fsdp, "FSDPModule", Mixin))  # another thread may be importing the module
     return next(each for each in type(module).__mro__ if not issubclass(each, before))
+
+
+def forward_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments of a module's own forward, behind the classes that parallelism has put before
+    its own."""
+    forward = vars(module).get("forward")
+    if forward is not None:
+        return tuple(inspect.signature(forward).parameters)
+    return tuple(inspect.signature(cast(Any, written_class(module)).forward).parameters)[1:]
 
 
 def is_elsewhere(module: nn.Module) -> bool:

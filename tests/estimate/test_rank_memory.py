@@ -59,7 +59,7 @@ def trained(
     monkeypatch: pytest.MonkeyPatch, sizes: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, rank: int = 0
 ) -> tuple[int, Mapping[Any, int], Mapping[Any, int]]:
     """The peak of a rank, and bytes and calls by axis and operation, of a model that `prepare_model` spreads."""
-    monkeypatch.setattr("accel.parallel.axes.context._spread._documents", one_document)
+    monkeypatch.setattr("accel.parallel.axes.context._transformers._documents", one_document)
     monkeypatch.setattr("accel.parallel.axes.context._attention.attend", attend)
     with fake_rank(monkeypatch, axes, rank, strategy=step.strategy) as ctx:
         fake = FakeTensorMode(allow_non_fake_inputs=True)

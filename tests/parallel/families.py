@@ -25,7 +25,13 @@ from accel.testing import Simulator
 
 WORDS, TOKENS, ROWS, IGNORED = 95, 12, 10, -100
 TOLERANCE = 1e-10
-UNUSED = ("logit_scale", "logit_bias", "mask_token")  # by the losses here
+UNUSED = (
+    "logit_scale",
+    "logit_bias",
+    "mask_token",
+    "tower.post_layernorm.weight",
+    "tower.post_layernorm.bias",
+)  # by the losses
 LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99, "pad_token_id": 0}
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
 ENCODER = LAYERS | SPECIAL | {"intermediate_size": 64}
@@ -50,6 +56,13 @@ CLIP = {
     "vision_config": IMAGE,
     "projection_dim": 16,
 }
+LLAVA = {
+    "text_config": GATED | {"model_type": "llama"},
+    "vision_config": IMAGE | {"model_type": "clip_vision_model"},
+    "image_token_id": 98,
+    "image_seq_length": 16,
+    "vision_feature_layer": -1,
+}
 LLAMA4 = GATED | {
     "intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "interleave_moe_layer_step": 1,
     "attention_chunk_size": 8,
@@ -69,7 +82,7 @@ class Family(NamedTuple):
         config: class of its config; "" for a module of a function.
         settings: of the config.
         kind: "words" for logits of tokens, "classes" for those of rows, "vectors" for embeddings of texts and images,
-            "speech", "translation", or "features".
+            "captions" for logits of tokens among images, "speech", "translation", or "features".
         casts: whether its forward computes in fp32 what `Wide` makes float64.
     """
 
@@ -165,6 +178,7 @@ FAMILIES: Mapping[str, Family] = {
     "Granite": Family("GraniteForCausalLM", "GraniteConfig", GATED),
     "Llama": Family("LlamaForCausalLM", "LlamaConfig", GATED),
     "Llama 4": Family("Llama4ForCausalLM", "Llama4TextConfig", LLAMA4),
+    "LLaVA": Family("LlavaForConditionalGeneration", "LlavaConfig", LLAVA, "captions"),
     "M2M100": Family("M2M100ForConditionalGeneration", "M2M100Config", SEQ2SEQ, "translation"),
     "Mamba": Family(
         "MambaForCausalLM",
@@ -327,12 +341,18 @@ def rows(name: str) -> list[Mapping[str, Tensor]]:
             if kind == "speech":
                 source = {"input_features": torch.randn(8, 16, generator=draw, dtype=torch.float64)}
             found.append({**source, "decoder_input_ids": given, "target": target})
+        elif kind == "captions":
+            ids = torch.cat([ids[:5], torch.full((16,), 98), ids[5:]])
+            mask = (torch.arange(len(ids)) < len(ids) - at % 4).long()
+            target = ids.roll(-1).where(mask.bool() & (ids.roll(-1) != 98), torch.tensor(IGNORED))
+            image = torch.randn(3, 16, 16, generator=draw, dtype=torch.float64)
+            found.append({"input_ids": ids, "attention_mask": mask, "pixel_values": image, "target": target})
         elif kind in ("classes", "vectors"):
             image = torch.randn(3, 16, 16, generator=draw, dtype=torch.float64)
             text = {} if kind == "classes" else {"input_ids": ids, "attention_mask": mask}
             found.append({**text, "pixel_values": image, "target": torch.tensor(at % 2)})
         elif kind == "features":
-            source, target = (torch.randn(n, 32, generator=draw, dtype=torch.float64) for n in (TOKENS, 9))
+            source, target = (torch.randn(n, 32, generator=draw, dtype=torch.float64) for n in (TOKENS, 8))
             found.append({"source": source, "target": target})
         else:
             found.append({"input_ids": ids, "attention_mask": mask, "target": target})
@@ -354,7 +374,7 @@ def loss_of(name: str, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[T
 def loss_sum(kind: str, output: Any, target: Tensor) -> tuple[Tensor, int]:
     """Return the sum of losses of an output, and the number of those that count."""
     if kind == "features":
-        return output.square().sum(), len(target)
+        return output.square().sum(), target.shape[:2].numel()
     if kind == "vectors":
         return (output.text_embeds * output.image_embeds.roll(1, -1)).sum(), len(target)
     logits = output.logits
@@ -435,9 +455,17 @@ def on_mesh(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, ba
 def cut(ctx: accel.DistContext, name: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return this rank's tokens of a batch on a mesh with cp; all of them on others."""
     kind = FAMILIES[name].kind
-    if ctx.axis("cp").size == 1 or kind not in ("words", "translation"):
+    if ctx.axis("cp").size == 1 or kind in ("classes", "vectors"):
         return batch
     part = accel.parallel.split_sequence
+    if kind == "features":
+        own = part(ctx, {"source": batch["source"]}, shift=())
+        goal = part(ctx, {"target": batch["target"]}, shift=())
+        return {"source": own["source"], "target": goal["target"]}
+    if kind == "speech":  # sounds are not cut
+        goal = {key: batch[key] for key in ("decoder_input_ids", "target")}
+        filled = part(ctx, goal, shift=(), pad={"decoder_input_ids": 0, "target": IGNORED})
+        return {**batch, **{key: filled[key] for key in goal}}
     source = {key: batch[key] for key in ("input_ids", "attention_mask")}
     if kind == "translation":  # two sequences, the second filled up
         goal = {key: batch[key] for key in ("decoder_input_ids", "target")}
@@ -445,12 +473,15 @@ def cut(ctx: accel.DistContext, name: str, model: nn.Module, batch: Mapping[str,
         own = {**part(ctx, source, shift=()), **{key: filled[key] for key in goal}}
     else:
         own = part(ctx, {**source, "target": batch["target"]}, shift=())
+        own |= {key: batch[key] for key in batch if key not in own}  # images are not cut
     if "position_ids" not in inspect.signature(accel.unwrap_model(model).forward).parameters:
         del own["position_ids"]
         return own
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):  # keeps the first positions for padding
             own["position_ids"] = own["position_ids"] + cast(int, module.padding_idx) + 1
+    if name == "MPNet":  # as well, and numbers the whole sequence itself
+        del own["position_ids"]
     return own
 
 
@@ -476,7 +507,7 @@ def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, 
         own = whole[share::shares]
         each = torch.utils.data.default_collate(own)
         target = each["target"]
-        count = int((target != IGNORED).sum()) if target.ndim > 1 and kind != "features" else len(target)
+        count = target.shape[:2].numel() if kind == "features" else int((target != IGNORED).sum())
         accum = accum.next(last=at == starts[-1])
         inputs = _given(kind, each)
         with _wider(name):

@@ -26,6 +26,13 @@ import accel
         pytest.param("BART", "cp=2", marks=pytest.mark.slow),  # tables of positions that count from 0
         pytest.param("RoBERTa", "cp=2", marks=pytest.mark.slow),  # positions that are kept for padding
         pytest.param("Mistral", "cp=2", marks=pytest.mark.slow),  # windows beside padding
+        ("BLOOM", "cp=2"),  # scores of its own, and padding
+        pytest.param("GPT-J", "cp=2", marks=pytest.mark.slow),  # whole again behind its blocks
+        pytest.param("StableLM", "cp=2", marks=pytest.mark.slow),  # keywords that a block drops
+        pytest.param("Whisper", "cp=2", marks=pytest.mark.slow),  # sounds that are not cut
+        pytest.param("CLIP", "cp=2", marks=pytest.mark.slow),  # texts and images that the model cuts
+        pytest.param("LLaVA", "cp=2", marks=pytest.mark.slow),  # images among tokens
+        pytest.param("nn.Transformer", "cp=2", marks=pytest.mark.slow),  # torch's attention
     ],
 )
 def test_a_family_trains_as_in_a_plain_loop(ranks: Any, name: str, mesh: str) -> None:

@@ -2,7 +2,8 @@
 """Context parallelism: ranks along cp share the positions of a sequence, and attention crosses them.
 
 Begin with `_split.py`: each rank takes its positions of a batch; `_attention.py` computes attention over all of them,
-by the kernels of `_kernels.py`. `_spread.py` connects the attention of transformers models; `_checks.py` refuses what
+by the kernels of `_kernels.py`. `_spread.py` is the answer for models: `_transformers.py` connects the attention of
+transformers models, `_whole.py` gathers sequences around modules that no function reaches. `_checks.py` refuses what
 cannot be cut.
 """
 

@@ -5,14 +5,14 @@ sent, models by a `PrepareError` that names the module."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from accel.errors import ConfigError, PrepareError
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import forward_names, named_modules
 from accel.parallel.axes.context._kernels import Terms
 
 _WHERE = "context_attention"
@@ -143,23 +143,110 @@ def _misfit(expected: str, *tensors: Any) -> ConfigError:
     return ConfigError("q, k and v do not fit together", expected=expected, got=got, where=_WHERE)
 
 
-_FORWARD = "forward of a model on a mesh with cp"
+FORWARD = "forward of a model on a mesh with cp"
 _LEAVE = "Leave cp out of the mesh."
-_SAMPLES = ("pixel_values", "input_features", "input_values")  # inputs that are no tokens
+SAMPLES = ("pixel_values", "input_features", "input_values")  # inputs that are no tokens
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _ONE_POSITION = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 
 
-def check_mixers(model: nn.Module) -> None:
-    """Raise `PrepareError` for a module that mixes positions and that no attention of accel replaces."""
+class Stack(NamedTuple):
+    """Blocks of a model of transformers that its hidden states pass one by one.
+
+    Attributes:
+        blocks: modules of one list.
+        attentions: modules of attention in them, the outermost ones.
+        owner: the module that calls the blocks.
+        ends_whole: whether what follows the owner reads positions of all ranks.
+    """
+
+    blocks: list[nn.Module]
+    attentions: list[nn.Module]
+    owner: nn.Module
+    ends_whole: bool
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules that know the length of the whole sequence."""
+        return [self.blocks[0], *self.attentions, self.blocks[-1], self.owner]
+
+
+def stacks_of(model: Any) -> list[Stack]:
+    """Return the lists of blocks with attention in a model of transformers."""
+    decoder = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else model
+    in_decoder = {id(module) for module in decoder.modules()} if takes_cut_tokens(model) else set[int]()
+    found: list[Stack] = []
+    for name, blocks in _lists_of_blocks(model):
+        listed = list(blocks.children())
+        attentions = [module for block in listed for _, module in outermost(block, _is_attention)]
+        owner = model.get_submodule(name.rpartition(".")[0])
+        found.append(Stack(listed, attentions, owner, ends_whole=id(blocks) not in in_decoder))
+    return found
+
+
+def _lists_of_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(outermost(model, _is_list_of_blocks))
+
+
+def outermost(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a function chooses, with their paths; none that is inside of another."""
+    found = ""
     for name, module in named_modules(model):
-        if isinstance(module, nn.RNNBase):
-            problem = "a module with a state along the tokens, which begins anew on every rank"
-        elif isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
-            problem = "a convolution along the tokens, which ends where a rank's part ends"
-        elif isinstance(module, nn.MultiheadAttention):
-            problem = "an attention that sees the own positions alone"
-        else:
+        if (not found or not name.startswith(found)) and is_one(module):
+            found = f"{name}."
+            yield name, module
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or not len(module):
+        return False
+    return all(any(map(_is_attention, block.modules())) and not _is_attention(block) for block in module)
+
+
+def takes_cut_tokens(model: Any) -> bool:
+    """Return whether a model of transformers takes own tokens and gives own outputs; else all are whole."""
+    names = forward_names(model)
+    if getattr(model.config, "is_encoder_decoder", False):
+        return True
+    return not any(name in names for name in SAMPLES) or ("input_ids" in names and bool(model.can_generate()))
+
+
+def text_decoder(model: Any) -> Any:
+    """Return the text model of a model that puts images among its own tokens; None for others."""
+    names = forward_names(model)
+    is_pair = getattr(model.config, "is_encoder_decoder", False)
+    if is_pair or not takes_cut_tokens(model) or not any(name in names for name in SAMPLES):
+        return None
+    decoder = model.get_decoder()
+    return decoder if hasattr(decoder, "set_attn_implementation") and decoder is not model else None
+
+
+def _mixing(module: nn.Module) -> str:
+    """Return the way in which a module mixes positions; "" for none that is known."""
+    if isinstance(module, nn.RNNBase):
+        return "a module with a state along the tokens, which begins anew on every rank"
+    convolves = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(module.kernel_size) > 1
+    return "a convolution along the tokens, which ends where a rank's part ends" if convolves else ""
+
+
+def check_mixers(model: nn.Module, whole: Sequence[nn.Module] = (), towers: Sequence[nn.Module] = ()) -> None:
+    """Raise `PrepareError` for a module that mixes positions and that no attention of accel replaces.
+
+    `whole`: models that get whole sequences; their blocks alone work on own positions. `towers`: modules of images.
+    """
+    apart = {id(module) for each in [*whole, *towers] for module in each.modules()}
+    cut: set[int] = set()
+    for stack in [stack for each in whole for stack in stacks_of(each)]:
+        cut |= {id(module) for block in stack.blocks for module in block.modules()}
+        cut -= {id(module) for attention in stack.attentions for module in attention.modules()}
+    for name, module in named_modules(model):
+        problem = _mixing(module)
+        plane = isinstance(module, nn.Conv2d | nn.Conv3d)  # outside of blocks of tokens it works on images
+        if not problem or (id(module) not in cut and (id(module) in apart or plane)):
             continue
         raise PrepareError(
             problem,
@@ -170,51 +257,111 @@ def check_mixers(model: nn.Module) -> None:
         )
 
 
-def check_transformers(path: str, model: Any) -> None:
-    """Raise `PrepareError` for a model of transformers whose attention cannot cross ranks."""
-    names = inspect.signature(model.forward).parameters
+def towers_of(model: Any) -> list[nn.Module]:
+    """Return the outermost modules beside the text model of a model that puts images among its tokens."""
+    text = text_decoder(model)
+    if text is None:
+        return []
+    inside = {id(module) for module in text.modules()}
+    return [each for _, each in outermost(model, lambda one: not any(id(inner) in inside for inner in one.modules()))]
+
+
+def multihead_attentions(model: nn.Module, apart: Sequence[nn.Module]) -> dict[str, nn.MultiheadAttention]:
+    """Return torch's modules of attention by path; none of those inside of the models `apart`."""
+    known = {id(module) for each in apart for module in each.modules()}
+    found = [each for each in named_modules(model) if id(each[1]) not in known]
+    return {name: module for name, module in found if isinstance(module, nn.MultiheadAttention)}
+
+
+def check_multihead(model: nn.Module, apart: Sequence[nn.Module], method: str) -> None:
+    """Raise `PrepareError` for torch's modules of attention beside another method than "gather"."""
+    found = multihead_attentions(model, apart)
+    if found and method != "gather":
+        raise PrepareError(
+            f"an attention that the method {method!r} does not reach",
+            expected='the method "gather", which gathers its keys and values',
+            got=f"MultiheadAttention at {next(iter(found)) or 'the top'}",
+            where="prepare_model, plan.context",
+            fix='Take Plan(context="gather").',
+        )
+
+
+_Refuse = Callable[..., PrepareError]
+
+
+def check_transformers(path: str, model: Any, method: str) -> bool:
+    """Return whether a model of transformers needs whole attention; raise `PrepareError` where its attention cannot
+    cross ranks."""
     where = f"prepare_model, {path or type(model).__name__}"
 
     def refuse(problem: str, expected: str, got: str, fix: str = _LEAVE) -> PrepareError:
         return PrepareError(problem, expected=expected, got=got, where=where, fix=fix)
 
     if getattr(model, "_is_stateful", False):
-        mixer = _found(model, "Mixer", "Recurrent", "DeltaNet", default="") or _found(model, "Attention")
+        mixer = _found(model, "Mixer", "RecurrentBlock", "DeltaNet", default="") or _found(model, "Attention")
         raise refuse("layers with a state along the tokens", "attention alone", mixer)
     if other := [kind for kind in getattr(model.config, "layer_types", None) or () if kind not in _LAYERS]:
         raise refuse("layers of another kind", " or ".join(_LAYERS), f"{other[0]} of {_found(model, 'Attention')}")
-    if "input_ids" not in names and (given := [name for name in _SAMPLES if name in names]):
-        got = f"{given[0]} of {type(model).__name__}"
-        raise refuse("inputs that are not cut as the tokens are", "tokens alone", got)
+    if takes_cut_tokens(model):
+        if type(model).__name__.endswith(_ONE_POSITION):
+            raise refuse("a head that reads one position", "a value for each position", type(model).__name__)
+        if pooler := _found(text_decoder(model) or model, "Pooler", default=""):
+            fix = f"Make the model with add_pooling_layer=False. {_LEAVE}"
+            raise refuse("a pooler, which reads one position", "a value for each position", pooler, fix)
+    reason = _out_of_reach(model)
+    if not reason and (inner := _found(text_decoder(model) or model, "MultiheadAttention", default="")):
+        raise refuse("an attention that sees the own positions alone", "transformers' own attention", inner)
+    if not reason:
+        return False
+    if method != "gather":
+        fix = 'Take Plan(context="gather"), which gathers the hidden states around the attention.'
+        raise refuse(reason, f"an attention that the method {method!r} reaches", _found(model, "Attention"), fix)
+    _check_blocks(model, reason, refuse)
+    return True
+
+
+def _out_of_reach(model: Any) -> str:
+    """Return the reason for which a model's attention cannot work on own positions; "" for none."""
     if not model._can_set_attn_implementation():
-        expected = "a model that takes its attention from transformers' AttentionInterface"
-        raise refuse("an attention that cannot be exchanged", expected, _found(model, "Attention"))
-    if type(model).__name__.endswith(_ONE_POSITION):
-        raise refuse("a head that reads one position", "a value for each position", type(model).__name__)
-    if pooler := _found(model, "Pooler", default=""):
-        fix = f"Make the model with add_pooling_layer=False. {_LEAVE}"
-        raise refuse("a pooler, which reads one position", "a value for each position", pooler, fix)
-    stacks = [model]
-    if getattr(model.config, "is_encoder_decoder", False):
-        stacks = [model.get_encoder(), model.get_decoder()]
-    for stack in stacks:
-        if "position_ids" not in inspect.signature(stack.forward).parameters:
-            _check_positions(stack, refuse)
+        return "an attention that does not come from transformers' AttentionInterface"
+    names = forward_names(model)
+    is_pair = getattr(model.config, "is_encoder_decoder", False)
+    if not takes_cut_tokens(model) or (is_pair and any(name in names for name in SAMPLES)):
+        return "inputs that are not cut as the tokens are"
+    for stack in [model.get_encoder(), model.get_decoder()] if is_pair else [model]:
+        if "position_ids" not in forward_names(stack) and not _takes_places(stack):
+            return "positions that the model numbers itself, from 0 on every rank"
+    return ""
 
 
-def _check_positions(stack: Any, refuse: Any) -> None:
+def _check_blocks(model: Any, reason: str, refuse: _Refuse) -> None:
+    """Raise `PrepareError` for a model whose blocks mix positions outside of modules of attention."""
+    lists = _lists_of_blocks(model)
+    if not lists:
+        expected = "lists of blocks with modules of attention, whose hidden states ranks can share"
+        raise refuse(reason, expected, f"{type(model).__name__}, in whose blocks no module is an attention")
+    for name, blocks in lists:
+        inner = [each for block in blocks.children() for each, _ in _lists_of_blocks(block)]
+        if inner:
+            got = f"a list of blocks in each module of {name}"
+            raise refuse(reason, "blocks whose hidden states have one number of positions", got)
+    own = {id(module) for _, blocks in lists for module in blocks.modules()}
+    if takes_cut_tokens(model):
+        for name, module in named_modules(model):
+            if _is_attention(module) and id(module) not in own:
+                raise refuse(reason, "attention in lists of blocks alone", f"{type(module).__name__} at {name}")
+    rates = [(name, getattr(module, "layerdrop", 0)) for name, module in named_modules(model)]
+    dropped = [f"{rate} at {name}" for name, rate in rates if rate]
+    if dropped:
+        fix = "Set layerdrop to 0 in the model's config."
+        raise refuse("blocks that are left out by chance", "layerdrop=0", dropped[0], fix)
+
+
+def _takes_places(stack: Any) -> bool:
+    """Return whether tables of a stack without `position_ids` take the places of own positions."""
     known = [module for module in stack.modules() if numbers_positions(module) or has_relative_bias(module)]
-    other = [
-        f"{type(module).__name__} at {name}"
-        for name, module in named_modules(stack)
-        if "Position" in type(module).__name__ and not numbers_positions(module)
-    ]
-    if other or not known:
-        raise refuse(
-            "positions that the model numbers itself, from 0 on every rank",
-            "a forward that takes position_ids, or relative positions",
-            other[0] if other else type(stack).__name__,
-        )
+    other = ["Position" in type(module).__name__ and not numbers_positions(module) for module in stack.modules()]
+    return bool(known) and not any(other)
 
 
 def _found(model: nn.Module, *words: str, default: str | None = None) -> str:
@@ -239,14 +386,14 @@ def has_relative_bias(module: nn.Module) -> bool:
     return "past_seen_tokens" in names and bool(getattr(module, "has_relative_attention_bias", False))
 
 
-def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool) -> None:
+def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, takes_samples: bool = False) -> None:
     """Raise `ConfigError` for inputs that are not those of a rank's own positions."""
-    if given := [name for name in _SAMPLES if known.get(name) is not None]:
+    if not takes_samples and (given := [name for name in SAMPLES if known.get(name) is not None]):
         raise ConfigError(
             "inputs that are not cut as the tokens are",
             expected="tokens alone",
             got=", ".join(given),
-            where=_FORWARD,
+            where=FORWARD,
             fix=f"Pass text alone. {_LEAVE}",
         )
     if known.get("past_key_values") is not None:
@@ -254,7 +401,7 @@ def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool) ->
             "a cache of keys does not cross ranks",
             expected="past_key_values=None",
             got=type(known["past_key_values"]).__name__,
-            where=_FORWARD,
+            where=FORWARD,
             fix="Generate on a mesh without cp.",
         )
     if has_positions and not isinstance(known.get("position_ids"), Tensor):
@@ -262,7 +409,7 @@ def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool) ->
             "the model would number the positions of every rank from 0",
             expected="position_ids of the own positions",
             got="none",
-            where=_FORWARD,
+            where=FORWARD,
             fix="Pass position_ids=part['position_ids'], of accel.parallel.split_sequence.",
         )
     tokens = known.get("input_ids") if known.get("input_ids") is not None else known.get("inputs_embeds")
@@ -277,20 +424,20 @@ def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool) ->
             "transformers would shift labels that are shifted already, within each rank's positions",
             expected="shift_labels beside labels, or the loss outside of the model",
             got="labels alone",
-            where=_FORWARD,
+            where=FORWARD,
             fix="Pass labels=part['labels'], shift_labels=part['labels'], of accel.parallel.split_sequence.",
         )
 
 
 def check_pair_inputs(module: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
     """Raise `ConfigError`, as a hook of an encoder-decoder, for inputs of its decoder that it would make itself."""
-    known = {**dict(zip(inspect.signature(module.forward).parameters, inputs, strict=False)), **keywords}
+    known = {**dict(zip(forward_names(module), inputs, strict=False)), **keywords}
     if known.get("decoder_input_ids") is None and known.get("decoder_inputs_embeds") is None:
         raise ConfigError(
             "the model would shift the decoder's tokens within each rank's positions",
             expected="decoder_input_ids of the own positions",
             got="none",
-            where=_FORWARD,
+            where=FORWARD,
             fix="Shift the whole sequence, cut it by accel.parallel.split_sequence(ctx, ..., shift=()), and pass "
             "decoder_input_ids= and labels= of the part.",
         )
@@ -303,7 +450,7 @@ def check_packed(model: Any, known: Mapping[str, Any]) -> None:
             "on one rank, transformers would not keep packed documents apart beside a cache of keys",
             expected="use_cache=False",
             got="a cache, and position_ids that begin anew",
-            where=_FORWARD,
+            where=FORWARD,
             fix="Pass use_cache=False, or positions of one document.",
         )
 

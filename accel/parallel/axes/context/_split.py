@@ -127,7 +127,8 @@ def near_steps(size: int, length: int, window: int) -> list[int]:
 
 _METHOD = "context: method"
 _ATTENDED = "context: attention ran"
-_CUT = "context: a sequence was cut"
+_CUT = "context: own positions of sequences that were cut"
+_LENGTHS = 256  # that are remembered
 
 
 def plan_method(ctx: DistContext, method: ContextMethod) -> None:
@@ -150,9 +151,15 @@ def note_attention(ctx: DistContext) -> None:
     ctx.comm.notes[_ATTENDED] = "yes"
 
 
-def note_cut(ctx: DistContext) -> None:
-    """Note that a loop knows its own positions. Mutates the context's handle."""
-    ctx.comm.notes[_CUT] = "yes"
+def note_cut(ctx: DistContext, own: int) -> None:
+    """Note that a loop knows its own positions, and their number. Mutates the context's handle."""
+    before = [each for each in ctx.comm.notes.get(_CUT, "").split() if each != str(own)]
+    ctx.comm.notes[_CUT] = " ".join([*before[1 - _LENGTHS :], str(own)])
+
+
+def is_cut(ctx: DistContext, own: int) -> bool:
+    """Return whether sequences of so many own positions were cut."""
+    return str(own) in ctx.comm.notes.get(_CUT, "").split()
 
 
 def check_context_used(ctx: DistContext) -> None:
@@ -255,7 +262,7 @@ def split_sequence(
         filled = {name: _padded(each, dim, missing, values[name]) for name, each in whole.items() if name in batch}
         whole.update(filled)
     if size > 1:
-        note_cut(ctx)
+        note_cut(ctx, (length + missing) // size)
         whole = {name: _own(each, dim, rank, size) for name, each in whole.items()}
     return whole
 
@@ -286,7 +293,7 @@ def sequence_positions(ctx: DistContext, length: int) -> Tensor:
         )
     if size == 1:
         return torch.arange(length)
-    note_cut(ctx)
+    note_cut(ctx, length // size)
     return torch.cat([torch.arange(run.start, run.stop) for run in places(length, rank, size)])
 
 
@@ -332,6 +339,12 @@ def _check_names(batch: Mapping[str, Tensor], names: Sequence[str] | Mapping[str
 def _positions(like: Tensor, dim: int, length: int) -> Tensor:
     before = like.shape[: dim % like.ndim]
     return torch.arange(length, device=like.device).expand(*before, length)
+
+
+def own_positions(x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
+    """Return the own positions of a whole sequence that is filled up with zeros. No communication."""
+    missing = -x.shape[dim] % (2 * size)
+    return _own(_padded(x, dim, missing, 0) if missing else x, dim, rank, size)
 
 
 def _shifted(x: Tensor, dim: int, ignore: float) -> Tensor:

@@ -1,357 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer for context parallelism: parameters stay whole, and the attention of transformers models crosses the
-ranks, at the positions of the sequence."""
+"""The answer for context parallelism: parameters stay whole, and attention crosses the ranks."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from accel.comm import gathered
-from accel.context import DistContext, group_of
-from accel.errors import ConfigError, MissingExtraError
-from accel.parallel._modules import named_modules
+from accel.context import DistContext
+from accel.errors import ConfigError, PrepareError
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
-from accel.parallel.axes.context._attention import context_attention, sorted_positions
 from accel.parallel.axes.context._checks import (
-    check_inputs,
     check_mixers,
-    check_packed,
-    check_pair_inputs,
+    check_multihead,
     check_transformers,
-    has_relative_bias,
-    mask_refused,
-    numbers_positions,
+    multihead_attentions,
+    towers_of,
 )
-from accel.parallel.axes.context._split import has_plan, places, plan_method, planned_method
+from accel.parallel.axes.context._split import has_plan, plan_method, planned_method
+from accel.parallel.axes.context._transformers import transformers_models, use_context_attention
+from accel.parallel.axes.context._whole import use_multihead, use_whole_attention
 from accel.topology import ContextMethod
-
-NAME = "accel_context"  # of the attention, and of the keyword that carries the context to it
-# keywords of attentions that mean other scores or masks, and reach the function where a model has them
-_OTHER_SCORES = ("head_mask", "cu_seq_lens_q", "block_mask")
-
-
-class ContextCall(NamedTuple):
-    """Facts that a forward passes to its attentions.
-
-    Attributes:
-        ctx: the context.
-        method: that of `context_attention`.
-        positions: positions of the own tokens in their documents, [batch or 1, own]; None where the model has none.
-        documents: numbers of the documents of the own positions, [batch or 1, own]; None for one document.
-        ignored: True for own tokens that no query sees, [batch, own]; None for none.
-        crossed: the same of the encoder's tokens, for the cross-attention of a decoder.
-        is_decoder: whether the attentions without a causal order are those of a decoder to its encoder's tokens.
-    """
-
-    ctx: DistContext
-    method: ContextMethod
-    positions: Tensor | None = None
-    documents: Tensor | None = None
-    ignored: Tensor | None = None
-    crossed: Tensor | None = None
-    is_decoder: bool = False
-
-
-def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the models of transformers in a module, with their paths; of nested ones the outermost."""
-    found: list[str] = []
-    for name, module in named_modules(model):
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if not inside and any(_is_pretrained(kind) for kind in type(module).__mro__):
-            found.append(name)
-            yield name, module
-
-
-def _is_pretrained(kind: type) -> bool:
-    return kind.__name__ == "PreTrainedModel" and kind.__module__.partition(".")[0] == "transformers"
-
-
-def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -> None:
-    """Let a model of transformers attend across the ranks along cp, or raise `MissingExtraError`. Mutates it, and
-    transformers' lists of attentions and of masks."""
-    interface = getattr(import_module("transformers"), "AttentionInterface", None)
-    if interface is None:
-        raise MissingExtraError(
-            "context parallelism needs transformers' AttentionInterface, which this version does not have",
-            expected="transformers 5 or newer",
-            where="prepare_model",
-            fix="Run `pip install accel-torch[transformers]`.",
-        )
-    interface.register(NAME, _attention)
-    import_module("transformers").AttentionMaskInterface.register(NAME, _mask)
-    model.set_attn_implementation(NAME)
-    stacks = [model]
-    if getattr(model.config, "is_encoder_decoder", False):
-        stacks = [model.get_encoder(), model.get_decoder()]
-        _ = model.register_forward_pre_hook(check_pair_inputs, with_kwargs=True)
-    for stack in stacks:
-        _ = stack.register_forward_pre_hook(_HandOn(ctx, method, stack), with_kwargs=True)
-        has_positions = "position_ids" in inspect.signature(stack.forward).parameters
-        for module in stack.modules():
-            if not has_positions and numbers_positions(module):
-                _ = module.register_forward_pre_hook(_Numbered(ctx), with_kwargs=True)
-            if has_relative_bias(module) and "position_bias" in inspect.signature(module.forward).parameters:
-                _ = module.register_forward_pre_hook(_Biased(ctx), with_kwargs=True)
-
-
-class _HandOn:
-    """A hook of a model: adds the context to the keywords of a forward, and refuses what cannot follow a cut."""
-
-    def __init__(self, ctx: DistContext, method: ContextMethod, stack: Any) -> None:
-        self.ctx = ctx
-        self.method: ContextMethod = method
-        self.names = tuple(inspect.signature(stack.forward).parameters)
-        self.padding = _kept_for_padding(stack)
-        orders = [each.is_causal for each in stack.modules() if hasattr(each, "is_causal")]
-        self.is_causal = not orders or any(orders)
-
-    def __call__(
-        self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        known = {**dict(zip(self.names, inputs, strict=False)), **keywords}
-        has_positions = "position_ids" in self.names
-        check_inputs(known, self.ctx.axis("cp").size, has_positions=has_positions)
-        call = ContextCall(self.ctx, self.method, is_decoder=known.get("encoder_hidden_states") is not None)
-        if has_positions and self.padding is not None:
-            _check_first(self.ctx, known["position_ids"], self.padding)
-        # as in transformers: an order and no mask of the user's, or positions that begin anew are no documents
-        if has_positions and self.is_causal and known.get("attention_mask") is None:
-            positions = known["position_ids"]
-            documents = _documents(self.ctx, positions)
-            if documents is not None:
-                check_packed(module, known)
-            call = call._replace(positions=positions, documents=documents)
-        changes: dict[str, Any] = {}
-        for name, field in (("attention_mask", "ignored"), ("encoder_attention_mask", "crossed")):
-            mask = known.get(name)
-            if isinstance(mask, Tensor) and mask.ndim == 2:
-                changes[name] = None
-                ignored, places = _ignored(self.ctx, mask)
-                call = call._replace(**{field: ignored})
-                call = call._replace(positions=places) if field == "ignored" else call
-        given = [changes.pop(name, value) for name, value in zip(self.names, inputs, strict=False)]
-        return tuple(given), {**keywords, **changes, NAME: call}
-
-
-def _kept_for_padding(stack: nn.Module) -> int | None:
-    """Return the last position that a model's table keeps for padding, as RoBERTa's does; None for none."""
-    for module in stack.modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):
-            padding = getattr(module, "padding_idx", None)
-            return padding if isinstance(padding, int) else None
-    return None
-
-
-class _Numbered:
-    """A hook of a table of positions that counts from 0: gives it the places of the own positions."""
-
-    def __init__(self, ctx: DistContext) -> None:
-        self.ctx = ctx
-
-    def __call__(
-        self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        shape = inputs[0].shape if isinstance(inputs[0], Tensor) else inputs[0]
-        device = next(module.parameters()).device
-        return inputs, {**keywords, "position_ids": _own_places(self.ctx, shape[1]).to(device)}
-
-
-class _Biased:
-    """A hook of an attention with a table of relative positions: gives it the bias of own queries and all keys."""
-
-    def __init__(self, ctx: DistContext) -> None:
-        self.ctx = ctx
-
-    def __call__(
-        self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if keywords.get("position_bias") is not None or keywords.get("key_value_states") is not None:
-            return inputs, dict(keywords)
-        hidden: Tensor = inputs[0] if inputs else keywords["hidden_states"]
-        return inputs, {**keywords, "position_bias": _relative_bias(self.ctx, module, hidden.shape[1])}
-
-
-def _own_places(ctx: DistContext, own: int) -> Tensor:
-    rank, size = ctx.axis("cp")
-    return torch.cat([torch.arange(run.start, run.stop) for run in places(own * size, rank, size)])
-
-
-def _relative_bias(ctx: DistContext, module: Any, own: int) -> Tensor:
-    """Return the bias of an attention's table, [1, heads, own, length], by its own `compute_bias`."""
-    rank, size = ctx.axis("cp")
-    runs = places(own * size, rank, size)
-    return torch.cat([module.compute_bias(len(run), own * size, past_seen_tokens=run.start) for run in runs], 2)
-
-
-def _ignored(ctx: DistContext, mask: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Return True for the own tokens of padding, None where no rank has any; and the own places, counted from the first
-    token. A collective, and it syncs."""
-    ignored = mask == 0
-    whole = _whole(ctx, ignored)
-    before = whole.long().cumprod(1).sum(1, keepdim=True)
-    places = _own_places(ctx, mask.shape[1]).to(mask.device) - before
-    return ignored if bool(whole.any()) else None, places
-
-
-def _whole(ctx: DistContext, own: Tensor) -> Tensor:
-    """Return a value of each token of the sequence, [batch, length]. A collective."""
-    group = group_of(ctx, "cp")
-    assert group is not None
-    return sorted_positions(gathered(own.contiguous(), 1, group), 1, group.size())
-
-
-def _check_first(ctx: DistContext, position_ids: Tensor, padding: int) -> None:
-    """Raise `ConfigError` for positions that a table keeps for padding. A collective, and it syncs."""
-    first = int(_whole(ctx, position_ids)[:, 0].min())
-    if first <= padding:
-        raise ConfigError(
-            "positions that this model keeps for padding",
-            expected=f"positions from {padding + 1} on, as the model numbers them itself",
-            got=f"positions from {first} on",
-            where="forward of a model on a mesh with cp",
-            fix=f"Pass position_ids=part['position_ids'] + {padding + 1}.",
-        )
-
-
-def _documents(ctx: DistContext, position_ids: Tensor) -> Tensor | None:
-    """Return the numbers of packed documents, whose positions begin anew, as transformers finds them; None for one. A
-    collective, and it syncs."""
-    whole = _whole(ctx, position_ids)
-    begins = whole[:, 1:] != whole[:, :-1] + 1
-    if not bool(begins.any()):
-        return None
-    numbers = torch.nn.functional.pad(begins.cumsum(1), (1, 0))
-    return numbers[:, _own_places(ctx, position_ids.shape[1]).to(numbers.device)]
-
-
-def _mask(*, mask_function: Any, use_vmap: bool = False, **_: Any) -> None:
-    """Refuse masks of a model's own making, as transformers' `AttentionMaskInterface` asks; None for those that the
-    attention makes itself: causal, a window, documents."""
-    if use_vmap or "or_mask" in getattr(mask_function, "__qualname__", ""):
-        raise ConfigError(
-            "a mask of the model's own making does not cross ranks",
-            expected="a causal order or none, windows, documents and padding",
-            got="a mask that joins others, as of images among tokens",
-            where="forward of a model on a mesh with cp",
-            fix="Pass attention_mask=, of shape [batch, 1, own, length]: the own queries and all keys.",
-        )
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **keywords: Any,
-) -> tuple[Tensor, None]:
-    """Return the attention of a layer, [batch, own, heads, head dim], as transformers' `AttentionInterface` asks."""
-    where = f"{type(module).__name__} on a mesh with cp"
-    call = _call_of(keywords, where)
-    if dropout:
-        raise ConfigError(
-            "dropout of attention does not cross ranks",
-            expected="0",
-            got=str(dropout),
-            where=where,
-            fix="Set attention_dropout=0 in the model's config; elsewhere it is attn_pdrop, or T5's dropout_rate.",
-        )
-    if other := [name for name in _OTHER_SCORES if keywords.get(name) is not None]:
-        raise _unsupported(", ".join(other), where)
-    causal = keywords.get("is_causal")
-    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
-    crosses = call.is_decoder and not causal
-    bias = keywords.get("position_bias")
-    if bias is not None:
-        bias = _whole_bias(call.ctx, module, bias, query.shape[2], crosses=crosses, where=where)
-    is_complete = attention_mask is not None  # the order, documents and windows are in the mask
-    mask_mod = getattr(attention_mask, "mask_mod", None)  # of a BlockMask
-    if attention_mask is not None:
-        if attention_mask.shape[-1] != key.shape[2] * call.ctx.axis("cp").size:
-            raise mask_refused()
-        if mask_mod is None:
-            bias = attention_mask if bias is None else _joined(bias, attention_mask)
-    documents = None if crosses or is_complete else _documents_of(call, module)
-    out = context_attention(
-        call.ctx,
-        query,
-        key,
-        value,
-        causal=causal and not is_complete,
-        documents=None if documents is None else documents.expand(query.shape[0], -1),
-        scale=scaling,
-        method=call.method,
-        window=None if crosses or is_complete else keywords.get("sliding_window"),
-        softcap=keywords.get("softcap"),
-        sinks=keywords.get("s_aux"),
-        key_padding_mask=call.crossed if crosses else call.ignored,
-        attn_mask=bias,
-        mask_mod=mask_mod,
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _call_of(keywords: Mapping[str, Any], where: str) -> ContextCall:
-    """Return the context that a model has forwarded to its attention; raise `ConfigError` for none."""
-    call = keywords.get(NAME)
-    if not isinstance(call, ContextCall):
-        raise ConfigError(
-            "no context came with the call",
-            expected="a forward of the model that prepare has prepared, which forwards keywords to its attention",
-            got="none",
-            where=where,
-            fix="Call the prepared model; a model that does not forward keywords needs a mesh without cp.",
-        )
-    return call
-
-
-def _documents_of(call: ContextCall, module: nn.Module) -> Tensor | None:
-    """Return the documents of a layer: under chunked attention each chunk of one is a document."""
-    config = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    layer = getattr(module, "layer_idx", None)
-    if not kinds or layer is None or kinds[layer] != "chunked_attention" or call.positions is None:
-        return call.documents
-    chunks = call.positions // config.attention_chunk_size  # type: ignore[union-attr]
-    whole = call.positions.shape[1] * call.ctx.axis("cp").size
-    return chunks if call.documents is None else call.documents * whole + chunks
-
-
-def _whole_bias(
-    ctx: DistContext, module: nn.Module, bias: Tensor, own: int, *, crosses: bool, where: str
-) -> Tensor | None:
-    """Return a bias of own queries and all keys, for one that a layer made of what it holds."""
-    if crosses and not getattr(module, "has_relative_attention_bias", True):
-        return None  # zeros
-    if not crosses and bias.shape[-1] == own * ctx.axis("cp").size:
-        return bias
-    if not crosses and has_relative_bias(module):
-        return _relative_bias(ctx, module, own)
-    raise _unsupported("position_bias", where)
-
-
-def _joined(bias: Tensor, mask: Tensor) -> Tensor:
-    """Return a bias with a mask of either kind."""
-    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
-
-
-def _unsupported(got: str, where: str) -> ConfigError:
-    return ConfigError(
-        "this attention does not cross ranks",
-        expected="softmax over keys of a document, causal or full, with a window, a soft cap, sinks or T5's bias",
-        got=got,
-        where=where,
-        fix="Leave cp out of the mesh.",
-    )
-
 
 _MARK = "accel_context_method"  # attribute of a prepared module
 
@@ -376,9 +45,24 @@ def _check(ctx: DistContext, model: nn.Module, options: ContextOptions) -> None:
             where="plan.context",
             fix="Prepare both models with one plan; a call of context_attention may have a method= of its own.",
         )
-    check_mixers(model)
-    for path, each in transformers_models(model):
-        check_transformers(path, each)
+    whole = _whole_models(model, options)
+    known = [each for _, each in transformers_models(model)]
+    check_mixers(model, whole, [tower for each in known for tower in towers_of(each)])
+    check_multihead(model, known, options.context)
+    hooked = [*whole, *multihead_attentions(model, known).values()]
+    if hooked and ctx.axis("pp").size > 1:
+        raise PrepareError(
+            "an attention that hooks gather sequences for, in a model that is cut into stages",
+            expected="a mesh without cp or without pp",
+            got=type(hooked[0]).__name__,
+            where="prepare_model",
+            fix="Leave cp or pp out of the mesh.",
+        )
+
+
+def _whole_models(model: nn.Module, options: ContextOptions) -> list[Any]:
+    """Return the models of transformers that need whole attention, or raise `PrepareError`."""
+    return [each for path, each in transformers_models(model) if check_transformers(path, each, options.context)]
 
 
 def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions, *, is_empty: bool) -> nn.Module:
@@ -386,8 +70,13 @@ def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions, *, is_e
     compare_models(ctx, options, {})
     plan_method(ctx, options.context)
     setattr(model, _MARK, options.context)
-    for _, each in transformers_models(model):
-        use_context_attention(ctx, each, options.context)
+    use_multihead(ctx, model, [each for _, each in transformers_models(model)])
+    whole = {id(each) for each in _whole_models(model, options)}
+    for path, each in transformers_models(model):
+        if id(each) in whole:
+            use_whole_attention(ctx, each, path)
+        else:
+            use_context_attention(ctx, each, options.context)
     return model
 
 

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention that no function reaches: modules that get whole sequences, and what is refused beside them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import accel
+from accel.errors import ConfigError, PrepareError
+from accel.testing import Simulator
+
+WORDS, LENGTH = 32, 16
+IDS = torch.randint(3, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+SPLIT = accel.parallel.split_sequence
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.WARNING, "accel.parallel"):
+        yield
+
+
+def make_bloom() -> Any:
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.BloomConfig(vocab_size=WORDS, hidden_size=16, n_layer=2, n_head=2, use_cache=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.BloomForCausalLM(config).double()
+
+
+def make_vit() -> Any:
+    """Return a ViT of 17 positions, which no two ranks share equally."""
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.ViTForImageClassification(config).double()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.grad.detach().clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def words_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    out = model(input_ids=ids).logits
+    return cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recompute", ["accel's", "the model's", ""])
+def test_gradients_of_recomputed_blocks_are_those_of_one_process(ranks: Simulator, recompute: str) -> None:
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    bloom, vit = make_bloom().train(), make_vit().train()
+    words_loss(bloom, IDS, IDS.roll(-1)).backward()
+    vit(pixel_values=images).logits.square().sum().backward()
+    expected = gradients(bloom), gradients(vit)
+
+    def rank(ctx: accel.DistContext) -> bool:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        for made, want in zip((make_bloom(), make_vit()), expected, strict=True):
+            if recompute == "accel's":
+                accel.checkpoint_activations(made)
+            elif recompute:
+                made.gradient_checkpointing_enable()
+            optimizer = torch.optim.SGD(made.parameters(), lr=0.0)
+            model, optimizer = accel.prepare(ctx, made.train(), optimizer)
+            state = accel.train_state(ctx)
+            loader = accel.prepare_loader(ctx, torch.utils.data.DataLoader(range(1)))
+            for batch in accel.batches(ctx, loader, state):
+                state = state.next(batch)
+                with accel.accumulate(ctx, state, model):
+                    if made.config.model_type == "vit":
+                        loss = model(pixel_values=images).logits.square().sum() / 2
+                    else:
+                        part = SPLIT(ctx, {"ids": IDS, "labels": IDS.roll(-1)}, shift=())
+                        loss = words_loss(model, part["ids"], part["labels"])
+                    state = accel.backward(ctx, loss, state, weight=1)
+                halves = {name: each / 2 for name, each in want.items()}  # a mean over two ranks
+                assert largest(gradients(made), halves) < 1e-10
+        return True
+
+    assert all(ranks.run(rank, 2, default_group=True))
+
+
+class Mixed(nn.Module):
+    """A layer of a block that mixes positions, by a shift."""
+
+    def __init__(self, inner: nn.Module, by: int) -> None:
+        super().__init__()
+        self.inner, self.by = inner, by
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        return self.inner(hidden.roll(self.by, 1) if self.by else hidden[:, : LENGTH // 2 + 1], residual)
+
+
+@pytest.mark.parametrize("by", [1, 0])
+def test_a_layer_that_mixes_positions_is_found_before_the_first_step(ranks: Simulator, by: int) -> None:
+    made = make_bloom()
+    made.transformer.h[1].mlp = Mixed(made.transformer.h[1].mlp, by)
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, copy.deepcopy(made))
+        with pytest.raises((PrepareError, RuntimeError), match="off by .* of its norm" if by else "size of tensor"):
+            model(input_ids=SPLIT(ctx, {"ids": IDS})["ids"])
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def test_the_proof_leaves_random_streams_and_modes_as_they_were(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> bool:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, make_bloom())
+        modes = [each.training for each in model.modules()]
+        before = torch.get_rng_state()
+        with torch.no_grad():
+            out = model(input_ids=SPLIT(ctx, {"ids": IDS})["ids"]).logits
+        assert out.shape == (2, LENGTH // 2, WORDS)
+        assert modes == [each.training for each in model.modules()]
+        return torch.equal(before, torch.get_rng_state())
+
+    assert all(ranks.run(rank, 2, default_group=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda model, part: model(part["ids"], labels=part["ids"]), "the loss outside of the model"),
+        (lambda model, part: model(part["ids"], output_attentions=True), "Leave output_attentions out"),
+        (lambda model, part: model.transformer(part["ids"]), "a part of the model was called alone"),
+        (lambda model, part: model(part["ids"], past_key_values=()), "Generate on a mesh without cp"),
+        (lambda model, part: model(part["ids"], attention_mask=torch.ones(2, LENGTH)), "a mask of other positions"),
+    ],
+)
+def test_a_call_that_cannot_follow_a_cut_is_refused(ranks: Simulator, call: Callable[..., Any], words: str) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.unwrap_model(accel.prepare_model(ctx, make_bloom()))
+        with pytest.raises(ConfigError, match=words):
+            call(model, SPLIT(ctx, {"ids": IDS}))
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def test_images_are_alike_on_the_ranks_that_share_their_positions(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, make_vit())
+        with pytest.raises(ConfigError, match="Leave split_sequence out for this model"):
+            model(pixel_values=torch.full((1, 3, 16, 16), float(ctx.rank), dtype=torch.float64))
+
+    ranks.run(rank, 2, default_group=True)
+
+
+@pytest.mark.parametrize("make", [make_bloom, lambda: nn.TransformerEncoderLayer(4, 2)])
+def test_other_methods_and_stages_are_refused(ranks: Simulator, make: Callable[[], nn.Module]) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        for method in ("ring", "heads"):
+            plan = accel.parallel.Plan(context=method)
+            with pytest.raises(PrepareError, match='Take Plan\\(context="gather"\\)'):
+                accel.prepare_model(accel.replace(ctx, mesh="cp=2"), make(), plan=plan)
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def test_prepare_says_which_modules_compute_whole_sequences(ranks: Simulator, caplog: pytest.LogCaptureFixture) -> None:
+    ranks.run(lambda ctx: accel.prepare_model(accel.replace(ctx, mesh="cp=2"), make_bloom()), 2, default_group=True)
+    (said,) = [each.getMessage() for each in caplog.records if "BloomAttention" in each.getMessage()]
+    assert "each of its 2 modules computes whole sequences on every rank along cp=2" in said
+
+
+class Torch(nn.Module):
+    """torch's encoder and decoder layers, with masks."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        options = {"dim_feedforward": 8, "dropout": 0.0, "batch_first": first}
+        layer = nn.TransformerEncoderLayer(4, 2, **options)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=first)
+        self.decoder = nn.TransformerDecoderLayer(4, 2, **options)
+
+    def forward(self, source: Tensor, target: Tensor, hidden: Tensor, order: Tensor) -> Tensor:
+        memory = self.encoder(source, src_key_padding_mask=hidden)
+        out: Tensor = self.decoder(target, memory, tgt_mask=order, tgt_is_causal=True, memory_key_padding_mask=hidden)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_modules_of_torch_see_all_keys(ranks: Simulator, first: bool, training: bool, size: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    source, target = (torch.randn(2, n, 4, generator=draw, dtype=torch.float64) for n in (12, 24))
+    hidden = torch.arange(12) >= torch.tensor([12, 9])[:, None]
+    order = torch.ones(24, 24, dtype=torch.bool).triu(1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = Torch(first=first).double().train(training)
+
+    def run(model: nn.Module, source: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
+        pair = (source, target) if first else (source.transpose(0, 1), target.transpose(0, 1))
+        with torch.set_grad_enabled(training):
+            out: Tensor = model(*pair, hidden, order)
+        return out if first else out.transpose(0, 1)
+
+    expected = run(copy.deepcopy(made), source, target, hidden)
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh=f"cp={size}")
+        model = accel.prepare_model(ctx, copy.deepcopy(made))
+        part = SPLIT(ctx, {"source": source, "hidden": hidden}, shift=())
+        goal = SPLIT(ctx, {"target": target, "out": expected.detach()}, shift=())
+        found = run(model, part["source"], goal["target"], part["hidden"])
+        return float((found - goal["out"]).abs().max())
+
+    assert max(ranks.run(rank, size, default_group=True)) < 1e-12
+
+
+def test_an_attention_along_another_dimension_is_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, nn.MultiheadAttention(4, 2, batch_first=True))
+        part = SPLIT(ctx, {"x": torch.randn(2, LENGTH, 4)})["x"]
+        other = part.unsqueeze(2).expand(-1, -1, 3, -1).flatten(0, 1)
+        with pytest.raises(ConfigError, match="an attention along another dimension"):
+            model(other, other, other)
+        square = torch.ones(LENGTH // 2, LENGTH // 2, dtype=torch.bool).triu(1)
+        with pytest.raises(ConfigError, match="a mask of other positions"):
+            model(part, part, part, attn_mask=square)
+        _ = model(part, part, part, attn_mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1))
+
+    ranks.run(rank, 2, default_group=True)

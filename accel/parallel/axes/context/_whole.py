@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from accel.comm import Call, exchange_values, gathered, gathered_summed
 from accel.context import DistContext, group_of
+from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._compile import Recomputed
 from accel.parallel._modules import forward_names, named_modules
@@ -253,7 +254,11 @@ class _WholeSequences:
         """Raise `ConfigError` on every rank where those along cp have other whole inputs. A collective."""
         if self.takes_cut:
             return
-        sums = [float(each.detach().double().sum()) for each in known.values() if isinstance(each, Tensor)]
+        sums = [
+            float(each.detach().to(wide_dtype(each.device)).sum())
+            for each in known.values()
+            if isinstance(each, Tensor)
+        ]
         share = self.ctx.data_parallel[0]
         facts = exchange_values(self.ctx.comm, _COMPARED, f"{share}: {sums}", str)
         if len(set(facts)) > len({fact.partition(":")[0] for fact in facts}):
@@ -323,8 +328,9 @@ class _WholeSequences:
             want = want if want.shape == have.shape else own
             if want.shape != have.shape:
                 return f"output {number} of shape {list(have.shape)}, expected {list(want.shape)}"
-            size = float(want.double().square().sum().sqrt())
-            off = float((want.double() - have.double()).square().sum().sqrt())
+            wide = wide_dtype(want.device)
+            size = float(want.to(wide).square().sum().sqrt())
+            off = float((want.to(wide) - have.to(wide)).square().sum().sqrt())
             if not off <= torch.finfo(want.dtype).eps ** 0.4 * size:
                 return f"output {number} is off by {off / max(size, 1e-300):.0e} of its norm"
         return ""
@@ -353,10 +359,11 @@ def _is_recomputed(module: nn.Module) -> bool:
 def _evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
     """Compute without gradients and without dropout; streams of random numbers stay as they are."""
     modes = [(each, each.training) for each in module.modules()]
-    devices = [device] if device.type == "cuda" else []
+    fork = cast(Any, torch.random).fork_rng
+    streams = fork(devices=[]) if device.type == "cpu" else fork(devices=[device], device_type=device.type)
     try:
         _ = module.eval()
-        with cast(Any, torch.random).fork_rng(devices=devices), torch.no_grad():
+        with streams, torch.no_grad():
             yield
     finally:
         for each, mode in modes:

@@ -107,7 +107,7 @@ _REPORT_USAGE = (
     "                    [--port PORT] [--token-file FILE] [--media MB]"
 )
 _REPORT_ABOUT = (
-    "Write one HTML page of runs side by side: curves, checkpoints, launches, configuration. "
+    "Write one HTML page of runs side by side: curves, media, checkpoints, launches, configuration. "
     "DIR is a run's folder, as given to save_state and tracking, or that of --log-dir; or a folder in which runs are "
     "searched, three levels deep. The page needs no server. With --serve, a server on this machine keeps it fresh."
 )

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import math
 import os
+import re
 import stat
 import struct
 import zlib
@@ -33,7 +34,8 @@ _LONGEST_CELL = 1000
 _MOST_ROWS, _MOST_COLUMNS = 200, 40  # of a table
 _MOST_BINS = 4096
 _LARGEST_JSON = 8_000_000  # bytes
-_LARGEST_IMAGE = 2**26  # bytes of its pixels
+_LARGEST_IMAGE = 2**25  # bytes of its pixels: 3840 x 2160 of four channels
+_LARGEST_STEP = 2**28  # bytes of the pixels of all images of a step, which a browser shows at once
 _INFLATED = 200  # bytes of pixels that a page unpacks to check them, for each byte of room
 _OVERHEAD = 60  # bytes of a step beside its contents
 
@@ -45,11 +47,13 @@ class MediaContent(NamedTuple):
         key: name of the content; equal contents have one.
         data: JSON, or nothing for a file that cannot be shown.
         problem: reason why it cannot.
+        pixels: bytes of an image's pixels.
     """
 
     key: str
     data: bytes
     problem: str = ""
+    pixels: int = 0
 
 
 class PageMedia(NamedTuple):
@@ -115,7 +119,7 @@ def _sorted_series(listed: Sequence[Sequence[MediaFile]]) -> dict[tuple[MediaKin
         for file in files:
             steps = found.setdefault((file.name.kind, file.name.name), {}).setdefault(run, {})
             steps.setdefault(file.name.step, []).append(file)
-    order = sorted(found, key=lambda key: (_KINDS.index(key[0]), key[1]))
+    order = sorted(found, key=lambda key: (_KINDS.index(key[0]), _natural(key[1])))
     return {
         key: {
             run: [_Record(step, sorted(steps[step], key=lambda file: file.name.at)) for step in sorted(steps)]
@@ -123,6 +127,11 @@ def _sorted_series(listed: Sequence[Sequence[MediaFile]]) -> dict[tuple[MediaKin
         }
         for key in order
     }
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return what sorts names as people do: layer2 before layer10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _spread(records: Sequence[_Record]) -> list[_Record]:
@@ -164,10 +173,10 @@ class _Choice:
         if is_full or len(steps) >= (_MOST_DRAWN if record.files[0].name.kind == "histogram" else _MOST_STEPS):
             counts[1] += 1
             return
-        self._cut[at] = self._cut.get(at, False) or len(files) < len(record.files)
-        found = [self._content(file) for file in files]
+        found = self._contents(files)
+        self._cut[at] = self._cut.get(at, False) or len(found) < len(record.files)
         good = {each.key: each.data for each in found if not each.problem}
-        for file, each in zip(files, found, strict=True):
+        for file, each in zip(files, found, strict=False):
             if each.problem:
                 self._patience -= file.size if _is_read(file) else 0
                 self._bad.setdefault(at, []).append(f"{os.path.basename(file.path)}: {each.problem}")
@@ -183,6 +192,15 @@ class _Choice:
         self.contents |= fresh
         steps.append((record.step, [each.key for each in found if not each.problem]))
 
+    def _contents(self, files: Sequence[MediaFile]) -> list[MediaContent]:
+        """Return the contents of a step's files, as many as a browser shows at once."""
+        found: list[MediaContent] = []
+        for file in files:
+            if sum(each.pixels for each in found) >= _LARGEST_STEP:
+                break
+            found.append(self._content(file))
+        return found
+
     def _content(self, file: MediaFile) -> MediaContent:
         found = self._known.get(file) or self.used.get(file)
         if found is None:
@@ -194,9 +212,11 @@ class _Choice:
         return found
 
     def _read(self, file: MediaFile) -> MediaContent:
+        pixels = 0
         if file.name.kind in ("images", "figure"):
             picture = clean_png(_bytes_of(file))
-            self._inflatable -= picture.size
+            pixels = picture.size
+            self._inflatable -= pixels
             value: object = [base64.b64encode(picture.png).decode(), picture.width, picture.height]
         elif file.name.kind == "text":
             value = _text_of(file)
@@ -208,7 +228,7 @@ class _Choice:
             value = _histogram_of(_bytes_of(file))
         data = msgspec.json.encode(value)
         key = base64.urlsafe_b64encode(hashlib.blake2b(data, digest_size=12).digest()).decode()
-        return MediaContent(key, data)
+        return MediaContent(key, data, pixels=pixels)
 
     def shown(self, at: int, runs: _Series) -> dict[str, list[tuple[int, list[str]]]]:
         """Return the steps of a name by run, in order."""
@@ -219,7 +239,7 @@ class _Choice:
         count, left = self._counts.get(at, (0, 0))
         bad = self._bad.get(at, [])
         parts = [f"{count - left} of {count} on the page"] if left else []
-        parts += [f"the first {_MOST_IMAGES} of a step"] if self._cut.get(at) else []
+        parts += [f"the first images of a step, {_MOST_IMAGES} at most"] if self._cut.get(at) else []
         if bad:
             more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
             parts.append(f"cannot be shown: {bad[0]}{more}")
@@ -231,9 +251,9 @@ class _Choice:
         left = sum(each[1] for each in self._counts.values())
         if not left:
             return ""
-        room = f"{self._room / 1e6:g} MB and {_MOST_STEPS} steps of a name, {_MOST_DRAWN} of histograms"
-        kept = ": the newest, and of the others evenly spaced ones" if left < count else ""
-        return f"{count - left} of {count} records are on the page, which has room for {room}{kept} (--media MB)."
+        kept = ": the newest of each name, and evenly spaced ones before" if left < count else ""
+        room = f"{self._room / 1e6:g} MB (--media MB), and {_MOST_STEPS} steps of a name, {_MOST_DRAWN} of a histogram"
+        return f"{count - left} of {count} records are on the page{kept}. It has room for {room}."
 
 
 def _is_read(file: MediaFile) -> bool:
@@ -263,7 +283,7 @@ def _bytes_of(file: MediaFile, most: int | None = None) -> bytes:
 def _text_of(file: MediaFile) -> dict[str, str]:
     read = _bytes_of(file, 4 * _LONGEST_TEXT).decode(errors="replace")
     text = read[:_LONGEST_TEXT]
-    rest = file.size - len(text.encode())
+    rest = max(1, file.size - len(text.encode()))
     is_whole = len(read) <= _LONGEST_TEXT and file.size <= 4 * _LONGEST_TEXT
     return {"text": seen_text(text.replace("\r\n", "\n")), "more": "" if is_whole else f"{show_size(rest)} more"}
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames of a report's page in headless Chromium: `python tests/benchmarks/report_frames.py [--limit-ms 100]`.
 
-Pages of one run of 200,000 steps and of 50 runs are panned and zoomed, all visible charts in each frame. The script
+Pages of one run of 200,000 steps with 20 MB of media, and of 50 runs, are panned and zoomed, all visible charts in each
+frame. The script
 prints the median time from frame to frame, and that of the page's own script in it; it ends with 1 beyond the limit.
 """
 
@@ -11,15 +12,17 @@ import argparse
 import math
 import random
 import statistics
+import struct
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import sync_playwright
 
 from accel.cli import main as accel
-from accel.run_folder import encode_line
+from accel.run_folder import MediaName, encode_line
 
 METRICS = 12
 FRAMES = 60
@@ -55,6 +58,26 @@ def write_run(folder: Path, steps: int, seed: int) -> None:
             _ = file.write(encode_line(step, values, {"at": 1e9 + step / 20}))
 
 
+def write_images(folder: Path, count: int) -> None:
+    """Write images of noise, some 50 kB each."""
+    noise = random.Random(0)
+    (folder / "media").mkdir()
+    for step in range(count):
+        rows = b"".join(b"\0" + noise.randbytes(3 * 128) for _ in range(128))
+        chunks = (
+            (b"IHDR", struct.pack(">IIBBBBB", 128, 128, 8, 2, 0, 0, 0)),
+            (b"IDAT", zlib.compress(rows)),
+            (b"IEND", b""),
+        )
+        parts = [
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            for kind, data in chunks
+        ]
+        (folder / "media" / MediaName("samples", "images", step).file).write_bytes(
+            b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+        )
+
+
 def medians(browser: Any, page: Path) -> tuple[float, float, int]:
     """Return the median milliseconds of a frame and of the script in it, and the number of visible charts."""
     opened = browser.new_page(viewport={"width": 1400, "height": 1000})
@@ -75,10 +98,15 @@ def main() -> int:
     status = 0
     with tempfile.TemporaryDirectory() as name, sync_playwright() as started:
         browser = started.chromium.launch(executable_path=known.chromium, args=["--no-sandbox"])
-        for title, count, steps in (("a run of 200,000 steps", 1, 200_000), ("50 runs of 2,000 steps", 50, 2000)):
+        for title, count, steps in (
+            ("a run of 200,000 steps with media", 1, 200_000),
+            ("50 runs of 2,000 steps", 50, 2000),
+        ):
             folder = Path(name, str(count))
             for at in range(count):
                 write_run(folder / f"run-{at}", steps, at)
+            if count == 1:
+                write_images(folder / "run-0", 350)
             page = folder / "report.html"
             if accel(["report", str(folder), "--output", str(page)]):
                 return 2

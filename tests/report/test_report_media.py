@@ -100,6 +100,8 @@ def page_of(folder: Path, room: int = 20_000_000) -> tuple[str, list[dict[str, A
 
 
 def test_a_page_has_each_kind_by_step_and_equal_contents_once(tmp_path: Path) -> None:
+    for at in (1, 2, 10):
+        write_media(tmp_path, "text", f"layer{at}", 1, "")
     for step in (1, 2, 30):
         write_media(tmp_path, "images", "eval/in", step, make_picture(value=step), at=0)
         write_media(tmp_path, "images", "eval/in", step, make_picture(value=1), at=1)
@@ -110,6 +112,8 @@ def test_a_page_has_each_kind_by_step_and_equal_contents_once(tmp_path: Path) ->
     edges = {"edges": [0.0, 1.0, 2.0], "counts": [3, 4], "nonfinite": 5}
     write_media(tmp_path, "histogram", "w", 2, edges)
     page, series, contents = page_of(tmp_path)
+    assert [each["name"] for each in series if each["name"].startswith("layer")] == ["layer1", "layer2", "layer10"]
+    series = [each for each in series if not each["name"].startswith("layer")]
     kinds = {each["name"]: (each["kind"], [step for step, _ in each["runs"]["0"]]) for each in series}
     assert kinds == {
         "eval/in": ("images", [1, 2, 30]),
@@ -130,7 +134,7 @@ def test_a_page_has_each_kind_by_step_and_equal_contents_once(tmp_path: Path) ->
     [table] = at("words", 2)
     assert (table["rows"], table["numbers"]) == ([["cat", "0.3", "true"], ["dog", NONE, "false"]], [1])
     assert at("w", 2) == [{"low": 0.0, "high": 2.0, "counts": [3, 4], "nonfinite": 5}]
-    assert len(contents) == 3 + 4
+    assert len(contents) == 3 + 5
     assert "<b>" not in page
     assert "records are on the page" not in page
 
@@ -164,13 +168,25 @@ def test_no_more_than_the_room_is_on_the_page_and_the_rest_is_counted(tmp_path: 
     assert {0, 99} <= {*steps["in"]}
     assert len(steps["said"]) >= len(steps["in"])
     assert f"{len(steps['in'])} of 100 on the page" in page
-    assert f"{len(steps['in']) + len(steps['said'])} of 200 records are on the page, which has room for 0.1 MB" in page
+    assert f"{len(steps['in']) + len(steps['said'])} of 200 records are on the page: the newest" in page
+    assert "It has room for 0.1 MB" in page
     page, series, contents = page_of(tmp_path, 0)
     assert contents == {}
     assert "0 of 200 records are on the page" in page
     assert main(["report", str(tmp_path), "--media", "0.1"]) == 0
     assert (tmp_path / "report.html").stat().st_size < 200_000
     assert main(["report", str(tmp_path), "--media", "-1"]) == 2
+
+
+def test_a_step_has_no_more_images_than_a_browser_shows_at_once(tmp_path: Path) -> None:
+    large = png_of_form(2800, 2800, 8, 6, 0)
+    for at in range(10):
+        write_media(tmp_path, "images", "large", 1, large, at)
+    for at in range(70):
+        write_media(tmp_path, "images", "many", 1, make_picture(), at)
+    page, series, _ = page_of(tmp_path)
+    assert {each["name"]: len(each["runs"]["0"][0][1]) for each in series} == {"large": 9, "many": 64}
+    assert page.count("the first images of a step, 64 at most") == 2
 
 
 def test_hostile_files_are_counted_and_links_are_not_followed(tmp_path: Path) -> None:

@@ -114,14 +114,15 @@ class Panel {
     const dot = make("i", { className: "dot" });
     dot.style.background = colorOf(run);
     this.content = make("div", { className: "content" });
-    const head = RUNS.length > 1 ? [dot, this.name, this.step] : [this.step];
-    this.element = make("figure", { className: "panel" }, make("figcaption", {}, ...head), this.content);
-    this.element.addEventListener("pointerenter", () => light(run));
+    const head = make("figcaption", {}, dot, this.name, this.step);
+    this.element = make("figure", { className: "panel" }, head, this.content);
+    this.element.addEventListener("pointerenter", () => { if (RUNS.length > 1) light(run); });
     this.element.addEventListener("pointerleave", () => light(null));
   }
 
   show(series, step, lacking, range) {
     this.name.textContent = RUNS[this.run].name;
+    this.element.classList.toggle("only", RUNS.length === 1);
     this.element.classList.toggle("lit", RUNS.length > 1 && state.lit === this.run);
     const records = series.runs[this.run];
     const record = step === undefined ? null : recordAt(records, step);
@@ -151,7 +152,7 @@ class Panel {
     const images = contents.map(([data, width, height], at) => {
       const number = keys.length > 1 ? `, ${at + 1} of ${keys.length}` : "";
       const alt = `${series.name} at step ${step}${number}`;
-      const image = make("img", { src: `data:image/png;base64,${data}`, alt, width, height });
+      const image = make("img", { src: `data:image/png;base64,${data}`, alt, width, height, decoding: "async" });
       const side = Math.max(width, height);
       const scale = Math.max(1, Math.round(SMALLEST / side));
       image.classList.toggle("pixels", scale > 1);

@@ -201,17 +201,23 @@ def report_parser() -> Parser:
 
 
 def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 65536:
+    if not text.isdecimal() or int(text) >= 65536:
         raise argparse.ArgumentTypeError("0 to 65535")
-    return value
+    return int(text)
 
 
 def _megabytes(text: str) -> int:
-    value = float(text)
-    if not 0 <= value <= 10_000:
-        raise argparse.ArgumentTypeError("0 to 10000")
-    return int(value * 1e6)
+    return int(_number(text, 0, 10_000, "0 to 10000") * 1e6)
+
+
+def _number(text: str, least: float, most: float, expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(expected)
+    return value
 
 
 def _serve(known: argparse.Namespace) -> int:
@@ -380,10 +386,7 @@ def _print_lines(followed: FollowedRun, every_s: float, *, once: bool) -> int:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not (0.05 <= value < math.inf):
-        raise argparse.ArgumentTypeError("0.05 or more")
-    return value
+    return _number(text, 0.05, sys.float_info.max, "0.05 or more")
 
 
 _PROFILE_USAGE = "accel profile DIR [--operators N]"

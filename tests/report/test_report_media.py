@@ -154,7 +154,9 @@ def test_the_newest_and_evenly_spaced_steps_have_the_room(count: int, most: int)
     assert [step for step in later if step < count - 1] == [step for step in order if step < count - 1]  # stays chosen
 
 
-def test_no_more_than_the_room_is_on_the_page_and_the_rest_is_counted(tmp_path: Path) -> None:
+def test_no_more_than_the_room_is_on_the_page_and_the_rest_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in range(100):
         noise = os.urandom(3 * 30 * 30)
         rows = b"".join(b"\0" + noise[at : at + 90] for at in range(0, len(noise), 90))
@@ -175,7 +177,9 @@ def test_no_more_than_the_room_is_on_the_page_and_the_rest_is_counted(tmp_path: 
     assert "0 of 200 records are on the page" in page
     assert main(["report", str(tmp_path), "--media", "0.1"]) == 0
     assert (tmp_path / "report.html").stat().st_size < 200_000
-    assert main(["report", str(tmp_path), "--media", "-1"]) == 2
+    for wrong in ("-1", "many", "nan", "10001"):
+        assert main(["report", str(tmp_path), "--media", wrong]) == 2
+        assert "0 to 10000" in capsys.readouterr().err
 
 
 def test_a_step_has_no_more_images_than_a_browser_shows_at_once(tmp_path: Path) -> None:

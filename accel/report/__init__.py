@@ -4,8 +4,8 @@
 Begin with `_run_data.py`, which reads a folder once. `_page.py` makes one HTML page of it: `_summary.py` its first
 screen, `_series.py` the curves for the script in `assets/`, `_media.py` images and other media, checked and made inert,
 `_tables.py` the markup, tables and sections on launches. `_compare.py` finds the differences between two runs,
-`_followed.py` reads a run again and again, which `_watch_app.py` shows and a server turns into a page that stays fresh,
-and `traces` reads profiles.
+`_followed.py` reads a run again and again, which `_watch_app.py` shows and `_served.py` turns into a page that stays
+fresh, and `traces` reads profiles.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from accel.report._compare import compare_runs as compare_runs, describe_comparison as describe_comparison
     from accel.report._followed import (
         FollowedRun as FollowedRun,
-        LiveReport as LiveReport,
-        ReportServer as ReportServer,
         exit_status as exit_status,
         rank_rows as rank_rows,
         status_line as status_line,
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
         state_of as state_of,
         thin as thin,
     )
+    from accel.report._served import LiveReport as LiveReport, ReportServer as ReportServer
     from accel.report._watch_app import WatchApp as WatchApp, open_app as open_app
 
 __getattr__ = exports(
@@ -55,7 +54,8 @@ __getattr__ = exports(
         ),
         "_media": ("MEDIA_ROOM",),
         "_page": ("report_page",),
-        "_followed": ("FollowedRun", "LiveReport", "ReportServer", "exit_status", "rank_rows", "status_line"),
+        "_followed": ("FollowedRun", "exit_status", "rank_rows", "status_line"),
+        "_served": ("LiveReport", "ReportServer"),
         "_watch_app": ("WatchApp", "open_app"),
         "_compare": ("compare_runs", "describe_comparison"),
     },

@@ -1,32 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder, read again and again: its state as one line, rows of ranks, and a page that a server keeps fresh."""
+"""A run's folder, read again and again: its state as one line, and rows of ranks."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
-import re
-import socket
-import socketserver
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock
-from typing import Any, NamedTuple, cast
-from urllib.parse import parse_qs, urlsplit
-
-import msgspec
-from msgspec.structs import replace
 
 from accel.alerts import Alert, read_alerts
-from accel.errors import ConfigError
-from accel.report._media import MEDIA_ROOM, MediaShelf
-from accel.report._page import contents_json, page_of, served_page
 from accel.report._run_data import (
     AT,
     Curves,
@@ -36,8 +19,6 @@ from accel.report._run_data import (
     RunData,
     RunState,
     StoredCheckpoint,
-    name_runs,
-    state_of,
 )
 from accel.report._series import charts_of, ranked_metrics
 from accel.report._tables import rank_text, show_number
@@ -226,212 +207,3 @@ def rank_rows(launches: Sequence[LaunchRecord]) -> list[tuple[str, str, str, str
             after = "" if rank.ended_s is None or attempt is None else show_clock(rank.ended_s - attempt.started_s)
             rows[rank.rank] = (str(rank.rank), launch.host, after, rank_text(rank))
     return [rows[rank] for rank in sorted(rows)]
-
-
-class ServedPage(NamedTuple):
-    """A page at a moment, made once for all readers.
-
-    Attributes:
-        version: differs between snapshots that differ.
-        page: the whole page.
-        data: the same for the script of an open page, as JSON.
-        problem: reason why there is no page; empty for none.
-        contents: JSON of images and other media by their keys in `data`, for those that a reader looks at.
-    """
-
-    version: str
-    page: bytes
-    data: bytes
-    problem: str = ""
-    contents: Mapping[str, bytes] = {}
-
-
-class LiveReport:
-    """Snapshots of runs that are followed, for any number of readers.
-
-    Args:
-        find: returns the folders of runs by now; other folders may be among them as long as they hold no run.
-        follow: returns a run that is followed.
-        every_s: least time between two looks at the files; a long look makes it longer, so that looks take a tenth.
-        now_s: the clock.
-        room: bytes of media that readers can look at.
-    """
-
-    def __init__(
-        self,
-        find: Callable[[], Sequence[Path]],
-        follow: Callable[[Path], FollowedRun],
-        every_s: float = 2.0,
-        now_s: Callable[[], float] = time.monotonic,
-        room: int = MEDIA_ROOM,
-    ) -> None:
-        self._find = find
-        self._follow = follow
-        self._every_s = every_s
-        self._now_s = now_s
-        self._lock = Lock()
-        self._due_s = -float("inf")
-        self._kept = ServedPage("", b"", b"")
-        self._runs: dict[Path, tuple[FollowedRun, Stamps, RunData]] = {}
-        self._shown: dict[Path, None] = {}  # runs with something to show, in the order in which they had it
-        self._order: dict[str, int] = {}  # of charts
-        self._shelf = MediaShelf(room)
-        self._seen: object = None
-
-    def snapshot(self) -> ServedPage:
-        """Return the newest snapshot; look at the files first if the last look is long ago."""
-        with self._lock:
-            began_s = self._now_s()
-            if began_s >= self._due_s:
-                try:
-                    self._kept = self._look()
-                except (OSError, ConfigError) as error:
-                    self._seen = None
-                    self._kept = ServedPage("", b"", b"", f"A file of the run cannot be read: {error}")
-                ended_s = self._now_s()
-                self._due_s = ended_s + max(self._every_s, 9 * (ended_s - began_s))
-            return self._kept
-
-    def _look(self) -> ServedPage:
-        for folder in dict.fromkeys((*self._runs, *self._find())):
-            known = self._runs.get(folder)
-            followed = known[0] if known else self._follow(folder)
-            stamps = followed.stamps()  # before the look, so that the next one sees later changes
-            if known is None or stamps != known[1]:
-                self._runs[folder] = (followed, stamps, followed.look())
-            if not self._runs[folder][2].is_empty:
-                _ = self._shown.setdefault(folder)
-        found = [self._runs[folder] for folder in self._shown or list(self._runs)[:1]]
-        seen = [(stamps, state_of(run.run, run.launches)) for _, stamps, run in found]
-        if seen == self._seen:
-            return self._kept
-        runs = [run for *_, run in found]
-        names = name_runs([run.folder for run in runs])
-        named = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
-        page = page_of(named, self._order, self._shelf)
-        data = msgspec.json.encode({"title": page.title, "kind": page.kind, "main": str(page.main), "data": page.data})
-        version = hashlib.blake2b(data, digest_size=12).hexdigest()
-        self._seen = seen
-        text = served_page(page, version).encode(errors="replace")
-        return ServedPage(version, text, data, contents=page.contents)
-
-
-_LOCAL = ("localhost", "127.0.0.1", "::1")
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
-_PATHS = ("/", "/data", "/media")
-_PATIENCE_S = 20.0  # for a reader's next bytes
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Type": "text/plain; charset=utf-8",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-}
-
-
-class ReportServer(ThreadingHTTPServer):
-    """A server of one page, its data and its media, and of no file as it is.
-
-    A request needs the token in its URL. That of another method than GET and HEAD, for another host than this one, or
-    from the page of another origin is refused: a name of elsewhere that was turned to this machine reads nothing.
-
-    Args:
-        report: the snapshots.
-        token: the token.
-        host: name or address to listen at, one that readers use.
-        port: port; 0 for a free one.
-
-    Attributes:
-        url: address of the page, with the token.
-
-    Raises:
-        OSError: The port is taken, or the address is not one of this machine.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, report: LiveReport, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
-        self.report = report
-        self.token = token
-        self.names = {*_LOCAL, host.lower()}
-        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        super().__init__((host, port), _Reader)
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.server_address[1]}/?token={token}"
-
-    def server_bind(self) -> None:
-        """Bind without the question to a name server that `HTTPServer` asks."""
-        socketserver.TCPServer.server_bind(self)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of readers that went away."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
-
-
-class _Reader(BaseHTTPRequestHandler):
-    timeout = _PATIENCE_S
-
-    def do_GET(self) -> None:
-        refusal = self._refusal()
-        if refusal is not None:
-            self.send_error(*refusal)
-            return
-        found = cast("ReportServer", self.server).report.snapshot()
-        target = urlsplit(self.path)
-        if found.problem:
-            self.send_error(503, found.problem)
-        elif target.path == "/":
-            self._send(200, found.page, {"Content-Type": "text/html; charset=utf-8"})
-        elif target.path == "/media":
-            keys = ",".join(parse_qs(target.query).get("keys", [])).split(",")
-            self._send(200, contents_json(found.contents, keys).encode(), {"Content-Type": "application/json"})
-        elif self.headers.get("If-None-Match") == f'"{found.version}"':
-            self._send(304, b"", {"ETag": f'"{found.version}"'})
-        else:
-            self._send(200, found.data, {"Content-Type": "application/json", "ETag": f'"{found.version}"'})
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def _refusal(self) -> tuple[int, str] | None:
-        """Return status and reason of a refusal; None for a reader with the token."""
-        server = cast("ReportServer", self.server)
-        hosts = self.headers.get_all("Host", [])
-        named = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-        if named is None or named[1].strip("[]").lower() not in server.names:
-            return 403, "This server answers to its own name alone."
-        if any(origin != f"http://{hosts[0]}" for origin in self.headers.get_all("Origin", [])):
-            return 403, "Pages of other origins read nothing here."
-        path, _, query = self.path.partition("?")
-        given = parse_qs(query).get("token", [])
-        if len(given) != 1 or not hmac.compare_digest(given[0].encode(errors="replace"), server.token.encode()):
-            return 403, "Open the URL that `accel report --serve` printed: its token is missing or not the one of now."
-        return None if path in _PATHS else (404, "There is the page alone.")
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer with a reason in plain text."""
-        is_method = code == 501
-        text = "GET and HEAD alone are answered." if is_method else message or ""
-        self._send(
-            405 if is_method else code,
-            f"{text}\n".encode(errors="replace"),
-            {"Allow": "GET, HEAD"} if is_method else {},
-        )
-
-    def _send(self, code: int, body: bytes, headers: dict[str, str]) -> None:
-        self.close_connection = True
-        self.send_response(code)
-        for name, value in {**_HEADERS, **headers, "Content-Length": str(len(body)), "Connection": "close"}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD" and code != 304:
-            _ = self.wfile.write(body)
-
-    def version_string(self) -> str:
-        """Return the name of the server, without versions."""
-        return "accel"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Keep requests, which have the token, off the terminal."""

@@ -22,7 +22,7 @@ from sample_runs import write_launch, write_metrics, write_run
 from accel.cli import main
 from accel.cli._runs import _token, run_report
 from accel.errors import ConfigError
-from accel.report import FollowedRun, LiveReport, ReportServer, _followed, _media, read_data
+from accel.report import FollowedRun, LiveReport, ReportServer, _followed, _media, _served, read_data
 from accel.run_folder import encode_line
 
 TOKEN = "a-token-of-24-characters"
@@ -180,8 +180,8 @@ def test_ten_readers_of_a_run_cost_one_look_and_an_unchanged_run_none(
 
     monkeypatch.setattr(_followed, "read_new", counted)
     pages: list[object] = []
-    page_of = _followed.page_of
-    monkeypatch.setattr(_followed, "page_of", lambda *args: pages.append(args) or page_of(*args))
+    page_of = _served.page_of
+    monkeypatch.setattr(_served, "page_of", lambda *args: pages.append(args) or page_of(*args))
 
     def all_read() -> set[str]:
         with ThreadPoolExecutor(10) as pool:
@@ -264,15 +264,13 @@ def test_a_followed_page_shows_what_the_written_one_shows(tmp_path: Path, clock:
         _ = file.write(encode_line(20, {"gpu0/use": 9.0}, {"at": 1.795e9 + 20}))
     clock.now_s = 10
     found = msgspec.json.decode(report.snapshot().data)
-    expected = _followed.page_of([read_data("demo", folder)])
+    expected = _served.page_of([read_data("demo", folder)])
     assert found["main"] == str(expected.main)
     assert found["data"] == msgspec.json.decode(msgspec.json.encode(expected.data))
     (folder / "system-b.jsonl").write_bytes(b"")  # a resume cuts the samples back
     clock.now_s = 20
     found = msgspec.json.decode(report.snapshot().data)
-    assert found["data"] == msgspec.json.decode(
-        msgspec.json.encode(_followed.page_of([read_data("demo", folder)]).data)
-    )
+    assert found["data"] == msgspec.json.decode(msgspec.json.encode(_served.page_of([read_data("demo", folder)]).data))
 
 
 def test_media_are_read_once_and_given_to_readers_that_ask_for_their_keys(

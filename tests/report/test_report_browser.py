@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,10 @@ HOSTILE = "<script>window.hit=1</script><img src=x onerror=window.hit=1>@x{safe}
 # pixels of each chart in sight, to see that a click or a zoom changed it
 PIXELS = "() => report.charts.filter((each) => each.isVisible).map((each) => each.canvas.toDataURL())"
 VIEW = "() => report.currentView()"
+TOP = "(each) => each.getBoundingClientRect().top"
+# what stands on the page, from above
+OUTLINE = """() => [...document.querySelectorAll("main h1, main h2, main h3, main summary, main [id]")]
+    .map((each) => each.id || each.textContent)"""
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +49,14 @@ def browser() -> Iterator[Any]:
 
 
 def wait_for(page: Any, condition: str) -> None:
-    """Wait in the page; the browser's own wait needs an eval, which the policy forbids."""
+    """Wait in the page, over a reload too; the browser's own wait needs an eval, which the policy forbids."""
     for _ in range(600):
-        if page.evaluate(condition):
-            return
+        try:
+            if page.evaluate(condition):
+                return
+        except importlib.import_module("playwright.sync_api").Error as error:
+            if "context was destroyed" not in str(error):
+                raise
         page.wait_for_timeout(100)
     raise AssertionError(condition)
 
@@ -629,8 +638,10 @@ def test_a_served_page_of_many_runs_takes_new_ones_and_keeps_its_columns(browser
 def test_a_served_page_grows_from_nothing_to_one_run_and_to_many(browser: Any, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     server = serve(live_report(tmp_path))
-    context = browser.new_context()
+    context = browser.new_context(viewport={"width": 1200, "height": 400})
     page = context.new_page()
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(server.url)
     page.evaluate("window.kept = 1")
     assert "No metrics have been logged" in page.locator("main").inner_text()
@@ -644,8 +655,38 @@ def test_a_served_page_grows_from_nothing_to_one_run_and_to_many(browser: Any, t
             wait_for(page, "document.querySelectorAll('.chip').length === 2")
             page.locator("#filter").fill("2")
             assert page.evaluate("[report.state.matching.size, window.kept]") == [1, 1]
-    with page.expect_event("load"):  # from curves side by side to a table
-        pass
+            page.locator("canvas").first.focus()
+            page.keyboard.press("+")
+            view = page.evaluate(VIEW)
+            canvas = page.locator("canvas").first
+            canvas.evaluate("(each) => { each.drawnBefore = 1; scrollBy(0, each.getBoundingClientRect().top - 100); }")
+            assert round(canvas.evaluate(TOP)) == 100
     wait_for(page, "document.querySelectorAll('#rows tbody tr').length === 8")
+    # from curves side by side to a table, without a reload
+    assert page.evaluate("[window.kept, report.state.matching.size, report.state.log]") == [1, 1, True]
+    assert page.locator("#filter").input_value() == "2"
+    assert page.evaluate(VIEW) == view
+    assert canvas.evaluate("(each) => each.drawnBefore") == 1
+    assert abs(canvas.evaluate(TOP) - 100) < 2  # while a table came above it
+    assert page.locator("#rows tbody tr:not([hidden])").count() == 1
+    assert page.locator("#parallel").inner_text() == "Choose a setting that differs to see it against a metric."
+    page.locator("#filter").fill("")
+    page.locator("#reset").click()
+    assert page.evaluate("report.currentView()") == [0, 390]
+    assert page.locator("#rows tbody tr:not([hidden])").count() == 8
+    head = page.locator("#rows thead button", has_text="loss").first
+    was = head.inner_text()
+    head.click()
+    assert page.locator("#rows thead button", has_text="loss").first.inner_text() != was
+    page.locator("#rows tbody tr").nth(3).hover()
+    assert page.locator("#rows tbody tr.lit").count() == page.locator(".chip.lit").count() == 1
+    write_metrics(tmp_path / "run 9", 400)
+    write_run(tmp_path / "run 9", config={"lr": 0.5})
+    wait_for(page, "document.querySelectorAll('#rows tbody tr').length === 9")
+    fresh = context.new_page()
+    fresh.goto(server.url)
+    wait_for(fresh, "document.querySelectorAll('#rows tbody tr').length === 9")
+    assert page.evaluate(OUTLINE) == fresh.evaluate(OUTLINE)
+    assert complaints == []
     context.close()
     end(server)

@@ -46,15 +46,23 @@ function morph(old, fresh) {
 }
 
 // Whether numbers of runs and charts mean what they meant. A page that has more of them goes on; another one begins anew.
-function goesOn({ kind, data }) {
+function goesOn({ data }) {
   const isLike = (one, other) => one.every((each, at) => each.name === other[at]?.name);
-  if (kind !== place.dataset.kind && (kind === "many" || place.dataset.kind === "many")) return false;
   return place.dataset.kind === "empty" || (isLike(RUNS, data.runs) && isLike(DATA.metrics, data.metrics));
 }
 
 const columnNames = () => JSON.stringify([DATA.differing, DATA.metrics.map(({ name }) => name)]);
+// What a reader who has scrolled sees first: it stays where it is while the page above it grows.
+function firstInSight() {
+  if (!scrollY) return null;
+  const parts = [...place.querySelectorAll(".card, h2, summary")];
+  return parts.find((each) => each.getClientRects().length && each.getBoundingClientRect().top >= 0) ?? null;
+}
+
 function take(fresh) {
   const columns = columnNames();
+  const held = firstInSight();
+  const top = held?.getBoundingClientRect().top;
   cards.clear();
   for (const { card } of charts) cards.set(titleOf(card), card);
   const made = document.createElement("main");
@@ -75,9 +83,11 @@ function take(fresh) {
   buildControls();
   applySearch();
   applyFilter();
-  if (sweep && columns !== columnNames()) buildChooser();
-  else if (sweep) buildParallel();
+  if (!sweep) openSweep();
+  else if (columns !== columnNames()) buildChooser();
+  else buildParallel();
   changed("runs");
+  if (held?.isConnected) scrollBy(0, held.getBoundingClientRect().top - top);
 }
 
 function say(text) {
@@ -135,5 +145,6 @@ function forgetMedia() {
 }
 
 document.body.append(told);
+document.documentElement.style.overflowAnchor = "none"; // `take` holds what is in sight, elements that move included
 document.addEventListener("visibilitychange", ask);
 setInterval(ask, POLL_MS);

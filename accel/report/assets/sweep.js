@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Many runs: a table of settings that differ and of metrics, and parallel coordinates of settings against a metric.
 
-const sweep = document.getElementById("sweep");
+let sweep = null;
 const WAYS = ["last", "best", "at step"];
 const table = { columns: [], sort: null, falls: false, step: null, rows: [], chosen: null };
 
@@ -275,7 +275,10 @@ function updateParallel() {
   else parallel.top?.replaceChildren();
 }
 
-if (sweep) {
+// Begin where the page has a sweep; a served one may get it later.
+function openSweep() {
+  sweep = document.getElementById("sweep");
+  if (!sweep) return;
   document.getElementById("against").addEventListener("change", buildParallel);
   onChange((what) => {
     if (what === "runs") buildTable(); else if (what === "lit") updateRows();
@@ -290,4 +293,6 @@ if (sweep) {
     buildParallel();
   }).observe(place);
 }
+
+openSweep();
 start();

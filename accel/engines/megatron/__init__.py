@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-core: a context on its parallel state, and its model and optimizer as items of a checkpoint.
 
-Begin with `_context.py`, which describes Megatron's groups as one mesh. `_items.py` makes items of a model, with
-tensors by global name (`_sharded.py`), and of an optimizer (`_optimizer.py`). Megatron prepares, schedules and steps
-its own model; batches, collectives, checkpoints and launches are accel's. Names resolve on first use.
+Begin with `_context.py`, which describes Megatron's groups as one mesh. `_items.py` makes items of a model and of an
+optimizer, with tensors by global name (`_sharded.py`). Megatron prepares, schedules and steps its own model; batches,
+collectives, checkpoints and launches are accel's. Names resolve on first use.
 """
 
 from __future__ import annotations

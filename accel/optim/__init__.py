@@ -25,4 +25,5 @@ from accel.optim._gradients import (
     scale_ as scale_,
     step_masters as step_masters,
     total_norm as total_norm,
+    wide_norm as wide_norm,
 )

@@ -188,14 +188,14 @@ def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> float | torc
     return _torch.linalg.vector_norm(torch.stack(norms(grads, norm_type)), norm_type)
 
 
-def _wide_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm in float64 on the gradients' device, shape [1], as reductions take it."""
+def wide_norm(grads: Sequence[torch.Tensor], norm_type: float, *, keepdim: bool = True) -> torch.Tensor:
+    """Return the norm of plain gradients in float64 on their device, shape [1], or [] on some devices if asked."""
     first = grads[0]
     if first.is_cpu or any(grad.dtype != first.dtype for grad in grads):
         norm = _local_norm(grads, norm_type)
         return torch.as_tensor(norm, dtype=torch.float64, device=first.device).reshape(1)
     own = torch.stack(norms(grads, norm_type))
-    return _torch.linalg.vector_norm(own, norm_type, dim=0, keepdim=True, dtype=torch.float64)
+    return _torch.linalg.vector_norm(own, norm_type, dim=0, keepdim=keepdim, dtype=torch.float64)
 
 
 def _spread_norm(
@@ -211,7 +211,7 @@ def _spread_norm(
     """
     mesh, dims = spread
     device = parts[0].device
-    mine = _wide_norm(parts, norm_type)
+    mine = wide_norm(parts, norm_type)
     power = mine if norm_type == math.inf else mine**norm_type
     if isinstance(alone, torch.Tensor) or alone != 0.0:
         # a number is not copied to the device, for which the host would wait

@@ -7,11 +7,15 @@ A test looks for each of them in the torch that is installed, and in the package
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,6 +45,7 @@ PRIVATE = {
     "torch._C": ("_current_graph_task_id", "_autograd"),
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
+    "torch.distributed.tensor.DTensor": ("_spec", "_local_tensor"),  # and the arguments of its constructor
     "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("_fsdp_param_groups", "_fsdp_param_group"),
@@ -143,6 +148,17 @@ def saves_otherwise() -> bool:
 def is_operator(target: object) -> bool:
     """Return whether the target of a node in a graph is an operator with a schema."""
     return isinstance(target, cast(Any, torch)._ops.OpOverload)
+
+
+def part_alone(parameter: DTensor) -> torch.Tensor:
+    """Return this rank's part, without autograd's record: one view, where `to_local` of a parameter takes two."""
+    return cast(Any, parameter)._local_tensor.detach()
+
+
+def dtensor_around(part: torch.Tensor, template: DTensor) -> DTensor:
+    """Make a DTensor of a part of the template's dtype and strides: the tensor itself, without the view that torch's
+    `from_local` takes."""
+    return cast(Any, type(template))(part, copy.copy(cast(Any, template)._spec), requires_grad=False)
 
 
 def runs_in_backward() -> bool:

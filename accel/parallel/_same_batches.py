@@ -4,8 +4,7 @@
 A loader whose sampler counts all ranks gives each rank along tp and pp a batch of its own. Nothing fails then, and
 products of parts of different samples train something else than the model.
 
-Batches of later training forwards are folded into a few figures on their devices, which the step's norm takes along. No
-forward reads them, so none waits for its device. One sum over ranks has the figures' sums and those of their squares.
+Batches of later training forwards are compared by the step: see `_later_batches.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +23,7 @@ from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
 from accel.errors import DataError, TreeError
 from accel.mixins import Mixin, add_mixin
+from accel.parallel._later_batches import AXES, FIX, TOLERANCE, LaterBatches, flat_reals, flattened, is_plain, text_of
 from accel.parallel._modules import is_pipelined, unwrap_model
 from accel.parallel._private import runs_in_backward
 from accel.tensors import mesh_of, split_dims
@@ -32,26 +31,13 @@ from accel.topology import Dimension, dimension_of
 from accel.tree._walk import Containers, leaves
 
 SHARING: frozenset[Dimension] = frozenset({"tensor", "pipeline"})  # ranks along these get one batch
-_AXES = ("tp", "pp")
 
 _WATCH = "accel_same_batches"  # attribute of a prepared model
 _HEAD = struct.Struct("<q16s")  # the context's rank, a digest of the batch's structure
 _LEAF = struct.Struct("<8s4d")  # a digest of what must be equal, and the figures of a floating-point tensor
 _MOST_LEAVES = 23  # that fit into the smallest first message; the rest counts as one
 _NO_FIGURES = (0.0, 0.0, 0.0, 0.0)
-_TOLERANCE = 1e-3  # of absolute sums: outputs of an encoder differ in their last digits between ranks
 _SAMPLED = 1024
-_FIX = (
-    "Take the batches of accel.prepare_loader(ctx, loader); a sampler of your own chooses by "
-    "ctx.data_parallel, (index, count), where it has ctx.rank and ctx.world_size."
-)
-_CALL = Call("optimizer_step", "batches", ordered=False)
-
-# odd numbers of 64 bits, which spread the bits of a product
-_PLACE, _MIX, _NEXT = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-_EXACT_BITS = 20  # sums of squares over 4096 ranks are exact in float64
-_FIGURES = 3
-_TINY = 1e-300
 
 
 class _Known(NamedTuple):
@@ -95,16 +81,17 @@ class SameBatches:
 
     def looks(self, *, trains: bool) -> bool:
         """Return whether a forward's batch is of use."""
-        return bool(self.awaited) or (trains and self._later is not None)
+        return bool(self.awaited) or (trains and self._later is not None and self._later.is_wanted)
 
     def look(self, batch: Any, *, trains: bool) -> None:
         """Compare a batch in the first forward of a mode, a collective then; different batches are a `DataError` on
         every rank. In later training forwards note it for the step."""
         mode = "training" if trains else "evaluation"
         if mode not in self.awaited:
+            later = self._later if trains else None
             # a backward that computes a forward again was given nothing
-            if trains and self._later is not None and torch.is_grad_enabled() and not runs_in_backward():
-                self._later.add(_leaves(batch, self._containers))
+            if later is not None and later.is_wanted and torch.is_grad_enabled() and not runs_in_backward():
+                later.add(_leaves(batch, self._containers))
             return
         self.awaited.remove(mode)
         call = Call("forward", f"the first in {mode}", ordered=False)
@@ -128,7 +115,7 @@ class SameBatches:
             expected=f"one batch on the ranks {', '.join(map(str, ranks))}, which share a model along tp or pp",
             got=f"{left} on rank {ranks[0]}, {right} on rank {ranks[other]}",
             where=f"the model's first forward in {mode}",
-            fix=_FIX,
+            fix=FIX,
         )
 
 
@@ -150,7 +137,7 @@ def compare_batches(ctx: DistContext, model: nn.Module) -> None:
 
     A model that its user has spread along tp may get parts of a batch, so it is left alone.
     """
-    group = group_of(ctx, *_AXES)
+    group = group_of(ctx, *AXES)
     if group is None:
         return
     inner = unwrap_model(model)
@@ -201,17 +188,17 @@ def _known(batch: Any, containers: Containers) -> list[_Known]:
 
 
 def _of_leaf(path: str, leaf: object) -> _Known:
-    text, values = _text_of(path, leaf)
-    if not isinstance(leaf, torch.Tensor) or not _is_plain(leaf):
+    text, values = text_of(path, leaf)
+    if not isinstance(leaf, torch.Tensor) or not is_plain(leaf):
         return _Known(text, values)
     if leaf.is_floating_point() or leaf.is_complex():
         return _Known(text, figures=_figures(leaf.detach()))
-    return _Known(text, as_bytes(_flat(leaf.detach().cpu()).view(torch.uint8)))
+    return _Known(text, as_bytes(flattened(leaf.detach().cpu()).view(torch.uint8)))
 
 
 def _figures(tensor: torch.Tensor) -> tuple[float, ...]:
     """Return the figures of a floating-point tensor, in one wait for its device."""
-    flat = _flat_reals(tensor)
+    flat = flat_reals(tensor)
     wide = wide_dtype(flat.device)
     sums = [flat.sum(dtype=wide), flat.abs().sum(dtype=wide), *_sampled(flat)]
     return tuple(cast("list[float]", cast(Any, torch.stack(sums)).tolist()))
@@ -257,119 +244,7 @@ def _alike(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
 def _close(left: float, right: float, scale: float) -> bool:
     if left == right or (math.isnan(left) and math.isnan(right)):
         return True
-    return abs(left - right) <= _TOLERANCE * scale < math.inf
-
-
-class LaterBatches:
-    """Figures of the batches that a context's models of one group were given since the latest step."""
-
-    __slots__ = ("_comm", "_count", "_exact", "_figures", "_rank", "_text", "_weights")
-
-    def __init__(self, comm: Comm, rank: int) -> None:
-        self._comm = comm
-        self._rank = rank
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the batches."""
-        self._text = self._count = 0
-        self._weights = 0.0
-        self._exact: dict[torch.device, torch.Tensor] = {}
-        self._figures: dict[torch.device, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def add(self, leaves: Sequence[tuple[str, object]]) -> None:
-        """Fold the leaves of one batch, with their paths. No communication, and no wait for a device."""
-        for path, leaf in leaves:
-            text, values = _text_of(path, leaf)
-            self._text = zlib.crc32(text.encode() + values, self._text)
-            if not isinstance(leaf, torch.Tensor) or not _is_plain(leaf):
-                continue
-            tensor, at = leaf.detach(), leaf.device
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                found = _checksum(tensor)
-                self._exact[at] = torch.add(found, self._exact[at], alpha=_NEXT) if at in self._exact else found
-                continue
-            # a weight of its own for each, so that two in each other's place are noticed
-            self._count += 1
-            weight = 1.0 + self._count * 0.6180339887 % 1.0
-            self._weights += weight
-            figures = _parts(tensor) * weight
-            self._figures[at] = self._figures[at].add_(figures) if at in self._figures else figures
-
-    def take(self, device: torch.device) -> torch.Tensor:
-        """Return the figures of this rank as one tensor for a sum over ranks, and forget the batches."""
-        wide = wide_dtype(device)
-        figures = [each.to(device, wide, non_blocking=True) for each in self._figures.values()]
-        total = sum(figures[1:], figures[0]) if figures else torch.zeros(_FIGURES, dtype=wide, device=device)
-        text = _signed(self._text * _MIX)
-        exact = list(self._exact.values())
-        weights = self._weights
-        self.clear()
-        if exact:
-            known = torch.full((1,), text, dtype=torch.int64, device=device)
-            for each in exact:
-                known += each.to(device, non_blocking=True)
-            values = torch.cat([_folded(known).to(wide), total])
-            rest = torch.tensor([1.0, weights], dtype=wide).to(device, non_blocking=True)
-            return torch.cat([rest, values, values.square()])
-        # known on the host: one copy, in place of ten kernels
-        number = float(_folded(text))
-        rest = torch.tensor([1.0, weights, number, number * number], dtype=wide).to(device, non_blocking=True)
-        return torch.cat([rest[:3], total, rest[3:], total.square()])
-
-    def check(self, own: torch.Tensor, sums: Sequence[float], step: int | None) -> None:
-        """Raise `DataError` if sums over ranks show different batches: alike on all ranks that took part."""
-        if not _differ(sums):
-            return
-        ranks = f"the ranks along tp or pp of rank {self._rank}"
-        got = "others on some of them"
-        if int(sums[0]) == self._comm.size:  # so all of them are here
-            rows = exchange_values(
-                self._comm, _CALL, [float(self._rank), *cast("list[float]", cast(Any, own).tolist())], list[float]
-            )
-            ranks = f"the ranks {', '.join(str(int(row[0])) for row in rows)}"
-            others = [row for row in rows if _differ([a + b for a, b in zip(rows[0][1:], row[1:], strict=True)])]
-            if others:
-                named = ", ".join(str(int(row[0])) for row in others)
-                got = f"others on rank {named} than on rank {int(rows[0][0])}"
-        raise DataError(
-            "ranks that share samples were given different batches",
-            expected=f"one batch on {ranks}, which share a model along tp or pp",
-            got=got,
-            where="the model's training forwards since the step before"
-            if step is None
-            else f"the model's training forwards of step {step}",
-            fix=_FIX,
-        )
-
-
-def later_batches(ctx: DistContext) -> LaterBatches | None:
-    """Return the figures of batches that this rank shares along tp and pp; None where no model shares them."""
-    found = ctx.comm.later_batches
-    return cast("LaterBatches | None", found.get(group_of(ctx, *_AXES))) if found else None
-
-
-def _text_of(path: str, leaf: object) -> tuple[str, bytes]:
-    """Return path, dtype and shape, or type; and the bytes of a value that is no tensor and is compared exactly."""
-    if not isinstance(leaf, torch.Tensor):
-        exact = isinstance(leaf, bool | int | str | bytes)
-        return f"{path} {type(leaf).__name__}", repr(leaf).encode() if exact else b""
-    # a ragged dimension of a nested tensor has a number of its process
-    sizes = ", ".join(str(size) if type(size) is int else "*" for size in cast("Sequence[object]", leaf.shape))
-    return f"{path} {str(leaf.dtype).removeprefix('torch.')} [{sizes}]", b""
-
-
-def _is_plain(leaf: torch.Tensor) -> bool:
-    """Return whether a tensor's values can be compared: dense ones of torch's own class."""
-    plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided and not leaf.is_meta
-    return plain and not leaf.is_quantized
-
-
-def _flat_reals(tensor: torch.Tensor) -> torch.Tensor:
-    """Return floating-point elements in one dimension; complex ones as two, those of one byte in float32."""
-    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
-    return flat.float() if flat.itemsize == 1 else flat  # torch has no sum of them
+    return abs(left - right) <= TOLERANCE * scale < math.inf
 
 
 def _sampled(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -378,58 +253,3 @@ def _sampled(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(wide)
     places = torch.linspace(0, 1, sample.numel(), dtype=wide, device=flat.device)
     return (sample * places).sum(), sample.abs().sum()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements side by side. One element is contiguous to torch with any stride, but has no view."""
-    flat = tensor.contiguous().reshape(-1)
-    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number of 64 bits, shape [1], that depends on every bit and its place, alike on all kinds of devices."""
-    flat = _flat(tensor)
-    if flat.nbytes % 8 == 0:
-        aligned = flat.storage_offset() * flat.itemsize % 8 == 0
-        words = (flat if aligned else flat.clone()).view(torch.int64)
-    else:
-        words = flat.view(torch.uint8).long()
-    mixed = torch.arange(words.numel(), device=flat.device).mul_(_PLACE).add_(words).mul_(_MIX)
-    # high bits go into low ones between two products: else the sum of all would be nearly that of the words
-    mixed = (mixed ^ (mixed >> 29)).mul_(_NEXT)
-    return (mixed ^ (mixed >> 32)).sum().reshape(1)
-
-
-def _signed(number: int) -> int:
-    """Wrap an integer as products of 64 bits do."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def _folded(number: Any) -> Any:
-    """Return the bits of an integer, or of a tensor of them, that ranks compare."""
-    product = (number ^ (number >> 31)) * _MIX
-    return ((_signed(product) if isinstance(product, int) else product) >> 40) & (2**_EXACT_BITS - 1)
-
-
-def _parts(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's sum, and that of a sample weighted by place, as parts of the absolute sums; and the logarithm
-    of the absolute sum. Large batches of one distribution have nearly equal sums, samples of them have not."""
-    flat = _flat_reals(tensor)
-    wide = wide_dtype(tensor.device)
-    near = torch.float32 if flat.itemsize < 4 else flat.dtype
-    by_place, size = _sampled(flat)
-    sizes = torch.stack([flat.abs().sum(dtype=near).to(wide), size])
-    sizes += _TINY if wide is torch.float64 else 1e-30
-    sums = torch.stack([flat.sum(dtype=near).to(wide), by_place])
-    # what is not finite on every rank is alike
-    return torch.cat([sums / sizes, sizes[:1].log()]).nan_to_num_(3.0, 5.0, -5.0)
-
-
-def _differ(sums: Sequence[float]) -> bool:
-    """Return whether sums of figures and of their squares are those of ranks that differ."""
-    ranks, weights, exact, *rest = sums
-    figures, (exact_squares, *squares) = rest[:_FIGURES], rest[_FIGURES:]
-    if ranks * exact_squares != exact * exact:
-        return True
-    bound = (_TOLERANCE * weights / ranks) ** 2
-    return any(square - each * each / ranks > bound for each, square in zip(figures, squares, strict=True))

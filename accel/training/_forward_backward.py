@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, overload
@@ -199,7 +199,8 @@ def _run(
         if pipeline is None:
             _run_here(ctx, model, micro, sums, holds=accum is None or accum.sync or accum.sync_each_batch)
         else:
-            _run_stages(ctx, unwrap_model(model), pipeline, micro, sums, accum)
+            whole = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
+            _run_stages(ctx, unwrap_model(model), pipeline, micro, sums, accum, whole)
     mean = _mean(ctx, pipeline, sums.found, known)
     return mean, note_loss(ctx, accum, None if shared is None else shared(), mean)
 
@@ -247,13 +248,14 @@ def _run_stages(
     micro: Sequence[MicroBatch],
     sums: LossSums,
     accum: Accumulation | None,
+    whole: Mapping[str, Any],
 ) -> None:
     """Run micro-batches through the stages; where the window ends, sum the gradients of tied parameters."""
     ends = accum is None or accum.sync
     again = accum is not None and accum.latest == accum.micro
     # Tied gradients that an earlier pass of this batch has summed over stages must not be summed again.
     before = take_summed(model, pipeline.ties) if ends and again else {}
-    work = Work(micro, sums.scaled, lambda: autocast(ctx), ctx.containers)
+    work = Work(micro, sums.scaled, lambda: autocast(ctx), ctx.containers, whole=whole)
     _ = pipeline.run(ctx, model, work, trains=True)
     if ends:
         sum_tied_gradients(model, pipeline.ties, before, may_be_unused=pipeline.may_be_unused)
@@ -264,14 +266,16 @@ def _mean(
 ) -> torch.Tensor:
     """The mean loss of a batch, on every rank along the pipeline."""
     # Ranks without the last stage have no losses: they take part in the broadcast with a tensor of the same form.
-    total = on_device(ctx, 0.0)
+    mean = on_device(ctx, 0.0)
     if sums:
-        total = torch.stack([each.to(total.device, total.dtype) for each in sums]).sum()
+        total = torch.stack([each.to(mean.device, mean.dtype) for each in sums]).sum()
+        if isinstance(known, torch.Tensor):
+            mean = torch.where(known > 0, total / known.to(mean.device), 0.0).to(mean.dtype)
+        elif known:
+            mean = total / known
     if pipeline is not None:
-        broadcast_flat(pipeline.comm, total, source=pipeline.last_rank)
-    if isinstance(known, torch.Tensor):
-        return torch.where(known > 0, total / known.to(total.device), 0.0)
-    return total / known if known else torch.zeros_like(total)
+        broadcast_flat(pipeline.comm, mean, source=pipeline.last_rank)
+    return mean
 
 
 class _OutputForm(msgspec.Struct, frozen=True):
@@ -325,7 +329,7 @@ def forward(
 
     with torch.no_grad():
         if pipeline is not None:
-            work = Work(micro, keep, lambda: autocast(ctx), ctx.containers)
+            work = Work(micro, keep, lambda: autocast(ctx), ctx.containers, whole={"inputs": inputs})
             _ = pipeline.run(ctx, unwrap_model(model), work, trains=False)
             return _shared(ctx, pipeline, found)
         for each in micro:

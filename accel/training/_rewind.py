@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from accel.context import DistContext
 from accel.items._module import reshard
 from accel.optim import parameters_of
+from accel.parallel._later_batches import later_batches
 from accel.parallel._leftovers import clear_gradients, clear_parameters
 from accel.random import isolated_rng
-from accel.training._window import carried_batches
 
 Restore = Callable[[], Any]  # puts the old content into an object, and returns the object
 
@@ -43,7 +43,8 @@ def rewound(ctx: DistContext, model: nn.Module, optimizers: Sequence[Optimizer])
         reshard(model)
         clear_gradients(model)
         clear_parameters(parameters_of(every))
-        _ = carried_batches(ctx, read=False)
+        if (later := later_batches(ctx)) is not None:
+            later.clear()
         with torch.no_grad():
             for restore in restores:
                 _ = restore()

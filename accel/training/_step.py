@@ -70,6 +70,11 @@ def step_here(
     carried = carried_batches(ctx, read=looks)
     if looks or clips:
         norms = [whole_norm(ctx, part, every, request.norm_type, carried) for part in parts]
+        if not looks:  # else the host reads the norms as they are
+            norms = [
+                as_tensor(norm, part) if isinstance(norm, torch.Tensor) else norm
+                for norm, part in zip(norms, parts, strict=True)
+            ]
     if request.check_finite:
         # The step's wait for the device. Ranks decide alike: gradients or the norms of shards, and the weight, are
         # equal on all.

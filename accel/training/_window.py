@@ -25,10 +25,11 @@ from accel.optim import (
     parameters_of,
     reduce_power,
     total_norm,
+    wide_norm,
 )
 from accel.parallel._labels import check_exchanged, name_of
+from accel.parallel._later_batches import later_batches
 from accel.parallel._leftovers import drop_unused, found_gradient
-from accel.parallel._same_batches import later_batches
 from accel.parallel._spread import average_
 from accel.parallel.axes.pipeline import is_tied_copy
 from accel.precision._amp import LossScale
@@ -301,9 +302,14 @@ def whole_norm(
     assert group is not None
     # A tied parameter is on two stages, and its gradient is summed on both: it counts once.
     copies = {id(each.grad) for each in parameters if is_tied_copy(each)}
-    own = total_norm([grad for grad in grads if id(grad) not in copies], norm_type, carried)
+    own = [grad for grad in grads if id(grad) not in copies]
     # In float64: the square of a large norm overflows float32.
-    power = torch.as_tensor(own, dtype=torch.float64, device=ctx.device).reshape(1)
+    plain = bool(own) and not any(is_dtensor(grad) or grad.device != ctx.device for grad in own)
+    if plain and norm_type != math.inf:
+        power = wide_norm(own, norm_type, keepdim=carried is not None)
+    else:
+        norm = total_norm(own, norm_type, carried)
+        power = torch.as_tensor(norm, dtype=torch.float64, device=ctx.device).reshape(1)
     comm, largest = adopt(group, ctx.device), norm_type == math.inf
     power = power if largest else power**norm_type
     if carried is None:
@@ -311,15 +317,17 @@ def whole_norm(
     else:
         norm = carried.reduce(comm, group, power, largest=largest)
     norm = norm if largest else norm ** (1 / norm_type)
-    return norm.item() if norm.is_cpu else norm.reshape(())
+    if norm.is_cpu:
+        return norm.item()
+    return norm.reshape(()) if norm.ndim else norm
 
 
 def carried_batches(ctx: DistContext, *, read: bool) -> Carried | None:
-    """Take the figures of this rank's later batches, for norms to carry; forget them if none is read."""
+    """Take the figures of this rank's later batches, for the norms of a step to carry; forget them if none is read."""
     if not ctx.comm.later_batches or (later := later_batches(ctx)) is None:
         return None
     if not read:
-        later.clear()
+        later.ignore()
         return None
     return Carried(later.take(ctx.device), (group_of(ctx, "tp"), group_of(ctx, "pp")))
 
@@ -400,7 +408,7 @@ def note_loss(
     ctx: DistContext, before: Accumulation | None, after: Accumulation | None, loss: torch.Tensor
 ) -> Accumulation | None:
     """Note a loss beside the window `after` its backward; without a window, on the context's handle. Reads nothing."""
-    loss = loss.detach()
+    loss = loss.detach() if loss.requires_grad else loss
     seen = ctx.comm.seen_loss if before is None else vars(before).get(_SEEN)
     # 0 times inf or NaN is NaN, which stays, and torch adds such a product in one kernel.
     found = loss if seen is None else torch.add(seen, loss.to(seen.device), alpha=0)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel.checkpoint import _live_tensors
 from accel.collectives import _packing
-from accel.parallel import _same_batches
+from accel.parallel import _later_batches
 from accel.testing import _group, simulate_groups
 from accel.testing._collectives import Buffers
 
@@ -57,8 +57,8 @@ def reach_into_devices() -> None:
     dispatch, memory = _live_tensors._dispatch, _live_tensors.memory_id
     _live_tensors._dispatch = lambda kind: dispatch(Tensor if kind is counted_device.CountedTensor else kind)
     _live_tensors.memory_id = lambda tensor: memory(*_inner([tensor]))
-    plain = _same_batches._is_plain
-    _same_batches._is_plain = lambda leaf: type(leaf) is counted_device.CountedTensor or plain(leaf)
+    plain = _later_batches.is_plain
+    _later_batches.is_plain = lambda leaf: type(leaf) is counted_device.CountedTensor or plain(leaf)
 
 
 def make_net() -> nn.Module:

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
-from accel.parallel import _same_batches
+from accel.parallel import _later_batches
 from accel.testing import _group, simulate_groups
 
 BLOCKS, WIDTH, ROWS = 4, 8, 12
@@ -81,7 +81,7 @@ def watch_messages() -> None:
 
     kind._join, kind._post, kind.share = joined, posted, shared
     for name in ("add", "take"):
-        setattr(_same_batches.LaterBatches, name, _apart(getattr(_same_batches.LaterBatches, name)))
+        setattr(_later_batches.LaterBatches, name, _apart(getattr(_later_batches.LaterBatches, name)))
 
 
 def _apart(fold: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,14 +188,23 @@ def norm_by_hand(parameters: Sequence[Tensor], pipe: Any) -> Tensor:
 
 
 def end_by_hand(
-    ctx: accel.DistContext, parameters: Sequence[Tensor], optimizer: Any, scaler: Any, watch: Watch, pipe: Any = None
+    ctx: accel.DistContext,
+    parameters: Sequence[Tensor],
+    optimizers: Sequence[Any],
+    scaler: Any,
+    watch: Watch,
+    pipe: Any = None,
 ) -> None:
     """Divide, look, clip, step and clear, as far as the options ask for it."""
     options = watch.options
     grads = [each.grad for each in parameters if each.grad is not None]
     watch.divide(grads, ctx)
-    if options.scales and options.clips:
-        scaler.unscale_(optimizer)
+    if options.scales and (options.clips or pipe is not None):
+        for each in optimizers:
+            scaler.unscale_(each)
+            if pipe is not None:  # else stages would decide apart
+                for found in scaler._per_optimizer_states[id(each)]["found_inf_per_device"].values():
+                    dist.all_reduce(found, group=pipe)
     steps = True
     if options.clips or options.looks:
         norm = norm_by_hand(parameters, pipe)
@@ -205,12 +214,15 @@ def end_by_hand(
                 kind = [each for each in parameters if isinstance(each.grad, DTensor) is sharded]
                 if kind:
                     nn.utils.clip_grads_with_norm_(kind, MAX_NORM, norm)
+    for each in optimizers:
+        if options.scales:
+            scaler.step(each)
+        elif steps:
+            each.step()
     if options.scales:
-        scaler.step(optimizer)
         scaler.update()
-    elif steps:
-        optimizer.step()
-    optimizer.zero_grad()
+    for each in optimizers:
+        each.zero_grad()
 
 
 def spread_by_hand(layout: str, ctx: accel.DistContext) -> nn.Module:
@@ -251,7 +263,10 @@ def by_hand(layout: str, ctx: accel.DistContext, options: Options) -> Step:
         return stages_by_hand(ctx, options)
     model = spread_by_hand(layout, ctx)
     held_by = list(model.parameters())
-    optimizer = torch.optim.AdamW(grouped(held_by), lr=1e-3)
+    groups = grouped(held_by)
+    # a GradScaler's list has DTensors or tensors, not both
+    parts = [[each] for each in groups] if options.scales else [groups]
+    optimizers = [torch.optim.AdamW(each, lr=1e-3) for each in parts]
     inputs, targets, units = make_batch()
     scaler = torch.amp.GradScaler(counted_device.NAME, enabled=options.scales)
 
@@ -261,7 +276,7 @@ def by_hand(layout: str, ctx: accel.DistContext, options: Options) -> Step:
             with held(model, syncs=micro + 1 == options.steps):
                 loss = watch.add(loss_of(model(inputs), targets), units)
                 scaler.scale(loss).backward() if options.scales else loss.backward()
-        end_by_hand(ctx, held_by, optimizer, scaler, watch)
+        end_by_hand(ctx, held_by, optimizers, scaler, watch)
 
     return step
 
@@ -275,11 +290,13 @@ def stages_by_hand(ctx: accel.DistContext, options: Options) -> Step:
     inputs, targets, _ = make_batch()
     stage = PipelineStage(own, ctx.rank, 2, DEVICE, group=ctx.comm.group)
 
+    scaler = torch.amp.GradScaler(counted_device.NAME, enabled=options.scales)
+    _ = scaler.scale(torch.zeros((), device=DEVICE))  # a stage without a loss begins with it too
+
     def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
-        return sum_of(output, targets)  # of one sample
+        return scaler.scale(sum_of(output, targets))  # of one sample
 
     schedule = Schedule1F1B(stage, n_microbatches=2 * options.steps, loss_fn=loss_fn, scale_grads=False)
-    scaler = torch.amp.GradScaler(enabled=False)
 
     def step() -> None:
         losses: list[Tensor] = []
@@ -287,7 +304,7 @@ def stages_by_hand(ctx: accel.DistContext, options: Options) -> Step:
         if options.looks:  # all ranks are to know the loss
             mean = torch.stack(losses).sum() if ctx.rank else torch.zeros((), device=DEVICE)
             dist.all_reduce(mean, group=ctx.comm.group)
-        end_by_hand(ctx, held_by, optimizer, scaler, Watch(options), ctx.comm.group)
+        end_by_hand(ctx, held_by, [optimizer], scaler, Watch(options), ctx.comm.group)
 
     return step
 
@@ -386,8 +403,7 @@ KINDS: dict[str, dict[str, bool]] = {
     "counts": {"looks": True, "counts": True},
     "scales": {"scales": True},
 }
-# the count of units along pp is the batch's, and torch's scaler takes no mixture of DTensors and tensors
-LEFT_OUT = {("pp", "counts"), ("pp", "scales"), ("tp", "scales")}
+LEFT_OUT = {("pp", "counts")}  # the count of units along pp is the batch's
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

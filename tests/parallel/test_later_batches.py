@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from pipelines import Words, loss_sum
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import accel
-from accel.parallel._same_batches import LaterBatches, _differ  # pyright: ignore[reportPrivateUsage]
+from accel.parallel._later_batches import LaterBatches, _differ  # pyright: ignore[reportPrivateUsage]
 from accel.tensors import local_part
 from accel.testing import Simulator
 
@@ -185,7 +186,7 @@ def test_right_programs_pass_and_send_nothing_more(ranks: Simulator, program: An
     def refused(*_args: Any, **_options: Any) -> None:
         raise AssertionError("a message of its own")
 
-    monkeypatch.setattr("accel.parallel._same_batches.exchange_values", refused)
+    monkeypatch.setattr("accel.parallel._later_batches.exchange_values", refused)
     _ = ranks.run(program, 2, default_group=True)
 
 
@@ -218,3 +219,92 @@ def test_figures_of_integers_differ_unless_bits_are_equal(data: Any):
         taken.append(figures.take(torch.device("cpu")))
     assert _differ(_listed(taken[0] + taken[3])) == (not torch.equal(left, right))
     assert not _differ(_listed(taken[1] + taken[2]))  # places in memory are no difference
+
+
+def _fold(*forwards: Sequence[Tensor]) -> Tensor:
+    figures = LaterBatches(accel.single().comm, 0)
+    for tensors in forwards:
+        figures.add([(str(at), each) for at, each in enumerate(tensors)])
+    return figures.take(torch.device("cpu"))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_figures_of_large_batches_differ_unless_they_are_alike(data: Any):
+    """Of any shape, and one tensor among others of other sizes and scales; rounding is no difference."""
+    rows, columns = data.draw(st.sampled_from([3, 64, 1000])), data.draw(st.sampled_from([1, 7, 1024]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    others = data.draw(st.lists(st.sampled_from([0, 1, 5000]), max_size=3))
+    beside = [torch.randn(each, generator=generator) * 10.0**at for at, each in enumerate(others)]
+    one, two = (torch.randn(rows, columns, 2, generator=generator, dtype=torch.float64) for _ in range(2))
+    constant = torch.zeros(rows, columns, 2, dtype=torch.float64)
+    constant[:, 0] = 1.0  # a column that does not tell batches apart
+
+    def cast_to(values: Tensor) -> Tensor:
+        values = torch.cat([values, constant], 1)
+        return torch.view_as_complex(values.float()) if dtype.is_complex else values[..., 0].to(dtype)
+
+    first, other, rounded = map(cast_to, (one, two, one * (1 + 1e-6)))
+    assert not _differ(_listed(_fold([first, *beside]) + _fold([rounded, *beside])))
+    assert _differ(_listed(_fold([first, *beside]) + _fold([other, *beside])))
+    assert _differ(_listed(_fold([first], [other]) + _fold([other], [first])))
+
+
+@pytest.mark.parametrize("size", [2, 2**14, 2**14 + 1, 3 * 2**14 + 5])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_one_element_of_many_is_found(size: int, dtype: torch.dtype):
+    values = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    for at in {0, 1, size // 2, size - 1}:
+        changed = values.clone()
+        changed[at] = 1 - int(values[at])
+        assert _differ(_listed(_fold([values]) + _fold([changed])))
+        assert _differ(_listed(_fold([values, X]) + _fold([changed, X])))
+    swapped = torch.cat([values[1:], values[:1]])
+    assert _differ(_listed(_fold([values]) + _fold([swapped]))) != torch.equal(values, swapped)
+    assert not _differ(_listed(_fold([values, X]) + _fold([values.clone(), X])))
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts operators that compute, and do not only look at the same memory in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if all(each.alias_info is None or each.alias_info.is_write for each in func._schema.returns):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("many", [1, 20])
+def test_a_forward_is_folded_by_a_few_kernels_for_all_tensors_together(many: int):
+    figures = LaterBatches(accel.single().comm, 0)
+    leaves = [(str(at), each) for at in range(many) for each in (torch.randn(5, at + 1), torch.arange(at + 3))]
+    figures.add(leaves)  # makes the constants
+    _ = figures.take(torch.device("cpu"))
+    with _Kernels() as counted:
+        figures.add(leaves)
+    assert len(counted.names) <= 6, counted.names
+    with _Kernels() as counted:
+        _ = figures.take(torch.device("cpu"))
+    assert len(counted.names) <= 10, counted.names
+
+
+def test_a_run_that_reads_none_notes_none_and_one_that_does_notes_all(ranks: Simulator):
+    """Optimizers that step in turn, under two policies: each window of the one that reads is compared."""
+
+    def rank(ctx: accel.DistContext) -> list[bool]:
+        ctx, model, optimizer = _prepared(ctx)
+        accum: Any = accel.Accumulation()
+        wanted = list[bool]()
+        [figures] = cast("dict[Any, LaterBatches]", ctx.comm.later_batches).values()
+        for how in ({"nonfinite": "ignore"}, {"nonfinite": "ignore"}, {}, {"nonfinite": "ignore"}):
+            accum = _step(ctx, [_loss(model, X)], optimizer, accum, **how)
+            wanted.append(figures.is_wanted)
+        with pytest.raises(accel.errors.DataError, match="different batches"):
+            _ = _step(ctx, [_loss(model, X + ctx.rank)], optimizer, accum)
+        return wanted
+
+    assert ranks.run(rank, 2, default_group=True) == [[False, False, True, True]] * 2

@@ -190,7 +190,7 @@ class Pipeline:
         pipeline, and of the stages' axes."""
         watch = same_batches(model)
         if watch is not None and watch.looks(trains=trains):
-            watch.look(_listed(work.micro_batches), trains=trains)
+            watch.look(work.batch(), trains=trains)
         if self.traces is not None:
             return self._run_traced(ctx, model, work, self.traces, trains=trains)
         assert self.trial is not None
@@ -214,7 +214,7 @@ class Pipeline:
         with working(stages, work):
             one = tuple((each,) for each in passed)
             schedule = self._schedule(ctx, stages, facts, boundary_of(mains[0]), one, trains=trains)
-            return schedule.run(torch.cat(mains) if stages[0].index == 0 else mains[0])
+            return schedule.run(work.joined(mains) if stages[0].index == 0 else mains[0])
 
     def _run_traced(
         self, ctx: DistContext, model: nn.Module, work: Work, traces: Traces, *, trains: bool
@@ -326,10 +326,6 @@ def _facts(ctx: DistContext, model: nn.Module, work: Work, trains: bool) -> obje
     device = ctx.device.type
     cast_to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return shapes, model.training, trains, cast_to
-
-
-def _listed(batches: Sequence[MicroBatch]) -> dict[str, Any]:
-    return {f"micro-batch {at + 1}": (each.args, dict(each.kwargs), each.targets) for at, each in enumerate(batches)}
 
 
 def _missing_somewhere(ctx: DistContext, along: Comm, missing: bool) -> bool:

@@ -178,6 +178,7 @@ class Work(NamedTuple):
         probe: micro-batches for the forward that finds shapes, where another run of one would have an effect; None for
             `micro_batches`.
         shapes: tree of the tensors on which shapes between stages depend; None for all inputs.
+        whole: inputs, and targets if there are some, before the split; None for `micro_batches`.
     """
 
     micro_batches: Sequence[MicroBatch]
@@ -186,6 +187,23 @@ class Work(NamedTuple):
     containers: Containers = ()
     probe: Sequence[MicroBatch] | None = None
     shapes: Any = None
+    whole: Mapping[str, Any] | None = None
+
+    def joined(self, mains: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the main inputs of the micro-batches as one tensor: a copy only where the last ones are filled up."""
+        if self.whole is not None:
+            args, kwargs = arguments(self.whole["inputs"])
+            main = next(iter((*args, *kwargs.values())))
+            if main.shape[:1] == (sum(map(len, mains)),):
+                return main
+        return torch.cat(list(mains))
+
+    def batch(self) -> dict[str, Any]:
+        """Return the tensors that all ranks along the pipeline have alike, by the names of errors."""
+        if self.whole is not None:
+            return dict(self.whole)
+        listed = [(each.args, dict(each.kwargs), each.targets) for each in self.micro_batches]
+        return {f"micro-batch {at + 1}": each for at, each in enumerate(listed)}
 
 
 class StageModule(nn.Module):

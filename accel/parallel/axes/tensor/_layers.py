@@ -21,6 +21,7 @@ from accel.comm import (
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel._labels import name_of
+from accel.parallel._private import dtensor_around, part_alone
 from accel.parallel.axes.tensor._heads import with_own_heads
 from accel.parallel.axes.tensor._overlap import (
     autocast_format,
@@ -40,12 +41,12 @@ from accel.parallel.axes.tensor._styles import (
     part_length,
     row_exchange,
 )
-from accel.tensors import is_dtensor, local_part
+from accel.tensors import dtensor_of, is_dtensor, local_part
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
-
+    from torch.distributed.tensor import DTensor
 
 SEQUENCE_DIM = 1  # of activations, [batch, sequence, features]
 EARLY = "accel_early"  # attribute of a column-wise layer in a call of the module around it: its `EarlyProduct`
@@ -322,7 +323,26 @@ def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
         from torch.distributed.tensor import Partial
 
         return parameter.to_local(grad_placements=[Partial()])
-    return parameter.to_local()
+    if torch.compiler.is_compiling() or not parameter.is_contiguous():  # torch.compile knows the method
+        return parameter.to_local()
+    return cast(Any, _OwnPart).apply(parameter)
+
+
+class _OwnPart(torch.autograd.Function):
+    """`to_local` of a contiguous parameter, whose gradient becomes a DTensor without a view."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.parameter = parameter
+        return part_alone(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> DTensor:
+        parameter: DTensor = ctx.parameter
+        grad = grads[0].contiguous()
+        if grad.requires_grad or grad.dtype != parameter.dtype:  # a backward that is differentiated, for one
+            return dtensor_of(grad, parameter)
+        return dtensor_around(grad, parameter)
 
 
 def needed_rows(stored: torch.Tensor, layer: Layer, exchange: RowExchange) -> torch.Tensor:

@@ -129,6 +129,7 @@ def load_state(
             fit; every difference is listed. The same on every rank. Nothing has been changed, unless the disk fails
             after all checks, which the error reports.
         ConfigError: no items, a name that is no identifier, or a wrong result of the transform.
+        NonFiniteError: a gradient of a deferred step was not finite; nothing has been changed, and a second call loads.
 
     Examples:
         >>> path = accel.save_state(ctx, "runs/demo", {"model": model, "best": 0.25}, step=3)
@@ -160,6 +161,7 @@ def load_newest(
 ) -> Loaded | None:
     """Load as `load_state`, into items that may depend on the manifest; None where there is no checkpoint. Every rank
     calls `items_for` with the agreed manifest, and again if another checkpoint takes its place."""
+    ctx.comm.settle()  # the error of a deferred step is not lost with the state that it left
     folder, per_host, error = as_place(""), False, None
     try:
         folder, per_host = folder_of(path)

@@ -15,6 +15,7 @@ from accel.optim._accumulation import (
 from accel.optim._gradients import (
     MASTER as MASTER,
     Carried as Carried,
+    KeptNorms as KeptNorms,
     clamp_ as clamp_,
     elements_of as elements_of,
     first_nonfinite as first_nonfinite,

@@ -9,12 +9,11 @@ compares all with plain loops.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from accel.comm import Comm, adopt, all_gather_flat, all_reduce_flat
@@ -143,8 +142,44 @@ def reduce_power(comm: Comm, power: torch.Tensor, *, largest: bool) -> torch.Ten
     return all_gather_flat(comm, power).amax(0) if largest else all_reduce_flat(comm, power, "sum")
 
 
+class KeptNorms:
+    """Norms of single gradients, as total norms compute them, to find what is not finite after the gradients are gone.
+
+    They stay on their devices until somebody asks.
+    """
+
+    __slots__ = ("_found",)
+
+    def __init__(self) -> None:
+        self._found: list[tuple[tuple[int, ...], torch.Tensor | list[float]]] = []
+
+    def of(self, grads: Sequence[torch.Tensor]) -> Callable[[torch.Tensor | list[float]], None]:
+        """Return a function that keeps the norms of this rank's parts of some gradients, shape [gradients]."""
+        places = tuple(map(id, grads))
+        return lambda norms: self._found.append((places, norms))
+
+    def nonfinite(self) -> set[int]:
+        """Return the `id` that each gradient had whose norm is not finite. Waits for the device."""
+        return {
+            place
+            for places, norms in self._found
+            for place, norm in zip(places, norms if isinstance(norms, list) else _listed(norms), strict=True)
+            if not math.isfinite(norm)
+        }
+
+
+_Keep = Callable[[torch.Tensor | list[float]], None]
+
+
+def _listed(norms: torch.Tensor) -> list[float]:
+    return cast(Any, norms).tolist()
+
+
 def total_norm(
-    grads: Sequence[torch.Tensor], norm_type: float = 2.0, carried: Carried | None = None
+    grads: Sequence[torch.Tensor],
+    norm_type: float = 2.0,
+    carried: Carried | None = None,
+    kept: KeptNorms | None = None,
 ) -> float | torch.Tensor:
     """Return the total p-norm of gradients; inf or NaN if one of them is not finite. A collective of DTensors' meshes.
 
@@ -153,16 +188,16 @@ def total_norm(
     if not grads:
         return 0.0
     if not any(map(is_dtensor, grads)):
-        return _local_norm(grads, norm_type)
+        return _local_norm(grads, norm_type, kept)
     whole: list[torch.Tensor] = []
     spreads: dict[_MeshDims, list[torch.Tensor]] = {}
     for grad in grads:
         if is_dtensor(grad):
-            spreads.setdefault((grad.device_mesh, split_dims(grad)), []).append(local_part(grad))
+            spreads.setdefault((grad.device_mesh, split_dims(grad)), []).append(grad)
         else:
             whole.append(grad)
-    alone = _local_norm(whole, norm_type) if whole else 0.0
-    parts = [_spread_norm(spread, locals_, norm_type, alone * 0.0, carried) for spread, locals_ in spreads.items()]
+    alone = _local_norm(whole, norm_type, kept) if whole else 0.0
+    parts = [_spread_norm(spread, here, norm_type, alone * 0.0, carried, kept) for spread, here in spreads.items()]
     return _joined([*parts, alone] if whole else parts, norm_type)
 
 
@@ -177,41 +212,72 @@ def norms(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> list[torch
     return list(_torch._foreach_norm(list(tensors), norm_type))
 
 
-def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> float | torch.Tensor:
-    first = grads[0]
+def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, kept: KeptNorms | None = None) -> float | torch.Tensor:
+    keep = None if kept is None else kept.of(grads)
+    return _norm_of_parts(local_parts(grads), norm_type, keep)
+
+
+def _norm_of_parts(parts: Sequence[torch.Tensor], norm_type: float, keep: _Keep | None) -> float | torch.Tensor:
     if norm_type == math.inf:
-        grads = [grad for grad in grads if grad.numel()] or [first.new_zeros(1)]
-    if all(grad.is_cpu for grad in grads):
-        return _combined([norm.item() for norm in norms(grads, norm_type)], norm_type)
-    if any(grad.dtype != first.dtype or grad.device != first.device for grad in grads):
-        return get_total_norm(list(grads), norm_type)
-    return _torch.linalg.vector_norm(torch.stack(norms(grads, norm_type)), norm_type)
+        parts = [part if part.numel() else part.new_zeros(1) for part in parts]
+    if all(part.is_cpu for part in parts):
+        numbers = [norm.item() for norm in norms(parts, norm_type)]
+        if keep is not None:
+            keep(numbers)
+        return _combined(numbers, norm_type)
+    own = _stacked_norms(parts, norm_type)
+    if keep is not None:
+        keep(own)
+    return _torch.linalg.vector_norm(own, norm_type)
 
 
-def wide_norm(grads: Sequence[torch.Tensor], norm_type: float, *, keepdim: bool = True) -> torch.Tensor:
-    """Return the norm of plain gradients in float64 on their device, shape [1], or [] on some devices if asked."""
-    first = grads[0]
-    if first.is_cpu or any(grad.dtype != first.dtype for grad in grads):
-        norm = _local_norm(grads, norm_type)
+def _stacked_norms(parts: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of each tensor on the first one's device, shape [tensors]."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}  # torch takes lists of one kind in one kernel
+    for at, part in enumerate(parts):
+        kinds.setdefault((part.device, part.dtype), []).append(at)
+    if len(kinds) == 1:
+        return torch.stack(norms(parts, norm_type))
+    found = {
+        at: norm.to(parts[0].device)
+        for places in kinds.values()
+        for at, norm in zip(places, norms([parts[at] for at in places], norm_type), strict=True)
+    }
+    return torch.stack([found[at] for at in range(len(parts))])
+
+
+def wide_norm(
+    grads: Sequence[torch.Tensor], norm_type: float, *, keepdim: bool = True, kept: KeptNorms | None = None
+) -> torch.Tensor:
+    """Return the norm of this rank's parts of gradients in float64 on their device, shape [1], or [] on some devices if
+    asked."""
+    parts = local_parts(grads)
+    keep = None if kept is None else kept.of(grads)
+    first = parts[0]
+    if first.is_cpu or any(part.dtype != first.dtype for part in parts):
+        norm = _norm_of_parts(parts, norm_type, keep)
         return torch.as_tensor(norm, dtype=torch.float64, device=first.device).reshape(1)
-    own = torch.stack(norms(grads, norm_type))
+    own = torch.stack(norms(parts, norm_type))
+    if keep is not None:
+        keep(own)
     return _torch.linalg.vector_norm(own, norm_type, dim=0, keepdim=keepdim, dtype=torch.float64)
 
 
 def _spread_norm(
     spread: _MeshDims,
-    parts: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
     norm_type: float,
     alone: float | torch.Tensor,
     carried: Carried | None,
+    kept: KeptNorms | None,
 ) -> float | torch.Tensor:
     """Return the norm of tensors that are split over the same dimensions of one mesh.
 
     `alone` is 0, or NaN where a plain gradient of this rank is not finite, which so reaches all ranks.
     """
     mesh, dims = spread
-    device = parts[0].device
-    mine = wide_norm(parts, norm_type)
+    mine = wide_norm(grads, norm_type, kept=kept)
+    device = mine.device
     power = mine if norm_type == math.inf else mine**norm_type
     if isinstance(alone, torch.Tensor) or alone != 0.0:
         # a number is not copied to the device, for which the host would wait

@@ -14,9 +14,10 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from accel.context import DistContext
 from accel.errors import ConfigError, NonFiniteError
-from accel.optim import Carried, parameters_of
+from accel.optim import Carried, KeptNorms, parameters_of
 from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
+from accel.training._refused import first_of_ranks
 from accel.training._window import Figures, blame, check_batches, judged, stacked
 
 
@@ -49,7 +50,9 @@ def defer(
     norms: Figures,
     weight: float | torch.Tensor,
     carried: Carried | None,
+    kept: KeptNorms,
     *,
+    optimizers: Sequence[Optimizer],
     step: int | None,
     losses: torch.Tensor | None,
     apart: bool,
@@ -62,6 +65,8 @@ def defer(
         norms: norms of the gradients.
         weight: the window's weight.
         carried: figures that the norms carried.
+        kept: norms of single gradients, which stay on the device unless the outcome is an error.
+        optimizers: optimizers of the step, whose parameters still have the gradients.
         step: the run's steps before this one; None where nobody counts them.
         losses: tensor that is finite if the window's losses are.
         apart: whether ranks may decide differently.
@@ -74,18 +79,22 @@ def defer(
     figures = stacked([*along, *norms, weight], device)
     known = figures[len(along) :]
     # a weight below 0 takes no step either
-    bad = (known.isfinite().all() & (known[-1] >= 0)).logical_not()
+    stays = (known.isfinite().all() & (known[-1] >= 0)).logical_not()
     read = _begin_copy(ctx, figures)
+    places = [id(each.grad) for each in parameters_of(optimizers)]
 
     def judge() -> None:
         outcome = judged(read(), len(along))
         if carried is not None:
             check_batches(ctx, carried, outcome.sums, step)
         if not outcome.finite:
-            raise _nonfinite(step, blame(ctx, losses, apart=apart))
+            bad = kept.nonfinite()
+            at = next((at for at, place in enumerate(places) if place in bad), None)
+            named = first_of_ranks(ctx, optimizers, at, apart=apart)
+            raise _nonfinite(step, blame(ctx, losses, apart=apart), named)
         _ = note()
 
-    return Deferred(bad.to(torch.float32), judge)
+    return Deferred(stays.to(torch.float32), judge)
 
 
 def _begin_copy(ctx: DistContext, figures: torch.Tensor) -> Callable[[], list[float]]:
@@ -105,14 +114,14 @@ def _begin_copy(ctx: DistContext, figures: torch.Tensor) -> Callable[[], list[fl
     return wait
 
 
-def _nonfinite(step: int | None, blamed: str) -> NonFiniteError:
+def _nonfinite(step: int | None, blamed: str, named: str) -> NonFiniteError:
     return NonFiniteError(
         "a gradient is not finite" if step is None else f"a gradient of step {step} is not finite",
         expected="finite gradients",
         got="inf or NaN" + blamed,
-        where="optimizer_step, nonfinite='defer'",
+        where=named or "the norm of all gradients, optimizer_step, nonfinite='defer'",
         fix="Parameters and optimizer state are as before that step; load the last checkpoint, as schedulers and"
-        " counts have gone on. nonfinite='raise' names the parameter.",
+        " counts have gone on.",
     )
 
 

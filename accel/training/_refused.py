@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
-from accel.comm import MERGED, Call, adopt, all_reduce_flat, exchange_values
+from accel.comm import MERGED, Call, adopt, all_reduce_flat, exchange_values, notes_of_ranks
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, NonFiniteError
 from accel.optim import Accumulation, first_nonfinite, parameters_of
@@ -141,7 +141,23 @@ def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
     return own or "the norm of all gradients, each finite by itself"
 
 
-def _names(optimizers: list[Optimizer]) -> Iterator[str]:
+def first_of_ranks(ctx: DistContext, optimizers: Sequence[Optimizer], at: int | None, *, apart: bool) -> str:
+    """Name the first of the parameters that ranks have found, each by its index; nothing if none has.
+
+    One that asks alone waits a second for the others; with `apart` it asks nobody.
+    """
+    own = ""
+    if at is not None:
+        shape = list(parameters_of(optimizers)[at].shape)
+        own = f"{ctx.axis('pp').rank} {at} {list(_names(optimizers))[at]}, shape {shape}"
+    told = {ctx.rank: own} if apart else notes_of_ranks(ctx.comm, "parameters", own)
+    found = [
+        (int(stage), int(place), name) for stage, place, name in (each.split(" ", 2) for each in told.values() if each)
+    ]
+    return min(found)[2] if found else ""
+
+
+def _names(optimizers: Sequence[Optimizer]) -> Iterator[str]:
     """Yield the parameters' names, from the optimizer or from `prepare_model`; else their positions."""
     for which, optimizer in enumerate(optimizers):
         for group_at, group in enumerate(optimizer.param_groups):

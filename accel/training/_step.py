@@ -17,7 +17,7 @@ from accel import xla
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_choice
-from accel.optim import Accumulation, clamp_, parameters_of, scale_, step_masters
+from accel.optim import Accumulation, KeptNorms, clamp_, parameters_of, scale_, step_masters
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
 from accel.parallel._labels import steps_alone
 from accel.precision._amp import LossScale
@@ -34,6 +34,7 @@ from accel.training._window import (
     check_real,
     checked_window,
     division,
+    in_format_of,
     read_outcome,
     refuse_leftovers,
     seen_losses,
@@ -56,7 +57,7 @@ def step_here(
     """Divide, clip, step and clear the gradients. A collective if some are sharded.
 
     Gradients and parameters do not change if the window is empty, or if a checked gradient is not finite. `deferring`
-    takes the norms, the weight and what norms carried, in place of the check.
+    takes the norms, the weight, what norms carried and norms of single gradients, in place of the check.
     """
     # All refusals come before the first write: a rank that raises leaves parameters and gradients as they were.
     parts = _parts(ctx, optimizers, window, joint=request.joint)
@@ -68,13 +69,11 @@ def step_here(
     factor = request.factor
     looks = request.check_finite or deferring is not None
     carried = carried_batches(ctx, read=looks)
+    kept = None if deferring is None else KeptNorms()
     if looks or clips:
-        norms = [whole_norm(ctx, part, every, request.norm_type, carried) for part in parts]
-        if not looks:  # else the host reads the norms as they are
-            norms = [
-                as_tensor(norm, part) if isinstance(norm, torch.Tensor) else norm
-                for norm, part in zip(norms, parts, strict=True)
-            ]
+        norms = [whole_norm(ctx, part, every, request.norm_type, carried, kept) for part in parts]
+    if not looks:  # else the host reads the norms as they are
+        norms = in_format_of(parts, norms)
     if request.check_finite:
         # The step's wait for the device. Ranks decide alike: gradients or the norms of shards, and the weight, are
         # equal on all.
@@ -86,7 +85,7 @@ def step_here(
         # known on the host now, so that the device has nothing left to divide
         factor = division(ctx, window, found.weight)
         norms = norms if factor == 1.0 and not clips else [*found.norms]
-    deferred = None if deferring is None else deferring(norms, weight, carried)
+    deferred = None if deferring is None else deferring(norms, weight, carried, kept)
     # The norm of the divided gradients, without a pass over them: division and clipping share one multiply.
     norms = [times(norm, factor) for norm in norms]
     _apply(parts, factor, request, norms)
@@ -358,7 +357,8 @@ def _deferring(
     """Return `defer` with the facts of a step."""
     apart, updates = _decide_apart(ctx, optimizers), None if accum is None else accum.updates
     note = partial(_note, ctx, updates, scaler, apart=apart)
-    return partial(defer, ctx, step=updates, losses=seen_losses(ctx, accum), apart=apart, note=note)
+    losses = seen_losses(ctx, accum)
+    return partial(defer, ctx, optimizers=optimizers, step=updates, losses=losses, apart=apart, note=note)
 
 
 def _note(

@@ -19,6 +19,7 @@ from accel.errors import ConfigError, StepError
 from accel.optim import (
     Accumulation,
     Carried,
+    KeptNorms,
     check_latest,
     elements_of,
     gradients,
@@ -209,6 +210,16 @@ def as_tensor(
     return torch.scalar_tensor(norm, dtype=dtype, device=device)
 
 
+def in_format_of(
+    parts: Sequence[Sequence[torch.Tensor]], norms: Sequence[float | torch.Tensor]
+) -> list[float | torch.Tensor]:
+    """Return norms of some gradients in their precision, where they are tensors."""
+    found: list[float | torch.Tensor] = []
+    for norm, part in zip(norms, parts, strict=False):
+        found.append(as_tensor(norm, part) if isinstance(norm, torch.Tensor) else norm)
+    return found
+
+
 def shortening(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
     """Return the factor that shortens gradients of a norm to `max_norm`, at most 1.
 
@@ -291,13 +302,14 @@ def whole_norm(
     parameters: Iterable[torch.Tensor],
     norm_type: float,
     carried: Carried | None = None,
+    kept: KeptNorms | None = None,
 ) -> float | torch.Tensor:
     """Return the total norm of gradients over all stages, equal on all ranks; see `accel.optim.total_norm`.
 
     A collective along the pipeline, and of DTensors' meshes. `parameters` include those of the gradients.
     """
     if ctx.axis("pp").size == 1:
-        return total_norm(grads, norm_type, carried)
+        return total_norm(grads, norm_type, carried, kept)
     group = group_of(ctx, "pp")
     assert group is not None
     # A tied parameter is on two stages, and its gradient is summed on both: it counts once.
@@ -306,9 +318,9 @@ def whole_norm(
     # In float64: the square of a large norm overflows float32.
     plain = bool(own) and not any(is_dtensor(grad) or grad.device != ctx.device for grad in own)
     if plain and norm_type != math.inf:
-        power = wide_norm(own, norm_type, keepdim=carried is not None)
+        power = wide_norm(own, norm_type, keepdim=carried is not None, kept=kept)
     else:
-        norm = total_norm(own, norm_type, carried)
+        norm = total_norm(own, norm_type, carried, kept)
         power = torch.as_tensor(norm, dtype=torch.float64, device=ctx.device).reshape(1)
     comm, largest = adopt(group, ctx.device), norm_type == math.inf
     power = power if largest else power**norm_type

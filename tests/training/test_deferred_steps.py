@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
 
 import accel
 from accel.errors import ConfigError, NonFiniteError
+from accel.tensors import local_part
 from accel.testing import Simulator, simulate
 from accel.training._deferred import _begin_copy
 
@@ -85,6 +86,72 @@ class Loop(ByState):
             self.step(self.optimizer, scheduler=self.scheduler, **options)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("clip", [{}, {"norm_type": math.inf}, {"max_norm": [1.0]}], ids=str)
+def test_it_names_the_parameter_that_raise_names(ranks: Simulator, layout: str, clip: dict[str, Any]) -> None:
+    size, options = LAYOUTS[layout]
+
+    def rank(ctx: accel.DistContext) -> list[str]:
+        ctx = accel.replace(ctx, **options)
+        found = list[str]()
+        for at in (0, 1):
+            loop = Loop(ctx, "AdamW", 1)
+            loop.window(1.0, 0)
+            for name, parameter in loop.model.named_parameters():
+                if name.removeprefix("module.").startswith(f"{at}.0") or name.endswith("1.0.bias"):
+                    assert parameter.grad is not None
+                    local_part(parameter.grad)[:] = math.nan
+            with pytest.raises(NonFiniteError) as raised:
+                loop.step(loop.optimizer, nonfinite="raise", **clip)
+            loop.step(loop.optimizer, nonfinite="defer", **clip)
+            with pytest.raises(NonFiniteError) as deferred:
+                ctx.comm.settle()
+            found += [raised.value.where, deferred.value.where]
+        return found
+
+    names = ["0.0.weight, shape [4, 4]"] * 2 + ["1.0.weight, shape [4, 4]"] * 2
+    assert ranks.run(rank, size, default_group=True) == [names] * size
+
+
+def test_it_names_one_of_gradients_of_several_dtypes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2).bfloat16(), nn.Linear(2, 2).double())
+    optimizer, run = AdamW(model.parameters(), fused=True), ByState(accel.single())
+    for name, parameter in model.named_parameters():
+        run.begin()
+        run.backward(sum((each.float().square().sum() for each in model.parameters()), torch.zeros(())))
+        assert parameter.grad is not None
+        parameter.grad[0] = math.inf
+        run.step(optimizer, nonfinite="defer")
+        at = list(dict(model.named_parameters())).index(name)
+        with pytest.raises(NonFiniteError, match=rf"params'\]\[{at}\], shape"):
+            run.ctx.comm.settle()
+
+
+LOADS: dict[str, Callable[..., object]] = {
+    "load_state": lambda ctx, out, items, state: accel.load_state(ctx, out, items | {"state": state}),
+    "resume": lambda ctx, out, items, state: accel.resume(ctx, out, items, state),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_load_raises_first_changes_nothing_and_then_loads(ranks: Simulator, tmp_path: Path, load: str) -> None:
+    def rank(ctx: accel.DistContext) -> bool | None:
+        loop = Loop(ctx, "AdamW", 1)
+        items: dict[str, Any] = {"model": loop.model, "optimizer": loop.optimizer}
+        saved = values(loop.model, loop.optimizer)
+        _ = accel.save_state(ctx, tmp_path, items | {"state": loop.state}, step=0)
+        loop.run(2, (1, 0), math.nan, nonfinite="defer")
+        state, before = loop.state, values(loop.model, loop.optimizer)
+        with pytest.raises(NonFiniteError, match="a gradient of step 1 is not finite"):
+            _ = LOADS[load](ctx, tmp_path, items, state)
+        assert all(map(torch.equal, before, values(loop.model, loop.optimizer)))
+        _ = LOADS[load](ctx, tmp_path, items, state)
+        assert all(map(torch.equal, saved, values(loop.model, loop.optimizer)))
+        return state.stepped
+
+    assert ranks.run(rank, 2) == [False, False]
+
+
 READERS: dict[str, Callable[[Loop, Path], object]] = {
     "step": lambda loop, _: loop.run(1, (-1, 0), 1.0, nonfinite="raise"),
     "deferred step": lambda loop, _: loop.run(1, (-1, 0), 1.0, nonfinite="defer"),
@@ -131,6 +198,7 @@ def test_the_step_of_a_bad_gradient_changes_nothing_and_the_next_look_raises(
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
         assert told.startswith(f"a gradient of step {at[0]} is not finite: ")
         assert "inf or NaN; the loss of rank" in told
+        assert "at 0.0.weight, shape [4, 4]" in told
     assert not list(out.iterdir())  # nothing was saved
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -148,10 +149,11 @@ class Peak(NamedTuple):
     fp8: float = 0
 
 
-# The first name that occurs in the device's counts.
+# The first name that occurs in the device's as words counts: an L40 is no L4.
 _PEAKS = {
     "GB200": Peak(2500, 1250, 80, 5000),
     "B200": Peak(2250, 1120, 75, 4500),
+    "GH200": Peak(989.4, 494.7, 66.9, 1978.9),
     "H200": Peak(989.4, 494.7, 66.9, 1978.9),
     "H100 PCIe": Peak(756, 378, 51, 1513),
     "H100 NVL": Peak(835, 417, 60, 1670),
@@ -160,6 +162,7 @@ _PEAKS = {
     "A40": Peak(149.7, 74.8, 37.4),
     "A30": Peak(165, 82, 10.3),
     "L40S": Peak(362, 183, 91.6, 733),
+    "L40": Peak(181, 90.5, 90.5, 362),
     "L4": Peak(121, 60, 30.3, 242.5),
     "V100": Peak(125, 0, 15.7),
     "T4": Peak(65, 0, 8.1),
@@ -169,7 +172,7 @@ _PEAKS = {
 
 def peak_flops(device_name: str, precision: Precision) -> float | None:
     """Return the peak FLOP/s of a device by torch's name of it, in a run's format; None if it is not known."""
-    found = next((peak for name, peak in _PEAKS.items() if name in device_name), None)
+    found = next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None)
     if found is None:
         return None
     if precision.fp8 is not None:

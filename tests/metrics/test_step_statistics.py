@@ -186,6 +186,18 @@ def test_of_two_ranks_the_other_is_named_and_no_median(slow):
         )
 
 
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA GH200 480GB", 989.4e12),
+        ("NVIDIA L40", 181e12), ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("Tesla T4", 65e12),
+        ("AMD Instinct MI300X", 1307.4e12), ("NVIDIA RTX A4000", None), ("NVIDIA T400", None),
+    ],
+)  # fmt: skip
+def test_the_name_of_another_device_gives_no_peak(device, expected):
+    assert peak_flops(device, accel.precision.Precision(compute="bf16")) == expected
+
+
 def test_peaks_of_devices():
     assert peak_flops("NVIDIA H200", accel.precision.Precision(compute="bf16")) == 989.4e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", accel.precision.Precision(compute="fp32")) == 19.5e12

@@ -4,13 +4,15 @@
     python tests/benchmarks/gpu.py [--gpus N] [--only WORD ...] [--limit-s 120] [--out FOLDER] [--write]
 
 First `pytest -m gpu`, then each benchmark that the number of GPUs can hold, then `examples/gpt.py` for tokens a second
-and MFU. What fails or takes too long is said, and the others go on; all output is kept in the folder. `--write` puts
-the summary into docs/benchmarks.md. `--list` prints the commands alone. Exit 2 without a GPU, 1 if a run failed.
+and MFU, which are printed beside those that torchtitan has published. What fails or takes too long is said, and the
+others go on; all output is kept in the folder. `--write` puts the summary into docs/benchmarks.md. `--list` prints the
+commands alone. Exit 2 without a GPU, 1 if a run failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,47 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
 LINES = 12  # of a run's output in the summary
+
+
+class Figure(NamedTuple):
+    """Throughput of a model on a GPU.
+
+    Attributes:
+        model: its name.
+        how: how it is trained.
+        gpus: their number and name.
+        tokens: a second, of each GPU.
+        mfu: model FLOPs utilisation as it is published.
+        source: of the figures.
+    """
+
+    model: str
+    how: str
+    gpus: str
+    tokens: float
+    mfu: str
+    source: str
+
+    def row(self) -> str:
+        """Return a row of the table."""
+        return f"| {self.model} | {self.how} | {self.gpus} | {self.tokens:,.0f} | {self.mfu or '-'} | {self.source} |"
+
+
+HEAD = "| model | trained by | GPUs | tokens/s of a GPU | MFU | source |\n|---|---|---|---|---|---|"
+H100, A100, H200 = "torchtitan, December 2024", "torchtitan, 2024", "Trainy with torchtitan, June 2025"
+PUBLISHED = (
+    Figure("Llama 3.1 8B", "FSDP2", "8 x H100", 5762, "33 %", H100),
+    Figure("Llama 3.1 8B", "FSDP2, compiled", "8 x H100", 6667, "39 %", H100),
+    Figure("Llama 3.1 8B", "FSDP2, compiled, Float8", "8 x H100", 8532, "", H100),
+    Figure("Llama 3.1 8B", "FSDP2", "128 x H100", 5605, "", H100),
+    Figure("Llama 3.1 8B", "FSDP2, compiled", "128 x H100", 6514, "", H100),
+    Figure("Llama 3.1 8B", "FSDP2, compiled, Float8", "128 x H100", 8380, "", H100),
+    Figure("Llama 3.1 70B", "FSDP2 32, TP 8, compiled, Float8", "256 x H100", 829, "", H100),
+    Figure("Llama 3.1 405B", "FSDP2 8, TP 8, PP 8 by interleaved 1F1B, Float8", "512 x H100", 128, "", H100),
+    Figure("Llama 3 8B", "FSDP2, batch 1", "64 x A100", 2973, "58.2 %", A100),
+    Figure("Llama 3 70B", "FSDP2, batch 1", "64 x A100", 331, "51.7 %", A100),
+    Figure("Llama 3.1 8B", "FSDP2, compiled, Float8", "32 x H200", 10938, "", H200),
+)
 
 
 class Run(NamedTuple):
@@ -99,6 +142,27 @@ def measure(run: Run, gpus: int, out: Path, limit_s: float) -> tuple[str, int]:
     return "\n".join(lines[-LINES:]), status
 
 
+def figures(machine: str, found: Sequence[tuple[Run, str, int]], gpus: int) -> list[Figure]:
+    """Return the throughput of each run that prints tokens a second, by its last line that does."""
+    rows = list[Figure]()
+    for run, lines, status in found:
+        line = next((each for each in reversed(lines.splitlines()) if "'tokens_per_s'" in each), None)
+        if line is not None and not status:
+            values = {name: float(value) for name, value in re.findall(r"'(\w+)': ([\d.e+-]+)", line)}
+            processes = run.gpus if run.exact else gpus
+            mfu = f"{100 * values['mfu']:.1f} %" if "mfu" in values else ""
+            name, how = "GPT of 124 million", run.name.removeprefix("GPT ").removeprefix("by ")
+            rows.append(
+                Figure(name, how, f"{processes} x {machine}", values["tokens_per_s"] / processes, mfu, "this run")
+            )
+    return rows
+
+
+def table(rows: Sequence[Figure]) -> str:
+    """Return figures as a table of Markdown."""
+    return "\n".join([HEAD, *(each.row() for each in rows)])
+
+
 def summary(machine: str, found: Sequence[tuple[Run, str, int]], gpus: int) -> str:
     """Return the section's text: for each run its command, status and last lines."""
     parts = [f"{machine}, by `python tests/benchmarks/gpu.py`."]
@@ -144,8 +208,13 @@ def main() -> int:
         lines, status = measure(run, gpus, out, options.limit_s)
         found.append((run, lines, status))
         print(f"== {run.name}: status {status}, {time.monotonic() - begun:.0f} s\n{lines}", flush=True)
-    machine = f"{gpus} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
-    text = summary(machine, found, gpus)
+    device = torch.cuda.get_device_name(0)
+    own = figures(device, found, gpus)
+    if own:
+        print(f"== tokens a second beside torchtitan's\n{table([*own, *PUBLISHED])}", flush=True)
+    text = summary(f"{gpus} x {device}, torch {torch.__version__}", found, gpus)
+    if own:
+        text += f"\n\n### Tokens a second\n\n{table(own)}"
     (out / "summary.md").write_text(text)
     if options.write:
         write(text)

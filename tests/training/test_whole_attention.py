@@ -232,6 +232,34 @@ def test_modules_of_torch_see_all_keys(ranks: Simulator, first: bool, training: 
     assert max(ranks.run(rank, size, default_group=True)) < 1e-12
 
 
+class Counted(nn.Module):
+    """An encoder that counts its positions from 0, or adds those that a call passes."""
+
+    def __init__(self, *, has_loss: bool = False) -> None:
+        super().__init__()
+        self.places = nn.Embedding(LENGTH, 4)
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.has_loss = has_loss
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"]
+        out: Tensor = self.encoder(x + self.places(batch.get("places", torch.arange(x.shape[1]))))
+        return out[..., 0].square().mean() if self.has_loss else out
+
+
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_positions_that_a_model_counts_from_0_are_found_before_the_first_step(ranks: Simulator, has_loss: bool) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, Counted(has_loss=has_loss).double())
+        part = SPLIT(ctx, {"x": torch.randn(2, LENGTH, 4, dtype=torch.float64)})
+        with pytest.raises(PrepareError, match=r"output 0 is off.*Pass part\['position_ids'\]"):
+            model({"x": part["x"]})
+        _ = model({"x": part["x"], "places": part["position_ids"]})
+
+    ranks.run(rank, 2, default_group=True)
+
+
 def test_an_attention_along_another_dimension_is_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")

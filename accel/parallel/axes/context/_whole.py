@@ -29,19 +29,17 @@ from accel.parallel.axes.context._checks import (
     SAMPLES,
     Stack,
     check_inputs,
-    mask_refused,
-    multihead_attentions,
     stacks_of,
     takes_cut_tokens,
 )
-from accel.parallel.axes.context._split import is_cut, note_attention, note_cut, own_positions
+from accel.parallel.axes.context._split import note_attention, note_cut, own_positions
 
 _LOG = logging.getLogger("accel.parallel")
-_PROVED = 8  # positions of a rank in the proof
+PROVED = 8  # positions of a rank in the proof
 _OF_OTHERS = ("key_value_states", "encoder_hidden_states")  # of the encoder, which are whole
 _UNCUT = ("labels", "shift_labels", *SAMPLES)
 _RECORDS = ("output_attentions", "output_hidden_states")
-_CALL = Call("whole attention", "proof", ordered=False)
+PROOF = Call("whole attention", "proof", ordered=False)
 _COMPARED = Call("whole attention", "inputs", ordered=False)
 
 
@@ -156,7 +154,7 @@ class _WholeSequences:
                 fix="Pad them to one length, or keep the activations of this model.",
             )
         lengths[own.shape[1]] = hidden.shape[1]
-        return _with(module, inputs, keywords, {name: own})
+        return with_arguments(module, inputs, keywords, {name: own})
 
     @untraced
     def gather(
@@ -166,7 +164,7 @@ class _WholeSequences:
         if not self.cuts:
             return inputs, dict(keywords)
         _, hidden = _first(module, inputs, keywords)
-        known = _bound(module, inputs, keywords)
+        known = bound(module, inputs, keywords)
         whole: dict[int, Tensor] = {}
         changes: dict[str, Any] = {}
         for name, each in known.items():
@@ -175,7 +173,7 @@ class _WholeSequences:
                 if id(each) not in whole:
                     whole[id(each)] = self._joined(module, each)
                 changes[name] = whole[id(each)]
-        return _with(module, inputs, keywords, changes)
+        return with_arguments(module, inputs, keywords, changes)
 
     @untraced
     def keep(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -277,7 +275,7 @@ class _WholeSequences:
         found = ""
         for self.joins in (False, True):
             problem = self._problem(module, short)
-            found = max(exchange_values(self.ctx.comm, _CALL, problem, str))
+            found = max(exchange_values(self.ctx.comm, PROOF, problem, str))
             if not found:
                 return
         raise PrepareError(
@@ -291,14 +289,14 @@ class _WholeSequences:
     def _problem(self, module: nn.Module, short: Mapping[str, Any]) -> str:
         """Return the difference of the cut model from the whole one; "" for none. A collective."""
         forward = cast(Any, module).forward
-        with _evaluated(module, self.ctx.device), called_eagerly(module):
+        with evaluated(module, self.ctx.device), called_eagerly(module):
             self.cuts = False
             try:
-                expected = _outputs(forward(**short))
+                expected = outputs_of(forward(**short))
             finally:
                 self.cuts = True
             try:
-                return self._difference(expected, _outputs(forward(**short)))
+                return self._difference(expected, outputs_of(forward(**short)))
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 return f"{type(error).__name__}: {str(error).splitlines()[0]}"
             finally:
@@ -307,7 +305,7 @@ class _WholeSequences:
     def _short(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of a short call: those of one row, and of some positions where all is tokens."""
         has_samples = any(isinstance(known.get(name), Tensor) for name in SAMPLES)
-        count = _PROVED * self.ctx.axis("cp").size
+        count = PROVED * self.ctx.axis("cp").size
         short: dict[str, Any] = {}
         for name, each in known.items():
             if name.endswith("labels"):
@@ -328,11 +326,9 @@ class _WholeSequences:
             want = want if want.shape == have.shape else own
             if want.shape != have.shape:
                 return f"output {number} of shape {list(have.shape)}, expected {list(want.shape)}"
-            wide = wide_dtype(want.device)
-            size = float(want.to(wide).square().sum().sqrt())
-            off = float((want.to(wide) - have.to(wide)).square().sum().sqrt())
-            if not off <= torch.finfo(want.dtype).eps ** 0.4 * size:
-                return f"output {number} is off by {off / max(size, 1e-300):.0e} of its norm"
+            off = off_by(want, have)
+            if not off <= torch.finfo(want.dtype).eps ** 0.4:
+                return f"output {number} is off by {off:.0e} of its norm"
         return ""
 
 
@@ -356,7 +352,7 @@ def _is_recomputed(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
+def evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
     """Compute without gradients and without dropout; streams of random numbers stay as they are."""
     modes = [(each, each.training) for each in module.modules()]
     fork = cast(Any, torch.random).fork_rng
@@ -381,7 +377,14 @@ def _replaced(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return change(output)
 
 
-def _outputs(output: Any) -> list[Tensor]:
+def off_by(want: Tensor, have: Tensor) -> float:
+    """Return the norm of a difference by that of what is expected."""
+    wide = wide_dtype(want.device)
+    size = float(want.to(wide).square().sum().sqrt())
+    return float((want.to(wide) - have.to(wide)).square().sum().sqrt()) / max(size, 1e-30)
+
+
+def outputs_of(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of a forward's output."""
     values: Sequence[Any] = [output]
     if isinstance(output, Mapping):
@@ -399,14 +402,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _bound(module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+def bound(module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
     names = forward_names(module)
     return {**dict(zip(names, inputs, strict=False)), **keywords}
 
 
 def _first(module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[str, Tensor]:
     """Return the hidden states of a call, and their argument's name."""
-    name, hidden = next(iter(_bound(module, inputs, keywords).items()), ("", None))
+    name, hidden = next(iter(bound(module, inputs, keywords).items()), ("", None))
     if "hidden_states" in keywords:
         name, hidden = "hidden_states", keywords["hidden_states"]
     if not isinstance(hidden, Tensor) or hidden.ndim != 3:
@@ -421,71 +424,10 @@ def _first(module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, An
     return name, hidden
 
 
-def _with(
+def with_arguments(
     module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call with others by name."""
     names = forward_names(module)
     given = [changes.get(name, value) for name, value in zip(names, inputs, strict=False)]
     return tuple(given), {name: changes.get(name, value) for name, value in keywords.items()}
-
-
-def use_multihead(ctx: DistContext, model: nn.Module, apart: Sequence[nn.Module]) -> None:
-    """Let torch's modules of attention outside of the models `apart` see all keys. Mutates them, by hooks."""
-    found = multihead_attentions(model, apart)
-    for module in found.values():
-        _ = module.register_forward_pre_hook(_AllKeys(ctx), with_kwargs=True)
-    for module in model.modules():
-        if found and isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # its tokens without padding have other positions
-    if found and ctx.is_main_process:
-        text = "%d modules MultiheadAttention gather their keys and values along cp=%d before they project them"
-        _LOG.warning(text, len(found), ctx.axis("cp").size)
-
-
-class _AllKeys:
-    """A hook of torch's attention: gives it the keys and values of all positions, beside the own queries."""
-
-    def __init__(self, ctx: DistContext) -> None:
-        self.ctx = ctx
-
-    @untraced
-    def __call__(
-        self, module: nn.MultiheadAttention, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        known = _bound(module, inputs, keywords)
-        query, key, value = (cast(Tensor, known[name]) for name in ("query", "key", "value"))
-        dim = 1 if module.batch_first and query.ndim == 3 else 0
-        for each in (query, key):
-            if not is_cut(self.ctx, each.shape[dim]):
-                raise ConfigError(
-                    "an attention along another dimension than that of the positions",
-                    expected="as many as split_sequence or sequence_positions has given",
-                    got=f"{each.shape[dim]}",
-                    where=f"{type(module).__name__} on a mesh with cp",
-                    fix="Cut each sequence by accel.parallel.split_sequence. An attention within one position needs a "
-                    "module of your own, or a mesh without cp.",
-                )
-        note_attention(self.ctx)
-        keys = self._whole(key, dim)
-        changes: dict[str, Any] = {"key": keys, "value": keys if value is key else self._whole(value, dim)}
-        padding = known.get("key_padding_mask")
-        if isinstance(padding, Tensor):
-            changes["key_padding_mask"] = self._whole(padding, padding.ndim - 1)
-        mask = known.get("attn_mask")
-        if isinstance(mask, Tensor):
-            changes["attn_mask"] = self._own_rows(mask, query.shape[dim], keys.shape[dim])
-            changes["is_causal"] = False  # a hint for a square mask
-        given, named = _with(module, inputs, keywords, changes)
-        return given, {**named, "is_causal": False} if mask is not None and len(given) < 8 else named
-
-    def _whole(self, own: Tensor, dim: int) -> Tensor:
-        group = group_of(self.ctx, "cp")
-        assert group is not None
-        return sorted_positions(gathered_summed(own.contiguous(), dim, group), dim, group.size())
-
-    def _own_rows(self, mask: Tensor, own: int, keys: int) -> Tensor:
-        rank, size = self.ctx.axis("cp")
-        if mask.shape[-1] != keys or mask.shape[-2] not in (own, own * size):
-            raise mask_refused()
-        return mask if mask.shape[-2] == own else own_positions(mask, rank, size, mask.ndim - 2)

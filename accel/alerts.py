@@ -137,10 +137,10 @@ def _refused(url: str) -> str:
         return "spaces, or characters beyond ASCII"
     try:
         parts = urlsplit(url)
-        is_whole = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+        is_whole = bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_whole = False
-    return "" if is_whole else "a user, or no host and port"
+    return "a user's name" if "@" in re.split("[/?#]", rest)[0] else "" if is_whole else "no host, or no port"
 
 
 def check_metrics(rules: Sequence[AlertRule], names: Collection[str]) -> None:
@@ -463,8 +463,8 @@ class AlertLog:
                 reason: object = getattr(error, "reason", None) or error
                 text = f"HTTP status {code}" if code is not None else f"{type(error).__name__}: {reason}"
                 parts = urlsplit(self._settings.webhook)
-                for secret in filter(None, (self._settings.webhook, parts.path.strip("/"), parts.query)):
-                    text = text.replace(secret, "***")
+                for secret in (self._settings.webhook, parts.path, parts.query):
+                    text = text.replace(secret, "***") if len(secret) > 3 else text  # "/" says nothing
                 problem = _plain(text, _MOST_TITLE)
             else:
                 return ""

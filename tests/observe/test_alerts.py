@@ -41,6 +41,12 @@ WRONG = [
     "https://hooks.example/secret-pärt",
     "//hooks.example/secret-part",
 ]
+RIGHT = [
+    "https://hooks.example",
+    "https://hooks.example:8443/a?b=c@d",
+    "https://[::1]:8443/",
+    "https://hooks.example?a@b",
+]
 VALUES = st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, math.nan, math.inf, -math.inf]), max_size=30)
 
 
@@ -94,6 +100,12 @@ def test_a_wrong_section_is_an_error_that_shows_no_url(section: dict[str, Any], 
     with pytest.raises(ConfigError, match=problem) as raised:
         _ = accel.config.resolve({}, {}, accel.config.ConfigFile(path="accel.toml", values={"alerts": section}))
     assert "secret-part" not in str(raised.value) or "command" in section  # a command's words are no credential
+
+
+def test_urls_of_webhooks_are_taken_with_ports_and_queries() -> None:
+    for url in RIGHT:
+        assert Alerts(webhook=url).webhook == url
+        assert url not in repr(Alerts(webhook=url))
 
 
 def test_a_metric_that_the_first_log_lacks_is_an_error_on_every_rank(ranks: Simulator, tmp_path: Path) -> None:

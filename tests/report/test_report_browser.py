@@ -649,6 +649,11 @@ def test_a_served_page_grows_from_nothing_to_one_run_and_to_many(browser: Any, t
     wait_for(page, "report.charts.length > 0 && report.charts[0].drawn")
     page.locator("#log").check()
     assert page.evaluate("report.state.log")
+    write_all_media(tmp_path / "run", range(1, 9))
+    wait_for(page, "document.querySelectorAll('.card.medium').length === 5")
+    assert panels(page, "weights") == ["0 to 16"]
+    below = "document.getElementById('media-at').getBoundingClientRect().top - bar.getBoundingClientRect().bottom"
+    assert 0 <= page.evaluate(below) < 60  # the slider sticks below the bar
     for at in range(2, 9):
         write_metrics(tmp_path / f"run {at}", 400)
         if at == 2:

@@ -107,7 +107,12 @@ function listen(id, event, listener) {
   control.addEventListener(event, () => listener(control));
 }
 
+const barred = new ResizeObserver(([{ target }]) => { // what sticks below the bar
+  document.body.style.setProperty("--bar", `${target.offsetHeight}px`);
+});
 function buildControls() {
+  const bar = document.getElementById("bar");
+  if (bar) barred.observe(bar);
   listen("filter", "input", () => { applyFilter(); changed("runs"); });
   listen("search", "input", applySearch);
   listen("reset", "click", () => setView(null));
@@ -222,9 +227,6 @@ function start() {
     redraw();
     redrawSpreads();
   });
-  const bar = document.getElementById("bar");
-  const keepClear = () => document.body.style.setProperty("--bar", `${bar.offsetHeight}px`);
-  if (bar) new ResizeObserver(keepClear).observe(bar);
   addEventListener("pointerdown", ({ target }) => { if (state.hover && target.tagName !== "CANVAS") setHover(null); });
   addEventListener("scroll", () => { if (state.hover) setHover(null); }, { passive: true });
   changed("runs");

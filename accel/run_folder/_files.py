@@ -188,7 +188,7 @@ _SUFFIXES: Mapping[MediaKind, str] = {
     "text": "txt",
     "histogram": "histogram.json",
 }
-_MEDIA_NAME = re.compile(r"(.+)-(\d{8,})(?:-(\d+))?\.(png|json|txt|histogram\.json)", re.ASCII | re.DOTALL)
+_MEDIA_NAME = re.compile(r"(.+)-(\d{8,15})(?:-(\d{1,9}))?\.(png|json|txt|histogram\.json)", re.ASCII | re.DOTALL)
 
 
 class MediaName(NamedTuple):

@@ -434,12 +434,18 @@ def test_hostile_media_stay_inert_and_what_is_left_out_is_said(browser: Any, tmp
     write_media(tmp_path, "images", HOSTILE, 1, f"<svg onload='{HOSTILE}'/>")
     write_media(tmp_path, "images", "lie", 1, b"\x89PNG\r\n\x1a\n" + HOSTILE.encode())
     write_media(tmp_path, "table", "t", 1, {"columns": [HOSTILE], "rows": [[HOSTILE]]})
+    write_media(
+        tmp_path, "histogram", "huge", 10**14, {"edges": [-1e308, 1e308], "counts": [2**63], "nonfinite": 2**63}
+    )
+    write_media(tmp_path, "histogram", "none", 0, {"edges": [0, 0], "counts": [0]})
     opened = Opened(browser, save_page(tmp_path, [tmp_path]))
     page = opened.page
     assert HOSTILE in panels(page, "t")[0]
     page.locator(".media").scroll_into_view_if_needed()
     page.wait_for_timeout(200)
     assert HOSTILE in page.locator(".panel pre").text_content()
+    assert "no finite values" in panels(page, "none")[0]
+    assert "-1e308 to 1e308" in panels(page, "huge")[0]
     assert "lie-00000001-0.png: a PNG that is cut off" in page.locator("main").inner_text()
     assert page.locator("main img").count() == 0
     assert page.evaluate("window.hit") is None

@@ -205,6 +205,14 @@ def test_hostile_files_are_counted_and_links_are_not_followed(tmp_path: Path) ->
     write_media(folder, "table", "wide", 1, {"columns": ["c"] * 90, "rows": [["x" * 1500, *["y"] * 89]] * 900})
     write_media(folder, "histogram", "h", 1, '{"edges": [0, 1e999], "counts": [1]}')
     write_media(folder, "histogram", "h", 2, '{"edges": [0, 1], "counts": []}')
+    for odd in (
+        b"caf\xe9-00000001.txt",
+        b"x-" + b"9" * 200 + b".txt",
+        b"line\nbreak-00000001.txt",
+        b"%FF%00-00000001.txt",
+    ):
+        Path(os.fsdecode(os.fsencode(folder / "media") + b"/" + odd)).write_text("")
+    write_media(folder, "histogram", "counts", 1, f'{{"edges": [0, 1], "counts": [{2**70}], "nonfinite": {2**90}}}')
     write_media(folder, "images", "in", 1, b"<svg/>")
     write_media(folder, "table", "large", 1, b"[" + b" " * 8_000_001)
     os.truncate(write_media(folder, "images", "huge", 1, b""), 10**11)
@@ -212,7 +220,8 @@ def test_hostile_files_are_counted_and_links_are_not_followed(tmp_path: Path) ->
     write_media(folder, "text", "</script><img src=x>", 1, "</script><img src=x onerror=alert(1)>")
     page, series, contents = page_of(folder)
     shown = {each["name"] for each in series if each["runs"]}
-    assert shown == {"said", "wide", "long", "</script><img src=x>"}
+    names = {"said", "wide", "long", "</script><img src=x>", "caf\ufffd", "line\nbreak", "\ufffd\ufffd", "counts"}
+    assert shown == names
     assert "only here" not in page
     assert "<img" not in page
     assert page.count("</script>") == 3

@@ -169,7 +169,8 @@ class Panel {
     const found = records.map(([at, [key]]) => ({ step: at, ...contentOf(key) }));
     const now = contentOf(recordAt(records, step)?.[1][0]);
     const bad = now?.nonfinite ? `, ${showValue(now.nonfinite)} not finite` : "";
-    const note = now ? `${showValue(now.low)} to ${showValue(now.high)}${bad}` : "none by this step";
+    const ends = now?.counts.some(Boolean) ? `${showValue(now.low)} to ${showValue(now.high)}` : "no finite values";
+    const note = now ? `${ends}${bad}` : "none by this step";
     const canvas = make("canvas", { role: "img", className: "spread", "aria-label": `Histograms over steps; ${note}` });
     this.content.replaceChildren(canvas, make("p", { className: "key" }, note));
     drawSpread(canvas, found.filter(({ counts }) => counts.some(Boolean)), step, range, colorOf(this.run));

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from accel.errors import ConfigError
 
@@ -13,6 +13,10 @@ _MARK = "_accel_mixed"  # attribute of each class made here: its description
 
 class Mixin:
     """Base of the classes to put before others. Objects are pickled by their own class and the mixins before it."""
+
+    if TYPE_CHECKING:  # of the class behind: on Python 3.12 torch.compile follows `super().forward`, and no cast of it
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         kind = type(self)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     _ = signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from runs without the tests of GPUs: the others count on CPUs, also where contexts choose a device."""
+    if "not gpu" in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     """Give each test the time that it has on a quiet machine, longer where others compute too."""
@@ -32,8 +39,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
 
 
 def serves(line: str) -> bool:
-    """Whether a process is one of multiprocessing's own, which end with this one."""
-    return "multiprocessing.resource_tracker" in line or "multiprocessing.forkserver" in line
+    """Whether a process is one of multiprocessing's or torch's own, which end with this one."""
+    kept = "multiprocessing.resource_tracker", "multiprocessing.forkserver", "addr2line", "compile_worker"
+    return any(each in line for each in kept)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -58,7 +58,7 @@ class Recomputed(Mixin, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, remembering its inputs and kept outputs only."""
-        return recomputed_call(cast(Any, super()).forward, self.kept, *args, **kwargs)
+        return recomputed_call(super().forward, self.kept, *args, **kwargs)
 
 
 def recomputed_call(forward: Callable[..., Any], kept: Sequence[str], *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ class _Traced(Mixin, nn.Module):
     """Stands before torch's own containers: torch compiles their forward only where somebody else's calls it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return cast(Any, super()).forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
 
 
 def compile_model(

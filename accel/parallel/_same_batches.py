@@ -129,7 +129,7 @@ class _Compared(Mixin, nn.Module):
         watch = cast("SameBatches | None", vars(self).get(_WATCH))
         if watch is not None and not torch.compiler.is_compiling() and watch.looks(trains=self.training):
             watch.look(_listed(args, kwargs), trains=self.training)
-        return cast(Any, super()).__call__(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
 
 
 def compare_batches(ctx: DistContext, model: nn.Module) -> None:

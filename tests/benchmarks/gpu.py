@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests and benchmarks of a machine with GPUs, by one command, into the section of docs/benchmarks.md.
 
-    python tests/benchmarks/gpu.py [--gpus N] [--only WORD ...] [--limit-s 120] [--out FOLDER] [--write]
+    python tests/benchmarks/gpu.py [--gpus N] [--only WORD ...] [--limit-s 180] [--out FOLDER] [--write]
 
 First `pytest -m gpu`, then each benchmark that the number of GPUs can hold, then `examples/gpt.py` for tokens a second
 and MFU, which are printed beside those that torchtitan has published. What fails or takes too long is said, and the
@@ -19,12 +19,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
-LINES = 12  # of a run's output in the summary
+LINES = 80  # of a run's output in the summary
+NOISE = re.compile(r"USDT:|Warning\b|^[IWE]\d{4} |^\[rank\d+\]:\[[IWE]|^\s+\"\"\"|'tokens_per_s'")
+THROUGHPUT = "'tokens_per_s'"
 
 
 class Figure(NamedTuple):
@@ -123,7 +126,7 @@ def chosen(gpus: int, only: Sequence[str]) -> list[Run]:
 
 
 def measure(run: Run, gpus: int, out: Path, limit_s: float) -> tuple[str, int]:
-    """Run one, and keep its output; return its last lines and its status, 124 after the limit."""
+    """Run one, and keep its output; return it and its status, 124 after the limit."""
     name = run.name.replace(" ", "-").replace("'", "")
     file = out / f"{name}.txt"
     with file.open("w") as target:
@@ -138,23 +141,28 @@ def measure(run: Run, gpus: int, out: Path, limit_s: float) -> tuple[str, int]:
             ).returncode
         except subprocess.TimeoutExpired:
             status = 124
-    lines = [line.rstrip() for line in file.read_text(errors="replace").splitlines() if line.strip()]
-    return "\n".join(lines[-LINES:]), status
+    return file.read_text(errors="replace"), status
+
+
+def last_lines(output: str) -> str:
+    """Return the last lines, without what libraries say and without throughputs, which have a table."""
+    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
+    return "\n".join([line for line in lines if not NOISE.search(line)][-LINES:])
 
 
 def figures(machine: str, found: Sequence[tuple[Run, str, int]], gpus: int) -> list[Figure]:
-    """Return the throughput of each run that prints tokens a second, by its last line that does."""
+    """Return the throughput of each run that prints tokens a second: the median of all lines but the first."""
     rows = list[Figure]()
-    for run, lines, status in found:
-        line = next((each for each in reversed(lines.splitlines()) if "'tokens_per_s'" in each), None)
-        if line is not None and not status:
-            values = {name: float(value) for name, value in re.findall(r"'(\w+)': ([\d.e+-]+)", line)}
+    for run, output, status in found:
+        lines = [line for line in output.splitlines() if THROUGHPUT in line][1:]
+        if lines and not status:
+            each = [dict(re.findall(r"'(\w+)': ([\d.e+-]+)", line)) for line in lines]
+            tokens = median(float(values["tokens_per_s"]) for values in each)
+            known = [float(values["mfu"]) for values in each if "mfu" in values]
+            mfu = f"{100 * median(known):.1f} %" if known else ""
             processes = run.gpus if run.exact else gpus
-            mfu = f"{100 * values['mfu']:.1f} %" if "mfu" in values else ""
             name, how = "GPT of 124 million", run.name.removeprefix("GPT ").removeprefix("by ")
-            rows.append(
-                Figure(name, how, f"{processes} x {machine}", values["tokens_per_s"] / processes, mfu, "this run")
-            )
+            rows.append(Figure(name, how, f"{processes} x {machine}", tokens / processes, mfu, "this run"))
     return rows
 
 
@@ -164,12 +172,13 @@ def table(rows: Sequence[Figure]) -> str:
 
 
 def summary(machine: str, found: Sequence[tuple[Run, str, int]], gpus: int) -> str:
-    """Return the section's text: for each run its command, status and last lines."""
+    """Return the section's text: for each run its command, status and last lines, and throughput as a table."""
     parts = [f"{machine}, by `python tests/benchmarks/gpu.py`."]
-    for run, lines, status in found:
+    for run, output, status in found:
         words = " ".join(["python", *command(run, gpus)[1:]])
         how = {0: "", 124: " It took too long."}.get(status, f" It failed with status {status}.")
-        parts += [f"### {run.name}", f"`{words}`.{how}", f"```text\n{lines}\n```"]
+        parts += [f"### {run.name}", f"`{words}`.{how}"]
+        parts += [f"```text\n{lines}\n```"] if (lines := last_lines(output)) else []
     return "\n\n".join(parts)
 
 
@@ -184,7 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, help="number of GPUs to use; all by default")
     parser.add_argument("--only", nargs="+", default=[], help="runs whose name has one of these words")
-    parser.add_argument("--limit-s", type=float, default=120, help="seconds for each run")
+    parser.add_argument("--limit-s", type=float, default=180, help="seconds for each run")
     parser.add_argument("--out", type=Path, help="folder for all output; a temporary one by default")
     parser.add_argument("--write", action="store_true", help="put the summary into docs/benchmarks.md")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
@@ -205,9 +214,9 @@ def main() -> int:
     found = list[tuple[Run, str, int]]()
     for run in runs:
         begun = time.monotonic()
-        lines, status = measure(run, gpus, out, options.limit_s)
-        found.append((run, lines, status))
-        print(f"== {run.name}: status {status}, {time.monotonic() - begun:.0f} s\n{lines}", flush=True)
+        output, status = measure(run, gpus, out, options.limit_s)
+        found.append((run, output, status))
+        print(f"== {run.name}: status {status}, {time.monotonic() - begun:.0f} s\n{last_lines(output)}", flush=True)
     device = torch.cuda.get_device_name(0)
     own = figures(device, found, gpus)
     if own:

@@ -84,6 +84,7 @@ def test_a_session_takes_the_gpu_and_says_when_it_is_not_there() -> None:
         accel.single(f"cuda:{beyond}")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_step_without_a_policy_does_not_wait_for_the_device() -> None:
     ctx = accel.single("cuda")
     model = accel.prepare_model(ctx, nn.Linear(8, 8))
@@ -98,8 +99,8 @@ def test_a_step_without_a_policy_does_not_wait_for_the_device() -> None:
     tokens = torch.tensor(3, device=ctx.device)
     step(tokens)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         step(tokens)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -207,6 +208,7 @@ def test_two_ranks_share_one_gpu_over_gloo(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=180, env={**os.environ, **environment})
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_logging_does_not_wait_for_the_device() -> None:
     rows: list[float] = []
     gate = threading.Event()
@@ -219,8 +221,8 @@ def test_logging_does_not_wait_for_the_device() -> None:
     ctx = accel.single("cuda")
     loss = torch.full((), 0.5, device="cuda")
     with accel.tracking(ctx, "demo", to=[tracker]) as trackers:
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             accel.log(ctx, trackers, {"loss": loss}, step=1)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -37,6 +37,10 @@ def test_estimated_memory_is_what_a_step_takes(precision: PrecisionName) -> None
         layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True)
         return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
 
+    warm = nn.Linear(64, 64).cuda()
+    warm(torch.ones(8, 64, device="cuda")).sum().backward()  # cuBLAS keeps workspaces, 64 MiB on an H100
+    torch.cuda.synchronize()
+    libraries = torch.cuda.memory_allocated()
     described = measure(make, "encoder", [Input((16, 256, 512), "float32")])
     planned = strategy_memory(described, "ddp", EstimatedStep(precision=precision))
     ctx = accel.single("cuda", precision=precision)
@@ -51,4 +55,4 @@ def test_estimated_memory_is_what_a_step_takes(precision: PrecisionName) -> None
         accum = accel.backward(ctx, loss, scaler)
         scaler = accel.optimizer_step(ctx, optimizer, scaler, accum).scaler
     assert planned.moment == "loss"
-    assert kept == pytest.approx(planned.total, rel=0.1)
+    assert kept - libraries == pytest.approx(planned.total, rel=0.1)

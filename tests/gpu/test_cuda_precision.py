@@ -77,6 +77,7 @@ def test_averages_are_those_of_the_cpu():
     torch.testing.assert_close(*averages)
 
 
+@pytest.mark.filterwarnings("ignore:.*get_autocast_gpu_dtype:DeprecationWarning")  # of torchao
 def test_fp8_layers_train_near_bf16():
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no fp8")

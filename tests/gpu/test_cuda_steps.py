@@ -88,6 +88,9 @@ def test_a_deferred_step_leaves_all_as_it_was_and_raises_at_the_next() -> None:
         step(1.0)
 
 
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:TensorFloat32:UserWarning", "ignore:The CUDA Graph is empty:UserWarning"
+)  # of torch's own modules, at first use
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_model_trains_as_the_eager_one(mode: str) -> None:
     pytest.importorskip("triton")

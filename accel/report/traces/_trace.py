@@ -213,7 +213,7 @@ def _steps(events: Iterable[_Event]) -> dict[int, Span]:
     for event in events:
         if event.cat in found and (match := _STEP.fullmatch(event.name)):
             found[event.cat][int(match[1])] = event.span
-    return found["gpu_user_annotation"] or found["user_annotation"]
+    return dict(sorted((found["gpu_user_annotation"] or found["user_annotation"]).items()))  # a GPU's lie in any order
 
 
 def _device_work(events: Iterable[_Event]) -> list[tuple[str, list[Span]]]:

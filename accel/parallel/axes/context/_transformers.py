@@ -129,7 +129,7 @@ class _Carries(Mixin, nn.Module):
         for each in children:
             each[NAME] = kwargs.get(NAME)
         try:
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
             for each in children:
                 del each[NAME]

@@ -234,7 +234,7 @@ class LocalExperts(Mixin):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the module with this rank's parts of its parameters."""
-        return self.accel_run(self, cast(Any, super()).forward, inputs, named)
+        return self.accel_run(self, super().forward, inputs, named)
 
 
 class DispatchedExperts(Mixin):
@@ -253,7 +253,7 @@ class DispatchedExperts(Mixin):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the experts of tokens on the ranks that hold them. A collective along `ep`, as its backward."""
-        return self.accel_run(self, cast(Any, super()).forward, inputs, named)
+        return self.accel_run(self, super().forward, inputs, named)
 
 
 class SortedExperts(Mixin):
@@ -271,7 +271,7 @@ class SortedExperts(Mixin):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the experts of tokens on the ranks that hold them. A collective along `ep`, as its backward."""
-        return self.accel_run(self, cast(Any, super()).forward, inputs, named)
+        return self.accel_run(self, super().forward, inputs, named)
 
 
 def run_local(module: Any, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:

@@ -108,7 +108,7 @@ class ListedExpert(Mixin):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Answer a call of the loop, or run."""
         if self.accel_calls.phase == "run":
-            return cast(Any, super()).forward(*inputs, **named)
+            return super().forward(*inputs, **named)
         return self.accel_calls.answer(self.accel_expert, (*inputs, *named.values()))
 
 
@@ -147,7 +147,7 @@ class ListedBlock(Mixin):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the loop twice, with the experts between. A collective along `ep`, as its backward."""
-        return self.accel_run_block(self, cast(Any, super()).forward, inputs, named)
+        return self.accel_run_block(self, super().forward, inputs, named)
 
 
 def follow_calls(block: nn.Module, listed: nn.Module, name: str, path: str) -> None:

@@ -72,7 +72,7 @@ class Replica(DistributedDataParallel):
         """Run the module; without DDP's own forward where that would only look, at the cost of a small layer."""
         buffers_due = self._has_buffers and self.require_forward_param_sync
         if not self.bare or self.require_backward_grad_sync or buffers_due or torch.compiler.is_compiling():
-            return cast(Any, super()).forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # pyright: ignore - torch leaves its type open
         if torch.is_grad_enabled():
             rebuild_buckets(self)  # raises if the exchange before did not end
         with _Running(self):
@@ -80,7 +80,7 @@ class Replica(DistributedDataParallel):
 
     def _inside_ddp_forward(self) -> Any:
         """Mark the forward for torch.compile, without torch's own generator, which takes twice as long."""
-        return cast(Any, super())._inside_ddp_forward() if torch.compiler.is_compiling() else _Running(self)
+        return super()._inside_ddp_forward() if torch.compiler.is_compiling() else _Running(self)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Announce every forward from now on, so that ranks without inputs can answer it; they take fewer steps."""

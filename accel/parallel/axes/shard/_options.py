@@ -273,7 +273,7 @@ class InAutocast(Mixin, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, in autocast; raise `PrepareError` in a block that turns autocast off."""
         if torch.is_autocast_enabled(self._accel_device_type):
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         if not torch.compiler.is_compiling() and _is_turned_off():
             raise PrepareError(
                 "a module computes without autocast, but its parameters were gathered in a narrow format",
@@ -283,7 +283,7 @@ class InAutocast(Mixin, nn.Module):
                 fix="Name it in Precision.fp32_modules, or prepare the model with Plan(gather_dtype='fp32').",
             )
         with torch.autocast(self._accel_device_type, dtype=self._accel_dtype):
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
 
 
 class NormInFp32(Mixin, nn.Module):
@@ -300,7 +300,7 @@ class NormInFp32(Mixin, nn.Module):
             if parameter is not None and parameter.dtype in _NARROW:
                 self._parameters[name] = cast(Any, parameter.float())
         try:
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
             self._parameters.update(stored)
 

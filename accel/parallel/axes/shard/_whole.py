@@ -78,10 +78,10 @@ class SeesPlain(Mixin):
         """Run the module's own forward."""
         group = vars(self).get(_GROUP)
         if group is None:
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         stored = _enter(group)
         try:
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
             _leave(stored)
 

@@ -140,10 +140,10 @@ class _Holder(_Marked):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         streams = self.accel_streams
         if not self.training or streams.are_own:
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         streams.holders += 1
         try:
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:  # also where torch stops a recomputed forward early
             streams.holders -= 1
             streams.join()
@@ -151,7 +151,7 @@ class _Holder(_Marked):
 
 class _Divides(_Marked):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = cast(Any, super()).forward(*args, **kwargs)
+        output = super().forward(*args, **kwargs)
         if self.accel_streams.holders:
             self.accel_streams.divide()
         return output
@@ -159,7 +159,7 @@ class _Divides(_Marked):
 
 class _Joins(_Marked):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = cast(Any, super()).forward(*args, **kwargs)
+        output = super().forward(*args, **kwargs)
         if self.accel_streams.holders:
             self.accel_streams.join()
         return output
@@ -168,9 +168,9 @@ class _Joins(_Marked):
 class _Divided(_Marked):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         with self.accel_streams.divided():
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
 
 
 _MIXINS: Mapping[Mark, type[_Marked]] = {

@@ -111,7 +111,7 @@ class LocalParameters(Mixin):
         stored = own["_parameters"]
         own["_parameters"] = self.parameters_here(stored)
         try:
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
             own["_parameters"] = stored
 
@@ -126,7 +126,7 @@ class ReadParameters(LocalParameters):
 
     def __getattr__(self, name: str) -> Any:
         """Return a plain tensor in the place of a parameter, for whoever asks."""
-        value: Any = cast(Any, super()).__getattr__(name)
+        value = cast(Any, super().__getattr__(name))  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         if not is_dtensor(value) or value.device_mesh.ndim > 1:  # `fully_shard` asks for what it has sharded
             return value
         return local(value, self.accel_layer.rule)
@@ -262,7 +262,7 @@ class Around(Mixin):
         first = self._first_product(_first(layer.rule, args, kwargs)) if is_beside(layer.rule) else None
         if first is None:
             args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: _entered(x, layer))
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         return self._beside(first, args, kwargs)
 
     def _first_product(self, x: torch.Tensor) -> Colwise | None:
@@ -280,7 +280,7 @@ class Around(Mixin):
         args, kwargs = _with_first(layer.rule, args, kwargs, lambda _: x)
         vars(first)[EARLY] = EarlyProduct(x, autocast_format(x), output)
         try:
-            result = cast(Any, super()).forward(*args, **kwargs)
+            result = super().forward(*args, **kwargs)
             is_taken = vars(first)[EARLY].output is None
         finally:
             del vars(first)[EARLY]

@@ -82,7 +82,7 @@ class _Whole(Mixin):
         _check_hooks(guard, cast(nn.Module, self))
         outer, guard.runs = guard.runs, True
         try:
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
             guard.runs = outer
 
@@ -100,7 +100,7 @@ class _PairPart(Mixin):
                 "a linear layer that tensor parallelism divides with another of its Sequential is called by itself",
                 f"a call of {self.accel_path}",
             )
-        return cast(Any, super()).forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
 
 
 def guard_pairs(model: nn.Module, pairs: Sequence[LinearPair], keys: Mapping[str, str]) -> None:

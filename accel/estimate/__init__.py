@@ -2,9 +2,9 @@
 """Memory and time of training, estimated from shapes before anything is loaded.
 
 Begin with `_model.py`: one description of a model's tensors, which every estimate reads. `_sources.py` makes it from
-code (`_build.py`), a configuration or headers. `_step.py` has the step and what a rank holds of model and activations;
-`_memory.py` adds that up moment by moment, `_cost.py` finds messages and time by the speeds of `_efficiencies.py`,
-`_choices.py` compares meshes by both.
+code (`_build.py`), a configuration (`_configs.py`) or headers. `_step.py` has the step and the parameters that a rank
+holds, `_kept.py` the activations; `_memory.py` adds that up moment by moment, `_cost.py` finds messages and time by the
+speeds of `_efficiencies.py`, `_choices.py` compares meshes by both.
 `_summary.py` is apart: the table of a model that exists, with a forward by `_fake_forward.py`. The others are pure,
 but for `_build.py` and `_sources.py`. Names resolve on first use: headers and arithmetic do without torch.
 """
@@ -18,10 +18,11 @@ from accel.lazy import exports
 if TYPE_CHECKING:
     from accel.estimate._build import Input, measure
     from accel.estimate._choices import Job, choose_meshes, list_meshes, mesh_problem
-    from accel.estimate._cost import Hosts, step_time, step_traffic
-    from accel.estimate._efficiencies import Efficiencies, measure_efficiencies, read_efficiencies
+    from accel.estimate._configs import read_transformer
+    from accel.estimate._cost import step_time, step_traffic
+    from accel.estimate._efficiencies import Efficiencies, Hosts, measure_efficiencies, read_efficiencies
     from accel.estimate._memory import rank_memory, strategy_memory
-    from accel.estimate._model import Transformer, read_transformer
+    from accel.estimate._model import Latent, Tower, Transformer
     from accel.estimate._sources import find_source, read_source
     from accel.estimate._step import EstimatedStep
     from accel.estimate._summary import ModelSummary, ModuleRow, summary
@@ -32,8 +33,10 @@ __all__ = [
     "Hosts",
     "Input",
     "Job",
+    "Latent",
     "ModelSummary",
     "ModuleRow",
+    "Tower",
     "Transformer",
     "choose_meshes",
     "find_source",
@@ -56,10 +59,11 @@ __getattr__ = exports(
     {
         "_build": ("Input", "measure"),
         "_choices": ("Job", "choose_meshes", "list_meshes", "mesh_problem"),
-        "_cost": ("Hosts", "step_time", "step_traffic"),
-        "_efficiencies": ("Efficiencies", "measure_efficiencies", "read_efficiencies"),
+        "_configs": ("read_transformer",),
+        "_cost": ("step_time", "step_traffic"),
+        "_efficiencies": ("Efficiencies", "Hosts", "measure_efficiencies", "read_efficiencies"),
         "_memory": ("rank_memory", "strategy_memory"),
-        "_model": ("Transformer", "read_transformer"),
+        "_model": ("Latent", "Tower", "Transformer"),
         "_sources": ("find_source", "read_source"),
         "_step": ("EstimatedStep",),
         "_summary": ("ModelSummary", "ModuleRow", "summary"),

@@ -15,7 +15,8 @@ import msgspec
 
 from accel.errors import AccelError, ConfigError, MissingExtraError
 from accel.errors._checks import check_kind
-from accel.estimate._model import KINDS, Activations, Model, Parameter, read_fields, transformer_from
+from accel.estimate._configs import KINDS, read_fields, transformer_from
+from accel.estimate._model import Activations, Model, Parameter
 from accel.storage import DTYPE_NAMES, FLOATS, dtype_name
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def from_config(path: Path, inputs: Sequence[Input] = ()) -> Model:
         found = read_config(path)
         model = measure(found.make, found.source, inputs, labelled=found.labelled)
     else:
-        model = Model(source=f"{path}, {fields['model_type']}", parameters=sizes.parameters, sizes=sizes)
+        source = f"{path}, {fields['model_type']}"
+        model = Model(source=source, parameters=sizes.parameters, buffers=sizes.buffers, sizes=sizes)
     file_dtype = DTYPE_NAMES.get(_dtype_in(fields) or "")
     if file_dtype is None:
         return model

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from accel.errors import ConfigError
-from accel.estimate._cost import Hosts, StepTime, rank_time, step_time
+from accel.estimate._cost import StepTime, rank_time, step_time
+from accel.estimate._efficiencies import Hosts
 from accel.estimate._memory import RankMemory, memory_by_moment, rank_memory
 from accel.estimate._model import Transformer
-from accel.estimate._step import EstimatedStep, rank_stages, stage_layers
+from accel.estimate._step import EstimatedStep, divides_heads, rank_stages, stage_layers
 from accel.formats import PrecisionName, StrategyName
 from accel.topology import Axes, Plan
 
@@ -59,7 +60,7 @@ def mesh_problem(axes: Axes, model: Transformer, plan: Plan, *, tokens: int) -> 
             wanted = f"{name} that divides {count}" if divisor == getattr(axes, name) else f"a multiple of {divisor}"
             got = f"{name}={getattr(axes, name)}" + ("" if divisor == getattr(axes, name) else f" and {count}")
             return ConfigError(f"{what} cannot be divided along {name}", expected=wanted, got=got)
-    if axes.tp > 1 and model.kv_heads % axes.tp and axes.tp % model.kv_heads:
+    if axes.tp > 1 and divides_heads(model) and model.kv_heads % axes.tp and axes.tp % model.kv_heads:
         expected = f"tp that divides {model.kv_heads}, or is a multiple"
         return ConfigError("heads of keys cannot be divided along tp", expected=expected, got=f"tp={axes.tp}")
     stages = axes.pp * plan.stages_per_rank
@@ -78,7 +79,7 @@ def mesh_problem(axes: Axes, model: Transformer, plan: Plan, *, tokens: int) -> 
 
 def _demands(axes: Axes, model: Transformer, plan: Plan, tokens: int) -> Iterator[tuple[str, int, str, int]]:
     """Yield counts that something must divide: a name of theirs, the count, an axis, and the divisor."""
-    if axes.tp > 1:
+    if axes.tp > 1 and divides_heads(model):
         yield "heads", model.heads, "tp", axes.tp
     if axes.cp > 1:
         yield "the tokens of a sequence", tokens, "cp", 2 * axes.cp
@@ -288,9 +289,7 @@ def _rank(choice: Choice, memory: int) -> tuple[float, float]:
 def _ways(model: Transformer, axes: Axes, base: EstimatedStep) -> Iterator[tuple[EstimatedStep, Plan]]:
     """Yield the options to try on a mesh."""
     several = base.micro_batches > 1 and axes.pp == 1
-    again: list[dict[str, Any]] = [{}, {"recompute": True}]
-    if not model.experts:
-        again.insert(1, {"recompute": True, "keep": "products"})
+    again: list[dict[str, Any]] = [{}, {"recompute": True, "keep": "products"}, {"recompute": True}]
     for options in again:
         for held in (True, False) if several else (True,):
             step = msgspec.structs.replace(base, held=held, **options)

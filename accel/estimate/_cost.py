@@ -3,31 +3,34 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
 
-from accel.errors import ConfigError
-from accel.estimate._efficiencies import H100, Efficiencies, attention_flops, product_flops
-from accel.estimate._model import Transformer, is_expert
+from accel.estimate._efficiencies import Hosts, attention_flops, product_flops
+from accel.estimate._kept import passed_bytes
+from accel.estimate._model import Tower, Transformer, is_expert
 from accel.estimate._step import (
-    OPTIMIZERS,
     EqualRanks,
     EstimatedStep,
     HeldParameters,
     busy_ranks,
     copies_of,
+    divides_heads,
     divides_logits,
     expert_shards,
     formats,
     held_by,
     keeps_blocks,
+    own_heads,
     part_shape,
     rank_stages,
     stage_layers,
     stream_bytes,
+    tower_side,
     wire_bytes,
 )
 from accel.topology import Axes, Plan
@@ -104,7 +107,7 @@ def _of_parameters(
         yield _message(copies.replica_axes, copies.replicas, "all-reduce", -(-size // _BUCKET_BYTES), size)
     if copies.engine != "fully_shard":
         return
-    layers = sum(held.layers)
+    units = len(held.blocks)
     gathered, reduced = wire_bytes(step, plan)
     batches = step.micro_batches
     exchanges = 1 if step.held else batches
@@ -113,20 +116,21 @@ def _of_parameters(
         again = 0 if keeps_blocks(plan, axes) else 1
         rounds = 1 if axes.pp > 1 else batches
         roots = root * (1 + (plan.reshard_after_forward is True and axes.pp == 1)) * rounds
-        blocks = layers * (1 + again) * rounds
-        block = held.block.shards - (held.block.experts if axes.ep > 1 else 0)
-        size = copies.shards * (held.root.shards * roots + block * blocks)
-        yield _message(copies.shard_axes, copies.shards, "all-gather", roots + blocks, size * gathered)
-        size = copies.shards * (held.root.shards + layers * block) * exchanges
-        yield _message(copies.shard_axes, copies.shards, "reduce-scatter", (layers + root) * exchanges, size * reduced)
+        times = (1 + again) * rounds
+        inside = held.inside.shards - (held.inside.experts if axes.ep > 1 else 0)
+        size = copies.shards * (held.root.shards * roots + inside * times)
+        yield _message(copies.shard_axes, copies.shards, "all-gather", roots + units * times, size * gathered)
+        size = copies.shards * (held.root.shards + inside) * exchanges
+        yield _message(copies.shard_axes, copies.shards, "reduce-scatter", (units + root) * exchanges, size * reduced)
         if axes.ep > 1 and (same := expert_shards(axes, copies)) > 1:  # ranks with the same experts
             name = copies.shard_axes if axes.ep == axes.tp else "efsdp"
-            size = same * held.block.experts
-            yield _message(name, same, "all-gather", blocks, size * blocks * gathered)
-            yield _message(name, same, "reduce-scatter", layers * exchanges, size * layers * exchanges * reduced)
+            size = same * held.inside.experts
+            some = sum(held.layers) - sum(held.dense)
+            yield _message(name, same, "all-gather", some * times, size * times * gathered)
+            yield _message(name, same, "reduce-scatter", some * exchanges, size * exchanges * reduced)
     if copies.replicas > 1:
         size = held.every.shards * exchanges * reduced
-        yield _message(copies.replica_axes, copies.replicas, "all-reduce", (layers + root) * exchanges, size)
+        yield _message(copies.replica_axes, copies.replicas, "all-reduce", (units + root) * exchanges, size)
 
 
 def _along_tp(
@@ -143,11 +147,7 @@ def _along_tp(
     whole = tokens * model.width
     again = 1 if step.recompute else 0
     if model.experts:
-        # attention alone sums; each rank takes its part of the tokens to the experts, and gathers all outputs
-        total = whole * layers * ((1 + again) * size + stream)
-        yield _message("tp", axes.tp, "all-reduce", (2 + again) * calls, total)
-        chosen = tokens * model.experts_per_token * 4
-        yield _message("tp", axes.tp, "all-gather", 3 * calls, layers * (2 * whole * size + chosen))
+        yield from _along_tp_with_experts(model, held, axes, step, stream)
     elif plan.sequence:
         # entering attention and MLP gathers, leaving them scatters, and the backward does the reverse
         entered = (2 + 2 * again) * stream + 2 * size
@@ -157,11 +157,40 @@ def _along_tp(
     else:
         forward = (2 + again) * size  # recomputation stops before the last sum, whose result is not kept
         yield _message("tp", axes.tp, "all-reduce", (4 + again) * calls, whole * layers * (forward + 2 * stream))
-    if model.kv_heads % axes.tp:  # each rank takes the rows of its head from those that store them
+    if (
+        divides_heads(model) and model.kv_heads % axes.tp
+    ):  # each rank takes the rows of its head from those that store them
         size_of_row = model.width * (wire_bytes(step, plan)[0] if copies.engine == "fully_shard" else step.stored_bytes)
         rounds = 2 * (2 + again) * calls
         yield _message("tp", axes.tp, "all-to-all", rounds, rounds * model.head_width * size_of_row)
     yield from _along_tp_at_ends(model, held, axes, step, plan, stream)
+
+
+def _along_tp_with_experts(
+    model: Transformer, held: HeldParameters, axes: Axes, step: EstimatedStep, stream: int
+) -> Iterator[Traffic]:
+    """Yield sums of attention, and of MLPs in the place of experts and beside them; each rank takes its part of the
+    tokens to the experts, and gathers all outputs."""
+    tokens = step.rows * step.tokens // axes.cp * step.micro_batches
+    size = step.compute_bytes
+    whole = tokens * model.width
+    layers = sum(held.layers)
+    dense = sum(held.dense)
+    again = 1 if step.recompute else 0
+    attention = layers if divides_heads(model) else 0
+    mlps = dense + (layers - dense if model.shared_inner else 0)  # the last sum of a block is not computed again
+    calls = (2 + again) * attention + 2 * mlps
+    total = whole * (attention * ((1 + again) * size + stream) + mlps * (size + stream))
+    if model.latent is not None and model.latent.divided:  # gradients of latents are those of all heads
+        joined = model.latent.queries + model.latent.keys + model.latent.rotated
+        total += tokens * joined * layers * size - whole * layers * stream
+    yield _message("tp", axes.tp, "all-reduce", calls * step.micro_batches, total)
+    # what an MLP beside the experts keeps comes behind their outputs, which are gathered again for it
+    gathers = 2 + (again if model.shared_inner else 0)
+    chosen = tokens * model.experts_per_token * (size if model.corrected else 4)  # softmax computes in fp32
+    some = layers - dense
+    total = some * (gathers * whole * size + chosen)
+    yield _message("tp", axes.tp, "all-gather", (gathers + 1) * some * step.micro_batches, total)
 
 
 def _along_tp_at_ends(
@@ -195,8 +224,8 @@ def _along_cp(
     calls = sum(held.layers) * step.micro_batches
     tokens = step.rows * step.tokens // axes.cp
     size = step.compute_bytes
-    keys = max(1, model.kv_heads // axes.tp)
-    pair = 2 * tokens * keys * model.head_width
+    heads, keys = own_heads(model, axes)
+    pair = tokens * keys * (model.head_width + model.value_width)
     again = 1 if step.recompute else 0
     places = step.rows * step.tokens * _INDEX_BYTES  # ranks find the begins of documents in them
     yield _message("cp", axes.cp, "all-gather", step.micro_batches, step.micro_batches * places)
@@ -208,10 +237,10 @@ def _along_cp(
         total = calls * pair * (shifts * size + axes.cp * 4)  # gradients go round in fp32
         yield _message("cp", axes.cp, "send", calls * (shifts + axes.cp), total)
     else:
-        heads = model.heads // axes.tp
         repeated = keys * (axes.cp // _common(keys, axes.cp))
-        given = tokens * model.head_width * (heads + 2 * repeated) * size
-        back = tokens * model.head_width * heads * size
+        both = model.head_width + model.value_width
+        given = tokens * (model.head_width * heads + both * repeated) * size
+        back = tokens * model.value_width * heads * size
         yield _message("cp", axes.cp, "all-to-all", calls * (4 + 2 * again), calls * (2 + again) * (given + back))
 
 
@@ -234,7 +263,7 @@ def _along_ep(model: Transformer, held: HeldParameters, axes: Axes, step: Estima
     """Yield tokens that go to their experts and back, as often as tokens choose all experts alike."""
     if axes.ep == 1:
         return
-    calls = sum(held.layers) * step.micro_batches
+    calls = (sum(held.layers) - sum(held.dense)) * step.micro_batches
     rows = step.rows * step.tokens // axes.cp // axes.tp * model.experts_per_token
     again = 1 if step.recompute else 0
     size = rows * model.width * step.compute_bytes
@@ -250,35 +279,6 @@ def _common(one: int, other: int) -> int:
 
 def _message(axis: str, ranks: int, operation: Operation, calls: int, size: int) -> Traffic:
     return Traffic(axis=axis, ranks=ranks, operation=operation, calls=calls, bytes=size)
-
-
-class Hosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Speeds of the machine. The defaults are those of hosts of eight H100.
-
-    Attributes:
-        ranks: number of GPUs of a host.
-        inside: bytes a second that a GPU sends to others of its host.
-        between: bytes a second that a GPU sends to other hosts.
-        latency_s: seconds of a message, whatever its length.
-        efficiencies: speeds of a GPU by shape; those published for H100 by default.
-        flops: operations a second of a GPU, in their place, for products and attention of any shape and format.
-
-    Raises:
-        ConfigError: a number that is not above 0.
-    """
-
-    ranks: int = 8
-    inside: float = 450e9
-    between: float = 50e9
-    latency_s: float = 10e-6
-    efficiencies: Efficiencies = H100
-    flops: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("ranks", "inside", "between", "latency_s", "flops"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                got = str(getattr(self, name))
-                raise ConfigError("not a speed", expected="a number above 0", got=got, where=f"Hosts.{name}")
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -347,13 +347,22 @@ def rank_time(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, h
     stages = axes.pp * plan.stages_per_rank
     layers = stage_layers(model, stages, step.balance)
     own = rank_stages(plan, axes.pp, rank)
+    upto = list(itertools.accumulate(layers))
+    dense = sum(model.dense_among(upto[at] - layers[at], upto[at]) for at in own) * step.micro_batches
     count = sum(layers[at] for at in own) * step.micro_batches
     heads = step.micro_batches if stages - 1 in own else 0
     passes = 2 if step.recompute and not step.keep else 1  # of the forward
     attention = count * _attention_time(model, axes, step, plan, hosts, passes)
-    products = count * _block_time(model, axes, step, hosts, passes) + heads * _head_time(model, axes, step, hosts)
+    products = (count - dense) * _block_time(model, axes, step, hosts, passes)
+    if dense:
+        products += dense * _block_time(model, axes, step, hosts, passes, dense=True)
+    products += heads * _head_time(model, axes, step, hosts)
+    if model.tower is not None and 0 in own:
+        seen, multiplied = _tower_time(model.tower, axes, step, hosts, passes)
+        attention += step.micro_batches * seen
+        products += step.micro_batches * multiplied
     held = held_by(model, axes, plan, step, copies_of(axes, step.strategy), rank)
-    passed = _passed_bytes(model, axes, step, plan, held, count=count, heads=heads)
+    passed = passed_bytes(model, axes, step, plan, held, heads=heads)
     memory = 0.0 if hosts.flops else passed / hosts.efficiencies.bandwidth
     compute = products + attention + memory
     bubble = compute * (axes.pp - 1) / (plan.stages_per_rank * step.micro_batches)
@@ -373,24 +382,47 @@ def rank_time(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, h
 
 
 def _attention_time(
-    model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, hosts: Hosts, passes: int
+    model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, hosts: Hosts, passes: int, *, backward: int = 2
 ) -> float:
-    """Seconds of a block's causal attention in a micro-batch."""
+    """Seconds of a block's attention in a micro-batch."""
     seen = model.seen(step.tokens)
-    forward = 4 * step.rows * seen * model.heads * model.head_width / (axes.cp * axes.tp)
+    heads, _ = own_heads(model, axes)
+    forward = 2 * step.rows * seen * heads * (model.head_width + model.value_width) / axes.cp
     if hosts.flops:
-        return (passes + 2) * forward / hosts.flops
+        return (passes + backward) * forward / hosts.flops
     length = step.tokens if plan.context == "heads" else step.tokens // axes.cp  # of the queries of a kernel
     ahead, back = attention_flops(hosts.efficiencies, _dtype(step), length, model.head_width)
-    return passes * forward / ahead + 2.5 * forward / back
+    return passes * forward / ahead + 1.25 * backward * forward / back
 
 
-def _block_time(model: Transformer, axes: Axes, step: EstimatedStep, hosts: Hosts, passes: int) -> float:
+def _tower_time(tower: Tower, axes: Axes, step: EstimatedStep, hosts: Hosts, passes: int) -> tuple[float, float]:
+    """Seconds of an encoder's attention and products in a micro-batch. Blocks behind the last one whose output is used
+    have no backward, and neither have the pixels."""
+    parts = Axes(tp=axes.tp if tower.divided else 1)
+    side = tower_side(tower, step)
+    images = msgspec.structs.replace(step, rows=step.rows * step.images, tokens=tower.patches(side))
+    used, others = tower.taken, tower.blocks.layers - tower.taken
+    attention = used * _attention_time(tower.blocks, parts, images, Plan(), hosts, passes)
+    attention += others * _attention_time(tower.blocks, parts, images, Plan(), hosts, 1, backward=0)
+    products = used * _block_time(tower.blocks, parts, images, hosts, passes)
+    products += others * _block_time(tower.blocks, parts, images, hosts, 1, backward=0)
+    for rows, each in tower.matrices(side):
+        out, into = each.shape[0], each.count // each.shape[0]
+        products += _product_time(
+            images.rows * rows, out, into, _dtype(step), hosts, 1, backward=1 if "patch" in each.name else 2
+        )
+    return attention, products
+
+
+def _block_time(
+    model: Transformer, axes: Axes, step: EstimatedStep, hosts: Hosts, passes: int, *, backward: int = 2,
+    dense: bool = False,
+) -> float:  # fmt: skip
     """Seconds of a block's products with its parameters in a micro-batch."""
     tokens = step.rows * step.tokens // axes.cp
     dtype = "fp8" if formats(step.precision).fp8 is not None else _dtype(step)
     total = 0.0
-    for parameter in model.block():
+    for parameter in model.block(dense=dense):
         if len(parameter.shape) == 1:
             continue
         *several, out, into = part_shape(parameter, axes)
@@ -405,12 +437,14 @@ def _block_time(model: Transformer, axes: Axes, step: EstimatedStep, hosts: Host
                 * axes.ep
                 // (axes.tp * model.experts if axes.ep > 1 else model.experts),
             )
-        total += experts * _product_time(rows, out, into, dtype, hosts, passes)
+        total += experts * _product_time(rows, out, into, dtype, hosts, passes, backward=backward)
     return total
 
 
 def _head_time(model: Transformer, axes: Axes, step: EstimatedStep, hosts: Hosts) -> float:
     """Seconds of the head's product in a micro-batch; recipes of fp8 leave it alone."""
+    if model.compared:
+        return _product_time(step.rows, model.compared, model.width, _dtype(step), hosts, 1)
     out = model.vocabulary // axes.tp if model.divided_ends else model.vocabulary
     return _product_time(step.rows * step.tokens // axes.cp, out, model.width, _dtype(step), hosts, 1)
 
@@ -419,60 +453,18 @@ def _dtype(step: EstimatedStep) -> str:
     return formats(step.precision).compute
 
 
-def _product_time(m: int, n: int, k: int, dtype: str, hosts: Hosts, passes: int) -> float:
-    """Seconds of a product with a parameter, and of the two of its backward."""
+def _product_time(m: int, n: int, k: int, dtype: str, hosts: Hosts, passes: int, *, backward: int = 2) -> float:
+    """Seconds of a product with a parameter, and of those of its backward: of the weight, and of the input."""
     work = 2 * m * n * k
     if hosts.flops:
-        return (passes + 2) * work / hosts.flops
+        return (passes + backward) * work / hosts.flops
     table = hosts.efficiencies
-    forward = work / product_flops(table, dtype, m, n, k)
-    return passes * forward + work / product_flops(table, dtype, m, k, n) + work / product_flops(table, dtype, n, k, m)
-
-
-# Bytes that the operators between products read and write, for each value of a token between blocks, in heads and
-# inside the MLP, in a step and in its forward alone: of a Llama of transformers, whose RMSNorm and rotations are many
-# operators, and of a block of torch's LayerNorm and GELU.
-_EAGER = ((307, 52, 28), (79, 20, 10))
-_PLAIN = ((60, 0, 10), (20, 0, 4))
-# The same where each chain of operators reads its inputs once and writes its result, as torch.compile fuses them.
-_FUSED = ((48, 8, 16), (18, 4, 6))
-_LOGIT = {False: 45, True: 10}
-_CAST = 15  # of fp8: a tensor is read for its maximum, read again and written, for three products of two tensors
-
-
-def _passed_bytes(
-    model: Transformer,
-    axes: Axes,
-    step: EstimatedStep,
-    plan: Plan,
-    held: HeldParameters,
-    *,
-    count: int,
-    heads: int,
-) -> float:
-    """Bytes that a rank's operators other than products and attention read and write in a step."""
-    tokens = step.rows * step.tokens // axes.cp
-    own = tokens // axes.tp if plan.sequence else tokens
-    spread = (model.heads + model.kv_heads) * model.head_width / axes.tp
-    routed = model.experts_per_token or 1
-    inner = model.inner * routed / axes.tp
-    whole, forward = (_FUSED if step.compiled else _EAGER) if model.gated else _PLAIN
-    times = [one + again * step.recompute for one, again in zip(whole, forward, strict=True)]
-    scale = step.compute_bytes / 2
-    block = scale * (own * model.width * times[0] + tokens * (spread * times[1] + inner * times[2]))
-    if formats(step.precision).fp8 is not None:
-        block += _CAST * tokens * (4 * model.width / axes.tp + 2 * model.width + 3 * inner)
-    vocabulary = model.vocabulary / (axes.tp if divides_logits(plan) else 1)
-    ends = tokens * vocabulary * _LOGIT[step.compiled] * scale
-    return count * block + heads * ends + _exchanged_bytes(held, step)
-
-
-def _exchanged_bytes(held: HeldParameters, step: EstimatedStep) -> float:
-    """Bytes of parameters copied from and to messages or converted, and of the optimizer's step with `foreach`."""
-    size = step.compute_bytes
-    passes = step.micro_batches * (4 * size if step.held else 5 * size + _FP32)
-    optimizer = OPTIMIZERS[step.optimizer]
-    return held.every.whole * (passes + size + _FP32) + held.every.trained * (2 + 6 * optimizer.values)
+    total = passes * work / product_flops(table, dtype, m, n, k)
+    if backward:
+        total += work / product_flops(table, dtype, n, k, m)
+    if backward > 1:
+        total += work / product_flops(table, dtype, m, k, n)
+    return total
 
 
 def _message_time(each: Traffic, axes: Axes, hosts: Hosts) -> float:

@@ -464,3 +464,32 @@ def _measured_messages(ctx: DistContext, sizes: Iterable[int]) -> Iterator[Messa
             yield MessageSpeed(
                 operation=operation, ranks=ctx.world_size, hosts=ctx.num_nodes, bytes=size, seconds=seconds(call)
             )
+
+
+class Hosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Speeds of the machine. The defaults are those of hosts of eight H100.
+
+    Attributes:
+        ranks: number of GPUs of a host.
+        inside: bytes a second that a GPU sends to others of its host.
+        between: bytes a second that a GPU sends to other hosts.
+        latency_s: seconds of a message, whatever its length.
+        efficiencies: speeds of a GPU by shape; those published for H100 by default.
+        flops: operations a second of a GPU, in their place, for products and attention of any shape and format.
+
+    Raises:
+        ConfigError: a number that is not above 0.
+    """
+
+    ranks: int = 8
+    inside: float = 450e9
+    between: float = 50e9
+    latency_s: float = 10e-6
+    efficiencies: Efficiencies = H100
+    flops: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "inside", "between", "latency_s", "flops"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                got = str(getattr(self, name))
+                raise ConfigError("not a speed", expected="a number above 0", got=got, where=f"Hosts.{name}")

@@ -8,26 +8,25 @@ arXiv:1910.02054.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from accel.errors._checks import check_choice
+from accel.estimate._kept import Kept, KeptBlock, kept_by
 from accel.estimate._model import Model, Transformer, sizes_of
 from accel.estimate._step import (
     OPTIMIZERS,
     EqualRanks,
     EstimatedStep,
     HeldParameters,
-    Kept,
     busy_ranks,
     copies_of,
     expert_shards,
     held_by,
     keeps_blocks,
-    kept_by,
     rank_stages,
     stream_bytes,
     wire_bytes,
@@ -130,11 +129,12 @@ def memory_by_moment(
     full = _full_gradients(held, step, plan, copies)
     earlier = _earlier(trained, full, step, copies)
     flying = in_flight(plan, axes.pp, rank, step.micro_batches)
-    waiting = _waiting(held, kept, step, flying)
+    beside = _beside(kept, step) if held.is_first else 0
+    waiting = _waiting(held, kept, step, flying) + flying * beside
     losses = step.micro_batches if axes.pp > 1 and plan.schedule in _ALL_FORWARD else 1
     logits = held.is_last * (kept.ends + kept.logits)
     received = _received(model, axes, step, plan, copies, rank)
-    entry = _entry(kept, step)
+    entry = _entry(kept.block, step)
     wire = _wire(held, axes, copies)
     reduced = _reduced(held, step, plan, copies, wire)
 
@@ -153,24 +153,25 @@ def memory_by_moment(
 
     layers = sum(held.layers)
     whole = layers if keeps_blocks(plan, axes) else 0
-    again = kept.block - (kept.products if step.keep else 0) if step.recompute else 0  # taken from what was kept
+    # taken from what was kept
+    again = kept.block.whole - (kept.block.products if step.keep else 0) if step.recompute else 0
     inside = kept.inside + _root_gradients(held, step, plan, copies)
     if held.is_last:
         yield at("loss", earlier, waiting + losses * logits, max(1, whole), kept.peak)
     waiting += (losses - 1) * logits
     yield at("block", earlier, waiting + again, max(2, whole), inside)
     if full:  # they are reduced beside the backward of the last micro-batch, when no other waits
-        waiting = _waiting(held, kept, step, 1)
+        waiting = _waiting(held, kept, step, 1) + beside
     if layers > 1:
-        beside = inside + _on_its_way(held, step, plan, copies, wire)
-        yield at("next block", earlier, waiting - entry + again, min(layers - 1, max(2, whole - 1)), beside)
+        both = inside + _on_its_way(held, step, plan, copies, wire)
+        yield at("next block", earlier, waiting - entry + again, min(layers - 1, max(2, whole - 1)), both)
     others = min(layers - 1, max(2, whole - 1))
     reducing = [at("reduction", earlier, waiting - entry, others, reduced)]
     if layers > 1 and _keeps_a_sum():  # until the next is formed, when the block's own parameters are freed
         reduced += _on_its_way(held, step, plan, copies, wire)
         reducing.append(at("reduction", earlier, waiting - entry, others - 1, reduced))
     yield max(reducing, key=lambda each: each.total)
-    yield at("last reduction", trained + full, waiting - layers * entry, 0, reduced)
+    yield at("last reduction", trained + full, waiting - beside - sum(_entries(held, kept, step)), 0, reduced)
     temporaries = OPTIMIZERS[step.optimizer].temporaries * trained
     yield at("optimizer", trained, 0, whole if axes.pp > 1 and copies.engine == "fully_shard" else 0, temporaries)
 
@@ -220,15 +221,28 @@ def _received(
 
 def _waiting(held: HeldParameters, kept: Kept, step: EstimatedStep, flying: int) -> int:
     """Bytes of blocks whose backward is still to come, of all micro-batches in flight."""
-    layers = max(held.layers)
-    return flying * layers * _entry(kept, step)
+    return flying * max(_entries(held, kept, step))
 
 
-def _entry(kept: Kept, step: EstimatedStep) -> int:
+def _entries(held: HeldParameters, kept: Kept, step: EstimatedStep) -> Sequence[int]:
+    """Bytes of the blocks of each stage of the rank."""
+    block, dense = (_entry(each, step) for each in (kept.block, kept.dense))
+    return [(layers - some) * block + some * dense for layers, some in zip(held.layers, held.dense, strict=True)]
+
+
+def _entry(kept: KeptBlock, step: EstimatedStep) -> int:
     """Bytes of one block whose backward is still to come."""
     if not step.recompute:
-        return kept.block
+        return kept.whole
     return kept.entry + (kept.products if step.keep else 0)
+
+
+def _beside(kept: Kept, step: EstimatedStep) -> int:
+    """Bytes of the blocks of an encoder of images, whose backward comes after that of the decoder's."""
+    if kept.tower is None:
+        return 0
+    count, block = kept.tower
+    return count * _entry(block, step)
 
 
 def _earlier(trained: int, full: int, step: EstimatedStep, copies: EqualRanks) -> int:
@@ -271,7 +285,7 @@ def _gathered(
         return held.every.matrices * size * flying // stages if kept.copies is None else kept.copies
     if copies.shards == 1 and size == step.stored_bytes:
         return 0
-    used = min(blocks, sum(held.layers))  # one of them is on its way
+    used = min(blocks, len(held.blocks))  # one of them is on its way
     return size * (held.root.whole + sum(held.blocks[1:used]) + min(used, 1) * max(wire, held.block.whole))
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from accel.errors import ConfigError
-from accel.errors._checks import check_choice
 from accel.storage import FLOATS, tensor_bytes
 
 _UNIT = re.compile(r"(?:.*?\.)?[0-9]+(?=\.)")
@@ -29,6 +25,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         trained: whether it has a gradient.
         stored: whether checkpoints hold it; False for a non-persistent buffer.
         looked_up: whether it is known as a table whose rows are read, without a product.
+        whole: whether it is known that ranks along tp hold it whole, whatever its name.
     """
 
     name: str
@@ -38,6 +35,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     trained: bool = True
     stored: bool = True
     looked_up: bool = False
+    whole: bool = False
 
     @property
     def count(self) -> int:
@@ -123,34 +121,65 @@ def units_of(parameters: Iterable[Parameter]) -> dict[str, list[Parameter]]:
     return units
 
 
-_LLAMA = {
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "inner": "intermediate_size",
-    "vocabulary": "vocab_size",
-}
-_GPT2 = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "vocabulary": "vocab_size"}
-# Of each kind of model: the fields that it must name, and what is the same in all models of the kind.
-KINDS: Mapping[str, tuple[Mapping[str, str], Mapping[str, Any]]] = {
-    "llama": (_LLAMA, {}),
-    "mistral": (_LLAMA, {}),
-    "qwen2": (_LLAMA, {"qkv_bias": True}),
-    "qwen3": (_LLAMA, {"head_norms": True}),
-    "mixtral": (_LLAMA | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}, {}),
-    "qwen3_moe": (
-        _LLAMA
-        | {"experts": "num_experts", "experts_per_token": "num_experts_per_tok", "inner": "moe_intermediate_size"},
-        {"head_norms": True},
-    ),
-    "gpt2": (_GPT2, {"gated": False, "qkv_bias": True, "biases": True, "divided_ends": False}),
-}
-_USUAL: Mapping[str, Any] = {
-    "attention_bias": False, "mlp_bias": False, "add_cross_attention": False, "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-}  # fmt: skip
-_DECODERS = ("ForCausalLM", "LMHeadModel")
-_TIED = ("gpt2",)  # unless the configuration has a size of its own
+class Latent(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of attention whose keys and values come from a latent of each token, as of DeepSeek-V2.
+
+    Attributes:
+        queries: size of the latent of queries; 0 where they come from tokens.
+        keys: size of the latent of keys and values.
+        rotated: part of a head of queries and keys that has a position; all heads of keys have the same.
+        values: size of a head of values.
+        divided: whether the tensor-parallel plan of the model divides the heads.
+
+    Reference: DeepSeek-AI 2024, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model",
+        arXiv:2405.04434.
+    """
+
+    queries: int
+    keys: int
+    rotated: int
+    values: int
+    divided: bool = True
+
+
+class Tower(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of an encoder of images beside a decoder.
+
+    Attributes:
+        blocks: sizes of its blocks, whose tokens are patches and see each other; `vocabulary` is 0.
+        patch: side of a patch in pixels.
+        pixels: number of values of a patch.
+        side: side of an image in pixels; 0 for images of any size.
+        merged: number of patches of a token of the decoder; 0 for an image that is one vector.
+        classed: whether each image has a token beside its patches.
+        taken: number of blocks whose output is used.
+        ends: parameters before and behind the blocks.
+        divided: whether the tensor-parallel plan of the model divides the blocks.
+    """
+
+    blocks: Transformer
+    patch: int
+    pixels: int
+    merged: int
+    taken: int
+    side: int = 0
+    classed: bool = False
+    ends: tuple[Parameter, ...] = ()
+    divided: bool = False
+
+    def patches(self, side: int) -> int:
+        """Return the number of tokens of an image in the tower."""
+        return (side // self.patch) ** 2 + self.classed
+
+    def tokens(self, side: int) -> int:
+        """Return the number of the decoder's tokens that an image takes."""
+        return (side // self.patch) ** 2 // self.merged if self.merged else 0
+
+    def matrices(self, side: int) -> Iterator[tuple[int, Parameter]]:
+        """Yield the matrices outside of the blocks, and the number of rows of an image that each multiplies."""
+        for each in self.ends:
+            if len(each.shape) > 1 and not each.looked_up:
+                yield self.patches(side) - self.classed if "patch" in each.name else max(1, self.tokens(side)), each
 
 
 class Transformer(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,20 +190,31 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         width: size of a token between blocks.
         heads: number of query heads.
         kv_heads: number of key and value heads.
-        head_width: size of a head.
+        head_width: size of a head, of queries and keys where values have another.
         inner: size of a token inside the MLP, or inside an expert.
         vocabulary: number of token ids.
         positions: rows of a learned embedding of positions; 0 without one.
         gated: whether the MLP multiplies two products, as SwiGLU does.
         qkv_bias: whether the products of queries, keys and values have biases.
         biases: whether all other products have biases, and norms are LayerNorms.
+        rms: whether norms are RMSNorms even so.
+        fused: whether queries, keys and values are cut from one product.
+        inner_kept: number of tensors of the size `inner` that an MLP keeps for the backward.
         head_norms: whether queries and keys are normalised head by head.
+        latent: sizes of latents that queries, keys and values come from; None without.
         window: number of tokens that a query of some blocks sees, itself among them; 0 without such blocks.
         windowed: number of blocks whose attention has the window.
+        causal: whether a token sees those before it alone.
         experts: number of experts in each block; 0 for an MLP.
         experts_per_token: number of experts that a token goes to.
+        shared_inner: size of a token inside the MLP beside the experts; 0 without one.
+        dense: number of blocks, the first ones, with an MLP in the place of experts.
+        dense_inner: size of a token inside these.
+        corrected: whether routers have a stored bias for each expert, which is no parameter.
         tied: whether the head's weight is that of the embedding.
         divided_ends: whether the tensor-parallel plan of the model divides embedding and head.
+        compared: size of the vectors of texts and images that are compared, in the place of a head; 0 for a head.
+        tower: encoder of images; None without one.
     """
 
     layers: int
@@ -188,39 +228,78 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     gated: bool = True
     qkv_bias: bool = False
     biases: bool = False
+    rms: bool = False
+    fused: bool = False
+    inner_kept: int = 4
     head_norms: bool = False
+    latent: Latent | None = None
     window: int = 0
     windowed: int = 0
+    causal: bool = True
     experts: int = 0
     experts_per_token: int = 0
+    shared_inner: int = 0
+    dense: int = 0
+    dense_inner: int = 0
+    corrected: bool = False
     tied: bool = False
     divided_ends: bool = True
+    compared: int = 0
+    tower: Tower | None = None
 
     @property
     def count(self) -> int:
         """The number of elements of all parameters."""
-        ends = sum(each.count for each in (*self.embedding(), *self.head()))
-        return ends + self.layers * sum(each.count for each in self.block())
+        return sum(each.count for each in self.parameters)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """All parameters, those of a block with the block's path before their names."""
-        block = self.block()
-        blocks = (_inside(f"layers.{at}", block) for at in range(self.layers))
-        return (*self.embedding(), *(each for found in blocks for each in found), *self.head())
+        found = [*self.embedding()]
+        for at in range(self.layers):
+            found += _inside(f"layers.{at}", self.block(dense=at < self.dense))
+        if self.tower is not None:
+            found += _inside("vision", self.tower.ends)
+            found += _inside("vision", self.tower.blocks.parameters)
+        return (*found, *self.head())
+
+    @property
+    def buffers(self) -> tuple[Parameter, ...]:
+        """All stored buffers."""
+        if not self.corrected:
+            return ()
+        names = (f"layers.{at}.mlp.gate.e_score_correction_bias" for at in range(self.dense, self.layers))
+        return tuple(Parameter(name=name, shape=(self.experts,), trained=False) for name in names)
+
+    @property
+    def value_width(self) -> int:
+        """The size of a head of values."""
+        return self.head_width if self.latent is None else self.latent.values
+
+    @property
+    def layer_norms(self) -> bool:
+        """Whether norms are LayerNorms."""
+        return self.biases and not self.rms
 
     @property
     def active_count(self) -> int:
         """The number of elements of the matrices that a token is multiplied with."""
-        matrices = [each for each in self.block() if len(each.shape) > 1]
-        block = sum(each.count for each in matrices if not is_expert(each))
-        block += (
-            sum(each.count for each in matrices if is_expert(each)) * self.experts_per_token // max(self.experts, 1)
-        )
-        return self.layers * block + self.width * self.vocabulary
+        count = self.width * self.vocabulary if not self.compared else 0
+        for at in range(self.layers):
+            for each in self.block(dense=at < self.dense):
+                if len(each.shape) > 1:
+                    count += each.count * self.experts_per_token // self.experts if is_expert(each) else each.count
+        return count
+
+    def dense_among(self, begin: int, end: int) -> int:
+        """The number of blocks with an MLP in the place of experts in a range of blocks; 0 without experts."""
+        return max(0, min(end, self.dense) - begin) if self.experts else 0
 
     def seen(self, tokens: int) -> float:
         """The number of keys that all queries of a sequence see together in a block, as the mean of the blocks."""
+        if not self.causal:
+            part = tokens * min(self.window, tokens)
+            return tokens**2 + (part - tokens**2) * self.windowed / self.layers
         whole = tokens * (tokens + 1) / 2
         window = min(self.window, tokens)
         part = window * (window + 1) / 2 + (tokens - window) * window
@@ -228,6 +307,8 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
     def embedding(self) -> tuple[Parameter, ...]:
         """Parameters before the blocks."""
+        if not self.vocabulary:
+            return ()
         name = "embed_tokens.weight" if self.divided_ends else "wte.weight"
         tokens = Parameter(name=name, shape=(self.vocabulary, self.width), looked_up=not self.tied)
         if not self.positions:
@@ -235,35 +316,69 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         shape = (self.positions, self.width)
         return (tokens, Parameter(name="embed_positions.weight", shape=shape, looked_up=True))
 
-    def block(self) -> tuple[Parameter, ...]:
-        """Parameters of one block."""
-        queries = self.heads * self.head_width
-        keys = self.kv_heads * self.head_width
-        found = [*self._norm("input_layernorm"), *self._norm("post_attention_layernorm")]
-        for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-            found += self._product(f"self_attn.{name}", size, self.width, bias=self.qkv_bias)
-        found += self._product("self_attn.o_proj", self.width, queries, bias=self.biases)
-        if self.head_norms:
-            found += [Parameter(name=f"self_attn.{each}_norm.weight", shape=(self.head_width,)) for each in "qk"]
-        if not self.experts:
-            return (*found, *self._mlp())
+    def block(self, *, dense: bool = False) -> tuple[Parameter, ...]:
+        """Parameters of one block: of the last one, or of one with an MLP in the place of experts."""
+        found = [*self._norm("input_layernorm"), *self._norm("post_attention_layernorm"), *self._attention()]
+        if not self.experts or dense:
+            return (*found, *self._mlp("mlp", self.dense_inner if dense else self.inner))
         first = 2 * self.inner if self.gated else self.inner
         return (
             *found,
             Parameter(name="mlp.gate.weight", shape=(self.experts, self.width)),
             Parameter(name="mlp.experts.gate_up_proj", shape=(self.experts, first, self.width)),
             Parameter(name="mlp.experts.down_proj", shape=(self.experts, self.width, self.inner)),
+            *(self._mlp("mlp.shared_experts", self.shared_inner) if self.shared_inner else ()),
         )
 
     def head(self) -> tuple[Parameter, ...]:
         """Parameters behind the blocks; without the head's weight where it is the embedding's."""
+        if not self.vocabulary:
+            return ()
+        norm = self._norm("norm")
+        if self.compared:
+            shape = (self.compared, self.width)
+            return (*norm, Parameter(name="text_projection.weight", shape=shape), Parameter(name="scale", shape=()))
         weight = Parameter(name="lm_head.weight", shape=(self.vocabulary, self.width))
-        return (*self._norm("norm"), *(() if self.tied else (weight,)))
+        return (*norm, *(() if self.tied else (weight,)))
 
-    def _mlp(self) -> list[Parameter]:
+    def _attention(self) -> list[Parameter]:
+        queries = self.heads * self.head_width
+        keys = self.kv_heads * self.head_width
+        if self.latent is not None:
+            return self._from_latents(self.latent)
+        found: list[Parameter] = []
+        for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            found += self._product(f"self_attn.{name}", size, self.width, bias=self.qkv_bias)
+        found += self._product("self_attn.o_proj", self.width, queries, bias=self.biases)
+        if self.head_norms:
+            found += [Parameter(name=f"self_attn.{each}_norm.weight", shape=(self.head_width,)) for each in "qk"]
+        return found
+
+    def _from_latents(self, latent: Latent) -> list[Parameter]:
+        queries = self.heads * self.head_width
+        both = self.heads * (self.head_width - latent.rotated + latent.values)
+        products = {"q_proj": (queries, self.width)}
+        if latent.queries:
+            products = {"q_a_proj": (latent.queries, self.width), "q_b_proj": (queries, latent.queries)}
+        products |= {
+            "kv_a_proj_with_mqa": (latent.keys + latent.rotated, self.width),
+            "kv_b_proj": (both, latent.keys),
+            "o_proj": (self.width, self.heads * latent.values),
+        }
+        found = [
+            Parameter(name=f"self_attn.{name}.weight", shape=shape, whole=not latent.divided)
+            for name, shape in products.items()
+        ]
+        norms = {"q_a_layernorm": latent.queries, "kv_a_layernorm": latent.keys}
+        return [
+            *found,
+            *(Parameter(name=f"self_attn.{name}.weight", shape=(size,)) for name, size in norms.items() if size),
+        ]
+
+    def _mlp(self, path: str, inner: int) -> list[Parameter]:
         names = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
-        first = [each for name in names for each in self._product(f"mlp.{name}", self.inner, self.width)]
-        return [*first, *self._product("mlp.down_proj", self.width, self.inner)]
+        first = [each for name in names for each in self._product(f"{path}.{name}", inner, self.width)]
+        return [*first, *self._product(f"{path}.down_proj", self.width, inner)]
 
     def _product(self, name: str, out: int, into: int, bias: bool | None = None) -> list[Parameter]:
         weight = Parameter(name=f"{name}.weight", shape=(out, into))
@@ -271,91 +386,14 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         return [weight, Parameter(name=f"{name}.bias", shape=(out,))] if has_bias else [weight]
 
     def _norm(self, name: str) -> list[Parameter]:
-        ends = ("weight", "bias") if self.biases else ("weight",)
+        ends = ("weight", "bias") if self.layer_norms else ("weight",)
         return [Parameter(name=f"{name}.{end}", shape=(self.width,)) for end in ends]
 
 
-def _inside(path: str, parameters: Iterable[Parameter]) -> Iterable[Parameter]:
+def _inside(path: str, parameters: Iterable[Parameter]) -> Iterator[Parameter]:
     return (msgspec.structs.replace(each, name=f"{path}.{each.name}") for each in parameters)
 
 
 def is_expert(parameter: Parameter) -> bool:
     """Return whether a parameter of a block is that of its experts, expert after expert along its first dimension."""
     return parameter.name.startswith("mlp.experts.")
-
-
-def read_transformer(path: Path) -> Transformer:
-    """Return the sizes in a `config.json` of Hugging Face's transformers, given the file or its folder.
-
-    Raises:
-        ConfigError: no such file, or a kind of model whose blocks are not known.
-    """
-    path = path / "config.json" if path.is_dir() else path
-    return transformer_from(read_fields(path), where=str(path))
-
-
-def read_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of a `config.json`."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except FileNotFoundError as error:
-        expected = "a config.json of Hugging Face's transformers, or a folder with one"
-        raise ConfigError("there is no such file", expected=expected, got=repr(str(path))) from error
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError("the file cannot be read", expected="JSON", got=str(error), where=str(path)) from error
-
-
-def transformer_from(fields: Mapping[str, Any], *, where: str) -> Transformer:
-    """Return the sizes in a configuration with transformers' names; `where` is its origin, for errors."""
-    kind = fields.get("model_type")
-    if not isinstance(kind, str):
-        raise ConfigError("not a model's configuration", expected="`model_type`", got="none", where=where)
-    check_choice(kind, list(KINDS), "the blocks of this kind of model are not known", where=where)
-    names, same = KINDS[kind]
-    if kind == "qwen3_moe" and "num_experts" not in fields:  # transformers 5 stores it by its common name
-        fields = {**fields, "num_experts": fields.get("num_local_experts")}
-    sizes = {field: _size(fields, name, where) for field, name in names.items()}
-    heads, width = sizes["heads"], sizes["width"]
-    if width % heads and not fields.get("head_dim"):
-        raise ConfigError("heads of no size", expected=f"a width that {heads} divides", got=str(width), where=where)
-    optional: dict[str, Any] = {
-        "kv_heads": _size(fields, "num_key_value_heads", where, heads),
-        "head_width": _size(fields, "head_dim", where, width // heads),
-        "tied": bool(fields.get("tie_word_embeddings", kind in _TIED)),
-    }
-    optional |= _windows(fields, kind, sizes["layers"], where)
-    if kind == "gpt2":
-        optional["inner"] = _size(fields, "n_inner", where, 4 * width)
-        optional["positions"] = _size(fields, "n_positions", where, 1024)
-    if named := [name for name, usual in _USUAL.items() if fields.get(name, usual) not in (usual, None)]:
-        raise ConfigError("the blocks of this model are not known", got=", ".join(named), where=where)
-    classes: list[str] = fields.get("architectures") or []
-    if classes and not classes[0].endswith(_DECODERS):
-        expected = " or ".join(f"a class ...{each}" for each in _DECODERS)
-        raise ConfigError("not a causal language model", expected=expected, got=classes[0], where=where)
-    return Transformer(**sizes, **optional, **same)
-
-
-def _windows(fields: Mapping[str, Any], kind: str, layers: int, where: str) -> dict[str, int]:
-    """The window of attention and the number of blocks that have it, with transformers' defaults."""
-    if kind in ("llama", "gpt2") or (kind.startswith("qwen") and not fields.get("use_sliding_window")):
-        return {}
-    usual = None if kind == "mixtral" else 4096
-    if fields.get("sliding_window", usual) is None:
-        return {}
-    kinds = fields.get("layer_types")
-    first = _size(fields, "max_window_layers", where, 28) if kind in ("qwen2", "qwen3") else 0
-    count = max(0, layers - first)
-    if isinstance(kinds, list):
-        count = cast("list[object]", kinds).count("sliding_attention")
-    return {"window": _size(fields, "sliding_window", where, usual), "windowed": count} if count else {}
-
-
-def _size(fields: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
-    value = fields.get(name)
-    if value is None and default is not None:
-        return default
-    if type(value) is not int or value < 1:
-        got = "none" if value is None else repr(value)
-        raise ConfigError("not a size of a model", expected="1 or above", got=got, where=f"{where}, {name}")
-    return value

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step, and what a rank of its mesh holds: parts of the parameters, and tensors for the backward; pure."""
+"""A training step, and the parts of the parameters that a rank of its mesh holds; pure."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
@@ -12,7 +13,7 @@ import msgspec
 
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
-from accel.estimate._model import Model, Parameter, Transformer, is_expert, sizes_of, units_of
+from accel.estimate._model import Model, Parameter, Tower, Transformer, is_expert, sizes_of, units_of
 from accel.formats import Precision, PrecisionName, StrategyName, precision
 from accel.topology import Axes, Balance, Plan, data_dimension, divide
 
@@ -71,6 +72,8 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
         compiled: whether `torch.compile` fuses the operators between products, which counts for the time alone.
         dealt: whether ranks of DDP share the optimizer's state, as by `ZeroRedundancyOptimizer`.
         balance: cost by which `stage_plan` divides the blocks among the stages of a pipeline.
+        images: number of images of a sequence, for models with an encoder of them.
+        side: side of an image in pixels, for encoders that take images of any size.
 
     Raises:
         ConfigError: an unknown name, or a number below 1.
@@ -88,6 +91,8 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
     compiled: bool = False
     dealt: bool = False
     balance: Balance = "blocks"
+    images: int = 1
+    side: int = 448
 
     def __post_init__(self) -> None:
         _ = formats(self.precision)
@@ -100,7 +105,7 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
                 "blocks that compute nothing again keep all", expected="recompute=True", got="False",
                 where="EstimatedStep.keep",
             )  # fmt: skip
-        for name in ("tokens", "rows", "micro_batches"):
+        for name in ("tokens", "rows", "micro_batches", "images", "side"):
             if getattr(self, name) < 1:
                 got = str(getattr(self, name))
                 raise ConfigError(
@@ -171,6 +176,11 @@ def stream_bytes(step: EstimatedStep, engine: Engine) -> int:
     return step.compute_bytes if engine == "fully_shard" or step.stored_bytes == 2 else 4
 
 
+def tower_side(tower: Tower, step: EstimatedStep) -> int:
+    """Return the side of an image in pixels: the encoder's own, or that of the step."""
+    return tower.side or step.side
+
+
 def keeps_blocks(plan: Plan, axes: Axes) -> bool:
     """Return whether blocks stay gathered from forward to backward; those of a pipeline do for the whole step."""
     return axes.pp > 1 or plan.reshard_after_forward is False
@@ -183,7 +193,11 @@ def stage_layers(model: Transformer, stages: int, balance: Balance) -> tuple[int
     weight = model.embedding()[0].count if model.tied else 0  # the head has the embedding's, too
     first = sum(each.count for each in model.embedding()) if balance == "memory" else 0
     block, last = (_cost(each, balance) for each in (model.block(), model.head()))
-    return _divided(first, block, last + weight, model.layers, stages)
+    dense = _cost(model.block(dense=True), balance) if model.dense else 0
+    costs = [float(dense)] * model.dense + [float(block)] * (model.layers - model.dense)
+    costs[0] += first
+    costs[-1] += last + weight
+    return _divided(tuple(costs), stages)
 
 
 def _cost(parameters: Iterable[Parameter], balance: Balance) -> int:
@@ -191,11 +205,8 @@ def _cost(parameters: Iterable[Parameter], balance: Balance) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _divided(first: int, block: int, last: int, layers: int, stages: int) -> tuple[int, ...]:
-    """The number of blocks of each stage, by the costs of a block and of what is around them."""
-    costs = [float(block)] * layers
-    costs[0] += first
-    costs[-1] += last
+def _divided(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    """The number of blocks of each stage, by the cost of each block."""
     ends = divide(costs, stages)
     return tuple(end - begin for begin, end in zip((0, *ends[:-1]), ends, strict=True))
 
@@ -226,7 +237,7 @@ def divides_logits(plan: Plan) -> bool:
     return any(name.split(".")[-1] == "lm_head" and style == "colwise" for name, style in plan.tensor.items())
 
 
-_COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
+_COLWISE = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
 _ROWWISE = ("o_proj.weight", "down_proj.weight")
 
 
@@ -260,18 +271,22 @@ class HeldParameters(NamedTuple):
     Attributes:
         root: unit of what is outside of the blocks.
         block: unit of the largest block.
+        inside: sum of the units of blocks.
         every: sum of all units.
         blocks: elements of each block, `whole` of its unit, the largest first.
-        layers: number of blocks of each stage of the rank.
+        layers: number of blocks of each stage of the rank; an encoder of images is no stage.
+        dense: number of those among them with an MLP in the place of experts.
         is_first: whether the rank has the embedding.
         is_last: whether the rank has the head.
     """
 
     root: Unit
     block: Unit
+    inside: Unit
     every: Unit
     blocks: Sequence[int]
     layers: Sequence[int]
+    dense: Sequence[int]
     is_first: bool
     is_last: bool
 
@@ -293,9 +308,14 @@ def held_by(
     parts = units_of(model.parameters)
     root = _unit(parts.pop("", ()), axes, step, copies)
     blocks = sorted((_unit(each, axes, step, copies) for each in parts.values()), key=lambda each: -each.whole)
-    every = Unit(*map(sum, zip(root, *blocks, strict=True)))
+    inside = _sum(blocks)
     largest = blocks[0] if blocks else Unit()
-    return HeldParameters(root, largest, every, [each.whole for each in blocks], [len(blocks)], True, True)
+    every = _sum([root, inside])
+    return HeldParameters(root, largest, inside, every, [each.whole for each in blocks], [len(blocks)], [0], True, True)
+
+
+def _sum(units: Iterable[Unit]) -> Unit:
+    return Unit(*map(sum, zip(Unit(), *units, strict=True)))
 
 
 @functools.lru_cache(maxsize=16)  # time, traffic and memory of a mesh ask one after another
@@ -307,17 +327,30 @@ def _held_by_sizes(
     ends = [*(model.embedding() if is_first else ()), *(model.head() if is_last else ())]
     if model.tied and is_last and not is_first:
         ends += model.embedding()[:1]  # both ends have a copy
+    tower = model.tower if is_first else None
+    if tower is not None:
+        ends += tower.ends
     root = _unit(ends, axes, step, copies)
     block = _unit(model.block(), axes, step, copies)
-    count = sum(layers[at] for at in own)
-    every = Unit(*(one + count * each for one, each in zip(root, block, strict=True)))
-    return HeldParameters(root, block, every, [block.whole] * count, [layers[at] for at in own], is_first, is_last)
+    upto = list(itertools.accumulate(layers))
+    dense = [model.dense_among(upto[at] - layers[at], upto[at]) for at in own]
+    units = [block] * sum(layers[at] - some for at, some in zip(own, dense, strict=True))
+    if any(dense):
+        units += [_unit(model.block(dense=True), axes, step, copies)] * sum(dense)
+    if tower is not None:
+        parts = axes if tower.divided else msgspec.structs.replace(axes, tp=1, ep=1)
+        units += [_unit(tower.blocks.block(), parts, step, copies)] * tower.blocks.layers
+    units.sort(key=lambda each: -each.whole)
+    inside = _sum(units)
+    every = _sum([root, inside])
+    sizes = [each.whole for each in units]
+    return HeldParameters(root, units[0], inside, every, sizes, [layers[at] for at in own], dense, is_first, is_last)
 
 
 def part_shape(parameter: Parameter, axes: Axes) -> list[int]:
     """Return the shape of the largest part of a parameter along tp and ep, which the first rank has."""
     shape = list(parameter.shape)
-    if axes.tp == axes.ep == 1:
+    if axes.tp == axes.ep == 1 or parameter.whole:
         return shape
     if is_expert(parameter):
         shape[0] //= axes.ep
@@ -349,6 +382,18 @@ def _unit(parameters: Iterable[Parameter], axes: Axes, step: EstimatedStep, copi
     return Unit(whole, matrices, shards, experts, gradients, tensors, stored, trained)
 
 
+def divides_heads(model: Transformer) -> bool:
+    """Return whether the tensor-parallel plan of a model divides the heads of its attention."""
+    return model.latent is None or model.latent.divided
+
+
+def own_heads(model: Transformer, axes: Axes) -> tuple[int, int]:
+    """Return the numbers of heads of queries and of keys that a rank computes."""
+    if not divides_heads(model):
+        return model.heads, model.kv_heads
+    return model.heads // axes.tp, max(1, model.kv_heads // axes.tp)
+
+
 def shard_count(shape: Sequence[int], ranks: int) -> int:
     """Return the elements in the largest shard of a tensor, split along its first dimension."""
     return -(-shape[0] // ranks) * math.prod(shape[1:]) if shape else 1
@@ -359,129 +404,3 @@ def expert_shards(axes: Axes, copies: EqualRanks) -> int:
     if axes.ep == 1 or copies.shards == 1:
         return copies.shards
     return copies.shards * axes.tp // axes.ep
-
-
-class Kept(NamedTuple):
-    """Bytes of a micro-batch.
-
-    Attributes:
-        block: of one block.
-        entry: of one block that computes again in backward: its input.
-        ends: of modules behind the blocks, without the logits.
-        logits: of the logits, until their backward is done.
-        peak: further ones while the loss's backward computes.
-        inside: further ones while a block's backward computes.
-        copies: of parameters in the compute format, where a forward has been measured; None where they are computed.
-        products: outputs of products and attention of one block.
-    """
-
-    block: int
-    entry: int
-    ends: int
-    logits: int
-    peak: int
-    inside: int
-    copies: int | None = None
-    products: int = 0
-
-
-def kept_by(
-    model: Model | Transformer, axes: Axes, plan: Plan, step: EstimatedStep, engine: Engine, blocks: int
-) -> Kept:
-    """Return what one micro-batch keeps on a rank with so many blocks: by sizes, or as measured in equal parts.
-
-    `fully_shard` gives autocast parameters in the compute format, other engines fp32 ones.
-    """
-    sizes = sizes_of(model)
-    if step.keep and (sizes is None or sizes.experts):
-        got = "experts" if sizes else "a model without the sizes of a transformer"
-        raise ConfigError(
-            "the outputs of products that blocks keep are not known", expected='keep=""', got=got,
-            where="EstimatedStep.keep",
-        )  # fmt: skip
-    if sizes is not None:
-        return _kept_by_sizes(sizes, axes, plan, step, engine)
-    # autocast over parameters of 16 bits, as stored or as gathered, keeps no fp32 stream
-    is_low = step.stored_bytes == 2 or (engine == "fully_shard" and step.compute_bytes == 2)
-    compute = "pure-bf16" if is_low else formats(step.precision).compute
-    found = model.activations.get(compute) if isinstance(model, Model) else None
-    if found is None:
-        return Kept(0, 0, 0, 0, 0, 0)
-    block = found.saved // blocks if blocks else 0
-    return Kept(block, block, found.saved - blocks * block, 0, 0, 0, found.copies)
-
-
-def _kept_by_sizes(model: Transformer, axes: Axes, plan: Plan, step: EstimatedStep, engine: Engine) -> Kept:
-    tokens = step.rows * step.tokens // axes.cp
-    own = tokens // axes.tp if plan.sequence else tokens  # of the tensors between products
-    size = step.compute_bytes
-    stream = stream_bytes(step, engine)
-    entry = own * model.width * stream
-    first, second = (1, 1) if model.biases else (3, 2)  # products behind a norm; GPT-2 has one of each kind
-    norms = _norm(model, own, tokens, stream, size, first) + _norm(model, own, tokens, stream, size, second)
-    attention = _attention(model, axes, plan, tokens, size)
-    block = norms + attention + _mlp(model, axes, tokens, size)
-    vocabulary = -(-model.vocabulary // (axes.tp if divides_logits(plan) else 1))
-    return Kept(
-        block=block,
-        entry=entry,
-        ends=_norm(model, own, tokens, stream, size, 1),
-        logits=tokens * vocabulary * _FP32,
-        peak=2 * tokens * vocabulary * _FP32,
-        inside=_inside(model, axes, own, tokens, size),
-        products=_products(model, axes, plan, tokens, size),
-    )
-
-
-def _norm(model: Transformer, own: int, tokens: int, stream: int, size: int, products: int) -> int:
-    """Bytes of a norm: its input and its result in between, and what the products behind it read."""
-    between = stream if model.biases else _FP32 + stream  # an RMSNorm keeps both in fp32, and normalised
-    casts = products if stream > size else 1  # autocast converts for each product
-    return own * model.width * between + tokens * model.width * size * casts
-
-
-def _attention(model: Transformer, axes: Axes, plan: Plan, tokens: int, size: int) -> int:
-    """Bytes of queries, keys, values and outputs, and of the sums of the softmax."""
-    heads = model.heads // axes.tp
-    keys = max(1, model.kv_heads // axes.tp)
-    values = 2 * heads + 2 * keys
-    if model.biases:
-        values += 2 * heads  # queries and keys are cut from one product, which the values keep whole
-    # a norm of queries and keys keeps them in fp32, normalised, and a factor for each head
-    norms = (heads + keys) * (model.head_width * (_FP32 + size) + _FP32) if model.head_norms else 0
-    if axes.cp > 1 and plan.context == "heads":
-        values = 4 * heads  # keys repeated for the heads that share them
-    if axes.cp > 1 and plan.context == "gather":
-        # each half of the queries keeps the keys up to its own end; together those of the sequence and half a part
-        seen = heads * (2 * axes.cp + 1) if keys < heads else 2 * keys * axes.cp
-        values = 2 * heads + seen
-    return tokens * (values * model.head_width * size + heads * _FP32 + norms)
-
-
-def _mlp(model: Transformer, axes: Axes, tokens: int, size: int) -> int:
-    if not model.experts:
-        return tokens * -(-model.inner // axes.tp) * size * (4 if model.gated else 5)
-    # ranks along tp that hold all experts compute all tokens; those that send them to others send a part each
-    rows = tokens * model.experts_per_token // (axes.tp if axes.ep > 1 else 1)
-    return rows * (4 * model.inner + 2 * model.width) * size
-
-
-def _inside(model: Transformer, axes: Axes, own: int, tokens: int, size: int) -> int:
-    """Bytes of temporaries in a block's backward: in its MLP, or in the norm before, when what the MLP kept is free."""
-    mlp = _mlp(model, axes, tokens, size)
-    if model.biases or model.experts:
-        return 3 * mlp // 4
-    # gradients of two products in the compute format; an RMSNorm's, in fp32, of its result and of both factors
-    norm = model.width * (2 * tokens * size + own * (3 * _FP32 + size))
-    return max(3 * mlp // 4, norm - mlp)
-
-
-def _products(model: Transformer, axes: Axes, plan: Plan, tokens: int, size: int) -> int:
-    """Bytes of the outputs of products and attention."""
-    heads = model.heads // axes.tp
-    keys = max(1, model.kv_heads // axes.tp)
-    inner = -(-model.inner // axes.tp) * (2 if model.gated else 1)
-    # a rank of a ring has an output of attention for each part of the keys; the last rank's are all whole
-    parts = axes.cp if plan.context == "ring" else 1
-    attended = (heads + 2 * keys + parts * heads) * model.head_width
-    return tokens * ((attended + 2 * model.width + inner) * size + parts * heads * _FP32)

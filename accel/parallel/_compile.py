@@ -39,6 +39,7 @@ _PRODUCTS = (
     "addmm",
     "bmm",
     "baddbmm",
+    "_grouped_mm",
     "convolution",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",

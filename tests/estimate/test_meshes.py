@@ -17,6 +17,8 @@ import accel
 from accel.errors import ConfigError
 from accel.estimate import EstimatedStep, Hosts, Transformer, list_meshes, mesh_problem, rank_memory, step_time
 from accel.estimate._choices import Choice, stages_of
+from accel.estimate._memory import largest_parts
+from accel.estimate._model import Latent
 from accel.estimate._step import stage_layers
 from accel.topology import Axes, Balance, Plan, coordinates
 
@@ -70,6 +72,31 @@ def test_a_mesh_without_a_problem_divides_the_model(ranks: int, plan: Plan, toke
         assert axes.cp == 1 or tokens % (2 * axes.cp) == 0
         assert axes.cp == 1 or plan.context != "heads" or model.heads % (axes.cp * axes.tp) == 0
         assert not plan.sequence or tokens // axes.cp % axes.tp == 0
+
+
+def test_latents_that_stay_whole_let_any_number_of_ranks_share_the_rest() -> None:
+    latent = Latent(queries=8, keys=8, rotated=2, values=4, divided=False)
+    whole = msgspec.structs.replace(MIXTRAL, latent=latent, kv_heads=12, shared_inner=36)
+    divided = msgspec.structs.replace(whole, latent=msgspec.structs.replace(latent, divided=True))
+    axes = Axes(dp=6, tp=5, ep=6)
+    assert mesh_problem(axes, whole, Plan(), tokens=20) is None
+    assert "heads cannot be divided" in str(mesh_problem(axes, divided, Plan(), tokens=20))
+    step = EstimatedStep(tokens=20)
+    few, many = (step_time(whole, Axes(dp=60 // tp, tp=tp, ep=2), step, Plan(), Hosts(flops=1.0)) for tp in (2, 6))
+    assert many.attention == few.attention
+    assert many.products < few.products
+
+
+@pytest.mark.parametrize("experts", [0, 6])
+def test_what_products_give_is_kept_where_that_is_faster(experts: int) -> None:
+    sizes = msgspec.structs.replace(LLAMA, experts=experts, experts_per_token=min(2, experts), width=4800)
+    step = EstimatedStep(tokens=20, recompute=True)
+    keeps = msgspec.structs.replace(step, keep="products")
+    axes = Axes(dp=6, ep=6 if experts else 1)
+    times = [step_time(sizes, axes, each, Plan(), Hosts(flops=1.0)).compute for each in (step, keeps)]
+    kept = [largest_parts(sizes, axes, each)["activations"] or 0 for each in (step, keeps)]
+    assert times[1] < times[0]
+    assert kept[1] > kept[0]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import accel
 from accel.estimate import EstimatedStep, Transformer, step_traffic
 from accel.estimate._memory import memory_by_moment
+from accel.estimate._model import Latent
 from accel.tensors import local_part
 from accel.testing import Simulator
 from accel.testing._group import SimulatedGroup
@@ -71,6 +72,36 @@ def mixtral(sizes: Transformer) -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
+def deepseek(sizes: Transformer) -> Any:
+    """A model of transformers whose experts compute one after another."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    latent = sizes.latent
+    assert latent is not None
+    config = transformers.DeepseekV3Config(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.dense_inner,
+        moe_intermediate_size=sizes.inner,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.heads,
+        n_routed_experts=sizes.experts,
+        num_experts_per_tok=sizes.experts_per_token,
+        n_shared_experts=sizes.shared_inner // sizes.inner,
+        first_k_dense_replace=sizes.dense,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=latent.queries,
+        kv_lora_rank=latent.keys,
+        qk_rope_head_dim=latent.rotated,
+        qk_nope_head_dim=sizes.head_width - latent.rotated,
+        v_head_dim=latent.values,
+        experts_implementation="eager",
+        use_cache=False,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
 def loss_of(output: Any, targets: torch.Tensor) -> torch.Tensor:
     logits = getattr(output, "logits", output)
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
@@ -87,10 +118,10 @@ def peak(
     """The most bytes of the second step, which has a state of the optimizer from its start."""
     ctx = accel.replace(ctx, mesh=str(axes), precision="bf16", strategy=step.strategy)
     with accel.seeding.seeded(ctx, 0):
-        model = mixtral(sizes) if sizes.experts else llama(sizes)
+        model = (deepseek if sizes.latent else mixtral if sizes.experts else llama)(sizes)
     attend_as_on_gpus(model)
     if step.recompute:
-        accel.checkpoint_activations(model)
+        accel.checkpoint_activations(model, keep=step.keep or ())
     model = accel.prepare_model(ctx, model, plan=plan)
     optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters(), foreach=True))  # as on GPUs
     # ranks that share samples get the same; from these seeds tokens go about evenly to experts, as estimates assume
@@ -112,6 +143,12 @@ def peak(
 
 LLAMA = sizes_of(**SIZES)
 MIXTRAL = sizes_of(**SIZES | {"layers": 2}, experts=4, experts_per_token=2)
+DEEPSEEK = sizes_of(
+    **SIZES | {"layers": 3, "inner": 256}, experts=4, experts_per_token=2, shared_inner=256, dense=1, dense_inner=704,
+    corrected=True,
+    latent=Latent(queries=96, keys=64, rotated=32, values=64, divided=False),
+)  # fmt: skip
+AGAIN = EstimatedStep(tokens=512, recompute=True, keep="products")
 FOUR = {"tokens": 512, "micro_batches": 4}
 CASES = {
     "replicas of stages": (LLAMA, Axes(pp=2, dp=2), EstimatedStep(**FOUR, strategy="ddp"), Plan(micro_batches=4)),
@@ -136,6 +173,11 @@ CASES = {
     "experts of ranks that share attention": (MIXTRAL, Axes(dp=2, tp=2, ep=2), EstimatedStep(tokens=512), Plan()),
     "each rank its expert": (MIXTRAL, Axes(dp=2, tp=2, ep=4), EstimatedStep(tokens=512, recompute=True), Plan()),
     "experts along tp alone": (MIXTRAL, Axes(tp=2, ep=2), EstimatedStep(tokens=512), Plan()),
+    "experts that keep products": (MIXTRAL, Axes(dp=4, ep=2), AGAIN, Plan()),
+    "latents": (DEEPSEEK, Axes(dp=4, ep=2), EstimatedStep(tokens=512), Plan()),
+    "latents of stages": (DEEPSEEK, Axes(pp=3, dp=2), EstimatedStep(**FOUR), Plan(micro_batches=4)),
+    "latents that keep products": (DEEPSEEK, Axes(dp=4, ep=2), AGAIN, Plan()),
+    "latents beside tp": (DEEPSEEK, Axes(dp=2, tp=2, ep=2), EstimatedStep(tokens=512, recompute=True), Plan()),
 }  # fmt: skip
 
 

@@ -12,17 +12,24 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import accel
-from accel.estimate import EstimatedStep, Input, Transformer, measure, read_transformer
+from accel.estimate import EstimatedStep, Hosts, Input, Transformer, measure, read_transformer, step_time
 from accel.estimate._build import kept_by_forward, read_config
+from accel.estimate._configs import transformer_from
 from accel.estimate._memory import memory_by_moment
-from accel.estimate._model import transformer_from
 from accel.topology import Axes, Plan
 
 SIZES = {
     "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 48, "vocab_size": 100,
+}  # fmt: skip
+LATENTS = {
+    **{name: size for name, size in SIZES.items() if name != "head_dim"},
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 24, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 2,
+    "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 1,
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama", **SIZES},
@@ -33,6 +40,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {
         "model_type": "qwen3_moe", **SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     },
+    "DeepseekV2ForCausalLM": {"model_type": "deepseek_v2", **LATENTS, "q_lora_rank": None},
+    "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", **LATENTS, "q_lora_rank": 24},
     "GPT2LMHeadModel": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100},
 }  # fmt: skip
 
@@ -44,7 +53,7 @@ def test_parameters_are_those_of_the_model_of_transformers(name: str) -> None:
     fields = CONFIGS[name]
     model = getattr(transformers, name)(transformers.AutoConfig.for_model(**fields))
     sizes = transformer_from(fields, where="")
-    listed = (*sizes.embedding(), *sizes.block() * sizes.layers, *sizes.head())
+    listed = sizes.parameters
 
     def by_size(counts: list[int]) -> Counter[int]:
         """Elements of parameters; GPT-2 stores queries, keys and values together."""
@@ -52,14 +61,22 @@ def test_parameters_are_those_of_the_model_of_transformers(name: str) -> None:
 
     assert by_size([each.count for each in listed]) == by_size([each.numel() for each in model.parameters()])
     assert sizes.count == sum(each.numel() for each in model.parameters())
+    stored = [each for each in model.state_dict() if each not in dict(model.named_parameters(remove_duplicate=False))]
+    assert sum(each.count for each in sizes.buffers) == sum(model.state_dict()[each].numel() for each in stored)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure-bf16"])
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "DeepseekV2ForCausalLM", "GPT2LMHeadModel"]
+)
 def test_activations_are_those_of_the_model_of_transformers(name: str, precision: Any, tmp_path: Path) -> None:
     _ = pytest.importorskip("transformers")
     larger = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "vocab_size": 8000}
+    if name[0] == "D":  # blocks without experts, which torch's grouped products compute in fp32 under autocast
+        del larger["head_dim"]
+        larger |= {"first_k_dense_replace": 4, "num_key_value_heads": 8, "kv_lora_rank": 128, "q_lora_rank": 192}
+        larger |= {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
     fields = CONFIGS[name] | (larger | {"intermediate_size": 1408} if name[0] != "G" else {"n_embd": 512, "n_head": 8})
     (tmp_path / "config.json").write_text(json.dumps(fields | {"architectures": [name]}))
     described = read_config(tmp_path / "config.json")
@@ -71,12 +88,61 @@ def test_activations_are_those_of_the_model_of_transformers(name: str, precision
     assert loss.gathered == measured.activations[precision].copies
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_operations_are_those_of_the_model_of_transformers(name: str) -> None:
+    """Of a step of two sequences, forward and backward; planned attention is causal, counted attention whole."""
+    transformers = pytest.importorskip("transformers")
+    fields, tokens = CONFIGS[name], 12
+    config = transformers.AutoConfig.for_model(**fields)
+    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    model = getattr(transformers, name)(config)
+    ids = torch.randint(100, (2, tokens))
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=ids, labels=ids).loss.backward()
+    operations = counted.get_flop_counts()["Global"]
+    sizes = transformer_from(fields, where="")
+    step = EstimatedStep(tokens=tokens, rows=2, precision="fp32")
+    time = step_time(sizes, Axes(), step, Plan(), Hosts(flops=1.0))
+    assert sum(operations.values()) == time.products + operations[torch.ops.aten.bmm]
+    rotated = operations[torch.ops.aten.bmm] - whole_attention(sizes, tokens)  # Llamas make rotations by a product
+    assert 0 <= rotated <= 2 * 2 * tokens * sizes.head_width
+    assert time.attention == pytest.approx(whole_attention(sizes, tokens) * sizes.seen(tokens) / tokens**2)
+
+
+def whole_attention(sizes: Transformer, tokens: int) -> int:
+    """Operations of two sequences in which each token sees all, forward and backward."""
+    return 3 * 2 * 2 * sizes.layers * sizes.heads * tokens**2 * (sizes.head_width + sizes.value_width)
+
+
 def test_a_token_meets_only_its_own_experts() -> None:
     sizes = transformer_from(CONFIGS["MixtralForCausalLM"], where="")
     dense = transformer_from(CONFIGS["LlamaForCausalLM"], where="")
     gates = sizes.layers * sizes.experts * sizes.width
     experts = (sizes.experts_per_token - 1) * sizes.layers * 3 * sizes.width * sizes.inner
     assert sizes.active_count == dense.active_count + gates + experts
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
+    # DeepSeek-AI 2024, arXiv:2405.04434, and DeepSeek-AI 2024, arXiv:2412.19437: parameters, and those of a token
+    "deepseek_v2": ({
+        "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 60,
+        "num_attention_heads": 128, "n_routed_experts": 160, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+        "vocab_size": 102400,
+    }, 236e9, 21e9),
+    "deepseek_v3": ({
+        "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "vocab_size": 129280,
+    }, 671e9, 37e9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_parameters_are_those_published(kind: str) -> None:
+    fields, count, active = PUBLISHED[kind]
+    sizes = transformer_from({"model_type": kind, **fields}, where="")
+    assert sizes.count == pytest.approx(count, rel=0.005)
+    assert sizes.active_count == pytest.approx(active, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +157,10 @@ def test_a_token_meets_only_its_own_experts() -> None:
         ({"head_dim": None, "hidden_size": 30}, "heads of no size"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": -1}, "not a size of a model"),
+        ({"model_type": "deepseek_v3", **LATENTS, "first_k_dense_replace": -1}, "not a number of blocks"),
+        ({"model_type": "deepseek_v3", **LATENTS, "q_lora_rank": 0}, "q_lora_rank"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
     ],
 )

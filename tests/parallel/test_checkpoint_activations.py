@@ -139,6 +139,38 @@ def test_products_can_be_kept(depth: int, dropout: float, copied: bool) -> None:
     assert _products_in_backward(keeps) == _products_in_backward(plain) == 0
 
 
+class Experts(nn.Module):
+    """Two experts whose products torch computes together, each on half of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(8, 8)
+        self.first, self.second = (nn.Parameter(torch.randn(2, 8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([len(x) // 2, len(x)], dtype=torch.int32)
+        inner = nn.functional.grouped_mm(self.scale(x), self.first, offs=ends)
+        return nn.functional.grouped_mm(torch.tanh(inner), self.second, offs=ends).sin()
+
+
+@pytest.mark.parametrize(("keep", "again"), [((), 2), ("products", 0)])
+def test_products_of_experts_can_be_kept(keep: Any, again: int) -> None:
+    forward: list[str] = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            # products of gradients have a transposed weight, or no third dimension
+            if "grouped_mm" in func.__name__ and args[1].dim() == 3 and args[1].is_contiguous():
+                forward.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    model = accel.checkpoint_activations(Experts(), Experts, keep=keep)
+    loss = model(torch.randn(4, 8)).sum()
+    with Counted():
+        loss.backward()
+    assert len(forward) == again
+
+
 def test_operators_are_kept_by_name() -> None:
     model = accel.checkpoint_activations(Stack(3), keep=("aten.tanh.default", "aten.addmm.default"))
     assert _products_in_backward(model) == 0

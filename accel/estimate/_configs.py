@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of a transformer from a `config.json` of Hugging Face's transformers; pure but for the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice
+from accel.estimate._model import Latent, Transformer
+
+_LLAMA = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "inner": "intermediate_size",
+    "vocabulary": "vocab_size",
+}
+_DEEPSEEK = _LLAMA | {
+    "experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "inner": "moe_intermediate_size",
+    "dense_inner": "intermediate_size",
+}
+_GPT2 = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "vocabulary": "vocab_size"}
+# Of each kind of model: the fields that it must name, and what is the same in all models of the kind.
+KINDS: Mapping[str, tuple[Mapping[str, str], Mapping[str, Any]]] = {
+    "llama": (_LLAMA, {}),
+    "mistral": (_LLAMA, {}),
+    "qwen2": (_LLAMA, {"qkv_bias": True}),
+    "qwen3": (_LLAMA, {"head_norms": True}),
+    "mixtral": (_LLAMA | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}, {}),
+    "qwen3_moe": (
+        _LLAMA
+        | {"experts": "num_experts", "experts_per_token": "num_experts_per_tok", "inner": "moe_intermediate_size"},
+        {"head_norms": True},
+    ),
+    "deepseek_v2": (_DEEPSEEK, {}),
+    "deepseek_v3": (_DEEPSEEK, {"corrected": True}),
+    "gpt2": (
+        _GPT2,
+        {
+            "gated": False,
+            "qkv_bias": True,
+            "biases": True,
+            "divided_ends": False,
+            "fused": True,
+            "inner_kept": 5,
+        },
+    ),
+}
+_USUAL: Mapping[str, Any] = {
+    "attention_bias": False, "mlp_bias": False, "add_cross_attention": False, "mlp_only_layers": [],
+    "decoder_sparse_step": 1, "moe_layer_freq": 1,
+}  # fmt: skip
+_RENAMED = {
+    "qwen3_moe": "num_experts", "deepseek_v2": "n_routed_experts", "deepseek_v3": "n_routed_experts",
+}  # fmt: skip
+_DECODERS = ("ForCausalLM", "LMHeadModel")
+_TIED = ("gpt2",)  # unless the configuration has a size of its own
+
+
+def read_transformer(path: Path) -> Transformer:
+    """Return the sizes in a `config.json` of Hugging Face's transformers, given the file or its folder.
+
+    Raises:
+        ConfigError: no such file, or a kind of model whose blocks are not known.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    return transformer_from(read_fields(path), where=str(path))
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of a `config.json`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError as error:
+        expected = "a config.json of Hugging Face's transformers, or a folder with one"
+        raise ConfigError("there is no such file", expected=expected, got=repr(str(path))) from error
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError("the file cannot be read", expected="JSON", got=str(error), where=str(path)) from error
+
+
+def transformer_from(fields: Mapping[str, Any], *, where: str) -> Transformer:
+    """Return the sizes in a configuration with transformers' names; `where` is its origin, for errors."""
+    kind = fields.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError("not a model's configuration", expected="`model_type`", got="none", where=where)
+    check_choice(kind, list(KINDS), "the blocks of this kind of model are not known", where=where)
+    names, same = KINDS[kind]
+    if kind in _RENAMED and _RENAMED[kind] not in fields:  # transformers 5 stores it by a common name
+        other = fields.get("num_local_experts", fields.get("num_experts"))
+        fields = {**fields, _RENAMED[kind]: other}
+    sizes = {field: _size(fields, name, where) for field, name in names.items()}
+    heads, width = sizes["heads"], sizes["width"]
+    if width % heads and not fields.get("head_dim") and "dense_inner" not in names:
+        raise ConfigError("heads of no size", expected=f"a width that {heads} divides", got=str(width), where=where)
+    optional: dict[str, Any] = {
+        "kv_heads": _size(fields, "num_key_value_heads", where, heads),
+        "head_width": _size(fields, "head_dim", where, width // heads),
+        "tied": bool(fields.get("tie_word_embeddings", kind in _TIED)),
+    }
+    optional |= _windows(fields, kind, sizes["layers"], where)
+    if "dense_inner" in names:
+        optional |= _latents(fields, kind, sizes, where)
+    if kind == "gpt2":
+        optional["inner"] = _size(fields, "n_inner", where, 4 * width)
+        optional["positions"] = _size(fields, "n_positions", where, 1024)
+    if named := [name for name, usual in _USUAL.items() if fields.get(name, usual) not in (usual, None)]:
+        raise ConfigError("the blocks of this model are not known", got=", ".join(named), where=where)
+    classes: list[str] = fields.get("architectures") or []
+    if classes and not classes[0].endswith(_DECODERS):
+        expected = " or ".join(f"a class ...{each}" for each in _DECODERS)
+        raise ConfigError("not a causal language model", expected=expected, got=classes[0], where=where)
+    return Transformer(**sizes, **optional, **same)
+
+
+# Of DeepSeek-V2 and V3 where a file leaves them out, as transformers has them.
+_LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_SHARED = {"deepseek_v2": 2, "deepseek_v3": 1}
+_FIRST_DENSE = {"deepseek_v2": 0, "deepseek_v3": 3}
+
+
+def _latents(fields: Mapping[str, Any], kind: str, sizes: Mapping[str, int], where: str) -> dict[str, Any]:
+    """Sizes of attention through latents, and of blocks and experts that are apart."""
+    queries = 0 if fields.get("q_lora_rank", 1536) is None else _size(fields, "q_lora_rank", where, 1536)
+    found = {name: _size(fields, name, where, usual) for name, usual in _LATENTS.items()}
+    dense = fields.get("first_k_dense_replace", _FIRST_DENSE[kind])
+    if type(dense) is not int or dense < 0:
+        raise ConfigError(
+            "not a number of blocks", expected="0 or above", got=repr(dense), where=f"{where}, first_k_dense_replace"
+        )
+    latent = Latent(
+        queries=queries,
+        keys=found["kv_lora_rank"],
+        rotated=found["qk_rope_head_dim"],
+        values=found["v_head_dim"],
+        divided=kind == "deepseek_v2",  # V3 declares a plan that leaves its attention whole
+    )
+    return {
+        "latent": latent,
+        "kv_heads": sizes["heads"],
+        "head_width": found["qk_nope_head_dim"] + found["qk_rope_head_dim"],
+        "shared_inner": sizes["inner"] * _size(fields, "n_shared_experts", where, _SHARED[kind]),
+        "dense": min(dense, sizes["layers"]),
+    }
+
+
+def _windows(fields: Mapping[str, Any], kind: str, layers: int, where: str) -> dict[str, int]:
+    """The window of attention and the number of blocks that have it, with transformers' defaults."""
+    if kind.startswith(("llama", "gpt2", "deepseek")) or (
+        kind.startswith("qwen") and not fields.get("use_sliding_window")
+    ):
+        return {}
+    usual = None if kind == "mixtral" else 4096
+    if fields.get("sliding_window", usual) is None:
+        return {}
+    kinds = fields.get("layer_types")
+    first = _size(fields, "max_window_layers", where, 28) if kind in ("qwen2", "qwen3") else 0
+    count = max(0, layers - first)
+    if isinstance(kinds, list):
+        count = cast("list[object]", kinds).count("sliding_attention")
+    return {"window": _size(fields, "sliding_window", where, usual), "windowed": count} if count else {}
+
+
+def _size(fields: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
+    value = fields.get(name)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or value < 1:
+        got = "none" if value is None else repr(value)
+        raise ConfigError("not a size of a model", expected="1 or above", got=got, where=f"{where}, {name}")
+    return value

@@ -39,7 +39,6 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITH_TORCH = {
     "launching/hosts/_agent.py",
     "launching/hosts/_round.py",
-    "estimate/_fake_forward.py",
     "estimate/_summary.py",
 }
 TORCH_FREE = {

@@ -2,8 +2,8 @@
 """Tensor and sequence parallelism: ranks along tp share the products of a layer, by a plan of styles.
 
 Begin with `_spread.py`. `_tensor_plan.py` has the styles of a model, from its own declaration, from plain layers
-(`_pairs.py`), or found: `_trace.py` records a forward without values, `_find.py` reads candidates in it, `_prove.py`
-compares simulated ranks with the whole module, `_found.py` joins them. `_rules.py` makes a rule of each style,
+(`_pairs.py`), or found: `_trace.py` records a forward without values, `_found.py` reads candidates in it, `_prove.py`
+compares simulated ranks with the whole module. `_rules.py` makes a rule of each style,
 `_styles.py` and `_heads.py` the numbers in it. `_layers.py` and `_attention.py` compute on the parts, `_overlap.py` in
 chunks beside their messages, `_vocabulary.py` on parts of logits, and `_dropout.py` draws alike where ranks hold the
 same values.

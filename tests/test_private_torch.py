@@ -31,7 +31,7 @@ ELSEWHERE = {
         "_foreach_lerp_",
         "_foreach_copy_",
     ),
-    "torch.ops.aten": ("_to_copy", "_unsafe_view", "_local_scalar_dense"),
+    "torch.ops.aten": ("_grouped_mm", "_to_copy", "_unsafe_view", "_local_scalar_dense"),
     "torch._ops.OpOverload": ("_schema",),
     "torch.Tensor": ("_make_wrapper_subclass", "_version"),
     "torch._C": ("_disabled_torch_function_impl", "_set_throw_on_mutable_data_ptr", "_swap_tensor_impl"),

@@ -68,11 +68,17 @@ NESTED = b'{"step":1,"a":' + b"[" * 5000 + b"]" * 5000 + b"}"
 
 @pytest.mark.parametrize(
     "line",
-    [b"", b"{", b"[]", b'{"loss":1}', b'{"step":true}', b'{"step":"1"}', b"\xff", NESTED],
+    [b"", b"{", b"[]", b'{"loss":1}', b'{"step":true}', b'{"step":"1"}', b"\xff"],
     ids=lambda line: line[:9],
 )
 def test_a_damaged_line_is_none(line: bytes) -> None:
     assert decode_line(line) is None
+
+
+def test_a_line_nested_too_deeply_is_none_or_without_its_value() -> None:
+    """How deep Python decodes depends on its version."""
+    read = decode_line(NESTED)
+    assert read is None or (read.step, read.values) == (1, {})
 
 
 def test_values_of_other_kinds_are_left_out() -> None:

@@ -165,6 +165,9 @@ CASES = {
     "a ring recomputed": (Axes(dp=64, cp=2), EstimatedStep(tokens=4096, recompute=True), Plan(context="ring"), {}),
 }
 
+# within 10 %; others within 2 %, those along cp among them
+ROUGH = {"exchanged each time", "uneven shards", "kept whole", "products kept along tp", "a ring recomputed"}
+
 
 @pytest.mark.parametrize("name", [*CASES][:1] + [pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:]])
 def test_a_step_of_a_spread_llama_is_as_estimated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +176,7 @@ def test_a_step_of_a_spread_llama_is_as_estimated(name: str, monkeypatch: pytest
     peak, total, calls = trained(
         monkeypatch, sizes, axes, step, plan, axes.cp - 1
     )  # the last rank of a ring needs most
-    assert rank_memory(sizes, axes, step, plan).total == pytest.approx(peak, rel=0.1)
+    assert rank_memory(sizes, axes, step, plan).total == pytest.approx(peak, rel=0.1 if name in ROUGH else 0.02)
     expected = step_traffic(sizes, axes, step, plan)
     assert {(each.axis, each.operation): each.bytes for each in expected} == total
     assert {(each.axis, each.operation): each.calls for each in expected} == calls

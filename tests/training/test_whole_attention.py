@@ -260,17 +260,124 @@ def test_positions_that_a_model_counts_from_0_are_found_before_the_first_step(ra
     ranks.run(rank, 2, default_group=True)
 
 
+class Attending(nn.Module):
+    """An attention that calls torch's function, causal, by a mask, or along the heads' own dimension too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (each.unflatten(2, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, 2))
+        attention = nn.functional.scaled_dot_product_attention
+        if self.kind == "heads":  # within each position
+            rows = (each.transpose(1, 2).contiguous() for each in (q, k, v))
+            return x + self.out(attention(*rows).flatten(2))
+        mixed = attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=0.5 * (self.kind == "dropout"))
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Gpt(nn.Module):
+    """Layers with torch's function, as scripts without a library have them."""
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(WORDS, 8), nn.Embedding(LENGTH, 8)
+        self.layers = nn.ModuleList(map(Attending, kinds))
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, ids: Tensor, places: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        hidden = self.tokens(ids) + self.places(torch.arange(ids.shape[1]) if places is None else places)
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def make_gpt(*kinds: str) -> Gpt:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Gpt(*kinds).double()
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_attention_by_torchs_function_crosses_the_ranks(ranks: Simulator, method: Any, recompute: bool) -> None:
+    places = torch.arange(LENGTH).expand(2, -1)
+    whole = make_gpt("causal", "heads", "causal")
+    cross_entropy(whole(IDS, places).flatten(0, 1), IDS.flatten(), reduction="sum").backward()
+    expected = gradients(whole)
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        made = make_gpt("causal", "heads", "causal")
+        if recompute:
+            accel.checkpoint_activations(made)
+        model = accel.prepare_model(ctx, made, plan=accel.parallel.Plan(context=method))
+        part = SPLIT(ctx, {"ids": IDS})
+        out = model(part["ids"], part["position_ids"])
+        cross_entropy(out.flatten(0, 1), part["ids"].flatten(), reduction="sum").backward()
+        return largest(accel.reduce(ctx, gradients(made)), expected)
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
+
+
+def test_masks_of_torchs_function_are_of_all_positions(ranks: Simulator) -> None:
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() | (torch.arange(LENGTH) < 3)
+    expected = make_gpt("mask")(IDS, torch.arange(LENGTH), mask).detach()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, make_gpt("mask"))
+        part = SPLIT(ctx, {"ids": IDS, "out": expected})
+        return float((model(part["ids"], part["position_ids"], mask) - part["out"]).abs().max())
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-12
+
+
+def test_a_second_model_that_gets_whole_sequences_keeps_torchs_function(ranks: Simulator) -> None:
+    expected = make_gpt("causal")(IDS[:, :12]).detach()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model, teacher = accel.prepare_model(ctx, make_gpt("causal")), accel.prepare_model(ctx, make_gpt("causal"))
+        part = SPLIT(ctx, {"ids": IDS})
+        _ = model(part["ids"], part["position_ids"])
+        alone = accel.unwrap_model(teacher).layers[0]
+        with pytest.raises(ConfigError, match="Call the prepared model with the part"):
+            alone(torch.zeros(2, LENGTH // 2, 8, dtype=torch.float64), None)
+        return float((teacher(IDS[:, :12]) - expected).abs().max())
+
+    assert max(ranks.run(rank, 2, default_group=True)) == 0
+
+
+def test_torchs_function_with_dropout_or_positions_from_0_is_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        part = SPLIT(ctx, {"ids": IDS})
+        with pytest.raises(ConfigError, match="Set the dropout of attention to 0"):
+            accel.prepare_model(ctx, make_gpt("dropout"))(part["ids"], part["position_ids"])
+        with pytest.raises(PrepareError, match="a model that counts positions from 0"):
+            accel.prepare_model(ctx, make_gpt("causal"))(part["ids"])
+
+    ranks.run(rank, 2, default_group=True)
+
+
 def test_an_attention_along_another_dimension_is_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
         model = accel.prepare_model(ctx, nn.MultiheadAttention(4, 2, batch_first=True))
         part = SPLIT(ctx, {"x": torch.randn(2, LENGTH, 4)})["x"]
         other = part.unsqueeze(2).expand(-1, -1, 3, -1).flatten(0, 1)
+        order = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        square = order[: LENGTH // 2, : LENGTH // 2]
         with pytest.raises(ConfigError, match="an attention along another dimension"):
             model(other, other, other)
-        square = torch.ones(LENGTH // 2, LENGTH // 2, dtype=torch.bool).triu(1)
+        with pytest.raises(PrepareError, match="and masks of the whole sequence"):
+            model(part, part, part, attn_mask=square)
+        _ = model(part, part, part, attn_mask=order)
         with pytest.raises(ConfigError, match="a mask of other positions"):
             model(part, part, part, attn_mask=square)
-        _ = model(part, part, part, attn_mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1))
 
     ranks.run(rank, 2, default_group=True)

@@ -18,7 +18,14 @@ from accel.parallel._private import untraced
 from accel.parallel.axes.context._checks import check_fit, check_method, check_terms
 from accel.parallel.axes.context._kernels import Seen, Terms, attend, repeated
 from accel.parallel.axes.context._ring import ring_attention
-from accel.parallel.axes.context._split import natural_order, note_attention, pieces, planned_method, rank_order
+from accel.parallel.axes.context._split import (
+    has_all_positions,
+    natural_order,
+    note_attention,
+    pieces,
+    planned_method,
+    rank_order,
+)
 from accel.topology import ContextMethod
 
 
@@ -191,7 +198,7 @@ def context_attention(
         torch.Size([1, 4, 6, 8])
     """
     q, k, v = _as_autocast(q, k, v)
-    size = ctx.axis("cp").size
+    size = 1 if has_all_positions(ctx) else ctx.axis("cp").size
     whole = k.shape[2] * size
     factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     near = None if window is None or window >= whole else window

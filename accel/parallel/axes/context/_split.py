@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -128,6 +129,7 @@ def near_steps(size: int, length: int, window: int) -> list[int]:
 _METHOD = "context: method"
 _ATTENDED = "context: attention ran"
 _CUT = "context: own positions of sequences that were cut"
+_WHOLE = "context: inputs of all positions"
 _LENGTHS = 256  # that are remembered
 
 
@@ -162,6 +164,21 @@ def is_cut(ctx: DistContext, own: int) -> bool:
     return str(own) in ctx.comm.notes.get(_CUT, "").split()
 
 
+@contextlib.contextmanager
+def all_positions(ctx: DistContext) -> Generator[None]:
+    """Let attention see the positions of its inputs alone, where these are all. Mutates the context's handle."""
+    ctx.comm.notes[_WHOLE] = "yes"
+    try:
+        yield
+    finally:
+        del ctx.comm.notes[_WHOLE]
+
+
+def has_all_positions(ctx: DistContext) -> bool:
+    """Return whether a forward of `all_positions` runs."""
+    return _WHOLE in ctx.comm.notes
+
+
 def check_context_used(ctx: DistContext) -> None:
     """Refuse a step on an axis cp that nothing has used: its ranks computed the same. No communication."""
     if not ctx.position.opened or (_ATTENDED in ctx.comm.notes and _CUT in ctx.comm.notes):
@@ -187,7 +204,8 @@ def check_context_used(ctx: DistContext) -> None:
         expected=f"attention across {shared}",
         got="none",
         where="optimizer_step, ctx.mesh",
-        fix="Call accel.parallel.context_attention in the model, or prepare a model of transformers. "
+        fix="Call accel.parallel.context_attention in the model, or torch's scaled_dot_product_attention in a class of "
+        "its own, or prepare a model of transformers. "
         "For context parallelism of your own: accel.replace(ctx, mesh=ctx.mesh).",
     )
 

@@ -6,26 +6,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from accel.comm import exchange_values, gathered_summed
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, PrepareError
+from accel.mixins import Mixin
+from accel.parallel._compile import add_within
+from accel.parallel._modules import written_class
 from accel.parallel._private import called_eagerly, untraced
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
-from accel.parallel.axes.context._attention import sorted_positions
+from accel.parallel.axes.context._attention import context_attention, sorted_positions
 from accel.parallel.axes.context._checks import (
     check_mixers,
     check_multihead,
     check_transformers,
     mask_refused,
     multihead_attentions,
+    outermost,
     towers_of,
 )
 from accel.parallel.axes.context._split import (
+    all_positions,
+    has_all_positions,
     has_plan,
     is_cut,
     note_attention,
@@ -48,6 +57,7 @@ from accel.parallel.axes.context._whole import (
 from accel.topology import ContextMethod
 
 _LOG = logging.getLogger("accel.parallel")
+_PROOF = "accel_context_proof"  # attribute of a module that calls torch's attention
 _MARK = "accel_context_method"  # attribute of a prepared module
 
 
@@ -75,6 +85,14 @@ def _check(ctx: DistContext, model: nn.Module, options: ContextOptions) -> None:
     known = [each for _, each in transformers_models(model)]
     check_mixers(model, whole, [tower for each in known for tower in towers_of(each)])
     check_multihead(model, known, options.context)
+    if known and (inner := multihead_attentions(model, known)):
+        raise PrepareError(
+            "an attention that sees the own positions alone, beside a model of transformers",
+            expected="attention of one of them",
+            got=f"MultiheadAttention at {next(iter(inner))}",
+            where="prepare_model, on a mesh with cp",
+            fix="Call accel.parallel.context_attention in its place, or leave cp out of the mesh.",
+        )
     hooked = [*whole, *multihead_attentions(model, known).values()]
     if hooked and ctx.axis("pp").size > 1:
         raise PrepareError(
@@ -109,11 +127,11 @@ def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions, *, is_e
 def use_multihead(ctx: DistContext, model: nn.Module, apart: Sequence[nn.Module]) -> None:
     """Let torch's modules of attention outside of the models `apart` see all keys. Mutates them, by hooks."""
     found = multihead_attentions(model, apart)
-    keys = _AllKeys(ctx)
+    proof = _Proof(ctx)
     for module in found.values():
-        _ = module.register_forward_pre_hook(keys, with_kwargs=True)
-    if found:
-        _ = model.register_forward_pre_hook(_Proof(ctx, keys), with_kwargs=True)
+        _ = module.register_forward_pre_hook(_AllKeys(proof), with_kwargs=True)
+    if use_torch_attention(proof, model, apart) or found:
+        _ = model.register_forward_pre_hook(proof, prepend=True, with_kwargs=True)
     for module in model.modules():
         if found and isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # its tokens without padding have other positions
@@ -123,27 +141,23 @@ def use_multihead(ctx: DistContext, model: nn.Module, apart: Sequence[nn.Module]
 
 
 class _AllKeys:
-    """A hook of torch's attention: gives it the keys and values of all positions, beside the own queries.
+    """A hook of torch's attention: gives it the keys and values of all positions, beside the own queries."""
 
-    Attributes:
-        cuts: whether ranks have own positions; not so in one of the proof's forwards.
-    """
-
-    def __init__(self, ctx: DistContext) -> None:
-        self.ctx = ctx
-        self.cuts = True
+    def __init__(self, proof: _Proof) -> None:
+        self.ctx = proof.ctx
+        self.proof = proof
 
     @untraced
     def __call__(
         self, module: nn.MultiheadAttention, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self.cuts:
+        if has_all_positions(self.ctx):
             return inputs, dict(keywords)
         known = bound(module, inputs, keywords)
         query, key, value = (cast(Tensor, known[name]) for name in ("query", "key", "value"))
         dim = 1 if module.batch_first and query.ndim == 3 else 0
         for each in (query, key):
-            if not is_cut(self.ctx, each.shape[dim]):
+            if not self.proof.is_own(each.shape[dim]):
                 raise ConfigError(
                     "an attention along another dimension than that of the positions",
                     expected="as many as split_sequence or sequence_positions has given",
@@ -153,44 +167,170 @@ class _AllKeys:
                     "module of your own, or a mesh without cp.",
                 )
         note_attention(self.ctx)
-        keys = self.whole(key, dim)
-        changes: dict[str, Any] = {"key": keys, "value": keys if value is key else self.whole(value, dim)}
+        keys = _whole(self.ctx, key, dim)
+        changes: dict[str, Any] = {"key": keys, "value": keys if value is key else _whole(self.ctx, value, dim)}
         padding = known.get("key_padding_mask")
         if isinstance(padding, Tensor):
-            changes["key_padding_mask"] = self.whole(padding, padding.ndim - 1)
+            changes["key_padding_mask"] = _whole(self.ctx, padding, padding.ndim - 1)
         mask = known.get("attn_mask")
         if isinstance(mask, Tensor):
-            changes["attn_mask"] = self._own_rows(mask, query.shape[dim], keys.shape[dim])
+            changes["attn_mask"] = _own_rows(self.ctx, mask, query.shape[dim], keys.shape[dim])
             changes["is_causal"] = False  # a hint for a square mask
         given, named = with_arguments(module, inputs, keywords, changes)
         return given, {**named, "is_causal": False} if mask is not None and len(given) < 8 else named
 
-    def whole(self, own: Tensor, dim: int) -> Tensor:
-        """Return all positions in their order. A collective, as its backward."""
-        group = group_of(self.ctx, "cp")
-        assert group is not None
-        return sorted_positions(gathered_summed(own.contiguous(), dim, group), dim, group.size())
 
-    def _own_rows(self, mask: Tensor, own: int, keys: int) -> Tensor:
-        rank, size = self.ctx.axis("cp")
-        if mask.shape[-1] != keys or mask.shape[-2] not in (own, own * size):
-            raise mask_refused()
-        return mask if mask.shape[-2] == own else own_positions(mask, rank, size, mask.ndim - 2)
+def _whole(ctx: DistContext, own: Tensor, dim: int) -> Tensor:
+    """Return all positions in their order. A collective, as its backward."""
+    group = group_of(ctx, "cp")
+    assert group is not None
+    return sorted_positions(gathered_summed(own.contiguous(), dim, group), dim, group.size())
+
+
+def _own_rows(ctx: DistContext, mask: Tensor, own: int, keys: int) -> Tensor:
+    """Return a mask of the own queries and all keys, for one of all queries or of the own ones."""
+    rank, size = ctx.axis("cp")
+    if mask.shape[-1] != keys or mask.shape[-2] not in (own, own * size):
+        raise mask_refused()
+    return mask if mask.shape[-2] == own else own_positions(mask, rank, size, mask.ndim - 2)
+
+
+class _Shared(TorchFunctionMode):
+    """Lets torch's `scaled_dot_product_attention` cross the ranks where it is along their positions."""
+
+    def __init__(self, proof: _Proof) -> None:
+        super().__init__()
+        self.proof = proof
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named: dict[str, Any] = kwargs or {}
+        if func is functional.scaled_dot_product_attention and not has_all_positions(self.proof.ctx):
+            return _shared_attention(self.proof, *args, **named)
+        return func(*args, **named)
+
+
+def _shared_attention(
+    proof: _Proof,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return what torch's function does, whose arguments these are, of all keys. A collective where they are cut."""
+    own, keys = query.shape[-2], key.shape[-2]
+    if not proof.is_own(keys):  # along another dimension, or keys that are alike on all ranks
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    ctx = proof.ctx
+    if not proof.is_own(own) or dropout_p or query.ndim not in (3, 4):
+        raise ConfigError(
+            "this attention does not cross ranks",
+            expected="own queries and own keys, [batch, heads, own, head dim], without dropout",
+            got=f"queries of shape {list(query.shape)}, keys of {list(key.shape)}, dropout {dropout_p}",
+            where="scaled_dot_product_attention on a mesh with cp",
+            fix="Set the dropout of attention to 0. For other shapes call accel.parallel.context_attention.",
+        )
+    mask = None if attn_mask is None else _own_rows(ctx, attn_mask, own, keys * ctx.axis("cp").size)
+    q, k, v = (each if each.ndim == 4 else each.unsqueeze(1) for each in (query, key, value))
+    if mask is not None and mask.ndim == 3 and query.ndim == 3:
+        mask = mask.unsqueeze(1)
+    out = context_attention(ctx, q, k, v, causal=is_causal, scale=scale, attn_mask=mask)
+    return out if query.ndim == 4 else out.squeeze(1)
+
+
+class _Crosses(Mixin, nn.Module):
+    """Stands before the class of a module that calls torch's `scaled_dot_product_attention`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, whose attention crosses the ranks."""
+        with _Shared(vars(self)[_PROOF]):
+            return cast(Any, super()).forward(*args, **kwargs)
+
+
+def attending_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost modules by path whose class, of the user's own, calls torch's attention function; none where
+    one of the model calls `context_attention`."""
+    kinds = {written_class(module) for module in model.modules()}
+    names = {kind: _names_in(kind) for kind in kinds}
+    if any(context_attention.__name__ in each for each in names.values()):
+        return {}
+    calls = {kind for kind, each in names.items() if "scaled_dot_product_attention" in each}
+    return dict(outermost(model, lambda module: written_class(module) in calls))
+
+
+def _names_in(kind: type) -> set[str]:
+    """Return the names that a class's functions use, and functions of its files that they call, beside torch's own."""
+    own = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("torch", "accel", "builtins")]
+    waiting = [each for one in own for each in vars(one).values() if isinstance(each, FunctionType)]
+    seen: set[FunctionType] = set()
+    found: set[str] = set()
+    while waiting:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        codes: list[CodeType] = [function.__code__]
+        while codes:
+            code = codes.pop()
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+            found.update(code.co_names)
+            values = [function.__globals__.get(name) for name in code.co_names]
+            found.update(each.__name__ for each in values if isinstance(each, FunctionType | BuiltinFunctionType))
+            waiting += [
+                each for each in values if isinstance(each, FunctionType) and each.__module__ == function.__module__
+            ]
+    return found
+
+
+def use_torch_attention(proof: _Proof, model: nn.Module, apart: Sequence[nn.Module]) -> bool:
+    """Let modules that call torch's attention function see all keys; return whether there are some. Mutates them."""
+    ctx = proof.ctx
+    found = {} if ctx.axis("pp").size > 1 or apart else attending_modules(model)
+    for module in found.values():
+        vars(module)[_PROOF] = proof
+    add_within(found.values(), _Crosses)
+    if found and ctx.is_main_process:
+        name, module = next(iter(found.items()))
+        text = "scaled_dot_product_attention of %d modules crosses the ranks along cp=%d, such as of %s at %s"
+        _LOG.warning(text, len(found), ctx.axis("cp").size, type(module).__name__, name or "the top")
+    return bool(found)
 
 
 class _Proof:
     """A hook of a model with torch's attention: its first call proves that ranks with own positions compute as one rank
     does with all of them."""
 
-    def __init__(self, ctx: DistContext, keys: _AllKeys) -> None:
+    def __init__(self, ctx: DistContext) -> None:
         self.ctx = ctx
-        self.keys = keys
         self.is_done = False
+        self.has_own = False
+
+    def is_own(self, length: int) -> bool:
+        """Return whether so many positions are the own ones of this call; raise `ConfigError` for a part alone."""
+        if not is_cut(self.ctx, length) or (self.is_done and not self.has_own):
+            return False
+        if not self.is_done and not self.has_own:
+            raise ConfigError(
+                "an attention whose model was not called with own positions",
+                expected="a forward of the model that prepare has prepared, with inputs that split_sequence has cut",
+                got=f"{length} positions",
+                where="attention on a mesh with cp",
+                fix="Call the prepared model with the part that split_sequence gives.",
+            )
+        return True
 
     @untraced
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Raise `PrepareError` on every rank where the outputs differ. A collective of the first call."""
-        if self.is_done:
+        tensors: list[Tensor] = []
+        _ = _mapped((inputs, keywords), tensors.append)
+        self.has_own = any(is_cut(self.ctx, length) for each in tensors for length in each.shape)
+        if self.is_done or not self.has_own:
             return
         problems: list[str] = []
         for most in (PROVED * self.ctx.axis("cp").size, None):  # models of one length need all of it
@@ -205,8 +345,8 @@ class _Proof:
             expected="layers that work on positions one by one, at positions that the call passes",
             got=problems[0],
             where=f"first forward of {type(module).__name__} on a mesh with cp",
-            fix="Pass part['position_ids'], of accel.parallel.split_sequence, to a model that counts positions from 0. "
-            "Else leave cp out of the mesh.",
+            fix="Pass part['position_ids'], of accel.parallel.split_sequence, to a model that counts positions from 0, "
+            "and masks of the whole sequence. Else leave cp out of the mesh.",
         )
 
     def _problem(self, module: nn.Module, given: tuple[Any, Any], dim: int, most: int | None) -> str:
@@ -218,17 +358,16 @@ class _Proof:
                 return "no input that split_sequence has cut"
             inputs, keywords = _mapped(given, lambda each: pairs[id(each)][0])
             own_inputs, own_keywords = _mapped(given, lambda each: pairs[id(each)][1])
-            self.keys.cuts = False
             try:
-                expected = outputs_of(forward(*inputs, **keywords))
-                self.keys.cuts = True
+                with all_positions(self.ctx):
+                    expected = outputs_of(forward(*inputs, **keywords))
+                if isinstance(module, nn.MultiheadAttention):  # whose own hooks a call of its forward passes by
+                    own_inputs, own_keywords = _AllKeys(self)(module, own_inputs, own_keywords)
                 return self._difference(expected, outputs_of(forward(*own_inputs, **own_keywords)))
             except ConfigError:
                 raise
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            finally:
-                self.keys.cuts = True
 
     def _pairs(self, given: Any, dim: int, most: int | None) -> dict[int, tuple[Tensor, Tensor]] | None:
         """Return the tensors of a call by `id`: of all positions, of `most` at most, and of the own among them; None
@@ -242,7 +381,7 @@ class _Proof:
             dims = [at for at, length in enumerate(each.shape) if is_cut(self.ctx, length)]
             if dims and id(each) not in pairs:
                 at = dim if dim in dims else dims[0]
-                whole = self.keys.whole(each.detach(), at)
+                whole = _whole(self.ctx, each.detach(), at)
                 length = min(whole.shape[at], most or whole.shape[at])
                 lengths[whole.shape[at]] = length
                 note_cut(self.ctx, length // size)
@@ -259,7 +398,7 @@ class _Proof:
     def _difference(self, expected: Sequence[Tensor], got: Sequence[Tensor]) -> str:
         """Return a line on the first output that is not that of all positions; "" for none. A collective of losses."""
         rank, size = self.ctx.axis("cp")
-        totals = [None if each.ndim else self.keys.whole(each.expand(2), 0).sum() / 2 for each in got]
+        totals = [None if each.ndim else _whole(self.ctx, each.expand(2), 0).sum() / 2 for each in got]
         for number, (want, have, total) in enumerate(zip(expected, got, totals, strict=True)):
             for at, (whole, own) in enumerate(zip(want.shape, have.shape, strict=True)):
                 if whole != own:

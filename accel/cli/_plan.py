@@ -374,6 +374,11 @@ def parser() -> Parser:
     )
     _ = add("--efficiencies", metavar="FILE", help="table of speeds by shape (default: published ones of H100)")
     _ = add("--calibrate", metavar="FILE", help="measure this machine's speeds and write such a table; takes no CONFIG")
+    _ = add("--images", type=int, default=1, metavar="N", help="images of a sequence, of models that see (default: 1)")
+    _ = add(
+        "--image-size", type=int, default=448, metavar="N", dest="side",
+        help="side of an image in pixels, where the model takes any (default: 448)",
+    )  # fmt: skip
     _ = add("--compiled", action="store_true", help="torch.compile fuses the operators between products")
     _ = add("--top", type=int, default=10, metavar="N", help="meshes to show (default: 10)")
     _ = add("--json", action="store_true", help="all meshes, for programs")
@@ -384,10 +389,11 @@ def _job(known: argparse.Namespace) -> Job:
     for flag, names in NAMES.items():
         name = getattr(known, flag.removeprefix("--"))
         check_choice(name, names, f"unknown {flag.removeprefix('--')}", where=flag)
-    for flag in ("ranks", "tokens", "batch", "rows", "host", "top"):
+    for flag in ("ranks", "tokens", "batch", "rows", "host", "top", "images", "side"):
         count = getattr(known, flag)
         if count is not None and count < 1:
-            raise ConfigError("not a number to plan with", expected="1 or above", got=str(count), where=f"--{flag}")
+            name = "image-size" if flag == "side" else flag
+            raise ConfigError("not a number to plan with", expected="1 or above", got=str(count), where=f"--{name}")
     if known.ranks > _MOST_RANKS:
         got = str(known.ranks)
         raise ConfigError(
@@ -403,6 +409,8 @@ def _job(known: argparse.Namespace) -> Job:
         optimizer=known.optimizer,
         compiled=known.compiled,
         hosts=_hosts(known),
+        images=known.images,
+        side=known.side,
     )
 
 

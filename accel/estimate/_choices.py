@@ -14,8 +14,8 @@ from accel.errors import ConfigError
 from accel.estimate._cost import StepTime, rank_time, step_time
 from accel.estimate._efficiencies import Hosts
 from accel.estimate._memory import RankMemory, memory_by_moment, rank_memory
-from accel.estimate._model import Transformer
-from accel.estimate._step import EstimatedStep, divides_heads, rank_stages, stage_layers
+from accel.estimate._model import Tower, Transformer
+from accel.estimate._step import EstimatedStep, divides_heads, rank_stages, stage_layers, tower_side
 from accel.formats import PrecisionName, StrategyName
 from accel.topology import Axes, Plan
 
@@ -63,6 +63,8 @@ def mesh_problem(axes: Axes, model: Transformer, plan: Plan, *, tokens: int) -> 
     if axes.tp > 1 and divides_heads(model) and model.kv_heads % axes.tp and axes.tp % model.kv_heads:
         expected = f"tp that divides {model.kv_heads}, or is a multiple"
         return ConfigError("heads of keys cannot be divided along tp", expected=expected, got=f"tp={axes.tp}")
+    if model.tower is not None and (problem := _tower_problem(axes, model, model.tower, plan)):
+        return problem
     stages = axes.pp * plan.stages_per_rank
     if stages > model.layers:
         expected = f"{model.layers} stages at most, one for each layer"
@@ -75,6 +77,45 @@ def mesh_problem(axes: Axes, model: Transformer, plan: Plan, *, tokens: int) -> 
     if axes.ep > 1 and not model.experts:
         return ConfigError("the model has no experts", expected="a mesh without ep", got=f"ep={axes.ep}")
     return None
+
+
+def _tower_problem(axes: Axes, model: Transformer, tower: Tower, plan: Plan) -> ConfigError | None:
+    """Why a model with an encoder of images cannot be spread over a mesh."""
+    if axes.pp > 1:
+        expected = "a mesh without pp"
+        return ConfigError("two lists of blocks make no chain of stages", expected=expected, got=f"pp={axes.pp}")
+    if axes.cp > 1 and model.compared:
+        expected = "a mesh without cp"
+        return ConfigError("texts that images are compared with stay whole", expected=expected, got=f"cp={axes.cp}")
+    if axes.tp > 1 and plan.sequence and model.compared:
+        return ConfigError("the tokens of two encoders cannot be shared", expected="sequence=False", got="True")
+    if tower.divided and tower.blocks.heads % axes.tp:
+        expected = f"tp that divides {tower.blocks.heads}"
+        return ConfigError("heads of the encoder cannot be divided", expected=expected, got=f"tp={axes.tp}")
+    return None
+
+
+def check_images(model: Transformer, step: EstimatedStep) -> None:
+    """Raise `ConfigError` for sequences that their images, or the model's positions, do not fit."""
+    tower = model.tower
+    if model.compared and step.tokens > model.positions:
+        raise ConfigError(
+            "texts are longer than the model's positions", expected=f"{model.positions} tokens at most",
+            got=str(step.tokens), where="tokens",
+        )  # fmt: skip
+    if tower is None or not tower.merged:
+        return
+    side = tower_side(tower, step)
+    multiple = tower.patch * math.isqrt(tower.merged)
+    if side % multiple and not tower.side:
+        raise ConfigError(
+            "patches do not fill an image", expected=f"a multiple of {multiple} pixels", got=str(side), where="side"
+        )
+    if (own := step.images * tower.tokens(side)) > step.tokens:
+        expected = f"{own} tokens or more, for {step.images} of {tower.tokens(side)} each"
+        raise ConfigError(
+            "a sequence has no room for its images", expected=expected, got=str(step.tokens), where="tokens"
+        )
 
 
 def _demands(axes: Axes, model: Transformer, plan: Plan, tokens: int) -> Iterator[tuple[str, int, str, int]]:
@@ -114,6 +155,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         optimizer: one of `OPTIMIZERS`.
         compiled: whether `torch.compile` fuses the operators between products.
         hosts: speeds of the machine.
+        images: number of images of a sequence, for models with an encoder of them.
+        side: side of an image in pixels, for encoders that take images of any size.
     """
 
     ranks: int
@@ -125,6 +168,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str = "adamw"
     compiled: bool = False
     hosts: Hosts = Hosts()
+    images: int = 1
+    side: int = 448
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +255,9 @@ def choose_meshes(model: Transformer, job: Job) -> Choices:
     Returns:
         Meshes that fit, the fastest first; those that need more memory, the smallest need first; and those that the
         model cannot be divided by.
+
+    Raises:
+        ConfigError: sequences that their images, or the model's positions, do not fit.
     """
     fitting: list[Choice] = []
     too_large: list[Choice] = []
@@ -253,7 +301,10 @@ def _choice(model: Transformer, axes: Axes, strategy: StrategyName, job: Job) ->
         optimizer=job.optimizer,
         strategy=strategy,
         compiled=job.compiled,
+        images=job.images,
+        side=job.side,
     )
+    check_images(model, base)
     problem: ConfigError | None = None
     best: Choice | None = None
     for step, plan in _ways(model, axes, base):

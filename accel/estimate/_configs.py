@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
-from accel.estimate._model import Latent, Transformer
+from accel.estimate._model import Latent, Parameter, Tower, Transformer
 
 _LLAMA = {
     "layers": "num_hidden_layers",
@@ -90,7 +91,11 @@ def transformer_from(fields: Mapping[str, Any], *, where: str) -> Transformer:
     kind = fields.get("model_type")
     if not isinstance(kind, str):
         raise ConfigError("not a model's configuration", expected="`model_type`", got="none", where=where)
-    check_choice(kind, list(KINDS), "the blocks of this kind of model are not known", where=where)
+    check_choice(kind, [*KINDS, *_SEEING], "the blocks of this kind of model are not known", where=where)
+    return _with_tower(fields, kind, where) if kind in _SEEING else _decoder(fields, kind, where)
+
+
+def _decoder(fields: Mapping[str, Any], kind: str, where: str) -> Transformer:
     names, same = KINDS[kind]
     if kind in _RENAMED and _RENAMED[kind] not in fields:  # transformers 5 stores it by a common name
         other = fields.get("num_local_experts", fields.get("num_experts"))
@@ -175,3 +180,183 @@ def _size(fields: Mapping[str, Any], name: str, where: str, default: int | None 
         got = "none" if value is None else repr(value)
         raise ConfigError("not a size of a model", expected="1 or above", got=got, where=f"{where}, {name}")
     return value
+
+
+# Of each kind of model with an encoder of images: the kind of its decoder, and transformers' sizes of the encoder, and
+# of the decoder, where a file leaves them out.
+_CLIP = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "image_size": 224, "patch_size": 32,
+}  # fmt: skip
+_QWEN = {"depth": 32, "num_heads": 16, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_SEEING: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
+    "llava": (
+        "llama",
+        _CLIP,
+        {
+            "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "vocab_size": 32000,
+        },
+    ),
+    "qwen2_vl": ("qwen2", _QWEN | {"embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4}, {}),
+    "qwen2_5_vl": (
+        "qwen2",
+        _QWEN | {"hidden_size": 3584, "intermediate_size": 3420, "out_hidden_size": 3584, "window_size": 112},
+        {},
+    ),
+    "clip": (
+        "clip",
+        _CLIP,
+        {
+            "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
+            "vocab_size": 49408, "max_position_embeddings": 77,
+        },
+    ),
+}  # fmt: skip
+_KEPT = {"quick_gelu": 3, "gelu": 2}  # tensors inside an MLP, by its activation
+_PIXELS = 3
+
+
+def _with_tower(fields: Mapping[str, Any], kind: str, where: str) -> Transformer:
+    """Sizes of a decoder and of the encoder of images beside it."""
+    inner, usual, words = _SEEING[kind]
+    vision = {**usual, **_nested(fields, "vision_config", where)}
+    text = {**words, **(_nested(fields, "text_config", where) if "text_config" in fields else fields)}
+    classes: list[str] = fields.get("architectures") or []
+    if classes and not classes[0].endswith(("ForConditionalGeneration", "CLIPModel")):
+        expected = "a class ...ForConditionalGeneration, or CLIPModel"
+        raise ConfigError("not a model of texts and images", expected=expected, got=classes[0], where=where)
+    if kind == "clip":
+        return _compared(fields, text, vision, where)
+    named = str(text.get("model_type") or inner).removesuffix("_text")
+    named = inner if named == kind else named
+    check_choice(named, list(KINDS), "the blocks of this decoder are not known", where=f"{where}, text_config")
+    text = {"tie_word_embeddings": fields.get("tie_word_embeddings", False), **text, "architectures": None}
+    decoder = _decoder(text, named, f"{where}, text_config")
+    make = _clip_tower if kind == "llava" else _qwen_tower
+    return replace(decoder, tower=make(fields, vision, decoder.width, f"{where}, vision_config"))
+
+
+def _nested(fields: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    found = fields.get(name)
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            "the configuration has no such part", expected="an object", got=repr(found), where=f"{where}, {name}"
+        )
+    return cast("Mapping[str, Any]", found)
+
+
+def _compared(fields: Mapping[str, Any], text: Mapping[str, Any], vision: Mapping[str, Any], where: str) -> Transformer:
+    """Sizes of CLIP: two encoders, and the vectors that they compare."""
+    size = _size(fields, "projection_dim", where, 512)
+    projection = Parameter(name="visual_projection.weight", shape=(size, _size(vision, "hidden_size", where)))
+    tower = _clip_blocks(vision, f"{where}, vision_config")
+    return replace(
+        _clip_encoder(text, f"{where}, text_config"),
+        vocabulary=_size(text, "vocab_size", where),
+        positions=_size(text, "max_position_embeddings", where),
+        causal=True,
+        divided_ends=False,
+        compared=size,
+        tower=replace(tower, ends=(*tower.ends, projection), divided=True),
+    )
+
+
+def _clip_tower(fields: Mapping[str, Any], vision: Mapping[str, Any], width: int, where: str) -> Tower:
+    """Sizes of LLaVA's encoder, and of the layers that make its outputs tokens."""
+    kind = vision.get("model_type", "clip_vision_model")
+    check_choice(kind, ["clip_vision_model"], "the blocks of this encoder are not known", where=where)
+    taken = fields.get("vision_feature_layer", -2)
+    chosen = fields.get("vision_feature_select_strategy", "default")
+    if type(taken) is not int or chosen != "default":
+        raise ConfigError(
+            "the features of images are not known", expected='one layer, and the strategy "default"',
+            got=f"{taken}, {chosen}", where=where,
+        )  # fmt: skip
+    tower = _clip_blocks(vision, where)
+    layers = tower.blocks.layers
+    own = tower.blocks.width
+    ends = [*_linear("linear_1", width, own), *_linear("linear_2", width, width)]
+    used = taken if taken >= 0 else layers + 1 + taken
+    return replace(tower, merged=1, taken=min(layers, max(0, used)), ends=(*tower.ends, *ends))
+
+
+def _clip_blocks(vision: Mapping[str, Any], where: str) -> Tower:
+    blocks = _clip_encoder(vision, where)
+    width = blocks.width
+    patch, side = (_size(vision, name, where) for name in ("patch_size", "image_size"))
+    norms = [
+        Parameter(name=f"{name}.{end}", shape=(width,))
+        for name in ("pre_layrnorm", "post_layernorm")
+        for end in ("weight", "bias")
+    ]
+    ends = (
+        Parameter(name="class_embedding", shape=(width,)),
+        Parameter(name="patch_embedding.weight", shape=(width, _PIXELS, patch, patch)),
+        Parameter(name="position_embedding.weight", shape=((side // patch) ** 2 + 1, width), looked_up=True),
+        *norms,
+    )
+    return Tower(
+        blocks=blocks, patch=patch, side=side, merged=0, classed=True, taken=blocks.layers, ends=ends,
+    )  # fmt: skip
+
+
+def _clip_encoder(fields: Mapping[str, Any], where: str) -> Transformer:
+    width, heads = (_size(fields, name, where) for name in ("hidden_size", "num_attention_heads"))
+    return Transformer(
+        layers=_size(fields, "num_hidden_layers", where),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=width // heads,
+        inner=_size(fields, "intermediate_size", where),
+        vocabulary=0,
+        gated=False,
+        qkv_bias=True,
+        biases=True,
+        inner_kept=_KEPT.get(fields.get("hidden_act", "quick_gelu"), 3),
+        causal=False,
+    )
+
+
+def _qwen_tower(_: Mapping[str, Any], vision: Mapping[str, Any], width: int, where: str) -> Tower:
+    """Sizes of the encoder of Qwen2-VL, or of Qwen2.5-VL, whose blocks are those of a Llama with windows."""
+    gated = "embed_dim" not in vision
+    own = _size(vision, "hidden_size" if gated else "embed_dim", where)
+    depth, heads, patch = (_size(vision, name, where) for name in ("depth", "num_heads", "patch_size"))
+    merged = _size(vision, "spatial_merge_size", where) ** 2
+    pixels = _PIXELS * _size(vision, "temporal_patch_size", where) * patch**2
+    whole: Any = vision.get("fullatt_block_indexes", [7, 15, 23, 31])
+    blocks = Transformer(
+        layers=depth,
+        width=own,
+        heads=heads,
+        kv_heads=heads,
+        head_width=own // heads,
+        inner=_size(vision, "intermediate_size", where) if gated else own * _size(vision, "mlp_ratio", where),
+        vocabulary=0,
+        gated=gated,
+        qkv_bias=True,
+        biases=True,
+        rms=gated,
+        fused=True,
+        inner_kept=4 if gated else 3,
+        causal=False,
+        window=(_size(vision, "window_size", where) // patch) ** 2 if gated else 0,
+        windowed=sum(at not in whole for at in range(depth)) if gated else 0,
+    )
+    norms = [Parameter(name=f"ln_q.{end}", shape=(own,)) for end in (("weight",) if gated else ("weight", "bias"))]
+    ends = [
+        Parameter(name="patch_embedding.weight", shape=(own, pixels)),
+        *norms,
+        *_linear("up_proj", own * merged, own * merged),
+        *_linear("down_proj", width, own * merged),
+    ]
+    return Tower(blocks=blocks, patch=patch, merged=merged, taken=depth, ends=tuple(ends))
+
+
+def _linear(name: str, out: int, into: int) -> list[Parameter]:
+    return [
+        Parameter(name=f"projector.{name}.weight", shape=(out, into)),
+        Parameter(name=f"projector.{name}.bias", shape=(out,)),
+    ]

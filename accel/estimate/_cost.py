@@ -118,10 +118,13 @@ def _of_parameters(
         roots = root * (1 + (plan.reshard_after_forward is True and axes.pp == 1)) * rounds
         times = (1 + again) * rounds
         inside = held.inside.shards - (held.inside.experts if axes.ep > 1 else 0)
-        size = copies.shards * (held.root.shards * roots + inside * times)
-        yield _message(copies.shard_axes, copies.shards, "all-gather", roots + units * times, size * gathered)
-        size = copies.shards * (held.root.shards + inside) * exchanges
-        yield _message(copies.shard_axes, copies.shards, "reduce-scatter", (units + root) * exchanges, size * reduced)
+        without = again * rounds  # gathers of blocks that have no backward
+        calls = roots + units * times - held.idle * without
+        size = copies.shards * (held.root.shards * roots + inside * times - held.idle_shards * without)
+        yield _message(copies.shard_axes, copies.shards, "all-gather", calls, size * gathered)
+        calls = (units - held.idle + root) * exchanges
+        size = copies.shards * (held.root.shards + inside - held.idle_shards) * exchanges
+        yield _message(copies.shard_axes, copies.shards, "reduce-scatter", calls, size * reduced)
         if axes.ep > 1 and (same := expert_shards(axes, copies)) > 1:  # ranks with the same experts
             name = copies.shard_axes if axes.ep == axes.tp else "efsdp"
             size = same * held.inside.experts
@@ -146,6 +149,11 @@ def _along_tp(
     calls = layers * step.micro_batches
     whole = tokens * model.width
     again = 1 if step.recompute else 0
+    if model.tower is not None and model.tower.divided and held.is_first:
+        blocks = model.tower.blocks
+        patches = step.rows * step.images * model.tower.patches(tower_side(model.tower, step)) * step.micro_batches
+        total = patches * blocks.width * blocks.layers * ((2 + again) * size + 2 * stream)
+        yield _message("tp", axes.tp, "all-reduce", (4 + again) * blocks.layers * step.micro_batches, total)
     if model.experts:
         yield from _along_tp_with_experts(model, held, axes, step, stream)
     elif plan.sequence:

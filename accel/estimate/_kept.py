@@ -44,7 +44,8 @@ class Kept(NamedTuple):
     Attributes:
         block: of one block.
         dense: of one with an MLP in the place of experts; as `block` where there are none.
-        tower: of the blocks of an encoder of images, by the number of them that are used; None without one.
+        tower: of a block of an encoder of images, and the number of those that are used; None without one.
+        around: of modules before and behind the encoder's blocks.
         ends: of modules behind the blocks, without the logits.
         logits: of the logits, until their backward is done.
         peak: further ones while the loss's backward computes.
@@ -60,6 +61,7 @@ class Kept(NamedTuple):
     inside: int
     copies: int | None = None
     tower: tuple[int, KeptBlock] | None = None
+    around: int = 0
 
 
 def kept_by(
@@ -106,6 +108,7 @@ def _kept_by_sizes(model: Transformer, axes: Axes, plan: Plan, step: EstimatedSt
         peak=2 * logits,
         inside=_inside(model, axes, own, tokens, size),
         tower=_of_tower(model.tower, axes, step, stream),
+        around=_around_tower(model.tower, step, stream),
     )
 
 
@@ -115,6 +118,18 @@ def _of_tower(tower: Tower | None, axes: Axes, step: EstimatedStep, stream: int)
     patches = step.rows * step.images * tower.patches(tower_side(tower, step))
     parts = Axes(tp=axes.tp if tower.divided else 1)
     return tower.taken, _block(tower.blocks, parts, Plan(), patches, patches, stream, step.compute_bytes)
+
+
+def _around_tower(tower: Tower | None, step: EstimatedStep, stream: int) -> int:
+    """Bytes of inputs of the products around an encoder's blocks, of outputs between two of them, and of a norm."""
+    if tower is None:
+        return 0
+    images = step.rows * step.images
+    found = list(tower.matrices(tower_side(tower, step)))
+    inputs = sum(rows * (each.count // each.shape[0]) for rows, each in found)
+    between = sum(rows * each.shape[0] for rows, each in found[1:-1])
+    norm = images * tower.patches(tower_side(tower, step)) * tower.blocks.width * stream
+    return images * (inputs + between) * step.compute_bytes + norm
 
 
 def _block(

@@ -152,7 +152,8 @@ def memory_by_moment(
         return _offloaded(found, full) if plan.offload and copies.engine == "fully_shard" else found
 
     layers = sum(held.layers)
-    whole = layers if keeps_blocks(plan, axes) else 0
+    units = len(held.blocks)
+    whole = units if keeps_blocks(plan, axes) else 0
     # taken from what was kept
     again = kept.block.whole - (kept.block.products if step.keep else 0) if step.recompute else 0
     inside = kept.inside + _root_gradients(held, step, plan, copies)
@@ -164,8 +165,8 @@ def memory_by_moment(
         waiting = _waiting(held, kept, step, 1) + beside
     if layers > 1:
         both = inside + _on_its_way(held, step, plan, copies, wire)
-        yield at("next block", earlier, waiting - entry + again, min(layers - 1, max(2, whole - 1)), both)
-    others = min(layers - 1, max(2, whole - 1))
+        yield at("next block", earlier, waiting - entry + again, min(units - 1, max(2, whole - 1)), both)
+    others = min(units - 1, max(2, whole - 1))
     reducing = [at("reduction", earlier, waiting - entry, others, reduced)]
     if layers > 1 and _keeps_a_sum():  # until the next is formed, when the block's own parameters are freed
         reduced += _on_its_way(held, step, plan, copies, wire)
@@ -242,7 +243,7 @@ def _beside(kept: Kept, step: EstimatedStep) -> int:
     if kept.tower is None:
         return 0
     count, block = kept.tower
-    return count * _entry(block, step)
+    return count * _entry(block, step) + kept.around
 
 
 def _earlier(trained: int, full: int, step: EstimatedStep, copies: EqualRanks) -> int:

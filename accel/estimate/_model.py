@@ -148,7 +148,6 @@ class Tower(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         blocks: sizes of its blocks, whose tokens are patches and see each other; `vocabulary` is 0.
         patch: side of a patch in pixels.
-        pixels: number of values of a patch.
         side: side of an image in pixels; 0 for images of any size.
         merged: number of patches of a token of the decoder; 0 for an image that is one vector.
         classed: whether each image has a token beside its patches.
@@ -159,7 +158,6 @@ class Tower(msgspec.Struct, frozen=True, kw_only=True):
 
     blocks: Transformer
     patch: int
-    pixels: int
     merged: int
     taken: int
     side: int = 0

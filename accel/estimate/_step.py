@@ -278,6 +278,8 @@ class HeldParameters(NamedTuple):
         dense: number of those among them with an MLP in the place of experts.
         is_first: whether the rank has the embedding.
         is_last: whether the rank has the head.
+        idle: number of blocks of an encoder whose output is not used, so that they have no backward.
+        idle_shards: elements of their shards.
     """
 
     root: Unit
@@ -289,6 +291,8 @@ class HeldParameters(NamedTuple):
     dense: Sequence[int]
     is_first: bool
     is_last: bool
+    idle: int = 0
+    idle_shards: int = 0
 
 
 def held_by(
@@ -333,18 +337,24 @@ def _held_by_sizes(
     root = _unit(ends, axes, step, copies)
     block = _unit(model.block(), axes, step, copies)
     upto = list(itertools.accumulate(layers))
+    idle = idle_shards = 0
     dense = [model.dense_among(upto[at] - layers[at], upto[at]) for at in own]
     units = [block] * sum(layers[at] - some for at, some in zip(own, dense, strict=True))
     if any(dense):
         units += [_unit(model.block(dense=True), axes, step, copies)] * sum(dense)
     if tower is not None:
         parts = axes if tower.divided else msgspec.structs.replace(axes, tp=1, ep=1)
-        units += [_unit(tower.blocks.block(), parts, step, copies)] * tower.blocks.layers
+        seeing = _unit(tower.blocks.block(), parts, step, copies)
+        units += [seeing] * tower.blocks.layers
+        idle = tower.blocks.layers - tower.taken
+        idle_shards = idle * seeing.shards
     units.sort(key=lambda each: -each.whole)
     inside = _sum(units)
     every = _sum([root, inside])
     sizes = [each.whole for each in units]
-    return HeldParameters(root, units[0], inside, every, sizes, [layers[at] for at in own], dense, is_first, is_last)
+    return HeldParameters(
+        root, units[0], inside, every, sizes, [layers[at] for at in own], dense, is_first, is_last, idle, idle_shards
+    )
 
 
 def part_shape(parameter: Parameter, axes: Axes) -> list[int]:
@@ -355,7 +365,7 @@ def part_shape(parameter: Parameter, axes: Axes) -> list[int]:
     if is_expert(parameter):
         shape[0] //= axes.ep
         return shape
-    if parameter.name.split(".")[-2] in _COLWISE:
+    if parameter.name.rpartition(".")[0].rpartition(".")[2] in _COLWISE:
         shape[0] = -(-shape[0] // axes.tp)
     if parameter.name.endswith(_ROWWISE):
         shape[1] = -(-shape[1] // axes.tp)

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import accel
 from accel.testing import simulate
@@ -17,7 +17,9 @@ RECIPES = accel.bigmodel.expert_recipes(stored_block="block_sparse_moe", gate="w
 
 
 @pytest.fixture(scope="module")
-def original() -> MixtralForCausalLM:
+def original() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM  # takes seconds, which a collection need not
+
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=64,
@@ -32,7 +34,7 @@ def original() -> MixtralForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def folder(original: MixtralForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(original: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub")
     original.save_pretrained(folder, max_shard_size="30KB")
     return folder
@@ -47,12 +49,12 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_checkpoint_of_the_hub_becomes_the_model_and_the_model_the_checkpoint(
-    original: MixtralForCausalLM, folder: Path, tmp_path: Path
+    original: Any, folder: Path, tmp_path: Path
 ) -> None:
     ctx = accel.single("cpu")
     assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in tensors(folder)
-    reference = MixtralForCausalLM.from_pretrained(folder)
-    model = accel.init_empty_weights(lambda: MixtralForCausalLM(original.config))
+    reference = type(original).from_pretrained(folder)
+    model = accel.init_empty_weights(lambda: type(original)(original.config))
     assert model.model.layers[0].mlp.experts.gate_up_proj.is_meta
     accel.bigmodel.load_checkpoint_in_model(ctx, model, folder, rename=RECIPES)
     state = model.state_dict()
@@ -67,12 +69,10 @@ def test_a_checkpoint_of_the_hub_becomes_the_model_and_the_model_the_checkpoint(
     assert all(torch.equal(written[name], read[name]) for name in read)
 
 
-def test_ranks_of_a_sharded_model_save_the_checkpoint_of_the_hub(
-    original: MixtralForCausalLM, folder: Path, tmp_path: Path
-) -> None:
+def test_ranks_of_a_sharded_model_save_the_checkpoint_of_the_hub(original: Any, folder: Path, tmp_path: Path) -> None:
     def run(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, strategy="fsdp")
-        model = accel.init_empty_weights(lambda: MixtralForCausalLM(original.config))
+        model = accel.init_empty_weights(lambda: type(original)(original.config))
         model = accel.prepare_model(ctx, model)
         accel.bigmodel.load_checkpoint_in_model(ctx, model, folder, rename=RECIPES)
         accel.save_model(ctx, model, tmp_path, rename=RECIPES, max_shard_size="30KB")

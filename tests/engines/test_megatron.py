@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,12 @@ from accel.checkpoint._manifest import Item
 from accel.checkpoint._read import open_checkpoint
 from accel.storage import as_place
 
-pytest.importorskip("megatron.core", reason="needs accel-torch[engine-tests]")
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.filterwarnings("ignore::")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::"),
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs accel-torch[engine-tests]"),
+]
 
 WORKER = Path(__file__).parent / "megatron_worker.py"
 LAYOUTS = ("tp", "pp", "dp")  # two ranks each; dp with the distributed optimizer

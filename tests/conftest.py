@@ -15,7 +15,8 @@ from processes import children, patience
 
 from accel.testing import Simulator
 
-settings.register_profile("accel", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("accel", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("accel"), max_examples=500)
 settings.load_profile("accel")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and then children ignore Ctrl-C too

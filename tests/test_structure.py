@@ -51,6 +51,7 @@ def test_a_model_that_streams_enters_few_files(tmp_path: Path) -> None:
     assert len(files) <= MOST_OF_A_DISPATCH, f"a dispatch enters {len(files)} files: {', '.join(files)}"
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_launch_of_a_function_enters_few_files() -> None:
     files = benchmark().launched().files()

@@ -54,7 +54,7 @@ def _logits(ctx: accel.DistContext, model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("home", ["cpu", "mmap", "disk"])
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2", "pp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["tp=2", pytest.param("pp=2", marks=pytest.mark.slow), "pp=2,tp=2"])
 def test_stages_and_parts_of_weights_stream(
     ranks: Simulator, saved: tuple[Path, torch.Tensor], tmp_path: Path, mesh: str, home: str
 ) -> None:

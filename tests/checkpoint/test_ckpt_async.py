@@ -278,7 +278,7 @@ if len(sys.argv) > 2:
 """
 
 
-@pytest.mark.parametrize("words", [[], ["fail"]])
+@pytest.mark.parametrize("words", [pytest.param([], marks=pytest.mark.slow), ["fail"]])
 def test_a_program_that_ends_waits_for_its_last_checkpoint(words: list[str], tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", ENDS, str(tmp_path), *words], capture_output=True, text=True)
     assert done.stderr.strip() == ("the program failed" if words else "")

@@ -82,7 +82,7 @@ def load(path: Any) -> int:
     return int(loaded["number"])
 
 
-@pytest.mark.parametrize("layout", ["fresh", "keep_1", "same_step"])
+@pytest.mark.parametrize("layout", ["fresh", pytest.param("keep_1", marks=pytest.mark.slow), "same_step"])
 def test_a_crash_at_any_operation_loses_nothing(layout: str, orphaned: None) -> None:
     keep = None if layout == "same_step" else 1
     step = 1 if layout == "same_step" else 2

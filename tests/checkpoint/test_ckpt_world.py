@@ -32,7 +32,7 @@ def outcome(call: Callable[[], object]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(saved=st.integers(1, 5), loaded=st.integers(1, 5), steps=st.integers(0, 3))
 def test_what_any_world_saved_any_world_loads(
     saved: int, loaded: int, steps: int, tmp_path_factory: pytest.TempPathFactory

@@ -31,15 +31,13 @@ def _steps(ctx, loader, cursor) -> list[tuple[list[int], Cursor]]:
 
 
 MODES = ["shards", "elements", "dispatch"]
-CASES = [*itertools.product(MODES, [0], [False, True]), ("shards", 2, True), ("elements", 2, False)]
-SLOW = [
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in itertools.product(MODES, [2], [False, True])
-    if case not in CASES
+CASES = [
+    pytest.param(mode, workers, shuffled, marks=[pytest.mark.slow] * (workers > 0))
+    for mode, workers, shuffled in itertools.product(MODES, [0, 2], [False, True])
 ]
 
 
-@pytest.mark.parametrize(("mode", "workers", "shuffled"), CASES + SLOW)
+@pytest.mark.parametrize(("mode", "workers", "shuffled"), CASES)
 def test_every_sample_once_and_the_rest_after_a_resume(ranks, mode, workers, shuffled):
     def rank(ctx):
         stream = _stream().shuffle(seed=1, buffer_size=5) if shuffled else _stream()

@@ -65,9 +65,9 @@ def test_the_rest_of_an_epoch_is_the_same_from_every_cursor(ranks, n, world, siz
 @pytest.mark.parametrize(
     ("mode", "kind", "every"),
     [
-        ("shards", Stateful, 3),
-        ("elements", Stream, 3),
-        ("dispatch", Stateful, 3),
+        ("shards", Stateful, 5),
+        ("elements", Stream, 5),
+        ("dispatch", Stateful, 5),
         *(pytest.param(mode, kind, 1, marks=pytest.mark.slow) for mode in MODES for kind in (Stateful, Stream)),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_position_in_the_whole_stream_fits_any_number_of_ranks(ranks, world, o
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_checkpoint_keeps_where_every_rank_is(ranks, tmp_path, mode, workers):
     options = {"mode": mode, "num_workers": workers, "n": 29}
 
@@ -157,7 +157,7 @@ def test_a_stream_that_can_only_be_replayed_says_so_and_how_far_it_is(caplog, mo
     assert texts[1:] == [f"skipped {at} of 12 elements (worker 0)" for at in (1, 4, 5, 8, 9, 12)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_that_wait_for_a_long_replay_hear_of_it(ranks, monkeypatch, mode, workers):
     """Otherwise they would give up on the one that reads, at the time-out of a message."""

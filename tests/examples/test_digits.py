@@ -109,7 +109,10 @@ def test_a_short_run_leaves_metrics_and_checkpoints(
     assert lines(tmp_path) == table  # complete, and nothing was trained or measured anew
 
 
-@pytest.mark.parametrize(("world", "accumulate"), [(1, 4), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("world", "accumulate"),
+    [pytest.param(1, 4, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow), (3, 2)],
+)
 def test_ranks_and_accumulation_do_not_change_the_run(
     digits: ModuleType, tmp_path: Path, world: int, accumulate: int
 ) -> None:

@@ -92,8 +92,8 @@ def _check(losses: Losses, name: str, axes: Axes, strategy: str) -> None:
     [
         ("gpt", Axes(tp=2), "ddp"),
         ("gpt", Axes(cp=2), "ddp"),
-        ("transformer", Axes(dp=2), "fsdp"),
-        ("llama", Axes(cp=2), "ddp"),
+        pytest.param("transformer", Axes(dp=2), "fsdp", marks=pytest.mark.slow),
+        pytest.param("llama", Axes(cp=2), "ddp", marks=pytest.mark.slow),
         ("gpt2", Axes(pp=2), "ddp"),
         ("mixtral", Axes(dp=2, ep=2), "fsdp"),
     ],

@@ -71,7 +71,7 @@ def test_a_script_that_does_not_parse_points_at_its_line(workspace: Workspace) -
     assert "importlib" not in done.stderr
 
 
-@pytest.mark.parametrize("n", ["1", "2"])
+@pytest.mark.parametrize("n", [pytest.param("1", marks=pytest.mark.slow), "2"])
 @pytest.mark.parametrize(
     ("statement", "code", "words"),
     [

@@ -193,6 +193,7 @@ def _dropping(inside: float, behind: float) -> Callable[[], nn.Module]:
     return made
 
 
+@pytest.mark.slow
 def test_compiled_blocks_have_the_gradients_of_one_process(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "own", Family(Words))
     model = _dropping(0.0, 0.0)

@@ -102,7 +102,13 @@ def _train_words(ctx: accel.DistContext, mesh: str, shift: Callable[[int, accel.
 
 
 @pytest.mark.parametrize(
-    ("mesh", "axis"), [("pp=2", "pp"), ("dp=2,pp=2", "pp"), ("pp=2,tp=2", "pp"), ("pp=2,tp=2", "tp")]
+    ("mesh", "axis"),
+    [
+        ("pp=2", "pp"),
+        pytest.param("dp=2,pp=2", "pp", marks=pytest.mark.slow),
+        pytest.param("pp=2,tp=2", "pp", marks=pytest.mark.slow),
+        ("pp=2,tp=2", "tp"),
+    ],
 )
 def test_a_later_slip_along_a_pipeline_is_found(ranks: Simulator, mesh: str, axis: str):
     def right(ctx: accel.DistContext) -> None:
@@ -179,7 +185,7 @@ def _compiled(ctx: accel.DistContext) -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch, while it compiles
 @pytest.mark.parametrize(
     "program",
-    [_plain, _forwards_of_one_rank, _computed_again, _two_models, _compiled],
+    [_plain, _forwards_of_one_rank, _computed_again, _two_models, pytest.param(_compiled, marks=pytest.mark.slow)],
     ids=lambda each: each.__name__.strip("_"),
 )
 def test_right_programs_pass_and_send_nothing_more(ranks: Simulator, program: Any, monkeypatch: pytest.MonkeyPatch):

@@ -103,10 +103,10 @@ def _prepared(ctx: accel.DistContext, model: Any, optimizer: Any, _example: Any)
     ("kind", "axes", "strategy", "accumulations"),
     [
         ("hit", "dp=2,ep=2", "fsdp", (1, 3)),
-        ("every", "dp=2,ep=2", "ddp", (3,)),
+        pytest.param("every", "dp=2,ep=2", "ddp", (3,), marks=pytest.mark.slow),
         ("dense", "dp=2,ep=2", "fsdp", (1,)),
         ("scaled", "tp=2,ep=2", "fsdp", (3,)),
-        ("hit", "dp=4,ep=2", "fsdp", (3,)),
+        pytest.param("hit", "dp=4,ep=2", "fsdp", (3,), marks=pytest.mark.slow),
         pytest.param("every", "dp=4,ep=4", "fsdp", (1, 3), marks=pytest.mark.slow),
         pytest.param("hit", "dp=2,tp=2,ep=4", "fsdp", (1, 3), marks=pytest.mark.slow),
         pytest.param("scaled", "dp=4,ep=2", "ddp", (1, 3), marks=pytest.mark.slow),
@@ -188,7 +188,7 @@ def test_ranks_without_a_token_and_checkpoints_on_another_mesh(saved, loaded, tm
 
 
 @pytest.mark.parametrize(("kind", "moves"), [("hit", False), ("every", True)])
-@pytest.mark.parametrize(("mesh", "ranks"), [("dp=2,ep=2", 2), ("dp=4,ep=2", 4)])
+@pytest.mark.parametrize(("mesh", "ranks"), [("dp=2,ep=2", 2), pytest.param("dp=4,ep=2", 4, marks=pytest.mark.slow)])
 def test_experts_that_no_rank_calls_get_no_gradient(kind, moves, mesh, ranks):
     """As in one process: the optimizer leaves them, and decays the weights of those that are called without a row."""
 

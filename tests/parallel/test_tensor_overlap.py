@@ -70,7 +70,7 @@ MODELS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(
     size=st.sampled_from([2, 4]),
     model=MODELS,

@@ -68,7 +68,7 @@ MODELS = st.fixed_dictionaries(
 UNEVEN = {"classes": 11, "hidden": 23}  # of a vocabulary and an MLP that no number of ranks divides
 
 
-@settings(max_examples=7, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     size=st.sampled_from([2, 4]),
     model=MODELS,

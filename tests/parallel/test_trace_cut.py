@@ -122,7 +122,7 @@ def grads(model: nn.Module) -> list[torch.Tensor]:
     return [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     kinds=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 4)), min_size=3, max_size=7),
     cuts=st.sets(st.integers(1, 6), min_size=1, max_size=3),

@@ -39,7 +39,7 @@ def _check(ranks: Simulator, name: str, mesh: str, world: int, accumulation: int
     assert figures < FIGURES
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "unet"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("t5", marks=pytest.mark.slow), "unet"])
 def test_a_traced_model_takes_the_steps_of_one_process(
     ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -287,6 +287,7 @@ def _lose_ties(model: nn.Module) -> None:
     model.accel_pipeline.ties = ()
 
 
+@pytest.mark.slow
 def test_the_law_notices_a_lost_tie(ranks: Simulator) -> None:
     with pytest.raises(AssertionError):
         _check(ranks, "bert", "pp=2", 2, change=_lose_ties)

@@ -24,7 +24,7 @@ SPREADS = [
     ("fsdp", "dp_replicate=2,dp_shard=2"),
     ("ddp", "tp=2"),
     ("fsdp", "dp=2,tp=2"),
-    ("ddp", "dp=2,tp=2"),
+    pytest.param(("ddp", "dp=2,tp=2"), marks=pytest.mark.slow),
 ]
 
 
@@ -145,7 +145,11 @@ def test_optimizers_over_lists_take_them_beside_shards(ranks: Simulator, kind: A
         torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("spread", [("fsdp", ""), ("fsdp", "dp=2,tp=2")], ids=lambda each: " ".join(each))
+@pytest.mark.parametrize(
+    "spread",
+    [pytest.param(("fsdp", ""), marks=pytest.mark.slow), ("fsdp", "dp=2,tp=2")],
+    ids=lambda each: " ".join(each),
+)
 def test_checkpoints_cross_from_and_to_one_process(ranks: Simulator, spread: Any, tmp_path: Any) -> None:
     def run(ctx: accel.DistContext, path: Any = None, into: str = "") -> Any:
         model = _make(ctx)

@@ -369,7 +369,7 @@ def test_many_runs_are_a_row_each_and_say_what_they_share(tmp_path: Path) -> Non
     assert "b" not in found.tags
 
 
-@pytest.mark.parametrize("axis", ["runs", "metrics"])
+@pytest.mark.parametrize("axis", ["runs", pytest.param("metrics", marks=pytest.mark.slow)])
 def test_a_page_grows_with_runs_and_metrics_no_faster_than_they_do(axis: str) -> None:
     def size(count: int) -> int:
         runs, metrics = (count, 5) if axis == "runs" else (20, count)

@@ -62,7 +62,7 @@ def first(ranks, tmp_path_factory) -> Path:
     return out
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     write=st.sampled_from(WRITES),
     action=st.sampled_from(["drop", "cut", "corrupt"]),

@@ -57,7 +57,7 @@ def _close(got: list[list[float]], expected: list[list[float]]) -> None:
         assert mine == pytest.approx(other, rel=1e-10, abs=1e-10)
 
 
-@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("seed", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_torchs_sharded_checkpoint(tmp_path, seed):
     def save(group):
         model, optimizer = _sharded()

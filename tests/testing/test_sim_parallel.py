@@ -149,7 +149,7 @@ def _zero(rank: int) -> Numbers:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in SEEDS[1:])])
 @pytest.mark.parametrize(
     "way", [_ddp, _ddp_accumulating, _ddp_hook, _fsdp, _hsdp, _tp, _fsdp_and_tp, _zero], ids=lambda way: way.__name__
 )

@@ -286,7 +286,7 @@ def same(left: tuple[list[float], list[Tensor]], right: tuple[list[float], list[
     return left[0] == right[0] and all(map(torch.equal, left[1], right[1]))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_training_loop_computes_the_same_on_a_device(world_size: int) -> None:
     expected = simulate(training, world_size, streams=SimulatedDevice())
     for order in STREAM_ORDERS[::2]:

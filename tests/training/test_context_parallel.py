@@ -122,11 +122,11 @@ def check_equal(ranks: Simulator, size: int, run: Run) -> None:
         (4, Run("cp=4", "heads", accumulation=3)),
         (4, Run("dp=2,cp=2", "ring", accumulation=2)),
         (4, Run("dp=2,cp=2", "heads", rows=7)),
-        (8, Run("dp=4,cp=2", "gather", accumulation=2)),
+        pytest.param(8, Run("dp=4,cp=2", "gather", accumulation=2), marks=pytest.mark.slow),
         (2, Run("cp=2", "ring", "fsdp", accumulation=2)),
         (4, Run("dp=2,cp=2", "gather", "fsdp", accumulation=3)),
         (4, Run("dp=2,cp=2", "heads", "fsdp")),
-        (8, Run("dp_replicate=2,dp_shard=2,cp=2", "ring", "fsdp", accumulation=2)),
+        pytest.param(8, Run("dp_replicate=2,dp_shard=2,cp=2", "ring", "fsdp", accumulation=2), marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_one_process(ranks: Simulator, size: int, run: Run) -> None:

@@ -155,7 +155,7 @@ def largest_difference(ranks: Simulator, size: int, mesh: str, **options: Any) -
         (4, "cp=4", {"method": "heads", "kind": "gpt2"}),
         (4, "dp=2,cp=2", {"strategy": "fsdp", "method": "ring"}),
         (2, "cp=2", {"packed": True}),
-        (4, "cp=2,tp=2", {"method": "ring", "sequence": True}),
+        pytest.param(4, "cp=2,tp=2", {"method": "ring", "sequence": True}, marks=pytest.mark.slow),
         pytest.param(4, "dp=2,cp=2", {"packed": True, "method": "ring", "kind": "gpt2"}, marks=pytest.mark.slow),
         pytest.param(4, "dp=2,cp=2", {"strategy": "fsdp", "method": "heads", "kind": "gpt2"}, marks=pytest.mark.slow),
         pytest.param(8, "dp=2,cp=2,tp=2", {"method": "heads", "kind": "gpt2"}, marks=pytest.mark.slow),

@@ -162,7 +162,7 @@ READERS: dict[str, Callable[[Loop, Path], object]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(draw=st.data())
 def test_the_step_of_a_bad_gradient_changes_nothing_and_the_next_look_raises(
     ranks: Simulator, tmp_path_factory: pytest.TempPathFactory, layout: str, draw: st.DataObject

@@ -169,7 +169,7 @@ def _rewinds(ctx: accel.DistContext, case: Case) -> None:
         torch.testing.assert_close(local_part(mine), local_part(theirs), rtol=0, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=5)
 @given(case=cases())
 def test_it_leaves_no_trace_also_where_it_raises(case: Case) -> None:
     simulate(lambda ctx: _rewinds(ctx, case), case.world, default_group=True)

@@ -124,7 +124,7 @@ def _sharded(ctx: accel.DistContext, name: str = "blocks") -> tuple[nn.Module, O
 WORLDS = st.sampled_from([(1, ""), (2, ""), (3, ""), (4, "dp_replicate=2,dp_shard=2"), (4, "dp=4,tp=1")])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     world=WORLDS,
     name=st.sampled_from(list(MODELS)),

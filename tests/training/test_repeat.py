@@ -123,7 +123,7 @@ def _compared(ctx: accel.DistContext, case: Case) -> None:
     assert ways[1][0].updates == case.steps
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(case=cases())
 def test_it_is_the_nested_loop_sample_for_sample_also_where_windows_are_skipped(case: Case) -> None:
     logging.getLogger("accel.data").disabled = True  # the nested loop's remark on its `break`

@@ -164,7 +164,7 @@ def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([each.detach().flatten().clone() for each in accel.unwrap_model(model).parameters()])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=cases(), seed=st.integers(0, 9))
 def test_any_split_is_one_process_with_one_batch(ranks: Simulator, case: Case, seed: int) -> None:
     expected = train_by_hand(case)

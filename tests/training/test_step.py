@@ -104,7 +104,7 @@ def train_by_hand(samples: int, window: int, max_norm: float | None) -> Outcome:
     return Outcome(flat(model), norms, rates, ids)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     samples=st.integers(1, 50),
     micro=st.integers(1, 9),

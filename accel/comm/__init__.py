@@ -24,11 +24,16 @@ from accel.comm._exchange import (
     start_values as start_values,
 )
 from accel.comm._gradients import (
+    Passage as Passage,
+    RecordedGroup as RecordedGroup,
     copied as copied,
     exchanged as exchanged,
     gathered as gathered,
     gathered_summed as gathered_summed,
+    own_gradient as own_gradient,
     own_part as own_part,
+    passage_of as passage_of,
+    passed as passed,
     scattered as scattered,
     start_gather as start_gather,
     start_scatter as start_scatter,

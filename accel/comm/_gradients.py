@@ -4,13 +4,14 @@
 Each is linear, so its gradient is another one of them: the gradient of a sum over ranks is a copy to each of them, that
 of an all-gather is a reduce-scatter. Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, calls the first two f and g.
 None makes a checked message: ranks of a model run the same layers. Groups have more than one rank; a rank's part or
-summand has one shape on all ranks; the group's size divides a dimension that is divided.
+summand has one shape on all ranks; the group's size divides a dimension that is divided. In a graph that torch.export
+records, each is an operator of this package, which a `RecordedGroup` makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,41 +24,130 @@ _gather_into = getattr(dist, "all_gather_single", None) or _dist.all_gather_into
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 
 
+class Passage(NamedTuple):
+    """A collective that gradients pass through.
+
+    Attributes:
+        kind: name of its function below.
+        dim: the dimension that ranks divide.
+        to, back: numbers of rows for and from each rank, where they are exchanged.
+    """
+
+    kind: str
+    dim: int = 0
+    to: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()
+
+
+class RecordedGroup:
+    """Stands for a group in a graph that torch.export records: its collectives become operators of the graph.
+
+    Args:
+        rank: this rank in the group.
+        size: of the group.
+    """
+
+    __slots__ = ("_rank", "_size")
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+
+    def rank(self) -> int:
+        """Return this rank."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._size
+
+    def record(self, x: Tensor, by: Passage) -> Tensor:
+        """Return what a collective would, without memory."""
+        operators: Any = torch.ops.accel
+        if by.kind == "copied":
+            return operators.copied(x)
+        return operators.passed(x, by.kind, by.dim, by.to, by.back, self._size)
+
+
+def passage_of(target: object, args: Sequence[Any]) -> Passage | None:
+    """Return the collective of an operator in a recorded graph, by its arguments; None of another operator."""
+    operators: Any = torch.ops.accel
+    if target is operators.copied.default:
+        return Passage("copied")
+    if target is not operators.passed.default:
+        return None
+    _, kind, dim, to, back, _ = args
+    return Passage(kind, dim, tuple(to), tuple(back))
+
+
+torch.library.define("accel::copied", "(Tensor(a) x) -> Tensor(a)")
+torch.library.define("accel::passed", "(Tensor x, str kind, int dim, int[] to, int[] back, int size) -> Tensor")
+
+
+@torch.library.register_fake("accel::copied")
+def _(x: Tensor) -> Tensor:
+    return _same(x)
+
+
+@torch.library.register_fake("accel::passed")
+def _(x: Tensor, kind: str, dim: int, to: Sequence[int], back: Sequence[int], size: int) -> Tensor:
+    if kind == "summed":
+        return x.new_empty(x.shape)
+    first = x.movedim(dim, 0)
+    parts = first.shape[0] // size if kind in ("own_part", "scattered") else first.shape[0] * size
+    out = x.new_empty((sum(back) if kind == "exchanged" else parts, *first.shape[1:])).movedim(0, dim)
+    return out.contiguous() if kind == "own_part" else out
+
+
+def passed(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
+    """Return what a collective makes of a tensor, from which gradients flow back. A collective, or its backward is
+    one."""
+    if isinstance(group, RecordedGroup):
+        return group.record(x, by)
+    forward, backward = _PASSAGES[by.kind]
+    return _through(x, lambda own: forward(own, by, group), lambda grad: backward(grad, by, group))
+
+
 def copied(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return a tensor that is alike on all ranks, for each to use in its own way. The backward sums, a collective."""
-    return _through(x, _same, lambda grad: _reduced(grad, group))
+    return passed(x, Passage("copied"), group)
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of the ranks' summands, for layers alike on all ranks. A collective; the backward makes none."""
-    return _through(x, lambda own: _reduced(own, group), _same)
+    return passed(x, Passage("summed"), group)
 
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the ranks' parts, for layers that are alike on all ranks. A collective; the backward keeps the
     gradient of the own part, without one."""
-    return _through(x, lambda own: _gathered(own, dim, group), lambda grad: _own(grad, dim, group))
+    return passed(x, Passage("gathered", dim), group)
 
 
 def gathered_summed(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the ranks' parts, for each rank to use in its own way. A collective, as its backward."""
-    return _through(x, lambda own: _gathered(own, dim, group), lambda grad: _scattered(grad, dim, group))
+    return passed(x, Passage("gathered_summed", dim), group)
 
 
 def scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part of the sum of the ranks' summands. A collective, as its backward."""
-    return _through(x, lambda own: _scattered(own, dim, group), lambda grad: _gathered(grad, dim, group))
+    return passed(x, Passage("scattered", dim), group)
 
 
 def own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part of a tensor that is alike on all ranks. The backward is a collective."""
-    return _through(x, lambda whole: _own(whole, dim, group), lambda grad: _gathered(grad, dim, group))
+    return passed(x, Passage("own_part", dim), group)
 
 
 def exchanged(x: Tensor, to: Sequence[int], back: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Send `to[i]` rows of a tensor to rank i; return the `back[i]` rows of each, by rank. A collective, as its
     backward."""
-    return _through(x, lambda rows: _exchanged(rows, to, back, group), lambda grad: _exchanged(grad, back, to, group))
+    return passed(x, Passage("exchanged", 0, tuple(to), tuple(back)), group)
+
+
+def own_gradient(x: Tensor) -> Tensor:
+    """Return a tensor whose gradient has memory of its own. No communication."""
+    return _through(x, _same, torch.clone)
 
 
 def start_shift(
@@ -144,37 +234,53 @@ def _through(x: Tensor, function: Callable[[Tensor], Tensor], transposed: Callab
     return cast(Any, _Linear).apply(x, function, transposed)
 
 
-def _same(x: Tensor) -> Tensor:
+def _same(x: Tensor, *_: object) -> Tensor:
     return x.view_as(x)
 
 
-def _reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduced(x: Tensor, _by: Passage, group: dist.ProcessGroup) -> Tensor:
     # a copy: the tensor belongs to the caller, or to autograd
     total = x.clone(memory_format=torch.contiguous_format)
     _dist.all_reduce(total, group=group)
     return total
 
 
-def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    first = x.movedim(dim, 0).contiguous()
+def _gathered(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
+    first = x.movedim(by.dim, 0).contiguous()
     out = first.new_empty((group.size() * first.shape[0], *first.shape[1:]))
     _gather_into(out, first, group=group)
-    return out.movedim(0, dim)
+    return out.movedim(0, by.dim)
 
 
-def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    first = x.movedim(dim, 0).contiguous()
+def _scattered(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
+    first = x.movedim(by.dim, 0).contiguous()
     out = first.new_empty((first.shape[0] // group.size(), *first.shape[1:]))
     _scatter_into(out, first, group=group)
-    return out.movedim(0, dim)
+    return out.movedim(0, by.dim)
 
 
-def _own(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def _own(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
     # contiguous, as a view would keep the whole tensor in memory
-    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+    return x.chunk(group.size(), by.dim)[group.rank()].contiguous()
 
 
-def _exchanged(x: Tensor, to: Sequence[int], back: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty((sum(back), *x.shape[1:]))
-    _dist.all_to_all_single(out, x.contiguous(), list(back), list(to), group=group)
+def _exchanged(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty((sum(by.back), *x.shape[1:]))
+    _dist.all_to_all_single(out, x.contiguous(), list(by.back), list(by.to), group=group)
     return out
+
+
+def _exchanged_back(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
+    return _exchanged(x, by._replace(to=by.back, back=by.to), group)
+
+
+_Function = Callable[[Tensor, Passage, dist.ProcessGroup], Tensor]
+_PASSAGES: Mapping[str, tuple[_Function, _Function]] = {  # forward and backward
+    "copied": (_same, _reduced),
+    "summed": (_reduced, _same),
+    "gathered": (_gathered, _own),
+    "gathered_summed": (_gathered, _scattered),
+    "scattered": (_scattered, _gathered),
+    "own_part": (_own, _gathered),
+    "exchanged": (_exchanged, _exchanged_back),
+}

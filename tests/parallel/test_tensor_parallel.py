@@ -269,3 +269,40 @@ def test_divided_logits_send_three_numbers_for_a_token_and_not_a_row(monkeypatch
     ends = 2 * tokens * WIDTH  # the embedding's sum, and that of the gradient of the head's input
     assert sent("colwise") == {"all-reduce": ends + 3 * (tokens + 1)}
     assert sent("colwise_gather_output") == {"all-reduce": ends, "all-gather": tokens * 53 * size}
+
+
+class Places(nn.Module):
+    """Parameters that a batch of one row gives one gradient, or parts of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first, self.places, self.more = (
+                nn.Parameter(torch.randn(1, tokens, WIDTH, dtype=torch.float64)) for tokens in (1, 4, 4)
+            )
+            self.up, self.down = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + (self.places + self.more)
+        return self.down(torch.tanh(self.up(hidden)))
+
+
+def test_gradients_of_whole_parameters_share_no_memory(ranks):
+    def rank(ctx: accel.DistContext, mesh: str) -> Any:
+        ctx = accel.replace(ctx, mesh=mesh)
+        net = Places()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        plan = accel.parallel.Plan(tensor={"up": "colwise", "down": "rowwise"})
+        net, optimizer = accel.prepare(ctx, net, optimizer, plan=plan)
+        scaler, accum = accel.loss_scale(ctx), accel.Accumulation(2)
+        for rows in torch.randn(2, 1, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64):
+            accum = accum.next()
+            with accel.accumulate(ctx, accum, net):
+                accum = accel.backward(ctx, net(rows).square().mean(), scaler, accum, weight=1)
+        result = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+        return [result.grad_norm], whole(net)
+
+    (expected,) = ranks.run(lambda ctx: rank(ctx, ""), 1)
+    for found in ranks.run(lambda ctx: rank(ctx, "tp=2"), 2, default_group=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

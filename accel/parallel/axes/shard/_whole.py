@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from accel.comm import own_gradient
 from accel.errors import PrepareError
 from accel.mixins import Mixin
 from accel.parallel._compile import add_within
@@ -184,4 +185,4 @@ def _plain(stored: nn.Parameter, placements: Sequence[Placement]) -> torch.Tenso
     if not awaited_of(stored):  # a new parameter, as model.to(dtype) makes
         await_mean(stored, placements)
     watch_whole(stored, again=True)
-    return cast(Any, stored).to_local(grad_placements=placements)
+    return own_gradient(cast(Any, stored).to_local(grad_placements=placements))

@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from accel.comm import (
+    RecordedGroup,
+    ThreadGroup,
     copied,
     exchanged,
     gathered,
     gathered_summed,
+    own_gradient,
     own_part,
     scattered,
     summed,
@@ -96,6 +99,18 @@ class Layer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Layer, (self.rule, self.mesh)
+
+
+class GroupLayer(Layer):
+    """A layer of a group that is no part of a mesh: of threads, or one that stands for the ranks in a graph."""
+
+    __slots__ = ()
+
+    def __init__(self, rule: Rule, group: ThreadGroup | RecordedGroup) -> None:
+        self.rule = rule
+        self.group = cast(Any, group)
+        self.rank = group.rank()
+        self.exchange = row_exchange(rule.rows, rule.needed, self.rank) if rule.needed else None
 
 
 class LocalParameters(Mixin):
@@ -303,9 +318,14 @@ class WholeSequence(Around):
 
 
 def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Return this rank's part of a parameter, from which gradients flow back to the whole."""
+    return local_of(parameter, summands=rule.summands)
+
+
+def local_of(parameter: torch.Tensor, *, summands: bool) -> torch.Tensor:
     """Return this rank's part of a parameter, from which gradients flow back to the whole.
 
-    Under a rule with summands, a replicated parameter's gradient awaits its sum over ranks.
+    `summands`: a replicated parameter's gradient awaits its sum over ranks.
     """
     if not is_dtensor(parameter):
         return parameter
@@ -319,13 +339,19 @@ def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
         )
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return local_part(parameter)
-    if rule.summands and parameter.placements[0].is_replicate():
-        from torch.distributed.tensor import Partial
-
-        return parameter.to_local(grad_placements=[Partial()])
-    if torch.compiler.is_compiling() or not parameter.is_contiguous():  # torch.compile knows the method
-        return parameter.to_local()
+    is_whole = parameter.placements[0].is_replicate()
+    if torch.compiler.is_compiling() or not parameter.is_contiguous() or (summands and is_whole):
+        return _own_part(parameter, summands=summands)  # torch.compile knows the method
     return cast(Any, _OwnPart).apply(parameter)
+
+
+def _own_part(parameter: DTensor, *, summands: bool) -> torch.Tensor:
+    """The part by DTensor's own method."""
+    if not parameter.placements[0].is_replicate():
+        return parameter.to_local()
+    from torch.distributed.tensor import Partial, Replicate
+
+    return own_gradient(parameter.to_local(grad_placements=[Partial() if summands else Replicate()]))
 
 
 class _OwnPart(torch.autograd.Function):
@@ -339,7 +365,9 @@ class _OwnPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> DTensor:
         parameter: DTensor = ctx.parameter
-        grad = grads[0].contiguous()
+        # autograd does not see behind a DTensor that memory is another gradient's too, such as that of a summand
+        is_whole = parameter.placements[0].is_replicate()
+        grad = grads[0].clone(memory_format=torch.contiguous_format) if is_whole else grads[0].contiguous()
         if grad.requires_grad or grad.dtype != parameter.dtype:  # a backward that is differentiated, for one
             return dtensor_of(grad, parameter)
         return dtensor_around(grad, parameter)

@@ -19,9 +19,9 @@ from accel.comm import ThreadGroup, run_in_threads
 from accel.errors import PrepareError
 from accel.parallel._modules import named_modules
 from accel.parallel._private import forward_hooks, forward_pre_hooks
-from accel.parallel.axes.tensor._layers import Layer
+from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
-from accel.parallel.axes.tensor._styles import Rule, row_exchange
+from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.axes.tensor._trace import ModuleCall, plain, tensors_in
 from accel.topology import TensorStyle
 
@@ -176,18 +176,6 @@ def _divided_dim(whole: torch.Size, part: torch.Size, group: ThreadGroup | None)
     return other[0] if len(other) == 1 and part[other[0]] * group.size() == whole[other[0]] else None
 
 
-class _RankLayer(Layer):
-    """The layer of a simulated rank."""
-
-    __slots__ = ()
-
-    def __init__(self, rule: Rule, group: ThreadGroup) -> None:
-        self.rule = rule
-        self.group = cast(Any, group)
-        self.rank = group.rank()
-        self.exchange = row_exchange(rule.rows, rule.needed, self.rank) if rule.needed else None
-
-
 def _part(whole: nn.Module, rules: Mapping[str, Rule], group: ThreadGroup) -> nn.Module:
     """A rank's copy of a module, with its parts of the parameters."""
     memo: dict[int, object] = {}
@@ -196,7 +184,7 @@ def _part(whole: nn.Module, rules: Mapping[str, Rule], group: ThreadGroup) -> nn
             values = _piece(each.detach(), rule.dims.get(name), group)
             memo[id(each)] = nn.Parameter(values.clone())
     part = copy.deepcopy(whole, memo)
-    install(part, rules, lambda rule: _RankLayer(rule, group))
+    install(part, rules, lambda rule: GroupLayer(rule, group))
     return part
 
 

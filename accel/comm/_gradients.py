@@ -80,17 +80,8 @@ def passage_of(target: object, args: Sequence[Any]) -> Passage | None:
     return Passage(kind, dim, tuple(to), tuple(back))
 
 
-torch.library.define("accel::copied", "(Tensor(a) x) -> Tensor(a)")
-torch.library.define("accel::passed", "(Tensor x, str kind, int dim, int[] to, int[] back, int size) -> Tensor")
-
-
-@torch.library.register_fake("accel::copied")
-def _(x: Tensor) -> Tensor:
-    return _same(x)
-
-
-@torch.library.register_fake("accel::passed")
-def _(x: Tensor, kind: str, dim: int, to: Sequence[int], back: Sequence[int], size: int) -> Tensor:
+def _like_passed(x: Tensor, kind: str, dim: int, to: Sequence[int], back: Sequence[int], size: int) -> Tensor:
+    """A tensor of the shape and strides that a collective gives, without communication."""
     if kind == "summed":
         return x.new_empty(x.shape)
     first = x.movedim(dim, 0)
@@ -284,3 +275,9 @@ _PASSAGES: Mapping[str, tuple[_Function, _Function]] = {  # forward and backward
     "own_part": (_own, _gathered),
     "exchanged": (_exchanged, _exchanged_back),
 }
+
+
+torch.library.define("accel::copied", "(Tensor(a) x) -> Tensor(a)")
+torch.library.define("accel::passed", "(Tensor x, str kind, int dim, int[] to, int[] back, int size) -> Tensor")
+cast(Any, torch.library).register_fake("accel::copied", _same)
+cast(Any, torch.library).register_fake("accel::passed", _like_passed)

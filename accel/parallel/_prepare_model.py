@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+from msgspec.structs import replace
 from torch import nn
 
 from accel.context import DistContext, context_first
@@ -41,7 +42,7 @@ from accel.parallel.axes.pipeline import PIPELINE
 from accel.parallel.axes.replicate._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel.axes.replicate._ddp import REPLICATE, Replica, replica_of
 from accel.parallel.axes.shard import SHARD
-from accel.parallel.axes.tensor import TENSOR
+from accel.parallel.axes.tensor import TENSOR, division_of
 from accel.topology import Dimension, Plan, data_dimension, dimension_of
 
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
@@ -173,6 +174,7 @@ def prepare_model(
     _check_used(ctx, keywords, spreads)
     check_model(ctx, model, plan, keywords, example)
     options = [_resolved(ctx, model, *each) for each in zip(spreads, options, strict=True)]
+    options = _with_division(ctx, model, spreads, options)
     prepared = model
     if spreads[-1].is_done(ctx, model):  # data parallelism, which comes last
         _check_free_of_options(keywords)
@@ -207,6 +209,20 @@ def _resolved(ctx: DistContext, model: nn.Module, spread: Spread, options: Sprea
     if spread.resolve is None or ctx.world_size == 1 or spread.is_done(ctx, model):
         return options
     return spread.resolve(ctx, model, options)
+
+
+def _with_division(
+    ctx: DistContext, model: nn.Module, spreads: Sequence[Spread], options: Sequence[SpreadOptions]
+) -> Sequence[SpreadOptions]:
+    """Options by which graphs of stages compute what ranks along tp divide. No communication."""
+    if any(each not in spreads or each.is_done(ctx, model) for each in (PIPELINE, TENSOR)):
+        return options
+    own: dict[Dimension, Any] = {each.dimension: option for each, option in zip(spreads, options, strict=True)}
+    division = partial(division_of, ctx, own["tensor"])
+    own["pipeline"] = replace(own["pipeline"], division=division)
+    if own["pipeline"].cut == "trace":  # before the cut, which leaves no rank the whole model
+        own["tensor"] = replace(own["tensor"], rules=division(model).rules)
+    return list(own.values())
 
 
 def compile_as_set(ctx: DistContext, model: nn.Module) -> None:
@@ -294,7 +310,7 @@ def own_options(
     """Return the options of one dimension from a plan and the keywords of `prepare_model`, or raise `ConfigError`."""
     sources = (_checked_plan(plan), keywords or ReplicateOptions())
     found: dict[str, Any] = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
-    found["example"] = example
+    found |= {"example": example, "division": None, "rules": None}  # the last two follow from the model
     own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
     own.check()
     return own

@@ -82,13 +82,14 @@ def train(
     accumulation: int = 1,
     rows: tuple[int, ...] = (8, 8, 5),
     max_norm: float | None = 0.05,
+    example: Any = None,
 ) -> Trained:
     """Take a step for each number of rows, by SGD with clipping; ranks with samples of their own divide the rows."""
     if mesh:
         ctx = accel.replace(ctx, mesh=mesh)
     model: Any = make()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
-    model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
     scaler, accum = accel.loss_scale(ctx), accel.Accumulation(accumulation)
     share, shares = ctx.data_parallel
     figures: list[float] = []

@@ -22,6 +22,8 @@ import accel
         pytest.param("Mamba", "tp=2", marks=pytest.mark.slow),  # parameters that are read without a call
         pytest.param("GPT-BigCode", "tp=2", marks=pytest.mark.slow),  # one key behind the queries, in one layer
         pytest.param("DeBERTa-v2", "pp=2", marks=pytest.mark.slow),  # a trace of scripted functions
+        pytest.param("BLOOM", "pp=2,tp=2", marks=pytest.mark.slow),  # biases with an entry for each head, in a trace
+        pytest.param("DeiT", "pp=2,tp=2", marks=pytest.mark.slow),  # micro-batches of one row, tokens that all share
         ("T5", "cp=2"),  # relative positions, cross-attention, padding in an encoder
         pytest.param("BART", "cp=2", marks=pytest.mark.slow),  # tables of positions that count from 0
         pytest.param("RoBERTa", "cp=2", marks=pytest.mark.slow),  # positions that are kept for padding

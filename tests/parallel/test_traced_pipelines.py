@@ -219,10 +219,10 @@ def test_hooks_are_refused_before_and_after_prepare(ranks: Simulator) -> None:
             assert "a module has a hook" in str(error)
 
 
-def test_a_plan_without_an_example_or_beside_tensor_parallelism_is_refused(ranks: Simulator) -> None:
+def test_a_plan_without_an_example_or_beside_experts_is_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> list[str]:
         plan = accel.parallel.Plan(cut="trace")
-        along = accel.replace(ctx, mesh="pp=2,tp=2")
+        along = accel.replace(ctx, mesh="pp=2,dp=2,ep=2")
         there = accel.replace(ctx, mesh="pp=4")
         errors = [caught(lambda: accel.prepare_model(there, Steps(), plan=plan))]
         errors += [caught(lambda: accel.prepare_model(along, Steps(), plan=plan, example=torch.ones(2, 4)))]
@@ -231,7 +231,7 @@ def test_a_plan_without_an_example_or_beside_tensor_parallelism_is_refused(ranks
 
     for without, divided in ranks.run(rank, 4, default_group=True):
         assert "example=, a batch as the model takes it" in without
-        assert "tp=2" in divided
+        assert "ep=2" in divided
 
 
 def test_one_graph_serves_any_number_of_rows_and_each_mode_has_its_own(ranks: Simulator) -> None:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from torch import nn
 
-from accel.comm import Call, adopt, agreed
+from accel.comm import Call, adopt, agreed, agreed_values
 from accel.context import DistContext, group_of
 from accel.errors import PrepareError
 from accel.errors._checks import with_article
@@ -22,10 +23,15 @@ from accel.parallel._private import is_compiled
 from accel.parallel._spread import Spread, SpreadOptions, begin_with_rank_0_, compare_models
 from accel.parallel.axes.pipeline._pipeline import Pipeline, Pipelined, attach, open_ties, stage_of, tied_names
 from accel.parallel.axes.pipeline._skipped import remove_modules, stage_view
-from accel.parallel.axes.pipeline._stage_module import StageModule, example_batch
+from accel.parallel.axes.pipeline._stage_module import MicroBatch, StageModule, example_batch
 from accel.parallel.axes.pipeline._stage_plan import Layout, Stages, check_stages, make_layout, own_stages, stage_plan
 from accel.parallel.axes.pipeline._trial import Trial, skeleton_of, trial_batch
 from accel.topology import Dimension, dimension_of
+
+if TYPE_CHECKING:
+    from accel.parallel.axes.pipeline._trace_export import StageGraphs
+    from accel.parallel.axes.pipeline._traced import Traces
+    from accel.parallel.axes.tensor import Division
 
 _BESIDE: tuple[Dimension, ...] = ("pipeline", "expert", "tensor", "context", "data", "replicate", "shard")
 _WHERE = "prepare_model, plan=, stages"
@@ -42,10 +48,11 @@ class StageOptions(SpreadOptions, frozen=True, kw_only=True):
     cut: str = "chain"
     units: Any = "auto"
     example: Any = None
+    division: Any = None  # from a whole model to the `Division` of its graphs among ranks along tp; None without tp
 
     def describe(self) -> str:
-        """Return the options without the example, which is a batch of the rank's own."""
-        return repr(msgspec.structs.replace(self, example=None))
+        """Return the options without the example, which is a batch of the rank's own, and functions."""
+        return repr(msgspec.structs.replace(self, example=None, division=None))
 
 
 def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
@@ -110,15 +117,15 @@ def _check_mesh(ctx: DistContext, options: StageOptions) -> None:
     """Raise for axes that the stages of a traced model are not divided along."""
     beside = {name: axis.size for name, axis in ctx.position.axes if axis.size > 1 and name != "pp"}
     kinds = {name: dimension_of(name) for name in beside}
-    if found := [name for name in beside if kinds[name] in ("expert", "tensor", "context", "sequence")]:
+    if found := [name for name in beside if kinds[name] in ("expert", "context", "sequence")]:
         raise PrepareError(
-            "a traced model cannot be divided within its stages",
-            expected="axes for replicas and shards beside pp",
+            "a traced model cannot be divided along these axes within its stages",
+            expected="axes for replicas, shards and tensor parallelism beside pp",
             got=", ".join(f"{name}={beside[name]}" for name in found),
             where=_WHERE,
             fix='Leave them out of the mesh, or cut the model as a chain: Plan(cut="chain").',
         )
-    if beside and options.units != "auto":
+    if any(kind != "tensor" for kind in kinds.values()) and options.units != "auto":
         raise PrepareError(
             "a traced stage is sharded as one unit, which its graph reads whole",
             expected='units="auto" beside replicas and shards',
@@ -175,7 +182,7 @@ def _trial(ctx: DistContext, model: nn.Module, options: StageOptions) -> Trial:
         _check_mesh(ctx, options)
     except PrepareError as error:
         obstacle = f"{error.problem}, here {error.got}"
-    return Trial(model, ctx.device, layout.stages, line, obstacle)
+    return Trial(model, ctx.device, layout.stages, line, obstacle, options.division)
 
 
 def _layout(ctx: DistContext, options: StageOptions) -> Layout:
@@ -227,14 +234,14 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
 def _spread_traced(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_empty: bool) -> nn.Module:
     """Cut a model by tracing: ranks keep what the graphs of their stages read."""
     # torch.export takes long to import
-    from accel.parallel.axes.pipeline._traced import TracedModule, Traces, drop_others, holdings_of, view_of
+    from accel.parallel.axes.pipeline._traced import TracedModule, drop_others, holdings_of, view_of
 
     layout = _layout(ctx, options)
     compare_models(ctx, options, dict(model.named_parameters()))
     batch = example_batch(options.example, ctx.containers)
+    division = None if options.division is None else options.division(model)
     paths = layout.stages if options.stages is None else options.stages
-    with agreed(ctx.comm, Call("prepare_model: export")):
-        traces, trace = Traces.begin(model, ctx.device, batch, paths)
+    traces, trace = _traces(ctx, model, batch, paths, division)
     holdings = holdings_of(model, trace.stages)
     aliases = _aliases(model)
     if ctx.world_size > layout.ranks:
@@ -254,7 +261,7 @@ def _spread_traced(ctx: DistContext, model: nn.Module, options: StageOptions, *,
     ties = open_ties(ctx, model, aliases, holdings.stages_of, layout)
     with agreed(ctx.comm, Call("prepare_model: stages")):
         names_of = holdings.names if ctx.world_size > layout.ranks else [kept] * layout.stages
-        modules = [TracedModule(view_of(model, names_of[at]), at, ctx.rank, layout.stages) for at in mine]
+        modules = [TracedModule(view_of(model, names_of[at]), at, ctx.rank, layout.stages, division) for at in mine]
     add_mixin([model], Pipelined)
     names = [each for each in aliases if len(each) > 1]
     unused = options.find_unused_parameters
@@ -263,6 +270,28 @@ def _spread_traced(ctx: DistContext, model: nn.Module, options: StageOptions, *,
     )
     attach(model, pipeline, modules)
     return model
+
+
+def _traces(
+    ctx: DistContext,
+    model: nn.Module,
+    batch: MicroBatch,
+    stages: Sequence[Sequence[str]] | int,
+    division: Division | None,
+) -> tuple[Traces, StageGraphs]:
+    """The graphs of all stages. A collective: ranks along tp, whose parts may differ in size, cut at one place."""
+    from accel.parallel.axes.pipeline._traced import Traces  # torch.export takes long to import
+
+    made: list[tuple[Traces, StageGraphs]] = []
+
+    def export(stages: Sequence[Sequence[str]] | int = stages) -> list[list[str]]:
+        made.append(Traces.begin(model, ctx.device, batch, stages, division))
+        return list(map(list, made[-1][1].paths))
+
+    first, *others = agreed_values(ctx.comm, Call("prepare_model: export"), export, list[list[str]])
+    if any(each != first for each in others):
+        _ = agreed_values(ctx.comm, Call("prepare_model: export"), partial(export, first), list[list[str]])
+    return made[-1]
 
 
 def _aliases(model: nn.Module) -> list[tuple[str, ...]]:

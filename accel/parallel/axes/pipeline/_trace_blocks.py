@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from torch import fx, nn
 
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed, recomputed_call
+from accel.parallel.axes.tensor import Division
 
 Kept = tuple[str, ...]  # names of the operators whose outputs are kept
 
@@ -21,22 +23,33 @@ class RecomputedBlock(nn.Module):
     Args:
         graph: of the block.
         kept: names of the operators whose outputs are kept.
+        division: of the model among ranks along tp; None without tp.
     """
 
-    def __init__(self, graph: fx.GraphModule, kept: Kept) -> None:
+    def __init__(self, graph: fx.GraphModule, kept: Kept, division: Division | None) -> None:
         super().__init__()
         self.graph = graph
         self.kept = kept
+        self._division = division
 
     def forward(self, *values: Any) -> Any:
         """Run the graph, remembering its inputs and kept outputs only."""
-        return recomputed_call(self.graph, self.kept, *values)
+        return recomputed_call(self._run, self.kept, *values)
+
+    def _run(self, *values: Any) -> Any:
+        if self._division is None:
+            return self.graph(*values)
+        with self._division.running():  # torch stops a recomputed forward early
+            return self.graph(*values)
 
 
-def with_blocks(stage: fx.GraphModule, blocks: Mapping[str, Kept], fresh: frozenset[str]) -> fx.GraphModule:
+def with_blocks(
+    stage: fx.GraphModule, blocks: Mapping[str, Kept], fresh: frozenset[str], division: Division | None = None
+) -> fx.GraphModule:
     """Return a stage's graph in which each block is one call that runs again in backward.
 
-    `blocks`: paths of modules. `fresh`: names of nodes that depend on inputs alone, which stay outside.
+    `blocks`: paths of modules. `fresh`: names of nodes that depend on inputs alone, which stay outside. `division`: of
+    the stage's ranks along tp.
     """
     runs = _runs(stage.graph, blocks, fresh)
     if not runs:
@@ -54,7 +67,8 @@ def with_blocks(stage: fx.GraphModule, blocks: Mapping[str, Kept], fresh: frozen
                 _ = emit(source)
             if node in run_of:
                 path, nodes = runs[run_of[node]]
-                _call(graph, copies, held, stage, nodes, blocks[path.partition("@")[0]], emit)
+                wrap = partial(RecomputedBlock, kept=blocks[path.partition("@")[0]], division=division)
+                _call(graph, copies, held, stage, nodes, wrap, emit)
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         return copies[node]
@@ -120,7 +134,7 @@ def _call(
     held: dict[str, Any],
     stage: fx.GraphModule,
     nodes: Sequence[fx.Node],
-    kept: Kept,
+    wrap: Callable[[fx.GraphModule], RecomputedBlock],
     emit: Any,
 ) -> None:
     """Put one call in the place of some nodes."""
@@ -136,7 +150,7 @@ def _call(
     _ = inside.output(tuple(local[node] for node in results))
     owned = {str(each.target): getattr(stage, str(each.target)) for each in inner_graphs}
     name = f"block_{len(held)}"
-    held[name] = RecomputedBlock(fx.GraphModule(owned, inside), kept)
+    held[name] = wrap(fx.GraphModule(owned, inside))
     call = graph.call_module(name, tuple(emit(each) for each in values))
     for at, node in enumerate(results):
         copies[node] = graph.call_function(operator.getitem, (call, at))

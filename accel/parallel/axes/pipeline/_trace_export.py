@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from accel.errors import StageError
+from accel.errors import AccelError, StageError
 from accel.parallel._modules import named_modules
 from accel.parallel._private import fake_mode, is_fake, saves_otherwise
 from accel.parallel.axes.pipeline._stage_module import MicroBatch
@@ -34,6 +34,7 @@ from accel.parallel.axes.pipeline._trace_cut import (
     model_line,
 )
 from accel.parallel.axes.pipeline._trace_program import read_program
+from accel.parallel.axes.tensor import Division
 
 WHERE = 'Plan(cut="trace")'
 _ELSEWHERE = "A model that cannot be exported trains by the strategy fsdp along dp."
@@ -46,15 +47,20 @@ class Ghost(NamedTuple):
         model: the copy, in the model's own classes.
         mode: the mode of its tensors.
         device: of its tensors.
+        division: of it among ranks along tp; None without tp.
     """
 
     model: nn.Module
     mode: Any
     device: torch.device
+    division: Division | None = None
 
 
-def ghost_of(model: nn.Module, device: torch.device) -> Ghost:
-    """Copy a model without the memory of its parameters and buffers; other attributes are copied as they are."""
+def ghost_of(model: nn.Module, device: torch.device, division: Division | None = None) -> Ghost:
+    """Copy a model without the memory of its parameters and buffers; other attributes are copied as they are.
+
+    With a `division`, the copy computes on this rank's parts.
+    """
     mode = fake_mode()
     memo: dict[int, Any] = {}
     with mode:
@@ -66,7 +72,10 @@ def ghost_of(model: nn.Module, device: torch.device) -> Ghost:
     for module in found.modules():
         vars(module).pop("_compiled_call_impl", None)  # regions that torch would compile inside of its own trace
         leave_whole(module)
-    return Ghost(found, mode, device)
+    if division is not None:
+        with mode:
+            division.divide(found)
+    return Ghost(found, mode, device, division)
 
 
 class Mode(NamedTuple):
@@ -176,6 +185,8 @@ def export_stages(
         with _quiet(), ghost.mode, around, seen:
             dynamic = None if form.rows else shapes
             program = torch.export.export(ghost.model, args, kwargs, dynamic_shapes=dynamic, strict=False)
+    except AccelError:
+        raise
     except Exception as error:
         raise _failure(error) from error
     seen.check()
@@ -187,7 +198,9 @@ def export_stages(
     _check_sizes(cuts)
     blocks = {path: mode.kept for path, mode in modes.items() if mode.kept is not None}
     fresh = frozenset(node.name for node in read.fresh)
-    cuts = tuple(each._replace(graph=with_blocks(each.graph, blocks, fresh)) for each in cuts)
+    if ghost.division is not None:
+        ghost.division.bind(each.graph for each in cuts)
+    cuts = tuple(each._replace(graph=with_blocks(each.graph, blocks, fresh, ghost.division)) for each in cuts)
     guards = _guards([node.meta.get("val") for node in read.inputs])
     paths = tuple(map(tuple, stages))
     return StageGraphs(paths, cuts, program.call_spec.out_spec, constants, guards, form.rows)

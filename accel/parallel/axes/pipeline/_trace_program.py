@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind
 
 from accel.parallel._private import is_operator
 
-_RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "exponential", "uniform")
+_RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "exponential", "uniform", "accel.draw")
 
 
 class Program(NamedTuple):

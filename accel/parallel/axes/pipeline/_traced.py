@@ -31,6 +31,8 @@ from accel.parallel.axes.pipeline._trace_export import (
     ghost_of,
     sizes_at,
 )
+from accel.parallel.axes.tensor import Division
+from accel.tensors import is_dtensor
 
 _MOST_TRACES = 16
 _HARMLESS = "make_inputs_require_grads"  # of transformers, for checkpoints of another kind than a stage's
@@ -159,11 +161,19 @@ class Traces:
 
     @classmethod
     def begin(
-        cls, model: nn.Module, device: torch.device, batch: MicroBatch, stages: Sequence[Sequence[str]] | int
+        cls,
+        model: nn.Module,
+        device: torch.device,
+        batch: MicroBatch,
+        stages: Sequence[Sequence[str]] | int,
+        division: Division | None = None,
     ) -> tuple[Traces, StageGraphs]:
-        """Return the graphs of a whole model, with those for an example; `stages` may be a number of stages."""
+        """Return the graphs of a whole model, with those for an example; `stages` may be a number of stages.
+
+        With a `division`, they compute on this rank's parts.
+        """
         modes = modes_of(model)
-        ghost = ghost_of(model, device)
+        ghost = ghost_of(model, device, division)
 
         def export(form: BatchForm) -> StageGraphs:
             return export_stages(ghost, batch, form, stages, modes, contextlib.nullcontext())
@@ -252,14 +262,16 @@ class TracedModule(nn.Module):
         work: the current computation; None between calls.
         trace: the graphs of the current computation; None between calls.
         before_batch: run once before the micro-batches of a batch; None for nothing.
+        division: of the model among ranks along tp; None without tp.
     """
 
     work: Work | None = None
     trace: StageGraphs | None = None
     before_batch: Callable[[], None] | None = None
 
-    def __init__(self, module: nn.Module, index: int, rank: int, count: int) -> None:
+    def __init__(self, module: nn.Module, index: int, rank: int, count: int, division: Division | None = None) -> None:
         super().__init__()
+        self.division = division
         self.module = module
         self.index = index
         self.count = count
@@ -281,7 +293,7 @@ class TracedModule(nn.Module):
         stage = trace.stages[self.index]
         with self._named(f"micro-batch {at + 1} of {len(work.micro_batches)}"):
             inputs = pytree.tree_leaves((batch.args, dict(batch.kwargs)))
-            with work.around():
+            with work.around(), contextlib.nullcontext() if self.division is None else self.division.running():
                 held = [self._tensor(name, trace) for name in stage.held]
                 read = [_contiguous(inputs[number]) for number in stage.inputs]
                 options = vars(self)[COMPILES]
@@ -296,9 +308,15 @@ class TracedModule(nn.Module):
     def check(self, trace: StageGraphs) -> None:
         """Raise `StageError` for a tensor of the stage that this rank does not hold."""
         for name in trace.stages[self.index].held:
-            _ = self._tensor(name, trace)
+            _ = self._stored(name, trace)
 
     def _tensor(self, name: str, trace: StageGraphs) -> torch.Tensor:
+        found = self._stored(name, trace)
+        if self.division is not None and is_dtensor(found):
+            return self.division.own(name, found)
+        return found
+
+    def _stored(self, name: str, trace: StageGraphs) -> torch.Tensor:
         path, _, leaf = name.rpartition(".")
         found = trace.constants.get(name)
         if found is None:

@@ -15,6 +15,7 @@ from torch import nn
 from accel.errors import AccelError
 from accel.parallel._modules import example_of
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, example_batch, has_own
+from accel.parallel.axes.tensor import Division
 from accel.tree._walk import Containers
 
 _ANY_MODEL = "The strategy fsdp along dp takes models of any kind."
@@ -30,6 +31,7 @@ class Trial(NamedTuple):
         stages: their number.
         line: of the script, for a model that tracing cuts.
         obstacle: why the mesh or the plan has no traced stages; "" for no reason.
+        division: from the model to its division among ranks along tp; None without tp, or before it is known.
     """
 
     model: nn.Module
@@ -37,6 +39,7 @@ class Trial(NamedTuple):
     stages: int
     line: str
     obstacle: str
+    division: Callable[[nn.Module], Division] | None = None
 
     def with_outcome(
         self,
@@ -58,8 +61,9 @@ class Trial(NamedTuple):
         from accel.parallel.axes.pipeline._traced import Traces  # torch.export takes long to import
 
         try:
+            division = None if self.division is None else self.division(self.model)
             with around():
-                _ = Traces.begin(self.model, self.device, batch, self.stages)
+                _ = Traces.begin(self.model, self.device, batch, self.stages, division)
         except AccelError as error:
             got = f", got {error.got}" if error.got else ""
             return f"A trial cut by tracing met this: {error.problem}{got}. {_ANY_MODEL}"

@@ -102,7 +102,7 @@ class Layer:
 
 
 class GroupLayer(Layer):
-    """A layer of a group that is no part of a mesh: of threads, or one that stands for the ranks in a graph."""
+    """A layer of a group that is no part of a mesh: of threads, or the one of a graph."""
 
     __slots__ = ()
 

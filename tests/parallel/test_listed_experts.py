@@ -103,8 +103,8 @@ def _prepared(ctx: accel.DistContext, model: Any, optimizer: Any, _example: Any)
     ("kind", "axes", "strategy", "accumulations"),
     [
         ("hit", "dp=2,ep=2", "fsdp", (1, 3)),
-        pytest.param("every", "dp=2,ep=2", "ddp", (3,), marks=pytest.mark.slow),
-        ("dense", "dp=2,ep=2", "fsdp", (1,)),
+        ("every", "dp=2,ep=2", "ddp", (3,)),
+        pytest.param("dense", "dp=2,ep=2", "fsdp", (1,), marks=pytest.mark.slow),
         ("scaled", "tp=2,ep=2", "fsdp", (3,)),
         pytest.param("hit", "dp=4,ep=2", "fsdp", (3,), marks=pytest.mark.slow),
         pytest.param("every", "dp=4,ep=4", "fsdp", (1, 3), marks=pytest.mark.slow),

@@ -118,9 +118,11 @@ def _of_parameters(
         roots = root * (1 + (plan.reshard_after_forward is True and axes.pp == 1)) * rounds
         times = (1 + again) * rounds
         inside = held.inside.shards - (held.inside.experts if axes.ep > 1 else 0)
-        without = again * rounds  # gathers of blocks that have no backward
-        calls = roots + units * times - held.idle * without
-        size = copies.shards * (held.root.shards * roots + inside * times - held.idle_shards * without)
+        # blocks that have no backward are not gathered for it, but for the one that is fetched before its turn
+        without = again * rounds * max(0, held.idle - 1)
+        calls = roots + units * times - without
+        own = held.idle_shards // max(1, held.idle)
+        size = copies.shards * (held.root.shards * roots + inside * times - own * without)
         yield _message(copies.shard_axes, copies.shards, "all-gather", calls, size * gathered)
         calls = (units - held.idle + root) * exchanges
         size = copies.shards * (held.root.shards + inside - held.idle_shards) * exchanges

@@ -189,10 +189,12 @@ def test_a_step_of_a_spread_llava_is_as_estimated(plan: Plan, recompute: bool, m
             train(model, step, live, counted)
     assert rank_memory(sizes, Axes(dp=64), step, plan).total == pytest.approx(live.peak, rel=0.1)
     traffic = step_traffic(sizes, Axes(dp=64), step, plan)
-    # the embeddings of the encoder are a unit of their own
-    assert all(abs(each.calls - counted.calls[each.axis, each.operation]) <= 2 for each in traffic)
-    for each in traffic:  # the norm behind the unused block has no gradient to send
-        assert counted.bytes[each.axis, each.operation] == pytest.approx(each.bytes, rel=1e-3)
+    for each in traffic:
+        key = each.axis, each.operation
+        # the embeddings of the encoder are a unit of their own, and the norm behind the unused block has no gradient
+        again = 2 if each.operation == "all-gather" and plan.reshard_after_forward is None else 1
+        assert counted.calls[key] == each.calls + again
+        assert counted.bytes[key] == pytest.approx(each.bytes, rel=0.02)
 
 
 def llava(fields: Mapping[str, Any]) -> Any:

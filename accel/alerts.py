@@ -34,6 +34,7 @@ AlertLevel = Literal["info", "warning", "error"]
 LEVELS = get_args(AlertLevel)
 
 _SLOW = ("time/slowest_own_s", "time/own_s")  # of step statistics
+_STATISTICS = "Log the values of `accel.metrics.step_statistics`, with its `time` under `time`."
 _SLOW_SHARE = 0.05  # of the step, below which the delay of a rank does not matter
 _CONDITIONS = ("above", "below", "unchanged_steps", "slow_rank")
 
@@ -148,8 +149,8 @@ def check_metrics(rules: Sequence[AlertRule], names: Collection[str]) -> None:
     for rule in rules:
         missing = [name for name in rule.needed if name not in names]
         if missing and not rule.later:
-            what = "step statistics" if rule.slow_rank is not None else "a metric"
-            near = "" if rule.slow_rank is not None else did_you_mean(missing[0], names, otherwise=" ")
+            what = "a metric" if rule.slow_rank is None else "step statistics"
+            near = _STATISTICS if rule.slow_rank is not None else did_you_mean(missing[0], names, otherwise=" ")
             raise ConfigError(
                 f"an alert's rule is on {what} that the run does not log",
                 expected=f"one of {', '.join(sorted(names)[:20])}",
@@ -267,8 +268,7 @@ _MOST_TITLE, _MOST_TEXT = 200, 2_000  # characters
 _MOST_OPEN = 1_000  # alerts whose repeats are counted
 _MOST_WAITING = 100  # alerts that wait for their delivery
 _PATIENCE_S = 10.0  # for one try of the webhook, and for the command
-_RETRIES = 2
-_PAUSE_S = 1.0  # before the first of them, and twice as long before the second
+_RETRIES, _PAUSE_S = 2, 1.0  # the pause is before the first of them, and twice as long before the second
 
 Post = Callable[[str, bytes, float], None]  # URL, body, seconds of patience; raises OSError or ValueError
 Key = tuple[str, ...]

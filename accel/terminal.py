@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 import time
@@ -54,6 +55,11 @@ def show_clock(seconds: float) -> str:
 def show_text(text: str) -> str:
     """Return a text of a file as one line, with escapes for whatever terminals act on."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Return what sorts names as people do: layer2 before layer10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def show_table(rows: Sequence[Sequence[str]]) -> str:

@@ -39,7 +39,7 @@ from accel.report import (
 from accel.report.traces import describe_profile, read_traces
 from accel.run_folder import METRICS, PROFILE, RUN
 from accel.storage import as_place
-from accel.terminal import show_size
+from accel.terminal import natural_key, show_size
 
 _LARGEST_PROFILE = 64_000_000  # bytes of traces that a report reads; some seconds
 
@@ -52,11 +52,15 @@ def read_run_folder(name: str, folder: Path, *, may_be_empty: bool = False) -> R
     except OSError as error:
         raise ConfigError("a file of the run cannot be read", got=str(error), where=str(folder)) from error
     if data.is_empty and not may_be_empty:
+        inside = find_runs(folder)
+        is_alone = inside == [folder]
         raise ConfigError(
-            "the folder is not a run's, and none is in it",
+            "the folder is not a run's, and none is in it" if is_alone else "the folder is not a run's, but holds runs",
             expected="metrics.jsonl, run.json, launches, checkpoints or a profile",
             where=str(folder),
-            fix="Log by `accel.tracking` with `jsonl()`, or start the run by `accel launch`.",
+            fix="Log by `accel.tracking` with `jsonl()`, or start the run by `accel launch`."
+            if is_alone
+            else f"Name one of them, such as {inside[0]}.",
         )
     return data
 
@@ -115,7 +119,7 @@ _DEPTH = 3  # levels of folders in which runs are searched
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the folders of runs at or in a folder, in order of their paths; the folder itself if it holds none.
+    """Return the folders of runs at or in a folder, run2 before run10; the folder itself if it holds none.
 
     A folder with run.json or metrics.jsonl is a run, and no run is inside another. Links to folders are not followed.
     """
@@ -124,16 +128,16 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
-    if any((folder / name).is_file() for name in (RUN, METRICS)):
-        yield folder
-        return
-    if depth:
-        try:
-            inner = sorted(each.name for each in os.scandir(folder) if each.is_dir(follow_symlinks=False))
-        except OSError as error:
-            raise ConfigError("a folder cannot be read", got=str(error.strerror), where=str(folder)) from error
-        for name in inner:
-            yield from _runs_in(folder / name, depth - 1)
+    try:
+        if any((folder / name).is_file() for name in (RUN, METRICS)):
+            yield folder
+            return
+        inner = [each.name for each in os.scandir(folder) if each.is_dir(follow_symlinks=False)] if depth else []
+    except OSError as error:
+        fix = "Name the runs that you may read, or ask their owner."
+        raise ConfigError("a folder cannot be read", got=str(error.strerror), where=str(folder), fix=fix) from error
+    for name in sorted(inner, key=natural_key):
+        yield from _runs_in(folder / name, depth - 1)
 
 
 _OUTPUT = "report.html"
@@ -150,6 +154,9 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
         if is_given:
             raise ConfigError("a flag of a server without one", got=flag, fix=f"Pass --serve too, or drop {flag}.")
     output = Path(known.output) if known.output else asked[0] / _OUTPUT
+    if os.path.isdir(output):
+        fix = f"Name a file, such as {output / _OUTPUT}."
+        raise ConfigError("the page cannot be written", got="a folder", where=str(output), fix=fix)
     for each in asked:
         check_folder(each, fix="Name the folder that save_state or tracking got.")
     folders = [run for each in asked for run in find_runs(each)]

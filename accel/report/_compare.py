@@ -14,6 +14,8 @@ from accel.report._tables import flatten, show_source
 from accel.run_folder import CODE, Setting, SourceState
 from accel.terminal import show_table, show_text
 
+_WIDEST_CELL = 48  # characters of a value; all of it stands in --json
+
 Value = float | str  # texts are "nan", "inf" and "-inf", for which JSON has no numbers
 
 
@@ -122,8 +124,8 @@ def describe_comparison(found: Comparison) -> str:
     """Return a comparison as text for people."""
     blocks = [[f"A  {found.a}", f"B  {found.b}"]]
     if found.facts:
-        rows = [("", "", "A", "B"), *((each.kind, each.name, _cell(each.a), _cell(each.b)) for each in found.facts)]
-        blocks.append(show_table(rows).split("\n"))
+        cells = [(each.kind, each.name, _cell(each.a, each.b), _cell(each.b, each.a)) for each in found.facts]
+        blocks.append(show_table([("", "", "A", "B"), *cells]).split("\n"))
     else:
         blocks.append(["settings, versions and code are alike"])
     if found.metrics:
@@ -172,8 +174,14 @@ def _number(value: Value | None) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.9g}"
 
 
-def _cell(value: str | None) -> str:
-    return "-" if value is None else value or "empty"
+def _cell(value: str | None, other: str | None) -> str:
+    """Return a value for the table; of a long one the part where it differs from the other."""
+    if value is None or len(value) <= _WIDEST_CELL:
+        return "-" if value is None else value or "empty"
+    same = next((at for at, (a, b) in enumerate(zip(value, other or "", strict=False)) if a != b), len(other or ""))
+    first = max(0, min(same - _WIDEST_CELL // 4, len(value) - _WIDEST_CELL))
+    shown = value[first : first + _WIDEST_CELL]
+    return f"{'…' * (first > 0)}{shown}{'…' * (first + len(shown) < len(value))}"
 
 
 def _facts(a: RunData, b: RunData) -> Iterable[FactDifference]:

@@ -8,7 +8,6 @@ import base64
 import hashlib
 import math
 import os
-import re
 import stat
 import struct
 import zlib
@@ -21,7 +20,7 @@ import msgspec
 from accel.report._run_data import MediaFile
 from accel.report._tables import NONE, Html, element, seen_text, show_number
 from accel.run_folder import MediaKind
-from accel.terminal import show_size
+from accel.terminal import natural_key, show_size
 
 MEDIA_ROOM = 20_000_000  # bytes of media on a page
 _KINDS: tuple[MediaKind, ...] = ("images", "figure", "table", "text", "histogram")
@@ -119,7 +118,7 @@ def _sorted_series(listed: Sequence[Sequence[MediaFile]]) -> dict[tuple[MediaKin
         for file in files:
             steps = found.setdefault((file.name.kind, file.name.name), {}).setdefault(run, {})
             steps.setdefault(file.name.step, []).append(file)
-    order = sorted(found, key=lambda key: (_KINDS.index(key[0]), _natural(key[1])))
+    order = sorted(found, key=lambda key: (_KINDS.index(key[0]), natural_key(key[1])))
     return {
         key: {
             run: [_Record(step, sorted(steps[step], key=lambda file: file.name.at)) for step in sorted(steps)]
@@ -127,11 +126,6 @@ def _sorted_series(listed: Sequence[Sequence[MediaFile]]) -> dict[tuple[MediaKin
         }
         for key in order
     }
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return what sorts names as people do: layer2 before layer10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _spread(records: Sequence[_Record]) -> list[_Record]:

@@ -92,7 +92,12 @@ def _is_dull(name: str, curves: Sequence[MetricCurve]) -> bool:
         return not better_of(name)
     if all(min(curve.values) == max(curve.values) for curve in curves if curve.values):
         return True
-    return last in _COUNTERS and all(_rises(curve.values) for curve in curves)
+    return last in _COUNTERS and all(_counts(curve.values) for curve in curves)
+
+
+def _counts(values: Sequence[float]) -> bool:
+    """Return whether values rise, save where a resumed run counts from the start again."""
+    return sum(after < before for before, after in pairwise(values)) <= len(values) // 20
 
 
 def _rises(values: Sequence[float]) -> bool:

@@ -73,7 +73,9 @@ def ask_git(folder: str) -> Callable[[], SourceState | None]:
             asked.kill()
             _ = asked.communicate()
             return None
-        return parse_status(said.decode(errors="replace")) if asked.returncode == 0 else None
+        # where the parent reaps all of its children, as a launcher does, a failure has status 0 and no lines
+        is_state = asked.returncode == 0 and said.startswith(b"# branch.oid ")
+        return parse_status(said.decode(errors="replace")) if is_state else None
 
     return answer
 

@@ -109,7 +109,7 @@ def test_urls_of_webhooks_are_taken_with_ports_and_queries() -> None:
 
 
 def test_a_metric_that_the_first_log_lacks_is_an_error_on_every_rank(ranks: Simulator, tmp_path: Path) -> None:
-    rules = {"rules": [{"metric": "train/los", "above": 3}]}
+    rules: dict[str, list[dict[str, Any]]] = {"rules": [{"metric": "train/los", "above": 3}]}
 
     def train(ctx: accel.DistContext) -> None:
         with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path) as trackers:
@@ -121,6 +121,8 @@ def test_a_metric_that_the_first_log_lacks_is_an_error_on_every_rank(ranks: Simu
     for text in ranks.run(told, 2):
         assert "Did you mean `train/loss`?" in text
         assert "later = true" in text
+    rules["rules"] = [{"slow_rank": 1.5}]
+    assert "Log the values of `accel.metrics.step_statistics`" in ranks.run(told, 1)[0]
 
 
 def test_rules_are_evaluated_by_rank_0_and_each_rank_may_alert(

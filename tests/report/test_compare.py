@@ -76,6 +76,19 @@ def test_the_command_says_what_differs_and_by_how_much(tmp_path: Path, capsys: p
     assert (grad["differing"], grad["largest"]["step"]) == (7, 30)
 
 
+def test_long_values_show_where_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, end in (("a", "one"), ("b", "other")):
+        write_metrics(tmp_path / name, 10)
+        write_run(
+            tmp_path / name, config={"mixture": "x" * 300 + end, "short": end, "none": "" if end == "one" else "0"}
+        )
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    rows = {line.split()[1]: line.split()[2:] for line in capsys.readouterr().out.splitlines() if "config" in line}
+    mixture = rows["mixture"]
+    assert mixture == [f"…{'x' * 45}one", f"…{'x' * 43}other"]
+    assert (rows["short"], rows["none"]) == (["one", "other"], ["empty", "0"])
+
+
 def test_a_run_that_cannot_be_read_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_metrics(tmp_path / "a", 50)
     write_metrics(tmp_path / "broken", 50)

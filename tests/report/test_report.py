@@ -22,7 +22,7 @@ from accel.cli import main
 from accel.cli._runs import find_runs
 from accel.report import Curves, StoredCheckpoint, name_runs, read_data, report_page, state_of, thin
 from accel.report._run_data import RunData
-from accel.report._series import better_of, condense, encode_numbers
+from accel.report._series import better_of, charts_of, condense, encode_numbers
 from accel.report._summary import show_duration, show_value
 from accel.report._tables import element, settings as settings_of, table
 from accel.run_folder import (
@@ -478,6 +478,38 @@ def test_runs_are_searched_three_levels_deep_and_links_are_not_followed(
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "the folder is not a run's, and none is in it" in capsys.readouterr().err
     assert main(["report", str(runs / "begun")]) == 2
+    _ = capsys.readouterr()
+    assert main(["compare", str(runs), str(runs / "one")]) == 2
+    assert "but holds runs: expected metrics.jsonl, run.json" in capsys.readouterr().err
+    assert main(["report", str(runs), "--output", str(runs)]) == 2
+    assert f"Name a file, such as {runs / 'report.html'}" in capsys.readouterr().err
+
+
+def test_a_counter_stays_one_where_a_resumed_run_counts_from_the_start(tmp_path: Path) -> None:
+    for name, values in (("resumed", [*range(50), *range(50)]), ("noisy", [at * 7 % 10 for at in range(100)])):
+        (tmp_path / name).mkdir()
+        lines = [encode_line(step, {"samples": value, "loss": 1 / step}) for step, value in enumerate(values, 1)]
+        (tmp_path / name / "metrics.jsonl").write_bytes(b"".join(lines))
+        kinds = {chart.title: chart.kind for chart in charts_of([read_data(name, tmp_path / name)])}
+        assert kinds == {"samples": "folded" if name == "resumed" else "curve", "loss": "curve"}
+
+
+def test_runs_stand_in_their_natural_order_and_one_without_permission_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("run10", "run2", "run1"):
+        write_metrics(tmp_path / name, 20)
+    assert [path.name for path in find_runs(tmp_path)] == ["run1", "run2", "run10"]
+    is_file = Path.is_file
+
+    def refuse(path: Path) -> bool:  # as the system does for all but root
+        if path.parent.name == "run2":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"got Permission denied - at {tmp_path / 'run2'}" in capsys.readouterr().err
     assert not (tmp_path / "none" / "report.html").exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,15 @@ def test_records_are_read_as_written_and_anything_else_is_none(tmp_path: Path) -
     assert read_json(tmp_path / "run.json", LaunchRecord) is None
     (tmp_path / "run.json").write_bytes(NESTED)
     assert read_json(tmp_path / "run.json", RunRecord) is None
+
+
+def test_no_repository_is_no_commit_where_another_takes_the_status_of_children(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from accel.run_folder import ask_git\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as if all children were reaped elsewhere\n"
+        f"sys.exit(ask_git({str(tmp_path)!r})() is not None)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_git_tells_commit_and_changes(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice, did_you_mean
 from accel.storage import FLOATS, MEMORY_BITS, tensor_bytes
+from accel.terminal import natural_key
 
 if TYPE_CHECKING:
     import torch
@@ -342,7 +343,6 @@ def format_name(dtype: torch.dtype | str, *, where: str) -> str:
 
 
 _BLOCK = re.compile(r"((?:.*?\.)?[0-9]+)\.")
-_NUMBERS = re.compile(r"([0-9]+)")
 _SMALL_BYTES = 2**20  # modules beside the blocks that do not stream
 
 
@@ -368,13 +368,8 @@ def guess_skeleton(entries: Mapping[str, Entry]) -> Skeleton:
         blocks |= {path} if match is not None else set()
         groups.setdefault(path, []).append(Weight(name=name, shape=entry.shape, dtype=entry.dtype))
     segments: list[Segment] = []
-    for path in sorted(groups, key=_natural):
+    for path in sorted(groups, key=natural_key):
         large = sum(weight.memory for weight in groups[path]) >= _SMALL_BYTES
         movable = path in blocks or (large and path != "")
         segments.append(Segment(name=path, weights=tuple(groups[path]), movable=movable))
     return Skeleton(segments=tuple(segments))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    parts = _NUMBERS.split(name)
-    return [(int(part), "") if at % 2 else (-1, part) for at, part in enumerate(parts)]

@@ -124,7 +124,9 @@ function updateRows() {
 function buildChooser() {
   const place = document.getElementById("columns");
   const isFirst = table.chosen === null;
-  const chosen = (table.chosen ??= new Set([...DATA.differing.slice(0, 8).map((name) => `s ${name}`),
+  // a folder that ends with the run's name, say, tells no more than the name
+  const told = DATA.differing.filter((name) => !RUNS.every((run) => run.params[name]?.endsWith?.(run.name)));
+  const chosen = (table.chosen ??= new Set([...told.slice(0, 8).map((name) => `s ${name}`),
     ...DATA.matter.flatMap((metric) => ["last", "best"].map((way) => `m ${metric} ${way}`))]));
   const all = [...DATA.differing.map(columnOfSetting),
     ...DATA.metrics.flatMap((each, metric) => WAYS.filter((way) => way !== "best" || each.better)
@@ -229,8 +231,10 @@ function buildParallel() {
   parallel.lines = [];
   if (axes.length < 2) { place.replaceChildren("Choose a setting that differs to see it against a metric."); return; }
   const width = Math.max(place.clientWidth - 2, 110 * axes.length);
-  const [height, top, side] = [260, 34, 70];
-  const x = (at) => side + (at * (width - 2 * side)) / (axes.length - 1);
+  const [height, top] = [260, 34];
+  const [left, right] = [axes[0], axes[axes.length - 1]].map(
+    ({ ticks: labels }) => labels.reduce((most, [, text]) => Math.max(most, 14 + 7 * text.length), 70));
+  const x = (at) => left + (at * (width - left - right)) / (axes.length - 1);
   const y = (part) => height - 12 - part * (height - top - 12);
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, class: "parallel", role: "img",
     "aria-label": "Settings of each run against a metric" });
@@ -239,9 +243,9 @@ function buildParallel() {
   for (const run of shade.order) {
     const points = axes.map((axis, at) => [x(at), axis.at(axis.column.value(run))]);
     let path = "";
-    points.forEach(([left, part], at) => {
+    points.forEach(([across, part], at) => {
       if (part === null) return;
-      path += `${at && points[at - 1][1] !== null ? "L" : "M"}${left.toFixed(1)} ${y(part).toFixed(1)}`;
+      path += `${at && points[at - 1][1] !== null ? "L" : "M"}${across.toFixed(1)} ${y(part).toFixed(1)}`;
     });
     const line = draw("path", { d: path || "M0 0", fill: "none", stroke: shade.color(run) });
     line.addEventListener("pointerenter", () => light(run));

@@ -269,6 +269,16 @@ class Gated(Words):
         return self.head(self.norm(hidden))
 
 
+class FaintlyGated(Gated):
+    """Its blocks add little of what it computes from the ids."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        gate, hidden = 1 + 1e-5 * ids.double().abs().mean(), self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden, gate)
+        return self.head(self.norm(hidden))
+
+
 class ReadsHead(Words):
     """Computes with the weight of a module that it does not call."""
 
@@ -354,6 +364,7 @@ def _forward_backward(ctx: accel.DistContext, make: Any, loss_fn: Any = loss_sum
         (Pairs, "a module returns something else than one tensor"),
         (Late, "norm of stage 0 behind blocks.7 of stage 1"),
         (Gated, "a value computed from the model's first input"),
+        (FaintlyGated, "a value computed from the model's first input"),
         (ReadsHead, "reads head.weight itself, a tensor of stage 1 alone"),
         (Listed, "reads scales.0 itself, a tensor of stage 1 alone"),
         (Flattened, "in the place of the first input, which the forward uses itself"),

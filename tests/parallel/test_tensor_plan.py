@@ -188,6 +188,60 @@ def test_experts_and_their_parameters_are_left_out() -> None:
     assert accel.parallel.tensor_plan(Declared(declared | {"inner.head": "colwise"})) == {"inner.head": "colwise"}
 
 
+class _Mixer(nn.Module):
+    """Computes with the weight of a layer that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.act_fn = nn.PReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act_fn(self.up(x))) + x @ self.gate.weight
+
+
+class _Mixers(Declared):
+    def __init__(self, plan: dict[str, str]) -> None:
+        super().__init__(plan)
+        self.inner = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(_Mixer() for _ in range(2))
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.inner.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+_MIXED = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"}
+
+
+def test_layers_that_are_read_and_embeddings_tied_to_the_head_complete_a_declared_plan(ranks: Any) -> None:
+    styles = accel.parallel.tensor_plan(_Mixers(_MIXED))
+    activation = {"blocks.*.act_fn": "replicated_with_grad_allreduce"}
+    assert styles == {**_MIXED, **activation, "blocks.*.gate": "replicated_local", "inner": "embedding_rowwise"}
+    torch.manual_seed(0)
+    whole = _Mixers(_MIXED).double()
+    ids = torch.arange(6).view(2, 3)
+    whole(ids).square().sum().backward()
+    values = {name: each.detach().clone() for name, each in whole.state_dict().items()}
+
+    def on_two(ctx: accel.DistContext) -> Any:
+        model = _Mixers(_MIXED).double()
+        model.load_state_dict(values)
+        prepared = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), model)
+        output = prepared(ids)
+        output.square().sum().backward()
+        return output, {name: each.grad.full_tensor() for name, each in prepared.named_parameters()}
+
+    for output, gradients in ranks.run(on_two, 2, default_group=True):
+        torch.testing.assert_close(output, whole(ids), rtol=0, atol=1e-10)
+        for name, each in whole.named_parameters():
+            torch.testing.assert_close(gradients[name], each.grad, rtol=0, atol=1e-10)
+
+
 def test_patterns_match_one_component_for_a_star() -> None:
     styles, problems = match({"a.*.c": "colwise"}, ["a.0.c", "a.1.c", "a.0.b.c", "xa.0.c", "a.0.c.d"])
     assert (sorted(styles), problems) == (["a.0.c", "a.1.c"], [])

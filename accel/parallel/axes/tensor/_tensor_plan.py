@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -221,7 +222,8 @@ def tensor_plan(
 ) -> dict[str, TensorStyle]:
     """Return the styles by which `prepare` divides a model among the ranks along tp. Pure, no communication.
 
-    They are those that a model of transformers declares in its `tp_plan`, and those of layers that leave no doubt:
+    They are those that a model of transformers declares in its `tp_plan` for its blocks, completed for layers whose
+    weights the module around them reads and embeddings tied to a head, and those of layers that leave no doubt:
     torch's nn.MultiheadAttention, nn.Transformer and its layers, linear layers that follow each other in an
     nn.Sequential with element-wise layers between, and GPT-2. For other models of transformers, and for any model with
     an `example`, they are found in a forward without values, and proved for two ranks: a module that two simulated
@@ -256,23 +258,85 @@ def tensor_plan(
     if not sequence and finds(model, example):
         styles = dict(found_plan(model, 2, example).styles) or known_styles(model)
     else:
-        styles = with_copies(model, known_styles(model) | _declared_styles(model))
+        styles: dict[str, TensorStyle] = {}
+    declared: dict[str, TensorStyle] = {}
+    if not styles:
+        declared = _declared_styles(model)
+        styles = with_copies(model, known_styles(model) | _tied(model, declared) | _between(model, declared) | declared)
     if sequence:
         styles = with_sequence(model, styles)
     if head is not None:
         styles = with_head(model, styles, head)
+    if declared:
+        styles = {**_read(model), **styles}
     return _collapsed(styles, _paths_of(found_pairs(model)), [path for path, _ in named_modules(model)])
 
 
 def finds(model: nn.Module, example: object = None) -> bool:
-    """Return whether styles of a model are found in its forward, as it declares none that are known here. Pure."""
+    """Return whether styles of a model are found in its forward, as it declares none that are known here, or those of
+    its head alone. Pure."""
     if example is not None:
         return True
     try:
-        is_known = bool(_declared_styles(model)) or any(type(each).__name__ in _KNOWN for each in model.modules())
+        is_known = _divides_blocks(_declared_styles(model)) or any(
+            type(each).__name__ in _KNOWN for each in model.modules()
+        )
     except PrepareError:
         is_known = False  # styles that have no counterpart here
     return not is_known and example_of(model) is not None
+
+
+def _divides_blocks(styles: Iterable[str]) -> bool:
+    """Whether some paths lead into a list of blocks."""
+    return any(name.isdecimal() for path in styles for name in path.split("."))
+
+
+def _tied(model: nn.Module, declared: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
+    """Styles of embeddings that are tied to layers whose outputs a plan divides."""
+    modules = dict(named_modules(model))
+    weights = [getattr(modules[path], "weight", None) for path, style in declared.items() if style in COLWISE]
+    return {
+        path: "embedding_rowwise"
+        for path, each in modules.items()
+        if isinstance(each, nn.Embedding) and any(each.weight is weight is not None for weight in weights)
+    }
+
+
+def _between(model: nn.Module, declared: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
+    """Styles of activations with parameters (xIELU) between layers of a plan; each rank has a part of the gradient."""
+    found: dict[str, TensorStyle] = {}
+    for holder in {path.rpartition(".")[0] for path, style in declared.items() if style == "rowwise"}:
+        for name, child in model.get_submodule(holder).named_children():
+            path = f"{holder}.{name}".lstrip(".")
+            if name.startswith("act") and path not in declared and any(True for _ in child.parameters()):
+                found[path] = "replicated_with_grad_allreduce"
+    return found
+
+
+def _read(model: nn.Module) -> dict[str, TensorStyle]:
+    """Styles of layers whose weights the class around them reads, by its source; a plan that is declared passes over
+    them."""
+    found: dict[str, TensorStyle] = {}
+    for path, module in named_modules(model):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear | nn.Conv1d) and _reads(type(module), name):
+                found[f"{path}.{name}" if path else name] = "replicated_local"
+    return found
+
+
+def _reads(kind: type[nn.Module], name: str) -> bool:
+    """Whether the source of a class has the weight of a layer somewhere else than on the left of `=`."""
+    return re.search(rf"\.{re.escape(name)}\.weight\b(?! *=[^=])", _source(kind)) is not None
+
+
+def _source(kind: type[nn.Module]) -> str:
+    """The source of a class and its bases; "" where there is none."""
+    found: list[str] = []
+    for each in kind.__mro__:
+        if each.__module__.partition(".")[0] not in ("torch", "builtins", "accel"):
+            with contextlib.suppress(OSError, TypeError):
+                found.append(inspect.getsource(each))
+    return "\n".join(found)
 
 
 def collapsed(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:

@@ -98,15 +98,16 @@ def _function(code: CodeType) -> int:
 
 
 def _call_begin(code: CodeType, instruction: int) -> int:
-    """Return the first instruction of an expression's call; the interpreter may show another after many calls."""
+    """Return the first instruction of an expression's call; the interpreter may show another after many calls.
+
+    The end of a `with` and a `finally` stand twice in the code, the second time for an exception.
+    """
     spans = list(code.co_positions())
     # a code unit has two bytes
-    at = begin = instruction // 2
+    at = instruction // 2
     if at >= len(spans) or None in spans[at]:
         return instruction
-    while begin and spans[begin - 1] == spans[at]:
-        begin -= 1
-    return 2 * begin
+    return 2 * spans.index(spans[at])
 
 
 def _text(code: CodeType, instruction: int) -> str:

@@ -25,17 +25,8 @@ def _live_bytes() -> int:
     return sum(storages.values())
 
 
-def _held(ctx: accel.DistContext, axes: Axes, strategy: Any) -> int:
-    """Bytes that all ranks hold between the second backward and its step, beyond those before the model was built."""
-    ctx = accel.replace(ctx, mesh=str(axes) or "dp=1", strategy=strategy)
-
-    def counted() -> int:
-        accel.wait_for_everyone(ctx)
-        found = _live_bytes() if ctx.is_main_process else 0
-        accel.wait_for_everyone(ctx)
-        return found
-
-    before = counted()
+def _trained(ctx: accel.DistContext) -> tuple[Any, ...]:
+    """Model, optimizer and gradients between the second backward and its step."""
     model, optimizer = make_objects(ctx, optimizer=torch.optim.AdamW)
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan_of())
     share, shares = ctx.data_parallel
@@ -48,8 +39,25 @@ def _held(ctx: accel.DistContext, axes: Axes, strategy: Any) -> int:
         if step == 0:
             _ = accel.optimizer_step(ctx, optimizer, scaler, accum)
     gradients = [each.grad for each in accel.unwrap_model(model).parameters()]  # torch makes these objects when asked
-    after = counted()
     assert all(each is not None for each in gradients)
+    return model, optimizer, gradients
+
+
+def _held(ctx: accel.DistContext, axes: Axes, strategy: Any) -> int:
+    """Bytes that all ranks hold for a model, beyond a context's own, which it has since an earlier one."""
+    ctx = accel.replace(ctx, mesh=str(axes) or "dp=1", strategy=strategy)
+
+    def counted() -> int:
+        accel.wait_for_everyone(ctx)
+        found = _live_bytes() if ctx.is_main_process else 0
+        accel.wait_for_everyone(ctx)
+        return found
+
+    _ = _trained(ctx)
+    before = counted()
+    kept = _trained(ctx)
+    after = counted()
+    del kept
     return after - before
 
 

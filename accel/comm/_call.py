@@ -100,7 +100,7 @@ def _function(code: CodeType) -> int:
 def _call_begin(code: CodeType, instruction: int) -> int:
     """Return the first instruction of an expression's call; the interpreter may show another after many calls.
 
-    The end of a `with` and a `finally` stand twice in the code, the second time for an exception.
+    The end of a `with` and a `finally` have two copies in the code, the second for an exception.
     """
     spans = list(code.co_positions())
     # a code unit has two bytes

@@ -195,7 +195,7 @@ def test_what_a_graph_cannot_hold_is_refused_on_every_rank(
     ranks: Simulator, capfd: pytest.CaptureFixture[str], kind: Any, told: str
 ) -> None:
     def rank(ctx: accel.DistContext) -> Any:
-        return caught(lambda: _prepared(ctx, kind(), torch.ones(4, 4), stages=STAGES))
+        return caught(lambda: _prepared(ctx, kind(), torch.ones(4, 4), stages=STAGES, micro_batches=2))
 
     for error in ranks.run(rank, 2, default_group=True):
         assert isinstance(error, StageError)

@@ -19,7 +19,7 @@ from accel.parallel._modules import STAGES, stage_modules
 from accel.parallel._same_batches import same_batches
 from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of, find_boundaries, working
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, StageModule, Work, first_tensor, main_input
-from accel.parallel.axes.pipeline._stage_plan import Layout
+from accel.parallel.axes.pipeline._stage_plan import Layout, Norms, batch_norms, check_norms
 from accel.tensors import local_part
 from accel.topology import rank_rows
 from accel.tree._walk import tensors
@@ -176,6 +176,7 @@ class Pipeline:
         self.trial = trial
         self._known: dict[object, tuple[Boundary, ...]] = {}
         self._schedules: dict[object, StageSchedule] = {}
+        self._norms: Norms | None = None
 
     def __deepcopy__(self, memo: object) -> Pipeline:
         return self
@@ -191,6 +192,10 @@ class Pipeline:
         watch = same_batches(model)
         if watch is not None and watch.looks(trains=trains):
             watch.look(work.batch(), trains=trains)
+        if self._norms is None:
+            self._norms = batch_norms(model)
+        filled = sum(each.rows.size - each.rows.real for each in work.micro_batches)
+        check_norms(self._norms, self.layout, StageError, f"rank {ctx.rank}", filled=filled)
         if self.traces is not None:
             return self._run_traced(ctx, model, work, self.traces, trains=trains)
         assert self.trial is not None

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast, get_args
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - torch has no other name
 
-from accel.errors import ConfigError, PrepareError
+from accel.errors import AccelError, ConfigError, PrepareError
 from accel.errors._checks import check_choice, check_count, did_you_mean, with_article
 from accel.parallel._modules import named_modules, repeated
 from accel.topology import Balance, divide
@@ -260,12 +261,14 @@ class Layout(NamedTuple):
         ranks: number of ranks along the pipeline.
         stages: number of stages, of all ranks.
         micro_batches: number of micro-batches of a batch.
+        is_told: whether the plan says that number, so that one process makes as many.
     """
 
     schedule: str
     ranks: int
     stages: int
     micro_batches: int
+    is_told: bool = True
 
     @property
     def owners(self) -> Mapping[int, int]:
@@ -308,7 +311,7 @@ def make_layout(schedule: str, ranks: int, stages_per_rank: int, micro_batches: 
             where="plan=, micro_batches",
             fix=f"Make {micro // ranks * ranks} or {(micro // ranks + 1) * ranks}.",
         )
-    return Layout(schedule, ranks, stages, micro)
+    return Layout(schedule, ranks, stages, micro, micro_batches is not None)
 
 
 def _refused(schedule: str, expected: str, got: int, fix: str) -> ConfigError:
@@ -319,3 +322,51 @@ def _refused(schedule: str, expected: str, got: int, fix: str) -> ConfigError:
         where="plan=, stages_per_rank",
         fix=fix,
     )
+
+
+Norms = tuple[tuple[str, _BatchNorm], ...]
+_OTHER_NORMS = "Take nn.GroupNorm, or call .eval() on the norms, which use their own statistics then"
+
+
+def batch_norms(model: nn.Module) -> Norms:
+    """Return the batch norms of a model, with their paths."""
+    return tuple((path, each) for path, each in named_modules(model) if isinstance(each, _BatchNorm))
+
+
+def check_norms(norms: Norms, layout: Layout, kind: type[AccelError], where: str, *, filled: int = 0) -> None:
+    """Raise for a batch norm that would take the statistics of other rows than in one process, by its mode now.
+
+    `filled`: number of rows of the batch that are copies of its last one.
+    """
+    for path, norm in norms:
+        # those of other stages have no tensors any more
+        if not norm.training and (norm.track_running_stats or norm.running_mean is not None):
+            continue
+        mode = "in training" if norm.training else "without statistics of its own"
+        got = f"{path}, {with_article(type(norm).__name__)} {mode}"
+        if isinstance(norm, nn.SyncBatchNorm) and norm.process_group is None:
+            raise kind(
+                "a batch norm exchanges its statistics with the ranks of other stages",
+                expected="a group of ranks with the same stage",
+                got=got,
+                where=where,
+                fix=f"{_OTHER_NORMS}; or pass convert_sync_batchnorm a process_group, such as that of ranks along dp.",
+            )
+        if not layout.is_told and layout.micro_batches > 1:
+            raise kind(
+                "a batch norm takes the statistics of each micro-batch, and the mesh decides how many there are",
+                expected="norms of single samples or in eval mode, or a plan with the number of micro-batches",
+                got=got,
+                where=where,
+                fix=f"{_OTHER_NORMS}; or say the number, which one process makes, too:"
+                f" accel.parallel.Plan(micro_batches={layout.micro_batches}), or"
+                ' Plan(schedule="GPipe", micro_batches=1) for the statistics of whole batches.',
+            )
+        if filled:
+            raise kind(
+                "a batch norm would take the statistics of rows that fill the last micro-batches up",
+                expected=f"a batch whose rows {layout.micro_batches} micro-batches divide",
+                got=f"{filled} rows too few; {got}",
+                where=where,
+                fix=f"Pass DataLoader(drop_last=True) and such a batch_size. {_OTHER_NORMS}.",
+            )

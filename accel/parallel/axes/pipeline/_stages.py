@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,16 @@ from accel.parallel._spread import Spread, SpreadOptions, begin_with_rank_0_, co
 from accel.parallel.axes.pipeline._pipeline import Pipeline, Pipelined, attach, open_ties, stage_of, tied_names
 from accel.parallel.axes.pipeline._skipped import remove_modules, stage_view
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, StageModule, example_batch
-from accel.parallel.axes.pipeline._stage_plan import Layout, Stages, check_stages, make_layout, own_stages, stage_plan
+from accel.parallel.axes.pipeline._stage_plan import (
+    Layout,
+    Stages,
+    batch_norms,
+    check_norms,
+    check_stages,
+    make_layout,
+    own_stages,
+    stage_plan,
+)
 from accel.parallel.axes.pipeline._trial import Trial, skeleton_of, trial_batch
 from accel.topology import Dimension, dimension_of
 
@@ -35,6 +45,10 @@ if TYPE_CHECKING:
 
 _BESIDE: tuple[Dimension, ...] = ("pipeline", "expert", "tensor", "context", "data", "replicate", "shard")
 _WHERE = "prepare_model, plan=, stages"
+_OF_PIECES = (
+    "%d batch norms (%s the first) take the statistics of each of the plan's %d micro-batches, as in one process too;"
+    ' Plan(schedule="GPipe", micro_batches=1) takes those of whole batches'
+)
 
 
 class StageOptions(SpreadOptions, frozen=True, kw_only=True):
@@ -89,10 +103,11 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
         )
     if options.cut == "trace":
         _check_traced(ctx, model, options)
-        return
-    layout, stages = _plan(ctx, model, options)
-    if ctx.world_size > layout.ranks:
-        _check_ties(model, layout, stages)
+    else:
+        layout, stages = _plan(ctx, model, options)
+        if ctx.world_size > layout.ranks:
+            _check_ties(model, layout, stages)
+    check_norms(batch_norms(model), _layout(ctx, options), PrepareError, _WHERE)
 
 
 def _check_traced(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
@@ -201,6 +216,10 @@ def _layout(ctx: DistContext, options: StageOptions) -> Layout:
 
 
 def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_empty: bool) -> nn.Module:
+    norms = batch_norms(model)
+    count = _layout(ctx, options).micro_batches
+    if ctx.rank == 0 and count > 1 and any(each.training for _, each in norms):
+        logging.getLogger("accel.parallel").warning(_OF_PIECES, len(norms), norms[0][0], count)
     if options.cut == "trace":
         return _spread_traced(ctx, model, options, is_empty=is_empty)
     layout, stages = _plan(ctx, model, options)

@@ -101,12 +101,7 @@ def _prepared(ctx: accel.DistContext, mesh: str, example: Any, plan: Plan | None
         ("pp=2", torch.ones(3, 4), None, OFFER + "), example=batch)."),
         ("pp=2", torch.ones(3, 5), None, "A trial cut by tracing met this: torch cannot export the model"),
         ("pp=2", None, None, "With prepare(..., example=batch), a batch as the model takes it, this error tries a cut"),
-        (
-            "pp=2,tp=2",
-            torch.ones(3, 4),
-            Plan(tensor={}),
-            "A cut by tracing is refused, too: a traced model cannot be divided",
-        ),
+        ("pp=2,tp=2", torch.ones(3, 4), Plan(tensor={}), OFFER + "), example=batch)."),
         (
             "dp=2,pp=2",
             torch.ones(3, 4),

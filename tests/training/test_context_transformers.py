@@ -454,6 +454,62 @@ def test_positions_that_a_model_keeps_for_padding_are_refused(ranks: Simulator) 
     assert all(ranks.run(rank, 2, default_group=True))
 
 
+def make_gemma(**changes: Any) -> Any:
+    config = transformers.GemmaConfig(**SMALL, **HEADS, num_key_value_heads=1, head_dim=8, use_cache=False, **changes)
+    return transformers.GemmaForCausalLM(config).double().eval()
+
+
+@pytest.mark.parametrize("changes", [{"use_bidirectional_attention": False}, {"is_causal": False}])
+def test_an_attention_has_the_order_of_its_models_mask(ranks: Simulator, changes: dict[str, Any]) -> None:
+    """Gemma says its order twice: in its modules of attention, and in the mask of its model."""
+    refused, made = make_gemma(use_bidirectional_attention=True), make_gemma(**changes)
+    expected = made(IDS[0]).logits.detach()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "out": expected})
+        model = accel.unwrap_model(accel.prepare_model(ctx, copy.deepcopy(refused)))
+        with pytest.raises(ConfigError, match="is_causal=False of GemmaAttention, and a mask that is causal"):
+            model(part["ids"], position_ids=part["position_ids"])
+        model = accel.unwrap_model(accel.prepare_model(ctx, copy.deepcopy(made)))
+        found = model(part["ids"], position_ids=part["position_ids"]).logits
+        return (found - part["out"]).abs().max().item()
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
+
+
+def test_a_prefix_of_images_needs_its_mask(ranks: Simulator) -> None:
+    """PaliGemma's attention has no order, and its mask the causal one, or by token_type_ids a prefix without one."""
+    image = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    text = {**SMALL, **HEADS, "num_key_value_heads": 1, "head_dim": 8, "use_cache": False, "model_type": "gemma"}
+    tower = {**image, "image_size": 8, "patch_size": 4, "model_type": "siglip_vision_model", "vision_use_head": False}
+    config = transformers.PaliGemmaConfig(
+        text_config=text, vision_config=tower, image_token_id=VOCABULARY - 1, projection_dim=16
+    )
+    made = transformers.PaliGemmaForConditionalGeneration(config).double().eval()
+    ids = IDS[0] % (VOCABULARY - 1)
+    ids[:, :4] = VOCABULARY - 1
+    kinds = (torch.arange(LENGTH) >= 6).long().expand(4, -1)  # 0 in the prefix
+    images = torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    at = torch.arange(LENGTH)
+    mask = ((at[:, None] >= at) | ((at[:, None] < 6) & (at < 6))).expand(4, 1, -1, -1)
+    expected = made(ids, images, token_type_ids=kinds).logits.detach()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        part = accel.parallel.split_sequence(ctx, {"ids": ids, "kinds": kinds, "out": expected})
+        given = {"input_ids": part["ids"], "pixel_values": images, "position_ids": part["position_ids"]}
+        model = accel.unwrap_model(accel.prepare_model(ctx, copy.deepcopy(made)))
+        with pytest.raises(ConfigError, match="Pass attention_mask="):
+            model(**given)
+        with pytest.raises(ConfigError, match="Pass attention_mask="):
+            model(**given, token_type_ids=part["kinds"])
+        own = accel.parallel.split_sequence(ctx, {"mask": mask}, dim=2)["mask"]
+        return (model(**given, attention_mask=own).logits - part["out"]).abs().max().item()
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
+
+
 def test_a_layer_that_is_called_alone_is_told_of_the_context(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")

@@ -5,6 +5,7 @@ attention functions."""
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple, cast
@@ -35,6 +36,9 @@ from accel.topology import ContextMethod
 NAME = "accel_context"  # of the attention, and of the keyword that carries the context to it
 # keywords of attentions that mean other scores or masks, and reach the function where a model has them
 _OTHER_SCORES = ("head_mask", "cu_seq_lens_q", "block_mask")
+_ORDERS = {"causal_mask_function": True, "bidirectional_mask_function": False}  # in each mask of transformers
+_PASS_MASK = "Pass attention_mask=, of shape [batch, 1, own, length]: the own queries and all keys."
+_FORWARD = threading.local()  # whose `orders` are those of the forward that runs
 
 
 class ContextCall(NamedTuple):
@@ -48,6 +52,7 @@ class ContextCall(NamedTuple):
         ignored: True for own tokens that no query sees, [batch, own]; None for none.
         crossed: the same of the encoder's tokens, for the cross-attention of a decoder.
         is_decoder: whether the attentions without a causal order are those of a decoder to its encoder's tokens.
+        orders: whether the masks that this forward made are causal.
     """
 
     ctx: DistContext
@@ -57,6 +62,7 @@ class ContextCall(NamedTuple):
     ignored: Tensor | None = None
     crossed: Tensor | None = None
     is_decoder: bool = False
+    orders: set[bool] | None = None
 
 
 def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -170,7 +176,9 @@ class _HandOn:
         check_inputs(
             known, self.ctx.axis("cp").size, has_positions=has_positions, takes_samples=self.images is not None
         )
-        call = ContextCall(self.ctx, self.method, is_decoder=known.get("encoder_hidden_states") is not None)
+        _FORWARD.orders = orders = set[bool]()
+        is_decoder = known.get("encoder_hidden_states") is not None
+        call = ContextCall(self.ctx, self.method, is_decoder=is_decoder, orders=orders)
         if has_positions and self.padding is not None:
             _check_first(self.ctx, known["position_ids"], self.padding)
         # as in transformers: an order and no mask of the user's, or positions that begin anew are no documents
@@ -336,8 +344,37 @@ def _mask(*, mask_function: Any, use_vmap: bool = False, **_: Any) -> None:
             expected="a causal order or none, windows, documents and padding",
             got="a mask that joins others, as of images among tokens",
             where="forward of a model on a mesh with cp",
-            fix="Pass attention_mask=, of shape [batch, 1, own, length]: the own queries and all keys.",
+            fix=_PASS_MASK,
         )
+    orders: set[bool] | None = getattr(_FORWARD, "orders", None)
+    if orders is not None:
+        orders |= _orders_of(mask_function)
+
+
+def _orders_of(part: Any) -> set[bool]:
+    """Return whether a mask is causal, by the functions that transformers joined for it; nothing where none says so."""
+    if isinstance(part, tuple):
+        return {order for each in cast("tuple[Any, ...]", part) for order in _orders_of(each)}
+    name = getattr(part, "__name__", "")
+    if name in _ORDERS:
+        return {_ORDERS[name]}
+    return {order for cell in getattr(part, "__closure__", None) or () for order in _orders_of(cell.cell_contents)}
+
+
+def _check_order(call: ContextCall, module: nn.Module, *, causal: bool) -> None:
+    """Raise `ConfigError` for an attention of another order than the mask that its model made."""
+    if not call.orders or causal in call.orders:
+        return
+    words = {True: "causal", False: "not causal"}
+    raise ConfigError(
+        "an attention and the mask of its model say different orders: transformers takes one or the other by the "
+        "padding of a batch",
+        expected="one order",
+        got=f"is_causal={causal} of {type(module).__name__}, and a mask that is {words[not causal]}",
+        where="forward of a model on a mesh with cp",
+        fix=f"{_PASS_MASK} Or make the model with use_bidirectional_attention=False in the config of its text model, "
+        "for a causal order, or with is_causal=False, for none.",
+    )
 
 
 def _attention(
@@ -370,6 +407,8 @@ def _attention(
     if bias is not None:
         bias = _whole_bias(call.ctx, module, bias, query.shape[2], crosses=crosses, where=where)
     is_complete = attention_mask is not None  # the order, documents and windows are in the mask
+    if not crosses and not is_complete:
+        _check_order(call, module, causal=causal)
     mask_mod = getattr(attention_mask, "mask_mod", None)  # of a BlockMask
     if attention_mask is not None:
         if attention_mask.shape[-1] != key.shape[2] * call.ctx.axis("cp").size:

@@ -297,6 +297,7 @@ def test_generation_is_refused_with_the_way_out(ranks: Simulator) -> None:
 
 SMALL = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
 HEADS = {"num_attention_heads": 2}
+SOUND = {"conv_dim": [8], "conv_stride": [4], "conv_kernel": [8], "layerdrop": 0.1}  # which the forward reads there
 SEQ2SEQ = {
     "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
     "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1,
@@ -314,6 +315,8 @@ SEQ2SEQ = {
             "RecurrentGemmaRecurrentBlock at",
         ),
         ("M2M100Model", "M2M100Config", {**SEQ2SEQ, "encoder_layerdrop": 0.1}, "layerdrop=0, got 0.1 at encoder"),
+        ("BartModel", "BartConfig", {**SEQ2SEQ, "decoder_layerdrop": 0.1}, "layerdrop=0, got 0.1 at decoder"),
+        ("HubertModel", "HubertConfig", {**SMALL, **HEADS, **SOUND}, "layerdrop=0, got 0.1 at encoder"),
         ("ConvNextModel", "ConvNextConfig", {"hidden_sizes": [4, 4, 4, 4], "depths": [1, 1, 1, 1]}, "no module is an"),
         ("SwinModel", "SwinConfig", {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]}, "in each module of"),
         ("BertModel", "BertConfig", {**SMALL, **HEADS}, "BertPooler at pooler"),

@@ -5,14 +5,15 @@ sent, models by a `PrepareError` that names the module."""
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from accel.errors import ConfigError, PrepareError
-from accel.parallel._modules import forward_names, named_modules
+from accel.parallel._modules import forward_names, named_modules, written_class
 from accel.parallel.axes.context._kernels import Terms
 
 _WHERE = "context_attention"
@@ -308,6 +309,7 @@ def check_transformers(path: str, model: Any, method: str) -> bool:
         if pooler := _found(text_decoder(model) or model, "Pooler", default=""):
             fix = f"Make the model with add_pooling_layer=False. {_LEAVE}"
             raise refuse("a pooler, which reads one position", "a value for each position", pooler, fix)
+    _check_layerdrop(model, refuse)
     reason = _out_of_reach(model)
     if not reason and (inner := _found(text_decoder(model) or model, "MultiheadAttention", default="")):
         raise refuse("an attention that sees the own positions alone", "transformers' own attention", inner)
@@ -350,11 +352,28 @@ def _check_blocks(model: Any, reason: str, refuse: _Refuse) -> None:
         for name, module in named_modules(model):
             if _is_attention(module) and id(module) not in own:
                 raise refuse(reason, "attention in lists of blocks alone", f"{type(module).__name__} at {name}")
-    rates = [(name, getattr(module, "layerdrop", 0)) for name, module in named_modules(model)]
-    dropped = [f"{rate} at {name}" for name, rate in rates if rate]
-    if dropped:
+
+
+def _check_layerdrop(model: Any, refuse: _Refuse) -> None:
+    """Raise `PrepareError` for a model that leaves out blocks, where ranks may draw apart and hooks are of blocks."""
+    rates = [(name, rate) for name, module in named_modules(model) for rate in _layerdrops(module)]
+    if dropped := [f"{rate} at {name or 'the top'}" for name, rate in rates if rate]:
         fix = "Set layerdrop to 0 in the model's config."
         raise refuse("blocks that are left out by chance", "layerdrop=0", dropped[0], fix)
+
+
+def _layerdrops(module: nn.Module) -> list[float]:
+    """Return the rates by which a module's forward leaves out blocks: its own, or those that it reads in its config."""
+    if hasattr(module, "layerdrop"):
+        return [cast(Any, module).layerdrop]
+    config = getattr(module, "config", None)
+    if config is None or not any(map(_is_list_of_blocks, module.children())):
+        return []
+    try:
+        source = inspect.getsource(inspect.unwrap(cast(Any, written_class(module)).forward))
+    except (OSError, TypeError):  # no source
+        source = "config.layerdrop"
+    return [getattr(config, name, 0.0) for name in re.findall(r"config\.(\w*layerdrop)", source)]
 
 
 def _takes_places(stack: Any) -> bool:

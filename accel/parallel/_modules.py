@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import sys
@@ -13,6 +14,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import is_parametrized
 
 from accel.errors import ConfigError
 from accel.mixins import Mixin
@@ -21,6 +23,15 @@ from accel.mixins import Mixin
 def named_modules(model: nn.Module, *, every_path: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a model with their first path, or every one, the model itself first, as ""."""
     return cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=not every_path))
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Copy a module, whose attributes are shared; a parametrized one as well, which `copy.copy` refuses."""
+    if not is_parametrized(module):
+        return copy.copy(module)
+    found = type(module).__new__(type(module))
+    vars(found).update(vars(module))
+    return found
 
 
 def matching(paths: Iterable[str], pattern: str) -> list[str]:

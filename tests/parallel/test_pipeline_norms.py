@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch norms in pipelines: statistics are those of one process, or an error says why they are not."""
+"""Norms in pipelines: statistics and weights are those of one process, or an error says why they are not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from catching import caught
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import accel
 from accel.errors import PrepareError, StageError
@@ -40,6 +41,14 @@ def _frozen() -> nn.Sequential:
     return net
 
 
+def _of_weights() -> nn.Sequential:
+    net = _net(nn.Identity)
+    for each in net.modules():
+        if isinstance(each, nn.Linear):
+            _ = weight_norm(each)
+    return net
+
+
 def _prepared(ctx: accel.DistContext, model: nn.Module, plan: Plan | None) -> tuple[nn.Module, Any]:
     example = torch.ones(4, 4, dtype=torch.float64)
     ctx = accel.replace(ctx, mesh="pp=2") if ctx.world_size > 1 else ctx
@@ -65,8 +74,10 @@ def _train(ctx: accel.DistContext, make: Make, plan: Plan | None, rows: int = 8)
         (_net, WHOLE),
         (_frozen, None),
         (lambda: _net(lambda: nn.GroupNorm(2, 4)), None),
+        (_of_weights, None),
+        (_of_weights, Plan(cut="trace")),
     ],
-    ids=["told", "traced", "whole", "eval", "groups"],
+    ids=["told", "traced", "whole", "eval", "groups", "weights", "traced weights"],
 )
 def test_norms_train_as_in_one_process(ranks: Simulator, make: Make, plan: Plan | None) -> None:
     # without a number in the plan, one process takes the batch whole

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
@@ -13,7 +12,7 @@ from torch import nn
 
 from accel.errors import StageError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import named_modules, shallow_copy
 
 _READS = "accel_reads"
 EMBEDDINGS = "inputs_embeds"  # where models of Hugging Face take what an embedding would return
@@ -113,7 +112,7 @@ def _view(module: nn.Module, path: str, own: frozenset[str], others: frozenset[s
         return stand_in
     if path and not any(each.startswith(f"{path}.") for each in own | others):
         return module
-    view: Any = copy.copy(module)
+    view: Any = shallow_copy(module)
     children = cast("Mapping[str, nn.Module | None]", view._modules)
     view._modules = {
         key: None if child is None else _view(child, f"{path}.{key}" if path else key, own, others, reads)
@@ -124,7 +123,7 @@ def _view(module: nn.Module, path: str, own: frozenset[str], others: frozenset[s
 
 def _shallow(module: nn.Module) -> nn.Module:
     """A copy of a module and those below it that shares their tensors."""
-    copied: Any = copy.copy(module)
+    copied: Any = shallow_copy(module)
     _without_hooks(copied)
     children = cast("Mapping[str, nn.Module | None]", copied._modules)
     copied._parameters = dict(copied._parameters)

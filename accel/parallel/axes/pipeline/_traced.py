@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from accel.comm import peer_error
 from accel.errors import AccelError, PrepareError, StageError
-from accel.parallel._modules import COMPILES, named_modules
+from accel.parallel._modules import COMPILES, named_modules, shallow_copy
 from accel.parallel._private import is_compiled, is_view, module_hooks
 from accel.parallel.axes.pipeline._boundaries import Boundary
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work
@@ -105,7 +104,7 @@ def view_of(model: nn.Module, kept: frozenset[str]) -> nn.Module:
         prefix = f"{path}." if path else ""
         if path and all(f"{prefix}{name}" in kept for name, _ in _named_tensors(module)):
             return module
-        found: Any = copy.copy(module)
+        found: Any = shallow_copy(module)
         children = cast("Mapping[str, nn.Module | None]", found._modules)
         found._parameters = _part(found._parameters, prefix, kept)
         found._modules = {

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar, cast
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from accel.errors import AccelError
-from accel.parallel._modules import example_of
+from accel.parallel._modules import example_of, shallow_copy
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, example_batch, has_own
 from accel.parallel.axes.tensor import Division
 from accel.tree._walk import Containers
@@ -100,7 +99,7 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
     def one(module: nn.Module) -> nn.Module:
         if id(module) not in made:
-            copied: Any = copy.copy(module)
+            copied: Any = shallow_copy(module)
             made[id(module)] = copied
             own = cast("dict[str, Any]", vars(copied))
             own |= {name: held.copy() for name, held in own.items() if "_hooks" in name and isinstance(held, dict)}

@@ -100,6 +100,20 @@ def forward_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(cast(Any, written_class(module)).forward).parameters)[1:]
 
 
+def layerdrops(module: nn.Module) -> list[float]:
+    """Return the rates by which a module's forward leaves out blocks: its own, or those that it reads in its config."""
+    if hasattr(module, "layerdrop"):
+        return [cast(Any, module).layerdrop]
+    config = getattr(module, "config", None)
+    if config is None or not any(isinstance(each, nn.ModuleList) for each in module.children()):
+        return []
+    try:
+        source = inspect.getsource(inspect.unwrap(cast(Any, written_class(module)).forward))
+    except (OSError, TypeError):  # no source
+        source = "config.layerdrop"
+    return [getattr(config, name, 0.0) for name in re.findall(r"config\.(\w*layerdrop)", source)]
+
+
 def is_elsewhere(module: nn.Module) -> bool:
     """Return whether a module is of another stage."""
     return FREED in vars(module)

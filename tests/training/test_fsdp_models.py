@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -346,3 +347,57 @@ def test_models_that_share_parameters_are_refused(ranks):
             accel.prepare_model(ctx, second)
 
     _under(ranks, rank)
+
+
+class Dropping(nn.Module):
+    """Leaves out blocks in training, by torch's global stream."""
+
+    def __init__(self, layerdrop: float) -> None:
+        super().__init__()
+        self.layerdrop = layerdrop
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if not self.training or torch.rand(()) >= self.layerdrop:
+                hidden = layer(hidden)
+        return hidden
+
+
+def test_blocks_that_each_rank_leaves_out_by_chance_are_refused_in_training(ranks: Simulator) -> None:
+    torch.manual_seed(0)
+    made = Dropping(0.5).double()
+
+    def rank(ctx: accel.DistContext) -> None:
+        inner = copy.deepcopy(made)
+        model = accel.prepare_model(ctx, inner)
+        with pytest.raises(ConfigError, match=r"layerdrop=0 in training, got 0\.5 in Dropping"):
+            _ = _step(ctx, model, None)
+        inputs = _inputs(ctx)
+        torch.testing.assert_close(model.eval()(inputs), copy.deepcopy(made).eval()(inputs), **TOLERANCE)
+        inner.layerdrop = 0.0
+        optimizer = accel.prepare_optimizer(ctx, SGD(model.parameters(), lr=0.1))
+        assert _step(ctx, model.train(), optimizer) is not None
+
+    _ = _under(ranks, rank)
+
+
+def test_replicas_leave_out_blocks_by_chance(ranks: Simulator) -> None:
+    """Each draws apart, and the step is that of the mean of gradients, zero for a block that was left out."""
+    torch.manual_seed(0)
+    made = Dropping(0.5).double()
+
+    def rank(ctx: accel.DistContext) -> None:
+        inner = copy.deepcopy(made)
+        model = accel.prepare_model(ctx, inner, find_unused_parameters=True)
+        optimizer = accel.prepare_optimizer(ctx, SGD(model.parameters(), lr=0.1))
+        alone = copy.deepcopy(made)
+        torch.manual_seed(ctx.rank)
+        alone(_inputs(ctx)).square().mean().backward()
+        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in alone.parameters()]
+        means = [accel.reduce(ctx, each) / 2 for each in grads]
+        norm = torch.stack([each.norm() for each in means]).norm()
+        torch.manual_seed(ctx.rank)
+        torch.testing.assert_close(_step(ctx, model, optimizer), norm, **TOLERANCE)
+
+    _ = _under(ranks, rank, strategy="ddp")

@@ -5,15 +5,14 @@ sent, models by a `PrepareError` that names the module."""
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from accel.errors import ConfigError, PrepareError
-from accel.parallel._modules import forward_names, named_modules, written_class
+from accel.parallel._modules import forward_names, layerdrops, named_modules
 from accel.parallel.axes.context._kernels import Terms
 
 _WHERE = "context_attention"
@@ -356,24 +355,10 @@ def _check_blocks(model: Any, reason: str, refuse: _Refuse) -> None:
 
 def _check_layerdrop(model: Any, refuse: _Refuse) -> None:
     """Raise `PrepareError` for a model that leaves out blocks, where ranks may draw apart and hooks are of blocks."""
-    rates = [(name, rate) for name, module in named_modules(model) for rate in _layerdrops(module)]
+    rates = [(name, rate) for name, module in named_modules(model) for rate in layerdrops(module)]
     if dropped := [f"{rate} at {name or 'the top'}" for name, rate in rates if rate]:
         fix = "Set layerdrop to 0 in the model's config."
         raise refuse("blocks that are left out by chance", "layerdrop=0", dropped[0], fix)
-
-
-def _layerdrops(module: nn.Module) -> list[float]:
-    """Return the rates by which a module's forward leaves out blocks: its own, or those that it reads in its config."""
-    if hasattr(module, "layerdrop"):
-        return [cast(Any, module).layerdrop]
-    config = getattr(module, "config", None)
-    if config is None or not any(map(_is_list_of_blocks, module.children())):
-        return []
-    try:
-        source = inspect.getsource(inspect.unwrap(cast(Any, written_class(module)).forward))
-    except (OSError, TypeError):  # no source
-        source = "config.layerdrop"
-    return [getattr(config, name, 0.0) for name in re.findall(r"config\.(\w*layerdrop)", source)]
 
 
 def _takes_places(stack: Any) -> bool:

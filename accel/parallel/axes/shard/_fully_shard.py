@@ -17,7 +17,7 @@ from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._leftovers import shards_of, sum_unused, watch_used
-from accel.parallel._modules import is_pipelined, stage_modules, unwrap_model
+from accel.parallel._modules import is_pipelined, layerdrops, stage_modules, unwrap_model, written_class
 from accel.parallel._refused import check_all, check_quantized
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import Spread, compare_models, follow_first_, stage_comm
@@ -75,6 +75,29 @@ def reshard_after_evaluation(units: Sequence[nn.Module]) -> None:
                 cast(Any, unit).reshard()
 
     _ = units[-1].register_forward_hook(cast(Any, torch.compiler).disable(reshard))
+
+
+def refuse_layerdrop(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Refuse forwards that leave out units by chance: ranks draw apart, and one would gather another block's parameters
+    than the others. Mutates the model, by hooks of the modules that do so in training."""
+    known = {id(unit) for unit in units}
+
+    def check(module: nn.Module, _inputs: Any) -> None:
+        if module.training and (rates := [each for each in layerdrops(module) if each]):
+            raise ConfigError(
+                "blocks that each rank leaves out by chance, so that ranks gather parameters of different ones",
+                expected="layerdrop=0 in training",
+                got=f"{rates[0]} in {written_class(module).__name__}",
+                where="forward of a model by the strategy fsdp",
+                fix="Set layerdrop to 0 in the model's config before it is made, or take the strategy ddp with "
+                "find_unused_parameters=True.",
+            )
+
+    for module in model.modules():
+        lists = [each for each in module.children() if isinstance(each, nn.ModuleList)]
+        divides = any(id(inner) in known for each in lists for inner in each.modules())
+        if divides and any(layerdrops(module)):
+            _ = module.register_forward_pre_hook(cast(Any, torch.compiler).disable(check))
 
 
 def follow_first(stage: Comm, model: nn.Module) -> None:
@@ -179,6 +202,8 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
             watch_used(each)
     if not is_empty:
         begin_alike(ctx, stage, mesh, inner.buffers())
+    if ctx.data_parallel[1] > 1:
+        refuse_layerdrop(inner, [unit for each in units for unit in each])
     for each in units:
         if options.prefetch is not None:
             prefetch(each, options.prefetch)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from catching import caught
-from pipelines import Block, Words, batch_of, by_hand, differences, loss_sum, train
+from pipelines import WORDS, Block, Words, batch_of, by_hand, differences, loss_sum, train
 from torch import nn
 
 import accel
@@ -319,6 +319,14 @@ class FlattenedLate(Words):
         return self.head(self.norm(hidden))
 
 
+class Ahead(Words):
+    """Computes in front of its blocks with what the last stage has."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.embed(ids)).unflatten(-1, (1, WORDS))
+        return super().forward(ids) + scores.sum()
+
+
 class Questions(Words):
     """Asks modules of other stages what it needs not."""
 
@@ -369,6 +377,7 @@ def _forward_backward(ctx: accel.DistContext, make: Any, loss_fn: Any = loss_sum
         (Listed, "reads scales.0 itself, a tensor of stage 1 alone"),
         (Flattened, "in the place of the first input, which the forward uses itself"),
         (FlattenedLate, "changes what a stage is given before it reaches the stage's first module"),
+        (Ahead, "the output of head, a module of stage 1, before it ends - at stage 0"),
         (FailsInside, "a pipeline stage failed: TypeError"),
     ],
 )

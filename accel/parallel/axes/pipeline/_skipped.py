@@ -20,16 +20,22 @@ _MAIN = "hidden_states"  # name of a block's input in the models of Hugging Face
 
 
 class Reads:
-    """Reads of freed tensors, for the error of a forward that needs their values.
+    """Reads of freed tensors and calls of stand-ins, for the error of a forward that needs their values.
 
     Attributes:
         latest: path of the tensor read last; None before.
+        called: path of the stand-in called first; None before.
     """
 
-    __slots__ = ("latest",)
+    __slots__ = ("called", "latest")
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget earlier calls of the forward."""
         self.latest: str | None = None
+        self.called: str | None = None
 
 
 class Freed(Mixin):
@@ -55,10 +61,17 @@ class Freed(Mixin):
 
 
 class SkippedModule(Freed):
-    """A module of another stage. It keeps its attributes, which the forward around it may read."""
+    """A module of another stage. It keeps its attributes, which the forward around it may read.
+
+    Attributes:
+        accel_place: its path.
+    """
+
+    accel_place: str
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the first input; 0 for indices, so that a skipped embedding of positions adds nothing."""
+        self.accel_reads.called = self.accel_reads.called or self.accel_place
         first = inputs[0] if inputs else kwargs.get(_MAIN, next(iter(kwargs.values()), None))
         if first is None:  # an embedding that may take its own output
             first = kwargs.get(EMBEDDINGS)
@@ -149,6 +162,7 @@ def _empty(module: nn.Module, path: str, reads: Reads) -> None:
         freed: Any = each
         freed.accel_freed = {name: ".".join(filter(None, (path, below, name))) for name in own}
         freed.accel_reads = reads
+    vars(module)["accel_place"] = path
     add_mixin([module], SkippedModule)
     add_mixin(module.modules(), Freed)
 
@@ -187,11 +201,10 @@ def _reason(
     trace, own = error.__traceback__, [module.get_submodule(path) for path in stages[at]]
     if not _is_inside(trace, [module]) or _is_inside(trace, own):
         return None
-    read = reads_of(module).latest
-    if read is not None and "NoneType" in str(error):
-        owner = next(n for n, paths in enumerate(stages) if f"{read}.".startswith(tuple(f"{each}." for each in paths)))
+    reads = reads_of(module)
+    if reads.latest is not None and "NoneType" in str(error):
         return (
-            f"a forward that reads {read} itself, a tensor of stage {owner} alone",
+            f"a forward that reads {reads.latest} itself, a tensor of stage {_owner(reads.latest, stages)} alone",
             "Call a module that has it, and that one stage has, instead of reading the tensor.",
         )
     if labels := [name for name in _LABELS if name in kwargs]:
@@ -200,9 +213,20 @@ def _reason(
             f"Leave {labels[0]} out of the inputs: forward_backward(..., targets=labels, loss_fn=...).",
         )
     if not at:
-        return None
+        if reads.called is None:
+            return None
+        owner = _owner(reads.called, stages)
+        return (
+            f"a forward that computes with the output of {reads.called}, a module of stage {owner}, before it ends",
+            "Name it among the modules of the stage that needs its output: Plan(stages=[[...], [...]]).",
+        )
     got = f"hidden states of shape {list(hidden.shape)} in the place of the first input, which the forward uses itself"
     return got, take_hidden(module)
+
+
+def _owner(path: str, stages: Sequence[Sequence[str]]) -> int:
+    """The stage of a module or tensor."""
+    return next(n for n, paths in enumerate(stages) if f"{path}.".startswith(tuple(f"{each}." for each in paths)))
 
 
 def take_hidden(module: nn.Module) -> str:

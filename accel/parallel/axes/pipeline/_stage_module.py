@@ -244,7 +244,7 @@ class StageModule(nn.Module):
         assert work is not None
         at = int(micro.item())
         batch = self._own(work.micro_batches[at])
-        self._reads.latest = None
+        self._reads.begin()
         with self._named(f"micro-batch {at + 1} of {len(work.micro_batches)}", hidden, batch):
             with work.around():
                 output = self.call(hidden, batch)

@@ -166,6 +166,14 @@ class Outside(Steps):
         return self.b(self.a(x) * SCALE)
 
 
+class Replaced(Steps):
+    """Puts another module in the place of one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.b = nn.Sequential(self.b)
+        return super().forward(x)
+
+
 class Moment(Steps):
     """One batch norm in two stages."""
 
@@ -188,6 +196,7 @@ BY_LAYER = (("a",), ("b",), ("c",), ("d",))
         (Branch, "if hidden.sum|in forward"),
         (Again, "checkpoints activations by a call of its own"),
         (Outside, "a parameter that is in none of the model's modules"),
+        (Replaced, "b, before Linear and now Sequential"),
         (Moment, "norm.running_mean, in the stages 0, 1"),
     ],
 )

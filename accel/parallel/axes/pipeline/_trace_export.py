@@ -48,12 +48,28 @@ class Ghost(NamedTuple):
         mode: the mode of its tensors.
         device: of its tensors.
         division: of it among ranks along tp; None without tp.
+        modules: its modules by path, as they were copied.
     """
 
     model: nn.Module
     mode: Any
     device: torch.device
     division: Division | None = None
+    modules: Mapping[str, nn.Module] = {}
+
+    def check(self) -> None:
+        """Raise `StageError` for a forward that has replaced, added or removed modules."""
+        now = dict(named_modules(self.model))
+        other = [path for path in {**self.modules, **now} if now.get(path) is not self.modules.get(path)]
+        if other:
+            kinds = [type(each[other[0]]).__name__ if other[0] in each else "none" for each in (self.modules, now)]
+            raise StageError(
+                "the forward changes the modules of the model, whose graph would be that of other modules",
+                expected="the same modules at every call",
+                got=f"{other[0]}, before {kinds[0]} and now {kinds[1]}",
+                where=WHERE,
+                fix=f"Make the change before prepare_model, as by set_attention_type of BigBird. {_ELSEWHERE}",
+            )
 
 
 def ghost_of(model: nn.Module, device: torch.device, division: Division | None = None) -> Ghost:
@@ -75,7 +91,7 @@ def ghost_of(model: nn.Module, device: torch.device, division: Division | None =
     if division is not None:
         with mode:
             division.divide(found)
-    return Ghost(found, mode, device, division)
+    return Ghost(found, mode, device, division, dict(named_modules(found)))
 
 
 class Mode(NamedTuple):
@@ -165,7 +181,8 @@ def export_stages(
     `stages`: paths of the modules of each stage, or a number of stages. `modes`: of each module, by path. `around`:
     autocast of the run.
     """
-    for path, module in named_modules(ghost.model):
+    ghost.check()  # one that a first export has changed is tried again
+    for path, module in ghost.modules.items():
         module.training = modes[path].training
     listed, spec = pytree.tree_flatten((batch.args, dict(batch.kwargs)))
     fakes: list[Any] = []
@@ -189,6 +206,7 @@ def export_stages(
         raise
     except Exception as error:
         raise _failure(error) from error
+    ghost.check()
     seen.check()
     read = read_program(program)
     constants = _constants(ghost, program.constants)

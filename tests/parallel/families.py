@@ -321,6 +321,8 @@ def make(name: str) -> nn.Module:
         for key, value in list(vars(module).items()):
             if "drop" in key and isinstance(value, float):
                 setattr(module, key, 0.0)
+    if hasattr(getattr(model, "config", None), "layerdrop"):  # where forwards of sounds read it
+        cast(Any, model).config.layerdrop = 0.0
     return model
 
 

@@ -181,3 +181,31 @@ def test_an_evaluation_and_an_error_leave_the_streams_shared(ranks: Simulator) -
     one, other = ranks.run(rank, 2, default_group=True)
     assert one == other
     assert one[0] != one[1]
+
+
+class Shortened(Net):
+    """Leaves out blocks by chance, as `layerdrop` of transformers' models does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if torch.rand([]) >= RATE:
+                x = block(x)
+        return self.head(x)
+
+
+def test_ranks_along_tp_leave_out_the_same_blocks(ranks: Simulator) -> None:
+    whole = _made(Shortened).eval()
+
+    def rank(ctx: accel.DistContext) -> list[torch.Tensor]:
+        model = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), _made(Shortened).eval(), plan=PLAN)
+        accel.seeding.set_seed(ctx, 0, data_rank=0)
+        return [model(X) for _ in range(6)]
+
+    def alone(ctx: accel.DistContext) -> list[torch.Tensor]:
+        accel.seeding.set_seed(ctx, 0)
+        return [whole(X) for _ in range(6)]
+
+    (expected,) = ranks.run(alone, 1)
+    assert len({float(each.detach().sum()) for each in expected}) > 2
+    for found in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

@@ -35,7 +35,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, str]]:
 
         def counted(self: SimulatedGroup, *args: Any, **options: Any) -> Any:
             size = given(args).nbytes
-            if self.size() > 1 and (operation != "all-reduce" or size > 104):  # norms, and figures of batches
+            if self.size() > 1 and (operation != "all-reduce" or size > 184):  # norms, and figures of batches
                 found[self._world_rank(self.rank()), operation] += size
             with _disable_current_modes():
                 return inner(self, *args, **options)

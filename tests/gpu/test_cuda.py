@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -104,17 +103,6 @@ def test_a_step_without_a_policy_does_not_wait_for_the_device() -> None:
         step(tokens)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.fixture
-def nccl(tmp_path: Path) -> Iterator[accel.DistContext]:
-    """A context on a group of one rank that another framework opened, over nccl alone."""
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    group = dist.group.WORLD
-    assert group is not None
-    yield accel.from_group(group)
-    dist.destroy_process_group()
 
 
 def test_a_micro_batch_is_captured_and_replayed() -> None:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import accel
@@ -99,17 +98,6 @@ def test_a_compiled_model_trains_as_the_eager_one(mode: str) -> None:
     model = accel.prepare_model(ctx, accel.compile_model(make_model(), mode=mode))
     compiled, _ = trained(ctx, model)
     assert compiled == pytest.approx(eager, rel=1e-3)
-
-
-@pytest.fixture
-def nccl(tmp_path: Path) -> Iterator[accel.DistContext]:
-    """A context on a group of one rank over nccl."""
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    group = dist.group.WORLD
-    assert group is not None
-    yield accel.from_group(group)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, cast
 
 from msgspec.structs import replace
@@ -42,7 +42,7 @@ from accel.parallel.axes.pipeline import PIPELINE
 from accel.parallel.axes.replicate._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel.axes.replicate._ddp import REPLICATE, Replica, replica_of
 from accel.parallel.axes.shard import SHARD
-from accel.parallel.axes.tensor import TENSOR, division_of
+from accel.parallel.axes.tensor import TENSOR, Division, division_of
 from accel.topology import Dimension, Plan, data_dimension, dimension_of
 
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
@@ -218,7 +218,7 @@ def _with_division(
     if any(each not in spreads or each.is_done(ctx, model) for each in (PIPELINE, TENSOR)):
         return options
     own: dict[Dimension, Any] = {each.dimension: option for each, option in zip(spreads, options, strict=True)}
-    division = partial(division_of, ctx, own["tensor"])
+    division: Callable[[nn.Module], Division] = cache(partial(division_of, ctx, own["tensor"]))
     own["pipeline"] = replace(own["pipeline"], division=division)
     if own["pipeline"].cut == "trace":  # before the cut, which leaves no rank the whole model
         own["tensor"] = replace(own["tensor"], rules=division(model).rules)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
 import sys
@@ -97,7 +98,12 @@ def forward_names(module: nn.Module) -> tuple[str, ...]:
     forward = vars(module).get("forward")
     if forward is not None:
         return tuple(inspect.signature(forward).parameters)
-    return tuple(inspect.signature(cast(Any, written_class(module)).forward).parameters)[1:]
+    return _argument_names(cast(Any, written_class(module)).forward)[1:]
+
+
+@functools.lru_cache(256)  # hooks of each attention ask in every forward
+def _argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def layerdrops(module: nn.Module) -> list[float]:

@@ -79,6 +79,13 @@ def sorted_positions(x: Tensor, dim: int, size: int) -> Tensor:
     return torch.cat([parts[at] for at in natural_order(size)], dim)
 
 
+def whole_positions(ctx: DistContext, own: Tensor, dim: int = 1) -> Tensor:
+    """Return the positions of all ranks along cp in their order. A collective, as its backward."""
+    group = group_of(ctx, "cp")
+    assert group is not None
+    return sorted_positions(gathered_summed(own.contiguous(), dim, group), dim, group.size())
+
+
 def heads_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, terms: Terms) -> Tensor:
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from accel.comm import exchange_values, gathered_summed
-from accel.context import DistContext, group_of
+from accel.comm import exchange_values
+from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel._compile import add_within
 from accel.parallel._modules import written_class
 from accel.parallel._private import called_eagerly, untraced
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
-from accel.parallel.axes.context._attention import context_attention, sorted_positions
+from accel.parallel.axes.context._attention import context_attention, whole_positions
 from accel.parallel.axes.context._checks import (
     check_mixers,
     check_multihead,
@@ -167,24 +167,18 @@ class _AllKeys:
                     "module of your own, or a mesh without cp.",
                 )
         note_attention(self.ctx)
-        keys = _whole(self.ctx, key, dim)
-        changes: dict[str, Any] = {"key": keys, "value": keys if value is key else _whole(self.ctx, value, dim)}
+        keys = whole_positions(self.ctx, key, dim)
+        values = keys if value is key else whole_positions(self.ctx, value, dim)
+        changes: dict[str, Any] = {"key": keys, "value": values}
         padding = known.get("key_padding_mask")
         if isinstance(padding, Tensor):
-            changes["key_padding_mask"] = _whole(self.ctx, padding, padding.ndim - 1)
+            changes["key_padding_mask"] = whole_positions(self.ctx, padding, padding.ndim - 1)
         mask = known.get("attn_mask")
         if isinstance(mask, Tensor):
             changes["attn_mask"] = _own_rows(self.ctx, mask, query.shape[dim], keys.shape[dim])
             changes["is_causal"] = False  # a hint for a square mask
         given, named = with_arguments(module, inputs, keywords, changes)
         return given, {**named, "is_causal": False} if mask is not None and len(given) < 8 else named
-
-
-def _whole(ctx: DistContext, own: Tensor, dim: int) -> Tensor:
-    """Return all positions in their order. A collective, as its backward."""
-    group = group_of(ctx, "cp")
-    assert group is not None
-    return sorted_positions(gathered_summed(own.contiguous(), dim, group), dim, group.size())
 
 
 def _own_rows(ctx: DistContext, mask: Tensor, own: int, keys: int) -> Tensor:
@@ -249,7 +243,7 @@ class _Crosses(Mixin, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, whose attention crosses the ranks."""
         with _Shared(vars(self)[_PROOF]):
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
 
 
 def attending_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -381,7 +375,7 @@ class _Proof:
             dims = [at for at, length in enumerate(each.shape) if is_cut(self.ctx, length)]
             if dims and id(each) not in pairs:
                 at = dim if dim in dims else dims[0]
-                whole = _whole(self.ctx, each.detach(), at)
+                whole = whole_positions(self.ctx, each.detach(), at)
                 length = min(whole.shape[at], most or whole.shape[at])
                 lengths[whole.shape[at]] = length
                 note_cut(self.ctx, length // size)
@@ -398,7 +392,7 @@ class _Proof:
     def _difference(self, expected: Sequence[Tensor], got: Sequence[Tensor]) -> str:
         """Return a line on the first output that is not that of all positions; "" for none. A collective of losses."""
         rank, size = self.ctx.axis("cp")
-        totals = [None if each.ndim else _whole(self.ctx, each.expand(2), 0).sum() / 2 for each in got]
+        totals = [None if each.ndim else whole_positions(self.ctx, each.expand(2), 0).sum() / 2 for each in got]
         for number, (want, have, total) in enumerate(zip(expected, got, totals, strict=True)):
             for at, (whole, own) in enumerate(zip(want.shape, have.shape, strict=True)):
                 if whole != own:

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from accel.comm import gathered
-from accel.context import DistContext, group_of
+from accel.context import DistContext
 from accel.errors import ConfigError, MissingExtraError
 from accel.mixins import Mixin
 from accel.parallel._compile import add_within
 from accel.parallel._modules import forward_names, named_modules, written_class
-from accel.parallel.axes.context._attention import context_attention, sorted_positions
+from accel.parallel.axes.context._attention import context_attention, whole_positions
 from accel.parallel.axes.context._checks import (
     SAMPLES,
     check_inputs,
@@ -218,7 +217,7 @@ class _Images:
         if not any(known.get(name) is not None for name in SAMPLES):
             return {}
         self.positions = known["position_ids"]
-        return {"input_ids": _whole(self.ctx, known["input_ids"])}
+        return {"input_ids": whole_positions(self.ctx, known["input_ids"])}
 
     def __call__(
         self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -298,22 +297,15 @@ def _ignored(ctx: DistContext, mask: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return True for the own tokens of padding, None where no rank has any; and the own places, counted from the first
     token. A collective, and it syncs."""
     ignored = mask == 0
-    whole = _whole(ctx, ignored)
+    whole = whole_positions(ctx, ignored)
     before = whole.long().cumprod(1).sum(1, keepdim=True)
     places = _own_places(ctx, mask.shape[1]).to(mask.device) - before
     return ignored if bool(whole.any()) else None, places
 
 
-def _whole(ctx: DistContext, own: Tensor) -> Tensor:
-    """Return a value of each token of the sequence, [batch, length]. A collective."""
-    group = group_of(ctx, "cp")
-    assert group is not None
-    return sorted_positions(gathered(own.contiguous(), 1, group), 1, group.size())
-
-
 def _check_first(ctx: DistContext, position_ids: Tensor, padding: int) -> None:
     """Raise `ConfigError` for positions that a table keeps for padding. A collective, and it syncs."""
-    first = int(_whole(ctx, position_ids)[:, 0].min())
+    first = int(whole_positions(ctx, position_ids)[:, 0].min())
     if first <= padding:
         raise ConfigError(
             "positions that this model keeps for padding",
@@ -327,7 +319,7 @@ def _check_first(ctx: DistContext, position_ids: Tensor, padding: int) -> None:
 def _documents(ctx: DistContext, position_ids: Tensor) -> Tensor | None:
     """Return the numbers of packed documents, whose positions begin anew, as transformers finds them; None for one. A
     collective, and it syncs."""
-    whole = _whole(ctx, position_ids)
+    whole = whole_positions(ctx, position_ids)
     begins = whole[:, 1:] != whole[:, :-1] + 1
     if not bool(begins.any()):
         return None

@@ -16,14 +16,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from accel.comm import Call, exchange_values, gathered, gathered_summed
-from accel.context import DistContext, group_of
+from accel.comm import Call, exchange_values
+from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._compile import Recomputed
 from accel.parallel._modules import forward_names, named_modules
 from accel.parallel._private import called_eagerly, runs_in_backward, untraced
-from accel.parallel.axes.context._attention import sorted_positions
+from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import (
     FORWARD,
     SAMPLES,
@@ -33,6 +33,7 @@ from accel.parallel.axes.context._checks import (
     takes_cut_tokens,
 )
 from accel.parallel.axes.context._split import note_attention, note_cut, own_positions
+from accel.random import isolated_rng
 
 _LOG = logging.getLogger("accel.parallel")
 PROVED = 8  # positions of a rank in the proof
@@ -204,11 +205,8 @@ class _WholeSequences:
 
     def _joined(self, module: nn.Module, own: Tensor) -> Tensor:
         """Return the positions of all ranks in their order, without the filling. A collective, as its backward."""
-        group = group_of(self.ctx, "cp")
-        assert group is not None
         length = self.lengths[self.stack_of[id(module)]][own.shape[1]]
-        whole = sorted_positions(gathered_summed(own.contiguous(), 1, group), 1, group.size())
-        return whole[:, :length]
+        return whole_positions(self.ctx, own)[:, :length]
 
     def _check(self, module: Any, known: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for inputs that a cut model does not take."""
@@ -242,11 +240,8 @@ class _WholeSequences:
         is_other = name in _UNCUT or (has_samples and not name.startswith("decoder_"))
         if is_other or not isinstance(each, Tensor) or each.ndim < 2:
             return each
-        group = group_of(self.ctx, "cp")
-        assert group is not None
-        dim = 2 if each.ndim == 4 else 1  # queries of a mask, [batch, heads, own, length]
-        exchange = gathered_summed if each.requires_grad else gathered
-        return sorted_positions(exchange(each.contiguous(), dim, group), dim, group.size())
+        # queries of a mask are [batch, heads, own, length]
+        return whole_positions(self.ctx, each, 2 if each.ndim == 4 else 1)
 
     def _compare_whole(self, known: Mapping[str, Any]) -> None:
         """Raise `ConfigError` on every rank where those along cp have other whole inputs. A collective."""
@@ -355,11 +350,9 @@ def _is_recomputed(module: nn.Module) -> bool:
 def evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
     """Compute without gradients and without dropout; streams of random numbers stay as they are."""
     modes = [(each, each.training) for each in module.modules()]
-    fork = cast(Any, torch.random).fork_rng
-    streams = fork(devices=[]) if device.type == "cpu" else fork(devices=[device], device_type=device.type)
     try:
         _ = module.eval()
-        with streams, torch.no_grad():
+        with isolated_rng(device), torch.no_grad():
             yield
     finally:
         for each, mode in modes:

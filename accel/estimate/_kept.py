@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of operators on a rank, from sizes: what a micro-batch keeps for its backward, and what a step reads and
-writes beside products; pure."""
+"""Bytes of operators on a rank, from sizes: activations kept for the backward, and memory traffic of a step beside
+products; pure."""
 
 from __future__ import annotations
 

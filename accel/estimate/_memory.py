@@ -239,7 +239,7 @@ def _entry(kept: KeptBlock, step: EstimatedStep) -> int:
 
 
 def _beside(kept: Kept, step: EstimatedStep) -> int:
-    """Bytes of the blocks of an encoder of images, whose backward comes after that of the decoder's."""
+    """Bytes of the image encoder's blocks, kept until after the decoder's backward."""
     if kept.tower is None:
         return 0
     count, block = kept.tower

@@ -278,7 +278,7 @@ class HeldParameters(NamedTuple):
         dense: number of those among them with an MLP in the place of experts.
         is_first: whether the rank has the embedding.
         is_last: whether the rank has the head.
-        idle: number of blocks of an encoder whose output is not used, so that they have no backward.
+        idle: number of an encoder's blocks with unused output, and so without a backward.
         idle_shards: elements of their shards.
     """
 

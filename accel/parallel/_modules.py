@@ -107,7 +107,7 @@ def _argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def layerdrops(module: nn.Module) -> list[float]:
-    """Return the rates by which a module's forward leaves out blocks: its own, or those that it reads in its config."""
+    """Return a module's layerdrop rates: its own, or those of its config."""
     if hasattr(module, "layerdrop"):
         return [cast(Any, module).layerdrop]
     config = getattr(module, "config", None)

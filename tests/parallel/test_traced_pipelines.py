@@ -333,11 +333,11 @@ def test_checkpoints_of_stages_load_on_one_rank_and_back(ranks: Simulator, tmp_p
     made, batch_of = family(name)
 
     def save(ctx: accel.DistContext) -> None:
-        model = _prepared(ctx, made(0.0), batch_of(4, 0)[0])
+        model = _prepared(ctx, made(0.0), batch_of(4, 0)[0], micro_batches=2)
         assert accel.save_state(ctx, tmp_path / "stages", {"model": model}, step=1)
 
     def load(ctx: accel.DistContext) -> float:
-        model = _prepared(ctx, made(0.0), batch_of(4, 0)[0])
+        model = _prepared(ctx, made(0.0), batch_of(4, 0)[0], micro_batches=2)
         with torch.no_grad():
             for each in model.parameters():
                 _ = each.zero_()

@@ -228,7 +228,11 @@ class Rowwise(LocalParameters):
             output = super().forward(*args, **kwargs)
             output = scattered(output, SEQUENCE_DIM, layer.group) if scatters else summed(output, layer.group)
         bias = cast(Any, self)._parameters.get("bias")
-        return output if bias is None else output + local(bias, layer.rule).to(output.dtype)
+        if bias is None:
+            return output
+        # the gradient is a sum over rows, but that of the output itself for a single one
+        is_sum = output.numel() > bias.numel()
+        return output + local_of(bias, summands=layer.rule.summands, fresh=is_sum).to(output.dtype)
 
     def _weight(self) -> torch.Tensor:
         """This rank's part of the weight, [outputs, inputs]."""
@@ -319,13 +323,13 @@ class WholeSequence(Around):
 
 def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
     """Return this rank's part of a parameter, from which gradients flow back to the whole."""
-    return local_of(parameter, summands=rule.summands)
+    return local_of(parameter, summands=rule.summands, fresh=rule.fresh)
 
 
-def local_of(parameter: torch.Tensor, *, summands: bool) -> torch.Tensor:
+def local_of(parameter: torch.Tensor, *, summands: bool, fresh: bool = False) -> torch.Tensor:
     """Return this rank's part of a parameter, from which gradients flow back to the whole.
 
-    `summands`: a replicated parameter's gradient awaits its sum over ranks.
+    `summands`: a replicated parameter's gradient awaits its sum over ranks. `fresh`: it comes in memory of its own.
     """
     if not is_dtensor(parameter):
         return parameter
@@ -341,8 +345,9 @@ def local_of(parameter: torch.Tensor, *, summands: bool) -> torch.Tensor:
         return local_part(parameter)
     is_whole = parameter.placements[0].is_replicate()
     if torch.compiler.is_compiling() or not parameter.is_contiguous() or (summands and is_whole):
-        return _own_part(parameter, summands=summands)  # torch.compile knows the method
-    return cast(Any, _OwnPart).apply(parameter)
+        part = _own_part(parameter, summands=summands)  # torch.compile knows the method
+        return own_gradient(part) if is_whole and not fresh else part
+    return cast(Any, _OwnPart).apply(parameter, is_whole and not fresh)
 
 
 def _own_part(parameter: DTensor, *, summands: bool) -> torch.Tensor:
@@ -351,26 +356,26 @@ def _own_part(parameter: DTensor, *, summands: bool) -> torch.Tensor:
         return parameter.to_local()
     from torch.distributed.tensor import Partial, Replicate
 
-    return own_gradient(parameter.to_local(grad_placements=[Partial() if summands else Replicate()]))
+    return parameter.to_local(grad_placements=[Partial() if summands else Replicate()])
 
 
 class _OwnPart(torch.autograd.Function):
     """`to_local` of a contiguous parameter, whose gradient becomes a DTensor without a view."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+    def forward(ctx: Any, parameter: DTensor, copies: bool) -> torch.Tensor:
         ctx.parameter = parameter
+        ctx.copies = copies
         return part_alone(parameter)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> DTensor:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
         parameter: DTensor = ctx.parameter
         # autograd does not see behind a DTensor that memory is another gradient's too, such as that of a summand
-        is_whole = parameter.placements[0].is_replicate()
-        grad = grads[0].clone(memory_format=torch.contiguous_format) if is_whole else grads[0].contiguous()
+        grad = grads[0].clone(memory_format=torch.contiguous_format) if ctx.copies else grads[0].contiguous()
         if grad.requires_grad or grad.dtype != parameter.dtype:  # a backward that is differentiated, for one
-            return dtensor_of(grad, parameter)
-        return dtensor_around(grad, parameter)
+            return dtensor_of(grad, parameter), None
+        return dtensor_around(grad, parameter), None
 
 
 def needed_rows(stored: torch.Tensor, layer: Layer, exchange: RowExchange) -> torch.Tensor:

@@ -87,6 +87,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         style: of the module.
         dims: dimension along which each parameter is split, by name; those not named are replicated.
         summands: whether the gradients of its replicated parameters are summands, one on each rank.
+        fresh: whether its backward computes these gradients in memory of their own.
         copied: whether a module around it sums the gradients of its input.
         uneven: number of outputs, where ranks compute different numbers of them and gather all; 0 elsewhere.
         rows: number of rows of the parameters that ranks exchange before they compute; 0 where they exchange none.
@@ -103,6 +104,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     style: TensorStyle
     dims: Mapping[str, int] = {}
     summands: bool = False
+    fresh: bool = False
     copied: bool = False
     uneven: int = 0
     rows: int = 0
@@ -113,6 +115,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     attributes: Mapping[str, int] = {}
     overlap: bool = False
     early: str = ""
+
+
+# norms whose kernels sum the gradients over rows
+_FRESH = {nn.LayerNorm.forward, nn.RMSNorm.forward, nn.GroupNorm.forward}
 
 
 def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, heads: int = 0) -> Rule:
@@ -140,6 +146,7 @@ def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, 
         style=style,
         dims=dims,
         summands=style in _SUMMANDS,
+        fresh=type(module).forward in _FRESH,
         copied=copied,
         uneven=uneven,
         rows=rows,

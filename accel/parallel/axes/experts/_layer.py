@@ -154,21 +154,28 @@ def combine_tokens(outputs: Tensor, dispatched: DispatchedTokens, weights: Tenso
         >>> accel.parallel.combine_tokens(sent.rows * 10, sent, torch.tensor([[0.5], [1.0]])).flatten().tolist()
         [5.0, 20.0]
     """
-    choices = dispatched.choices
-    journey = dispatched.journey
-    if outputs.shape[:1] != dispatched.rows.shape[:1] or weights.numel() != len(choices.order):
+    return bring_back(outputs, dispatched.choices, dispatched.journey, weights)
+
+
+def bring_back(outputs: Tensor, choices: Permutation, journey: Journey | None, weights: Tensor) -> Tensor:
+    """Bring outputs back and sum them, as `combine_tokens`; callers drop the dispatched rows first.
+
+    Rows on their way have one name: each copy is freed once the next is made.
+    """
+    count = len((choices if journey is None else journey.arrivals).order)
+    if outputs.shape[:1] != (count,) or weights.numel() != len(choices.order):
         raise ConfigError(
             "these are not outputs of the dispatched tokens",
-            expected=f"{dispatched.rows.shape[0]} rows, and {len(choices.order)} weights",
+            expected=f"{count} rows, and {len(choices.order)} weights",
             got=f"shapes {list(outputs.shape)} and {list(weights.shape)}",
             where="combine_tokens",
         )
     if journey is not None:
-        by_rank = _taken(outputs, journey.arrivals.inverted())
-        outputs = exchanged(by_rank, journey.received, journey.sent, journey.group)
-    placed = _taken(outputs, choices.inverted())
-    by_token = placed.reshape(*weights.shape, *outputs.shape[1:])
+        outputs = _taken(outputs, journey.arrivals.inverted())
+        outputs = exchanged(outputs, journey.received, journey.sent, journey.group)
+    outputs = _taken(outputs, choices.inverted())
     factors = weights.reshape(*weights.shape, *[1] * (outputs.ndim - 1))
+    by_token = outputs.reshape(*weights.shape, *outputs.shape[1:])
     return (by_token * factors).sum(1).to(outputs.dtype)
 
 
@@ -296,15 +303,18 @@ def run_dispatched(module: Any, run: Callable[..., Any], inputs: Sequence[Any], 
 def _dispatched(module: nn.Module, run: Callable[..., Any], rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
     mesh, experts = _spread_of(module)
     sent = dispatch_tokens(rows, indices, experts=experts, group=mesh.get_group(EP))
+    choices, journey = sent.choices, sent.journey
     own = sent.experts[:, None]
     came = sent.rows
+    del sent
     with _local_parts(module):
         if came.shape[0]:
             outputs = run(came, own, weights.new_ones(own.shape))
         else:  # a row of ones, whose outputs are dropped: parameters take part in the backward, as on other ranks
             stand_in = came.sum(0, keepdim=True) + 1
             outputs = run(stand_in, own.new_zeros(1, 1), weights.new_ones(1, 1))[:0]
-    return combine_tokens(outputs, sent, weights)
+    del came
+    return bring_back(outputs, choices, journey, weights)
 
 
 def run_sorted(module: Any, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
@@ -338,9 +348,13 @@ def _dispatched_sorted(
     firsts = torch.tensor([most * at - sum(sent.counts[:at]) for at in range(len(sent.counts))], device=rows.device)
     places = torch.arange(sent.rows.shape[0], device=rows.device) + firsts[sent.experts]
     filled = sent.rows.new_zeros(most * len(sent.counts), sent.rows.shape[-1]).index_copy(0, places, sent.rows)
+    choices, journey = sent.choices, sent.journey
+    del sent
     with _local_parts(module):
         outputs = run(filled)
-    return combine_tokens(outputs.index_select(0, places), sent, weights)
+    del filled
+    outputs = outputs.index_select(0, places)
+    return bring_back(outputs, choices, journey, weights)
 
 
 def _routed(run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import named_modules
 from accel.parallel._private import is_view
 from accel.parallel.axes.experts._expert_plan import EP, LISTED
-from accel.parallel.axes.experts._layer import Run, combine_tokens, dispatch_tokens, in_parts
+from accel.parallel.axes.experts._layer import DispatchedTokens, Run, bring_back, dispatch_tokens, in_parts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -240,8 +240,7 @@ def run_listed(listed: Any, rows: Tensor, indices: Tensor, called: Tensor) -> Te
     weights, tie = _own_weights([_named(each) if at in used else [] for at, each in enumerate(experts)], group)
     alike = None if listed.accel_alike is None else listed.accel_alike.get_group()
 
-    def computed(rows: Tensor, indices: Tensor, factors: Tensor) -> Tensor:
-        sent = dispatch_tokens(rows, indices, experts=len(experts), group=group)
+    def run_own(sent: DispatchedTokens) -> Tensor:
         parts = cast("tuple[Tensor, ...]", cast(Any, torch).split(sent.rows, list(sent.counts)))
         outputs: list[Tensor] = []
         first = own * group.rank()
@@ -251,7 +250,14 @@ def run_listed(listed: Any, rows: Tensor, indices: Tensor, called: Tensor) -> Te
                 # a row of ones, whose output is dropped: parameters take part in the backward
                 given = part if len(part) else part.sum(0, keepdim=True) + 1
                 outputs.append(cast(Tensor, experts[at](given))[: len(part)])
-        return combine_tokens(torch.cat(outputs) if outputs else sent.rows + tie, sent, factors)
+        return torch.cat(outputs) if outputs else sent.rows + tie
+
+    def computed(rows: Tensor, indices: Tensor, factors: Tensor) -> Tensor:
+        sent = dispatch_tokens(rows, indices, experts=len(experts), group=group)
+        choices, journey = sent.choices, sent.journey
+        outputs = run_own(sent)
+        del sent
+        return bring_back(outputs, choices, journey, factors)
 
     outputs = in_parts(computed, (rows, indices, rows.new_ones(indices.shape)), alike)
     return outputs.clone() if is_view(outputs) else outputs  # an operation in place on a view would lose FSDP's hooks

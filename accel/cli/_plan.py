@@ -16,7 +16,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate import Hosts, Job, Transformer, choose_meshes, read_transformer
 from accel.estimate._choices import Choice, Choices, RankStages, Refusal, stages_of
-from accel.estimate._efficiencies import Efficiencies, link_speeds, read_efficiencies
+from accel.estimate._efficiencies import Efficiencies, read_efficiencies
 from accel.estimate._memory import PARTS
 from accel.estimate._step import OPTIMIZERS
 from accel.formats import PrecisionName
@@ -373,6 +373,7 @@ def parser() -> Parser:
         help="10^12 operations a second of a GPU, in any shape, in place of a table of speeds",
     )
     _ = add("--efficiencies", metavar="FILE", help="table of speeds by shape (default: published ones of H100)")
+    _ = add("--power", type=float, metavar="W", help="power limit of a GPU in watts (default: that of the table)")
     _ = add("--calibrate", metavar="FILE", help="measure this machine's speeds and write such a table; takes no CONFIG")
     _ = add("--images", type=int, default=1, metavar="N", help="images of a sequence, of models that see (default: 1)")
     _ = add(
@@ -428,11 +429,29 @@ def _hosts(known: argparse.Namespace) -> Hosts:
         between=parse_size(between, "--link"),
         flops=None if known.tflops is None else known.tflops * 1e12,
     )
-    if known.efficiencies is None:
-        return hosts
-    table = read_efficiencies(Path(known.efficiencies))
-    links = {} if known.link else link_speeds(table)
-    return msgspec.structs.replace(hosts, efficiencies=table, **links)
+    if known.efficiencies is not None:
+        table = read_efficiencies(Path(known.efficiencies))
+        links = {} if known.link else link_speeds(table)
+        hosts = msgspec.structs.replace(hosts, efficiencies=table, **links)
+    return hosts if known.power is None else msgspec.structs.replace(hosts, power_w=known.power)
+
+
+def link_speeds(table: Efficiencies) -> dict[str, float]:
+    """Return what the collectives of a table say of links, as fields of `Hosts`: those of the longest messages.
+
+    A collective goes round a ring. Ranks of one host measure `inside`; of several hosts `between`, where as many ranks
+    on each host share the message out among its links.
+    """
+    found: dict[str, float] = {}
+    for name, several in (("inside", False), ("between", True)):
+        rows = [each for each in table.messages if (each.hosts > 1) == several and each.ranks > 1]
+        if not rows:
+            continue
+        longest = max(rows, key=lambda each: each.bytes)
+        rounds = 2 if longest.operation == "all-reduce" else 1
+        sent = rounds * longest.bytes * (longest.ranks - 1) / longest.ranks / longest.seconds
+        found[name] = sent * longest.hosts / longest.ranks if several else sent
+    return found
 
 
 def _enough(job: Job, found: Choices, known: argparse.Namespace) -> Iterator[tuple[int, Choice]]:

@@ -402,7 +402,7 @@ def _attention_time(
         return (passes + backward) * forward / hosts.flops
     length = step.tokens if plan.context == "heads" else step.tokens // axes.cp  # of the queries of a kernel
     ahead, back = attention_flops(hosts.efficiencies, _dtype(step), length, model.head_width)
-    return passes * forward / ahead + 1.25 * backward * forward / back
+    return (passes * forward / ahead + 1.25 * backward * forward / back) / hosts.clock
 
 
 def _tower_time(tower: Tower, axes: Axes, step: EstimatedStep, hosts: Hosts, passes: int) -> tuple[float, float]:
@@ -474,7 +474,7 @@ def _product_time(m: int, n: int, k: int, dtype: str, hosts: Hosts, passes: int,
         total += work / product_flops(table, dtype, n, k, m)
     if backward > 1:
         total += work / product_flops(table, dtype, m, k, n)
-    return total
+    return total / hosts.clock
 
 
 def _message_time(each: Traffic, axes: Axes, hosts: Hosts) -> float:

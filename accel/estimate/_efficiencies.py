@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -91,6 +91,7 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         attention: causal.
         messages: collectives; empty where one rank measured.
         sources: addresses of published figures.
+        power_w: power limit of the device in watts while its products and attention were measured; 0 if not known.
 
     Raises:
         ConfigError: no products, or a number that is not above 0.
@@ -106,6 +107,7 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     attention: tuple[AttentionSpeed, ...] = ()
     messages: tuple[MessageSpeed, ...] = ()
     sources: tuple[str, ...] = ()
+    power_w: float = 0
 
     def __post_init__(self) -> None:
         if not self.products:
@@ -114,7 +116,7 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         for name, table in rows.items():
             for at, row in enumerate(table):
                 _check_numbers(row, f"Efficiencies.{name}[{at}]")
-        _check_numbers(self, "Efficiencies")
+        _check_numbers(self, "Efficiencies", {"power_w"} if self.power_w == 0 else ())
 
     @property
     def dtypes(self) -> list[str]:
@@ -122,10 +124,10 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return list(dict.fromkeys(each.dtype for each in self.products))
 
 
-def _check_numbers(record: msgspec.Struct, where: str) -> None:
+def _check_numbers(record: msgspec.Struct, where: str, unknown: Collection[str] = ()) -> None:
     for name in record.__struct_fields__:
         value = getattr(record, name)
-        if isinstance(value, int | float) and not (math.isfinite(value) and value > 0):
+        if name not in unknown and isinstance(value, int | float) and not (math.isfinite(value) and value > 0):
             raise ConfigError("not a speed", expected="a number above 0", got=str(value), where=f"{where}.{name}")
 
 
@@ -177,24 +179,6 @@ def _between(points: Iterable[tuple[Sequence[int], float]], shape: Sequence[int]
         total += weight * speed
         weights += weight
     return total / weights
-
-
-def link_speeds(table: Efficiencies) -> dict[str, float]:
-    """Return what the collectives of a table say of links, as fields of `Hosts`: those of the longest messages.
-
-    A collective goes round a ring. Ranks of one host measure `inside`; of several hosts `between`, where as many ranks
-    on each host share the message out among its links.
-    """
-    found: dict[str, float] = {}
-    for name, several in (("inside", False), ("between", True)):
-        rows = [each for each in table.messages if (each.hosts > 1) == several and each.ranks > 1]
-        if not rows:
-            continue
-        longest = max(rows, key=lambda each: each.bytes)
-        rounds = 2 if longest.operation == "all-reduce" else 1
-        sent = rounds * longest.bytes * (longest.ranks - 1) / longest.ranks / longest.seconds
-        found[name] = sent * longest.hosts / longest.ranks if several else sent
-    return found
 
 
 def read_efficiencies(path: Path) -> Efficiencies:
@@ -268,7 +252,7 @@ H100 = Efficiencies(
     kind="cuda",
     torch="",
     date="2025",
-    bandwidth=3.35e12,  # as specified
+    bandwidth=2.9e12,  # of a copy; 3.35 TB/s are specified
     products=tuple(_published()),
     attention=tuple(
         AttentionSpeed(dtype=dtype, tokens=tokens, head_width=128, forward=forward * 1e12, backward=backward * 1e12)
@@ -281,8 +265,9 @@ H100 = Efficiencies(
         "https://github.com/deepseek-ai/DeepGEMM",
         "https://arxiv.org/abs/2407.08608",  # FlashAttention-3, whose figures compare FlashAttention-2
         "https://glennklockwood.com/garden/peak-FLOPS",  # fp32
-        "https://github.com/stas00/ml-engineering/tree/master/compute/accelerator",  # memory
+        "https://github.com/Azure/AI-benchmarking-guide/blob/main/Azure_Results/ND_H100_v5_results.md",  # memory
     ),
+    power_w=700,
 )
 
 
@@ -476,9 +461,10 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
         latency_s: seconds of a message, whatever its length.
         efficiencies: speeds of a GPU by shape; those published for H100 by default.
         flops: operations a second of a GPU, in their place, for products and attention of any shape and format.
+        power_w: power limit of a GPU in watts; that of the table by default.
 
     Raises:
-        ConfigError: a number that is not above 0.
+        ConfigError: a number that is not above 0, or a power limit for speeds of an unknown one.
     """
 
     ranks: int = 8
@@ -487,9 +473,25 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float = 10e-6
     efficiencies: Efficiencies = H100
     flops: float | None = None
+    power_w: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "inside", "between", "latency_s", "flops"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
+        for name in ("ranks", "inside", "between", "latency_s", "flops", "power_w"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 got = str(getattr(self, name))
                 raise ConfigError("not a speed", expected="a number above 0", got=got, where=f"Hosts.{name}")
+        if self.power_w and (self.flops or not self.efficiencies.power_w):
+            got = "one speed" if self.flops else "a table without `power_w`"
+            expected = "a table of speeds with its power limit, such as the one of H100"
+            raise ConfigError(
+                "a power limit for speeds of an unknown one", expected=expected, got=got, where="Hosts.power_w"
+            )
+
+    @property
+    def clock(self) -> float:
+        """The GPU's clock under its power limit, as a part of that of the table.
+
+        The power of a circuit goes with its clock and the square of its voltage, which goes with the clock. The data
+        sheets of H100 SXM (700 W) and NVL (400 W) agree: 989 and 835 Tflop/s are an exponent of 0.30.
+        """
+        return 1.0 if self.power_w is None else min(1.0, (self.power_w / self.efficiencies.power_w) ** (1 / 3))

@@ -127,6 +127,11 @@ def test_a_measured_table_gives_the_speeds(folder: Path, capsys: pytest.CaptureF
     assert seconds("--compiled")["memory"] < plain["memory"]
     assert seconds("--precision", "fp8")["products"] < 0.7 * plain["products"]
     assert seconds("--tflops", "400")["memory"] == 0
+    capped = seconds("--power", "350")
+    for name in ("products", "attention"):
+        assert capped[name] == pytest.approx(2 ** (1 / 3) * plain[name])
+    assert capped["memory"] == plain["memory"]
+    assert seconds("--power", "1000") == plain
 
 
 def test_a_benchmark_writes_a_table_and_says_whose_it_is(
@@ -215,6 +220,9 @@ def test_faster_links_between_hosts_make_wide_tensor_parallelism_cheaper(
         (["config.json", "--ranks", "8", "--memory", "80GB", "--link", "50GB"], "not the speeds of links"),
         (["config.json", "--ranks", "8", "--memory", "80GB", "--link", "50GB,x"], "not a size"),
         (["config.json", "--ranks", "8", "--memory", "80GB", "--tflops", "-3"], "not a speed"),
+        (["config.json", "--ranks", "8", "--memory", "80GB", "--power", "0"], "a number above 0, got 0.0"),
+        (["config.json", "--ranks", "8", "--memory", "80GB", "--power", "nan"], "a number above 0, got nan"),
+        (["config.json", "--ranks", "8", "--memory", "80GB", "--power", "9", "--tflops", "9"], "got one speed"),
         (
             ["config.json", "--ranks", "8", "--memory", "80GB", "--efficiencies", "no.json"],
             "expected a table of speeds",

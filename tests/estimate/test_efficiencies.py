@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 import accel
+from accel.cli._plan import link_speeds
 from accel.errors import ConfigError
-from accel.estimate import Efficiencies, measure_efficiencies, read_efficiencies
+from accel.estimate import Efficiencies, Hosts, measure_efficiencies, read_efficiencies
 from accel.estimate._efficiencies import (
     H100,
     MessageSpeed,
     ProductSpeed,
     attention_flops,
-    link_speeds,
     product_flops,
 )
 from accel.testing import simulate
@@ -45,6 +45,16 @@ def test_fp8_is_faster_than_bf16_and_slower_than_twice_its_peak(shape: tuple[int
     assert product_flops(H100, "bf16", *shape) <= 989e12
     assert product_flops(H100, "fp8", *shape) <= 1979e12
     assert product_flops(H100, "fp8", *shape) > product_flops(H100, "bf16", *shape)
+
+
+def test_a_power_limit_needs_a_table_with_its_own() -> None:
+    assert Hosts(power_w=700).clock == Hosts().clock == 1
+    assert Hosts(power_w=400).clock == pytest.approx(835 / 989, rel=0.02)  # of H100 NVL beside SXM, as specified
+    table = msgspec.structs.replace(H100, power_w=0)
+    with pytest.raises(ConfigError, match="got a table without `power_w`"):
+        _ = Hosts(efficiencies=table, power_w=500)
+    with pytest.raises(ConfigError, match="a number above 0, got -1"):
+        _ = msgspec.structs.replace(H100, power_w=-1)
 
 
 def test_a_format_without_products_is_refused() -> None:

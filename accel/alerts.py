@@ -27,7 +27,7 @@ from msgspec.structs import asdict, replace
 from accel.endpoints import post_json
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice, check_count, did_you_mean
-from accel.run_folder import append_rest, bounded, hide_in_text
+from accel.run_folder import append_rest, bounded, hide_in_text, read_files
 
 FOLDER = "alerts"  # of a run's folder, with a file for each process that has alerts
 AlertLevel = Literal["info", "warning", "error"]
@@ -242,20 +242,17 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.title}: {' '.join(self.text.split())}" if self.text else self.title
 
 
-def read_alerts(folder: Path, since_s: float = 0.0) -> list[Alert]:
+def read_alerts(folder: Path, since_s: float = 0.0, problems: list[str] | None = None) -> list[Alert]:
     """Return the alerts in a run's folder in order of time; lines that cannot be read are left out.
 
     Args:
         folder: the run's folder.
         since_s: earliest time, such as the start of the run.
+        problems: gets a line for each file that cannot be read.
     """
     found: dict[tuple[str, float, str, str], Alert] = {}
-    for path in (folder / FOLDER).glob("*.jsonl"):
-        try:
-            lines = path.read_bytes().splitlines()
-        except OSError:
-            continue
-        for line in lines:
+    for path, content in read_files(folder, FOLDER, [] if problems is None else problems):
+        for line in content.splitlines():
             try:
                 alert = msgspec.json.decode(line, type=Alert)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

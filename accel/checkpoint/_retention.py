@@ -250,6 +250,7 @@ class FoundCheckpoint(msgspec.Struct, frozen=True):
         changed: time of the last write, in seconds since 1970.
         manifest: manifest of a committed checkpoint; None otherwise.
         problem: reason why the folder is no checkpoint; "" for one.
+        is_busy: whether a process writes, moves or deletes it; on another host, it may have ended.
     """
 
     path: Place
@@ -257,6 +258,7 @@ class FoundCheckpoint(msgspec.Struct, frozen=True):
     changed: float
     manifest: Manifest | None
     problem: str
+    is_busy: bool = False
 
 
 def survey(out: Place) -> list[FoundCheckpoint]:
@@ -267,12 +269,23 @@ def survey(out: Place) -> list[FoundCheckpoint]:
         try:
             found.append(_look(path, manifest_of(path, step), ""))
         except CheckpointError as error:
-            found.append(_look(path, None, error.problem))
+            found += _look_again(path, error.problem)
     for left in out.leftovers():
         if step_of(left.target) is not None:
             kind = "being written or deleted" if left.kind == "tmp" else "moved aside"
-            found.append(_look(as_place(left.path), None, f"{kind}, by a process that is gone" if left.dead else kind))
+            problem = f"{kind}, by a process that is gone" if left.dead else kind
+            found += _look_again(as_place(left.path), problem, is_busy=not left.dead)
     return found
+
+
+def _look_again(path: Place, problem: str, *, is_busy: bool = False) -> list[FoundCheckpoint]:
+    """Return a folder that is no checkpoint; none if it went since it was listed, as a run deletes its old ones."""
+    try:
+        return [msgspec.structs.replace(_look(path, None, problem), is_busy=is_busy)] if path.exists() else []
+    except CheckpointError:
+        if path.exists():
+            raise
+        return []
 
 
 def find_checkpoint(path: Place) -> Place:

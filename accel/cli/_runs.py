@@ -10,7 +10,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,11 +18,12 @@ import msgspec
 
 from accel.checkpoint._retention import survey
 from accel.cli._parser import Parser
-from accel.errors import CheckpointError, ConfigError, MissingExtraError
+from accel.errors import ConfigError, MissingExtraError
 from accel.errors._checks import did_you_mean
 from accel.report import (
     MEDIA_ROOM,
     FollowedRun,
+    FoundRuns,
     LiveReport,
     ReportServer,
     RunData,
@@ -30,33 +31,40 @@ from accel.report import (
     compare_runs,
     describe_comparison,
     exit_status,
+    find_runs,
     name_runs,
+    noted,
     read_data,
     report_page,
     state_of,
     status_line,
 )
 from accel.report.traces import describe_profile, read_traces
-from accel.run_folder import METRICS, PROFILE, RUN
+from accel.run_folder import PROFILE, RUN
 from accel.storage import as_place
-from accel.terminal import natural_key, show_size
+from accel.terminal import show_size, show_text
 
+_MOST_WARNINGS = 5
 _LARGEST_PROFILE = 64_000_000  # bytes of traces that a report reads; some seconds
 
 
 def read_run_folder(name: str, folder: Path, *, may_be_empty: bool = False) -> RunData:
     """Read a run's folder with its checkpoints; raise `ConfigError` if it is missing, unreadable, or not a run's."""
     check_folder(folder, fix="Name the folder that save_state or tracking got.")
-    try:
-        data = read_data(name, folder, list_checkpoints(folder), _profile(folder))
-    except OSError as error:
-        raise ConfigError("a file of the run cannot be read", got=str(error), where=str(folder)) from error
+    problems: list[str] = []
+    checkpoints: Sequence[StoredCheckpoint] = ()
+    with noted(problems, "checkpoints"):
+        checkpoints = list_checkpoints(folder)
+    data = read_data(name, folder, checkpoints, _profile(folder), problems)
     if data.is_empty and not may_be_empty:
-        inside = find_runs(folder)
+        if data.problems:
+            raise ConfigError("; ".join(data.problems), where=str(folder))
+        inside, unreadable = find_runs(folder)
         is_alone = inside == [folder]
         raise ConfigError(
             "the folder is not a run's, and none is in it" if is_alone else "the folder is not a run's, but holds runs",
             expected="metrics.jsonl, run.json, launches, checkpoints or a profile",
+            got="; ".join(unreadable),
             where=str(folder),
             fix="Log by `accel.tracking` with `jsonl()`, or start the run by `accel launch`."
             if is_alone
@@ -81,18 +89,18 @@ def _profile(folder: Path) -> str:
         if sum(sizes) > _LARGEST_PROFILE:
             return f"The traces are large: run `accel profile {folder}`."
         return describe_profile(read_traces(place)) if sizes else ""
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return ""
+    except OSError as error:
+        return f"The profile cannot be read: {error.strerror or error}"
     except ConfigError as error:
         return str(error)
 
 
 def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
-    """Return the checkpoints in a folder; none where it cannot be read."""
-    try:
-        found = survey(as_place(folder))
-    except CheckpointError:
-        return []
+    """Return the checkpoints in a folder, without what a process is writing or deleting; raise `CheckpointError` where
+    it cannot be read."""
+    found = [each for each in survey(as_place(folder)) if not each.is_busy]
     return [
         StoredCheckpoint(
             name=each.path.name,
@@ -115,31 +123,6 @@ _REPORT_ABOUT = (
     "DIR is a run's folder, as given to save_state and tracking, or that of --log-dir; or a folder in which runs are "
     "searched, three levels deep. The page needs no server. With --serve, a server on this machine keeps it fresh."
 )
-_DEPTH = 3  # levels of folders in which runs are searched
-
-
-def find_runs(folder: Path) -> list[Path]:
-    """Return the folders of runs at or in a folder, run2 before run10; the folder itself if it holds none.
-
-    A folder with run.json or metrics.jsonl is a run, and no run is inside another. Links to folders are not followed.
-    """
-    found = list(_runs_in(folder, _DEPTH))
-    return found or [folder]
-
-
-def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
-    try:
-        if any((folder / name).is_file() for name in (RUN, METRICS)):
-            yield folder
-            return
-        inner = [each.name for each in os.scandir(folder) if each.is_dir(follow_symlinks=False)] if depth else []
-    except OSError as error:
-        fix = "Name the runs that you may read, or ask their owner."
-        raise ConfigError("a folder cannot be read", got=str(error.strerror), where=str(folder), fix=fix) from error
-    for name in sorted(inner, key=natural_key):
-        yield from _runs_in(folder / name, depth - 1)
-
-
 _OUTPUT = "report.html"
 _LOOPBACK = "127.0.0.1"
 
@@ -159,15 +142,19 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
         raise ConfigError("the page cannot be written", got="a folder", where=str(output), fix=fix)
     for each in asked:
         check_folder(each, fix="Name the folder that save_state or tracking got.")
-    folders = [run for each in asked for run in find_runs(each)]
+    found = [find_runs(each) for each in asked]
+    folders = [run for each in found for run in each.folders]
+    unreadable = [line for each in found for line in each.unreadable]
     named = zip(name_runs(folders), folders, strict=True)
     # a run that was found may have begun a moment ago; one that was named has something to show
     runs = [read_run_folder(name, folder, may_be_empty=folder not in asked) for name, folder in named]
     if all(run.is_empty for run in runs):
         raise ConfigError(
-            "none of the runs has begun", got=f"{len(runs)} without a line or a record", where=str(asked[0])
+            "none of the runs has begun",
+            got="; ".join([f"{len(runs)} without a line or a record", *unreadable]),
+            where=str(asked[0]),
         )
-    page = report_page(runs, known.media).encode(errors="replace")
+    page = report_page(runs, known.media, unreadable).encode(errors="replace")
     try:
         partial = output.with_name(f"{output.name}.partial")
         _ = partial.write_bytes(page)
@@ -177,7 +164,16 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
             "the page cannot be written", got=str(error.strerror), where=str(output), fix="Name another --output."
         ) from error
     print(f"{output}: {show_size(len(page))}")
+    _warn_unreadable([*unreadable, *(f"{run.folder}: {line}" for run in runs for line in run.problems)])
     return 0
+
+
+def _warn_unreadable(lines: Sequence[str]) -> None:
+    """Print what the page lacks."""
+    for line in lines[:_MOST_WARNINGS]:
+        print(f"accel report: {show_text(line)}", file=sys.stderr)
+    if len(lines) > _MOST_WARNINGS:
+        print(f"accel report: {len(lines) - _MOST_WARNINGS} more, on the page", file=sys.stderr)
 
 
 def report_parser() -> Parser:
@@ -243,8 +239,11 @@ def _serve(known: argparse.Namespace) -> int:
     def follow(folder: Path) -> FollowedRun:
         return FollowedRun(folder.name, folder, list_checkpoints, _profile)
 
-    def find() -> list[Path]:
-        return [run for each in asked for run in (find_runs(each) if each.is_dir() else [each])]
+    def find() -> FoundRuns:
+        found = [find_runs(each) if each.is_dir() else FoundRuns([each]) for each in asked]
+        return FoundRuns(
+            [run for each in found for run in each.folders], [line for each in found for line in each.unreadable]
+        )
 
     report = LiveReport(find, follow, room=known.media)
     token = _token(known.token_file) if known.token_file else secrets.token_urlsafe(24)
@@ -321,10 +320,10 @@ def compare_parser() -> Parser:
 
 
 def _read_compared(folder: Path) -> RunData:
-    """Read a run that is compared; a record that cannot be read would look like none."""
+    """Read a run that is compared; a file that cannot be read would look like a difference, or like none."""
     data = read_run_folder(folder.name, folder)
-    if data.run is None and (folder / RUN).exists():
-        raise ConfigError("the run's record cannot be read", where=str(folder / RUN))
+    if data.problems:
+        raise ConfigError("; ".join(data.problems), where=str(folder))
     return data
 
 
@@ -332,7 +331,8 @@ _WATCH_USAGE = "accel watch DIR [--every-s SECONDS] [--plain] [--once]"
 _WATCH_ABOUT = (
     "Follow a run: curves, throughput, ranks and checkpoints. DIR is a run's folder, as given to save_state and "
     "tracking; it need not exist yet. Without a terminal, a line is printed at each change until the run ends. The "
-    "exit status then is 0 of a run that finished or goes on, 1 of one that failed or was stopped, 3 without a run."
+    "exit status then is 0 of a run that finished or goes on, 1 of one that failed or was stopped, 2 of one of which "
+    "nothing can be read, 3 without a run."
 )
 
 
@@ -375,10 +375,7 @@ def _print_lines(followed: FollowedRun, every_s: float, *, once: bool) -> int:
     """Print a line at each change until the run has ended."""
     shown = ""
     while True:
-        try:
-            seen = followed.look()
-        except OSError as error:
-            raise ConfigError("a file of the run cannot be read", got=str(error)) from error
+        seen = followed.look()
         state = state_of(seen.run, seen.launches)
         line = status_line(seen, state, followed.alerts)
         if line != shown:

@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     from accel.report._page import report_page as report_page
     from accel.report._run_data import (
         Curves as Curves,
+        FoundRuns as FoundRuns,
         MetricCurve as MetricCurve,
         RunData as RunData,
         RunState as RunState,
         StoredCheckpoint as StoredCheckpoint,
+        find_runs as find_runs,
         name_runs as name_runs,
+        noted as noted,
         read_data as read_data,
         state_of as state_of,
         thin as thin,
@@ -47,7 +50,7 @@ __getattr__ = exports(
             "thin",
             "RunData",
             "StoredCheckpoint",
-            "name_runs",
+            *("FoundRuns", "find_runs", "name_runs", "noted"),
             "read_data",
             "RunState",
             "state_of",

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from accel.alerts import Alert, read_alerts
 from accel.report._run_data import (
     AT,
@@ -19,10 +21,12 @@ from accel.report._run_data import (
     RunData,
     RunState,
     StoredCheckpoint,
+    noted,
+    why_closed,
 )
 from accel.report._series import charts_of, ranked_metrics
 from accel.report._tables import rank_text, show_number
-from accel.run_folder import METRICS, PROFILE, LaunchRecord, Position, decode_line, read_launches, read_new, read_run
+from accel.run_folder import METRICS, PROFILE, LaunchRecord, Position, decode_line, read_new, read_records
 from accel.terminal import show_clock, show_text
 
 
@@ -59,36 +63,58 @@ class FollowedRun:
         self._profiled: Stamps = ()
         self._machine = MachineSamples()
         self._media = MediaFolder()
+        self._seen = RunData(name=name, folder=folder, curves=self._curves)
 
     def look(self) -> RunData:
-        """Return the run as it is now, or raise `OSError`. Of a file that was cut back, only the rest counts."""
+        """Return the run as it is now. Of a file that was cut back, only the rest counts; of one that cannot be read,
+        what it had before."""
+        if reason := why_closed(self._folder):
+            return replace(self._seen, problems=[reason])
+        self._seen = self._read()
+        return self._seen
+
+    def _read(self) -> RunData:
+        problems: list[str] = []
+        with noted(problems, METRICS):
+            self._read_metrics()
+        with noted(problems, "checkpoints"):
+            self._look_at_checkpoints()
+        records = read_records(self._folder)
+        problems += records.problems
+        alerts = read_alerts(self._folder, problems=problems)
+        began_s = 0.0 if records.run is None else records.run.started_s
+        self.alerts = [each for each in alerts if each.time_s >= began_s]
+        is_page = self._read_profile is not None
+        clock = self._curves.time.get(AT, MetricCurve())
+        return RunData(
+            name=self._name,
+            folder=self._folder,
+            curves=self._curves,
+            run=records.run,
+            launches=records.launches,
+            checkpoints=self._checkpoints,
+            profile=self._look_at_profile(),
+            machine=self._machine.look(self._folder, clock, problems) if is_page else {},
+            alerts=alerts if is_page else (),
+            media=self._media.look(self._folder, problems) if is_page else (),
+            problems=problems,
+        )
+
+    def _read_metrics(self) -> None:
         while True:
             lines, self._position, restarted = read_new(self._folder / METRICS, self._position)
             if restarted:
                 self._curves = Curves()
             self._curves.add(map(decode_line, lines))
             if not lines:
-                break
+                return
+
+    def _look_at_checkpoints(self) -> None:
         changed = self._folder.stat().st_mtime_ns if self._folder.is_dir() else 0
         if changed != self._listed:  # a checkpoint that commits or goes changes its folder's list of names
-            self._listed = changed
+            self._listed = -1  # until they are listed
             self._checkpoints = self._list_checkpoints(self._folder) if changed else ()
-        launches = read_launches(self._folder)
-        run = read_run(self._folder, launches)
-        self.alerts = read_alerts(self._folder, 0.0 if run is None else run.started_s)
-        is_page = self._read_profile is not None
-        return RunData(
-            name=self._name,
-            folder=self._folder,
-            curves=self._curves,
-            run=run,
-            launches=launches,
-            checkpoints=self._checkpoints,
-            profile=self._look_at_profile(),
-            machine=self._machine.look(self._folder, self._curves.time.get(AT, MetricCurve())) if is_page else {},
-            alerts=read_alerts(self._folder) if is_page else (),
-            media=self._media.look(self._folder) if is_page else (),
-        )
+            self._listed = changed
 
     def stamps(self) -> Stamps:
         """Return what changes with any file that a look reads, without reading one."""
@@ -127,7 +153,7 @@ def status_line(run: RunData, state: RunState, alerts: Sequence[Alert] = ()) -> 
     """Return a run's state in one line: step, the metrics that matter, speed, ranks, newest checkpoint, alerts."""
     curves = run.curves
     if is_absent(run, state):
-        return show_text(f"nothing of a run in {run.folder}")
+        return show_text(f"nothing of a run in {run.folder}" + "".join(f", {each}" for each in run.problems))
     parts = [] if curves.last_step is None else [f"step {curves.last_step}"]
     names = [name for name in ordered_names(run) if name in curves.values][:_MOST_VALUES]
     ends = {name: curves.values[name].last for name in names}
@@ -139,6 +165,7 @@ def status_line(run: RunData, state: RunState, alerts: Sequence[Alert] = ()) -> 
     whole = [each.name for each in run.checkpoints if not each.problem]
     parts += [whole[-1]] if whole else []
     parts += [f"unreadable lines: {run.damaged}"] if run.damaged else []
+    parts += map(_short, run.problems)
     parts += [f"alerts: {len(alerts)}, {_short(alert_text(alerts[-1]))}"] if alerts else []
     return show_text("  ".join([*parts, state.text + _message(run, state)]))
 
@@ -167,9 +194,10 @@ def is_absent(run: RunData, state: RunState) -> bool:
 
 
 def exit_status(run: RunData, state: RunState) -> int:
-    """Return the exit status of `accel watch`: 0 finished or running, 1 failed, stopped or lost, 3 nothing of a run."""
+    """Return the exit status of `accel watch`: 0 finished or running, 1 failed, stopped or lost, 3 nothing of a run, 2
+    if it cannot be read."""
     if is_absent(run, state):
-        return 3
+        return 2 if run.problems else 3
     return int(state.kind in ("failed", "stopped", "lost"))
 
 

@@ -48,13 +48,19 @@ class Page(NamedTuple):
     contents: Mapping[str, bytes] = {}
 
 
-def page_of(runs: Sequence[RunData], order: dict[str, int] | None = None, shelf: MediaShelf | None = None) -> Page:
+def page_of(
+    runs: Sequence[RunData],
+    order: dict[str, int] | None = None,
+    shelf: MediaShelf | None = None,
+    unreadable: Sequence[str] = (),
+) -> Page:
     """Return the page of runs, the first in front.
 
     Args:
         runs: the runs.
         order: places of charts on earlier pages of the runs, which keep them; gets those of new ones.
         shelf: media of earlier pages, and the room for them.
+        unreadable: folders that may hold more runs and cannot be searched, a line each.
     """
     states = [state_of(run.run, run.launches) for run in runs]
     charts = charts_of(runs)
@@ -68,21 +74,23 @@ def page_of(runs: Sequence[RunData], order: dict[str, int] | None = None, shelf:
     is_sweep = len(runs) > MOST_SIDE_BY_SIDE
     media = (MediaShelf() if shelf is None else shelf).fill([run.media for run in runs])
     details = _shared_details(runs) if is_sweep else _details(runs, states)
-    body = join([element("h1", title), *_first_screen(runs, states, matter), *_charts(runs, charts, media), *details])
+    first = [*_summary.warning_list(unreadable), *_first_screen(runs, states, matter)]
+    body = join([element("h1", title), *first, *_charts(runs, charts, media), *details])
     data = _script_data(runs, states, charts, [charts.index(each) for each in matter]) | {"media": media.series}
     is_empty = not charts and not media.series
     kind = "many" if is_sweep else "empty" if is_empty else "one" if len(runs) == 1 else "few"
     return Page(title, kind, body, data, media.contents)
 
 
-def report_page(runs: Sequence[RunData], room: int = MEDIA_ROOM) -> str:
+def report_page(runs: Sequence[RunData], room: int = MEDIA_ROOM, unreadable: Sequence[str] = ()) -> str:
     """Return the page of runs, the first in front. Beyond six runs it has a row a run, and no launches of each.
 
     Args:
         runs: the runs.
         room: bytes of media on the page.
+        unreadable: folders that may hold more runs and cannot be searched, a line each.
     """
-    page = page_of(runs, shelf=MediaShelf(room))
+    page = page_of(runs, shelf=MediaShelf(room), unreadable=unreadable)
     if page.kind == "empty":
         return _document(page.title, page.main, {}, ())
     stored = {"contents": contents_json(page.contents, page.contents)} if page.contents else {}

@@ -11,15 +11,18 @@ import stat
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from accel.alerts import Alert, read_alerts
+from accel.errors import CheckpointError
 from accel.run_folder import (
     MEDIA,
     METRICS,
+    RUN,
     LaunchRecord,
     MediaName,
     MetricsLine,
@@ -27,10 +30,10 @@ from accel.run_folder import (
     RunRecord,
     decode_line,
     parse_media,
-    read_launches,
     read_new,
-    read_run,
+    read_records,
 )
+from accel.terminal import natural_key
 
 AT = "at"  # reading of the clock in a line, in seconds since the epoch
 
@@ -187,6 +190,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         machine: samples of its hosts, by name; those of all GPUs of all hosts are one curve.
         alerts: its alerts in order of time.
         media: the files of its media.
+        problems: its files that cannot be read, with the reason, a line each.
     """
 
     name: str
@@ -199,6 +203,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     machine: dict[str, SpreadCurve] = {}
     alerts: Sequence[Alert] = ()
     media: Sequence[MediaFile] = ()
+    problems: Sequence[str] = ()
 
     @property
     def damaged(self) -> int:
@@ -211,26 +216,58 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.curves.last_step is None and not (self.run or self.launches or self.checkpoints or self.profile)
 
 
-def read_data(name: str, folder: Path, checkpoints: Sequence[StoredCheckpoint] = (), profile: str = "") -> RunData:
-    """Read a run's folder; raise `OSError` if a file exists and cannot be read."""
+def read_data(
+    name: str,
+    folder: Path,
+    checkpoints: Sequence[StoredCheckpoint] = (),
+    profile: str = "",
+    problems: Iterable[str] = (),
+) -> RunData:
+    """Read a run's folder; files that cannot be read are its `problems`, behind those that are passed."""
     curves = Curves()
-    for lines, restarted in _read_lines(folder / METRICS):
-        if restarted:
-            curves = Curves()
-        curves.add(lines)
-    launches = read_launches(folder)
+    if reason := why_closed(folder):
+        return RunData(name=name, folder=folder, curves=curves, problems=[reason])
+    found = [*problems]
+    with noted(found, METRICS):
+        for lines, restarted in _read_lines(folder / METRICS):
+            if restarted:
+                curves = Curves()
+            curves.add(lines)
+    records = read_records(folder)
+    found += records.problems
     return RunData(
         name=name,
         folder=folder,
         curves=curves,
-        run=read_run(folder, launches),
-        launches=launches,
+        run=records.run,
+        launches=records.launches,
         checkpoints=checkpoints,
         profile=profile,
-        machine=MachineSamples().look(folder, curves.time.get(AT, MetricCurve())),
-        alerts=read_alerts(folder),
-        media=MediaFolder().look(folder),
+        machine=MachineSamples().look(folder, curves.time.get(AT, MetricCurve()), found),
+        alerts=read_alerts(folder, problems=found),
+        media=MediaFolder().look(folder, found),
+        problems=found,
     )
+
+
+def why_closed(folder: Path) -> str:
+    """Return why nothing in a folder can be read; empty if it can, or if there is no folder."""
+    problems: list[str] = []
+    with noted(problems, "the folder"), suppress(FileNotFoundError):
+        _ = os.listdir(folder)
+        _ = os.lstat(folder / RUN)  # who may list a folder need not be let into it
+    return "".join(problems)
+
+
+@contextmanager
+def noted(problems: list[str], what: str) -> Iterator[None]:
+    """Go on behind the block where a file cannot be read, with a line more in `problems`."""
+    try:
+        yield
+    except OSError as error:
+        problems.append(f"{what} cannot be read: {error.strerror or error}")
+    except CheckpointError as error:
+        problems.append(f"{what} cannot be read: {error.problem}")
 
 
 def _read_lines(path: Path) -> Iterator[tuple[list[MetricsLine | None], bool]]:
@@ -248,13 +285,15 @@ class MachineSamples:
         self._positions: dict[Path, Position] = {}
         self._lines: dict[Path, list[MetricsLine]] = {}
 
-    def look(self, folder: Path, clock: MetricCurve) -> dict[str, SpreadCurve]:
-        """Return curves of the samples by now, each where the clock of the metrics has its time."""
+    def look(self, folder: Path, clock: MetricCurve, problems: list[str]) -> dict[str, SpreadCurve]:
+        """Return curves of the samples by now, each where the clock of the metrics has its time; note unreadable
+        files."""
         points: dict[str, list[tuple[float, float]]] = {}
         sources: dict[str, set[tuple[str, str]]] = {}
         for path in sorted(folder.glob("system-*.jsonl")):
-            self._read(path)
-            for line in self._lines[path]:
+            with noted(problems, path.name):
+                self._read(path)
+            for line in self._lines.get(path, ()):
                 at = _step_at(clock, line.time.get(AT), line.step)
                 for name, value in line.values.items():
                     kind = re.sub(r"^gpu\d+/", "gpu/", name)
@@ -298,8 +337,8 @@ class MediaFolder:
         self._changed_ns = -1
         self._files: Sequence[MediaFile] = ()
 
-    def look(self, folder: Path) -> Sequence[MediaFile]:
-        """Return the files of a run's media by now. Links are not followed."""
+    def look(self, folder: Path, problems: list[str]) -> Sequence[MediaFile]:
+        """Return the files of a run's media by now; note an unreadable folder. Links are not followed."""
         try:
             state = os.lstat(folder / MEDIA)
             if not stat.S_ISDIR(state.st_mode):
@@ -308,7 +347,10 @@ class MediaFolder:
                 self._files = list(_list_media(folder / MEDIA))
                 is_settled = time.time_ns() - state.st_mtime_ns > 2_000_000_000  # clocks of files have coarse ticks
                 self._changed_ns = state.st_mtime_ns if is_settled else -1
-        except OSError:
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            problems.append(f"{MEDIA} cannot be read: {error.strerror or error}")
             return ()
         return self._files
 
@@ -332,6 +374,42 @@ def _step_at(clock: MetricCurve, time_s: float | None, step: int) -> float:
     before, after = clock.values[at - 1], clock.values[at]
     part = (time_s - before) / (after - before) if after > before else 0.0
     return clock.steps[at - 1] + part * (clock.steps[at] - clock.steps[at - 1])
+
+
+_DEPTH = 3  # levels of folders in which runs are searched
+
+
+class FoundRuns(NamedTuple):
+    """The runs in a folder.
+
+    Attributes:
+        folders: their folders.
+        unreadable: folders that cannot be searched, with the reason, a line each.
+    """
+
+    folders: Sequence[Path]
+    unreadable: Sequence[str] = ()
+
+
+def find_runs(folder: Path) -> FoundRuns:
+    """Return the runs at or in a folder, run2 before run10; the folder itself if it holds none.
+
+    A folder with run.json or metrics.jsonl is a run, and no run is inside another. Links to folders are not followed.
+    """
+    unreadable: list[str] = []
+    found = list(_runs_in(folder, _DEPTH, unreadable))
+    return FoundRuns(found or [folder], unreadable)
+
+
+def _runs_in(folder: Path, depth: int, unreadable: list[str]) -> Iterator[Path]:
+    inner: list[str] = []
+    with noted(unreadable, str(folder)):
+        if any((folder / name).is_file() for name in (RUN, METRICS)):
+            yield folder
+        elif depth:
+            inner = [each.name for each in os.scandir(folder) if each.is_dir(follow_symlinks=False)]
+    for name in sorted(inner, key=natural_key):
+        yield from _runs_in(folder / name, depth - 1, unreadable)
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:

@@ -10,7 +10,7 @@ import socket
 import socketserver
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
@@ -24,7 +24,7 @@ from accel.errors import ConfigError
 from accel.report._followed import FollowedRun, Stamps
 from accel.report._media import MEDIA_ROOM, MediaShelf
 from accel.report._page import contents_json, page_of, served_page
-from accel.report._run_data import RunData, name_runs, state_of
+from accel.report._run_data import FoundRuns, RunData, name_runs, state_of
 
 
 class ServedPage(NamedTuple):
@@ -49,7 +49,7 @@ class LiveReport:
     """Snapshots of runs that are followed, for any number of readers.
 
     Args:
-        find: returns the folders of runs by now; other folders may be among them as long as they hold no run.
+        find: returns the runs by now; other folders may be among them as long as they hold no run.
         follow: returns a run that is followed.
         every_s: least time between two looks at the files; a long look makes it longer, so that looks take a tenth.
         now_s: the clock.
@@ -58,7 +58,7 @@ class LiveReport:
 
     def __init__(
         self,
-        find: Callable[[], Sequence[Path]],
+        find: Callable[[], FoundRuns],
         follow: Callable[[Path], FollowedRun],
         every_s: float = 2.0,
         now_s: Callable[[], float] = time.monotonic,
@@ -92,7 +92,8 @@ class LiveReport:
             return self._kept
 
     def _look(self) -> ServedPage:
-        for folder in dict.fromkeys((*self._runs, *self._find())):
+        runs_now = self._find()
+        for folder in dict.fromkeys((*self._runs, *runs_now.folders)):
             known = self._runs.get(folder)
             followed = known[0] if known else self._follow(folder)
             stamps = followed.stamps()  # before the look, so that the next one sees later changes
@@ -101,13 +102,13 @@ class LiveReport:
             if not self._runs[folder][2].is_empty:
                 _ = self._shown.setdefault(folder)
         found = [self._runs[folder] for folder in self._shown or list(self._runs)[:1]]
-        seen = [(stamps, state_of(run.run, run.launches)) for _, stamps, run in found]
+        seen = [*runs_now.unreadable, *((stamps, state_of(run.run, run.launches)) for _, stamps, run in found)]
         if seen == self._seen:
             return self._kept
         runs = [run for *_, run in found]
         names = name_runs([run.folder for run in runs])
         named = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
-        page = page_of(named, self._order, self._shelf)
+        page = page_of(named, self._order, self._shelf, runs_now.unreadable)
         data = msgspec.json.encode({"title": page.title, "kind": page.kind, "main": str(page.main), "data": page.data})
         version = hashlib.blake2b(data, digest_size=12).hexdigest()
         self._seen = seen

@@ -120,6 +120,7 @@ def duration_of(run: RunData, state: RunState) -> float | None:
 
 def warnings_of(run: RunData) -> Iterator[str]:
     """Yield what a reader should know of a run, a sentence each."""
+    yield from run.problems
     bad = {name: curve for name, curve in {**run.curves.values, **run.curves.time}.items() if curve.marks}
     if bad:
         first = min(curve.marks[0][0] for curve in bad.values())
@@ -312,6 +313,10 @@ def many_runs(runs: Sequence[RunData], states: Sequence[RunState]) -> Iterator[H
 
 
 def _shared_warnings(runs: Sequence[RunData], states: Sequence[RunState]) -> Iterator[str]:
+    problems = [f"{run.name}: {each}" for run in runs for each in run.problems]
+    yield from problems[:_MOST_NAMES]
+    if len(problems) > _MOST_NAMES:
+        yield f"{len(problems) - _MOST_NAMES} more files cannot be read"
     failed = [run.name for run, state in zip(runs, states, strict=True) if state.kind in ("failed", "lost")]
     bad = [run.name for run in runs if any(curve.marks for curve in run.curves.values.values())]
     lost = [run.name for run in runs if (run.run and run.run.lost) or run.damaged]

@@ -99,11 +99,7 @@ class WatchApp(App[None]):
         if self.holds:
             self.sub_title = "held"
             return
-        try:
-            run = self._followed.look()
-        except OSError as error:
-            self.sub_title = show_text(str(error))
-            return
+        run = self._followed.look()
         state = state_of(run.run, run.launches)
         self.title = show_text(run.name)
         self.sub_title = show_text(state.text)
@@ -116,10 +112,11 @@ class WatchApp(App[None]):
         _ = self.call_after_refresh(self._fill_room)  # tables and notes have taken theirs
 
     def _show_notes(self, run: RunData, state: RunState) -> None:
-        """Show the whole error, wrapped, and the newest alerts."""
+        """Show the whole error, wrapped, files that cannot be read, and the newest alerts."""
         attempts = run.launches[-1].attempts if run.launches and state.kind == "failed" else ()
         error = attempts[-1].error if attempts else None
         texts = [f"{error.exception}: {error.message[:_MOST_ERROR]}"] if error is not None and error.message else []
+        texts += run.problems
         texts += [alert_text(each) for each in self._followed.alerts[-_MOST_ALERTS:]]
         notes = self.query_one("#notes", Static)
         notes.display = bool(texts)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         decode_line as decode_line,
         encode_line as encode_line,
         parse_media as parse_media,
+        read_files as read_files,
         read_json as read_json,
         read_new as read_new,
         write_json as write_json,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         AttemptLine as AttemptLine,
         EventKind as EventKind,
         EventLine as EventLine,
+        FolderRecords as FolderRecords,
         LaunchEvent as LaunchEvent,
         LaunchLine as LaunchLine,
         LaunchRecord as LaunchRecord,
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
         launch_file as launch_file,
         read_diff as read_diff,
         read_launches as read_launches,
+        read_records as read_records,
         read_run as read_run,
     )
     from accel.run_folder._secrets import (
@@ -74,6 +77,7 @@ __getattr__ = exports(
             "read_new",
             "read_json",
             "write_json",
+            "read_files",
             "append_rest",
             "MediaKind",
             "MediaName",
@@ -92,8 +96,7 @@ __getattr__ = exports(
         "_records": (
             *("Attempt", "EventKind", "LaunchEvent", "LaunchRecord", "RankError", "RankState", "Setting"),
             *("AttemptLine", "EventLine", "LaunchLine", "LogLine", "fold_log", "launch_file", "read_launches"),
-            "RunRecord",
-            "read_run",
+            *("RunRecord", "read_run", "FolderRecords", "read_records"),
             "SourceState",
             "ask_git",
             "found_stranger",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 from urllib.parse import quote, unquote
@@ -47,6 +47,42 @@ def read_json(path: str | os.PathLike[str], type_: type[T]) -> T | None:
         return msgspec.json.decode(Path(path).read_bytes(), type=type_)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def problem_of_json(path: str | os.PathLike[str], type_: type[Any]) -> str:
+    """Return why a file has no value of that type; empty if it has one, or if there is no file."""
+    try:
+        _ = msgspec.json.decode(Path(path).read_bytes(), type=type_)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def read_files(folder: Path, name: str, problems: list[str]) -> Iterator[tuple[Path, bytes]]:
+    """Yield the files of JSON in a folder of a run's folder, in order of name, and their contents.
+
+    Nothing is yielded without such a folder. What cannot be read is a line more in `problems`.
+    """
+    try:
+        inside = sorted(os.listdir(folder / name))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        problems.append(f"{name} cannot be read: {error.strerror or error}")
+        return
+    for path in (folder / name / each for each in inside if each.endswith((".json", ".jsonl"))):
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # it went since it was listed
+            continue
+        except OSError as error:
+            problems.append(f"{name}/{path.name} cannot be read: {error.strerror or error}")
+        else:
+            yield path, content
 
 
 METRICS = "metrics.jsonl"  # a line for each logged step

@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 import accel
-from accel.run_folder._files import LAUNCHES, RUN, read_json
+from accel.run_folder._files import LAUNCHES, RUN, problem_of_json, read_files, read_json
 from accel.run_folder._secrets import hide_in_diff
 
 _DISTRIBUTION = "accel-torch"  # of this package; `accel` on the index is a stranger's
@@ -372,16 +372,19 @@ def launch_file(host: str, pid: int, started_s: float) -> str:
 
 def read_launches(folder: Path) -> list[LaunchRecord]:
     """Return the records of the launches of a run in order of their start; files of other kinds are left out."""
-    found = [_read_log(path) for path in (folder / LAUNCHES).glob("*.jsonl")]
-    found += [read_json(path, LaunchRecord) for path in (folder / LAUNCHES).glob("*.json")]  # before logs had lines
-    return sorted((each for each in found if each is not None), key=lambda each: (each.started_s, each.host))
+    return _read_launches(folder, [])
 
 
-def _read_log(path: Path) -> LaunchRecord | None:
-    try:
-        return fold_log(path.read_bytes())
-    except OSError:  # the folder may go while it is listed
-        return None
+def _read_launches(folder: Path, problems: list[str]) -> list[LaunchRecord]:
+    found: list[LaunchRecord] = []
+    for path, content in read_files(folder, LAUNCHES, problems):
+        # before logs had lines, a file was one record
+        launch = fold_log(content) if path.suffix == ".jsonl" else read_json(path, LaunchRecord)
+        if launch is not None:
+            found.append(launch)
+        elif b"\n" in content or path.suffix == ".json":  # a line that is still being written is no problem
+            problems.append(f"{LAUNCHES}/{path.name} is no log of a launch")
+    return sorted(found, key=lambda each: (each.started_s, each.host))
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -430,11 +433,39 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 def read_run(folder: Path, launches: Sequence[LaunchRecord] | None = None) -> RunRecord | None:
     """Return the record of a run, with the error that ended it from the launch's log; None if the folder has none."""
     run = read_json(folder / RUN, RunRecord)
-    if run is None or run.status == "finished":
+    return run and _with_error(run, read_launches(folder) if launches is None else launches)
+
+
+class FolderRecords(NamedTuple):
+    """The records in a run's folder.
+
+    Attributes:
+        run: its record, as `read_run` returns it.
+        launches: its launches, as `read_launches` returns them.
+        problems: records that cannot be read, with the reason, a line each.
+    """
+
+    run: RunRecord | None
+    launches: list[LaunchRecord]
+    problems: list[str]
+
+
+def read_records(folder: Path) -> FolderRecords:
+    """Return the records in a run's folder, and which of them cannot be read."""
+    problems: list[str] = []
+    launches = _read_launches(folder, problems)
+    run = read_run(folder, launches)
+    if run is None and (problem := problem_of_json(folder / RUN, RunRecord)):
+        problems.insert(0, f"{RUN} cannot be read: {problem}")
+    return FolderRecords(run, launches, problems)
+
+
+def _with_error(run: RunRecord, launches: Sequence[LaunchRecord]) -> RunRecord:
+    if run.status == "finished":
         return run
     # rank 0 wrote it: its own error may only report a lost peer, and a killed rank 0 writes none
     last_s = max((run.started_s, *run.resumed_s))
-    for launch in read_launches(folder) if launches is None else launches:
+    for launch in launches:
         for attempt in launch.attempts:
             first, ended_s = attempt.error, attempt.ended_s
             if first is None or not first.text or ended_s is None or not attempt.started_s <= last_s <= ended_s:

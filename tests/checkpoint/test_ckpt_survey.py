@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from accel.checkpoint._manifest import manifest_of
 from accel.checkpoint._retention import compare, verify
 from accel.cli import main
 from accel.storage import as_place, take_lock
+from accel.storage._place import LocalPlace
 
 
 def runs(out: Path, steps: int = 4) -> list[Path]:
@@ -56,6 +58,28 @@ def test_ls_tells_whole_broken_and_unfinished_ones(tmp_path: Path, capsys: pytes
     assert "loss=0.333333" in third
     assert "[being written or deleted]" in stage
     assert told(capsys, "ls", tmp_path / "notes")[1].startswith("no checkpoints")
+
+
+def test_ls_leaves_out_what_a_run_deletes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = runs(tmp_path, 3)
+    stage = tmp_path / "step-00000009.tmp-elsewhere-1-0123abcd"
+    stage.mkdir()
+    status, out, _ = told(capsys, "ls", tmp_path)
+    for path in (paths[0], stage):
+        assert path.name in out
+    usage = LocalPlace.usage
+
+    def delete_first(place: LocalPlace) -> tuple[int, float]:
+        if place.path in (paths[0], stage):
+            shutil.rmtree(place.path)
+        return usage(place)
+
+    monkeypatch.setattr(LocalPlace, "usage", delete_first)
+    status, out, err = told(capsys, "ls", tmp_path)
+    assert (status, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()[1:]] == [path.name for path in paths[1:]]
 
 
 def test_show_tells_items_and_tensors_of_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

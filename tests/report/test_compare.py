@@ -97,7 +97,7 @@ def test_a_run_that_cannot_be_read_is_no_difference(tmp_path: Path, capsys: pyte
     for words, told in (
         (["a", "nowhere"], "there is no such folder"),
         (["empty", "a"], "the folder is not a run's"),
-        (["a", "broken"], "the run's record cannot be read"),
+        (["a", "broken"], "run.json cannot be read: DecodeError"),
     ):
         assert main(["compare", *(str(tmp_path / word) for word in words)]) == 2
         assert told in capsys.readouterr().err

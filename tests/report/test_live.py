@@ -22,7 +22,7 @@ from sample_runs import write_launch, write_metrics, write_run
 from accel.cli import main
 from accel.cli._runs import _token, run_report
 from accel.errors import ConfigError
-from accel.report import FollowedRun, LiveReport, ReportServer, _followed, _media, _served, read_data
+from accel.report import FollowedRun, FoundRuns, LiveReport, ReportServer, _followed, _media, _served, read_data
 from accel.run_folder import encode_line
 
 TOKEN = "a-token-of-24-characters"
@@ -41,9 +41,9 @@ def follow(folder: Path) -> FollowedRun:
 
 
 def report_of(folder: Path, clock: Clock) -> LiveReport:
-    def find() -> list[Path]:
+    def find() -> FoundRuns:
         inner = sorted(each for each in folder.glob("*") if each.is_dir())
-        return inner or [folder]
+        return FoundRuns(inner or [folder])
 
     return LiveReport(find, follow, every_s=2.0, now_s=clock)
 
@@ -208,10 +208,10 @@ def test_ten_readers_of_a_run_cost_one_look_and_an_unchanged_run_none(
 def test_looks_take_a_tenth_of_the_time_however_long_they_are(tmp_path: Path, clock: Clock) -> None:
     looks: list[float] = []
 
-    def find() -> list[Path]:
+    def find() -> FoundRuns:
         looks.append(clock.now_s)
         clock.now_s += 5
-        return [tmp_path]
+        return FoundRuns([tmp_path])
 
     report = LiveReport(find, follow, every_s=2.0, now_s=clock)
     for now_s in range(200):
@@ -330,17 +330,33 @@ def test_a_link_out_of_a_run_is_not_followed_and_a_name_that_is_no_text_is_shown
     assert b"only here" in report_of(tmp_path / "runs", clock).snapshot().data
 
 
-def test_a_file_that_cannot_be_read_is_told_until_it_can(tmp_path: Path, clock: Clock) -> None:
+def test_a_file_that_cannot_be_read_is_told_until_it_can_beside_the_other_runs(tmp_path: Path, clock: Clock) -> None:
+    for name in ("demo", "other"):
+        write_metrics(tmp_path / "runs" / name, 100)
     folder = tmp_path / "runs" / "demo"
-    write_metrics(folder, 100)
+    report = report_of(tmp_path / "runs", clock)
+    assert b"cannot be read" not in report.snapshot().data
     metrics = (folder / "metrics.jsonl").rename(tmp_path / "kept")
     (folder / "metrics.jsonl").mkdir()
-    report = report_of(tmp_path / "runs", clock)
-    assert "cannot be read" in report.snapshot().problem
+    clock.now_s = 10
+    page = msgspec.json.decode(report.snapshot().data)
+    assert "demo: metrics.jsonl cannot be read: Is a directory" in page["main"]
+    assert [run["name"] for run in page["data"]["runs"]] == ["demo", "other"]
+    assert all(metric["curves"].keys() == {"0", "1"} for metric in page["data"]["metrics"])  # as far as it was read
     (folder / "metrics.jsonl").rmdir()
     _ = metrics.rename(folder / "metrics.jsonl")
+    clock.now_s = 20
+    assert b"cannot be read" not in report.snapshot().data
+
+
+def test_a_folder_that_cannot_be_searched_is_named_on_the_served_page(tmp_path: Path, clock: Clock) -> None:
+    write_metrics(tmp_path / "demo", 100)
+    unreadable = ["runs/secret cannot be read: Permission denied"]
+    report = LiveReport(lambda: FoundRuns([tmp_path / "demo"], unreadable), follow, every_s=2.0, now_s=clock)
+    assert unreadable[0].encode() in report.snapshot().data
+    unreadable.clear()
     clock.now_s = 10
-    assert report.snapshot().problem == ""
+    assert b"Permission denied" not in report.snapshot().data
 
 
 def test_the_command_prints_the_url_serves_a_folder_that_comes_later_and_ends_at_ctrl_c(tmp_path: Path) -> None:

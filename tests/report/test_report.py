@@ -7,10 +7,12 @@ import base64
 import hashlib
 import html.parser
 import math
+import os
 import re
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,8 +21,7 @@ from sample_runs import START_S, write_everything, write_launch, write_metrics, 
 
 from accel.alerts import Alert
 from accel.cli import main
-from accel.cli._runs import find_runs
-from accel.report import Curves, StoredCheckpoint, name_runs, read_data, report_page, state_of, thin
+from accel.report import Curves, StoredCheckpoint, find_runs, name_runs, read_data, report_page, state_of, thin
 from accel.report._run_data import RunData
 from accel.report._series import better_of, charts_of, condense, encode_numbers
 from accel.report._summary import show_duration, show_value
@@ -468,9 +469,9 @@ def test_runs_are_searched_three_levels_deep_and_links_are_not_followed(
     (runs / "begun" / "metrics.jsonl").touch()
     (runs / "link").symlink_to(elsewhere)
     (runs / "a" / "loop").symlink_to(runs)
-    found = [path.relative_to(runs).as_posix() for path in find_runs(runs)]
+    found = [path.relative_to(runs).as_posix() for path in find_runs(runs).folders]
     assert found == ["a/b/three", "a/five", "a/two", "begun", "one"]
-    assert find_runs(runs / "link") == [runs / "link"]  # as it was named
+    assert find_runs(runs / "link").folders == [runs / "link"]  # as it was named
     assert main(["report", str(runs)]) == 0
     assert "5 runs" in Texts((runs / "report.html").read_text()).text
     (tmp_path / "none" / "deep").mkdir(parents=True)
@@ -494,23 +495,88 @@ def test_a_counter_stays_one_where_a_resumed_run_counts_from_the_start(tmp_path:
         assert kinds == {"samples": "folded" if name == "resumed" else "curve", "loss": "curve"}
 
 
-def test_runs_stand_in_their_natural_order_and_one_without_permission_is_named(
+def test_runs_stand_in_their_natural_order_beside_a_folder_without_permission_that_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("run10", "run2", "run1"):
+    for name in ("run10", "run2", "run1", "other"):
         write_metrics(tmp_path / name, 20)
-    assert [path.name for path in find_runs(tmp_path)] == ["run1", "run2", "run10"]
-    is_file = Path.is_file
+    (tmp_path / "other" / "metrics.jsonl").rename(tmp_path / "other" / "kept")
+    assert [path.name for path in find_runs(tmp_path).folders] == ["run1", "run2", "run10"]
+    is_file, scandir, listdir = Path.is_file, os.scandir, os.listdir
 
     def refuse(path: Path) -> bool:  # as the system does for all but root
         if path.parent.name == "run2":
             raise PermissionError(13, "Permission denied", str(path))
         return is_file(path)
 
+    def refuse_to_list(by: Any) -> Any:
+        def refuse(path: Any) -> Any:
+            if Path(path).name == "other":
+                raise PermissionError(13, "Permission denied", str(path))
+            return by(path)
+
+        return refuse
+
     monkeypatch.setattr(Path, "is_file", refuse)
-    assert main(["report", str(tmp_path)]) == 2
-    assert f"got Permission denied - at {tmp_path / 'run2'}" in capsys.readouterr().err
-    assert not (tmp_path / "none" / "report.html").exists()
+    monkeypatch.setattr("accel.report._run_data.os.scandir", refuse_to_list(scandir))
+    monkeypatch.setattr("accel.report._run_data.os.listdir", refuse_to_list(listdir))
+    assert main(["report", str(tmp_path)]) == 0
+    told = capsys.readouterr().err
+    page = Texts((tmp_path / "report.html").read_text())
+    assert "2 runs" in page.text
+    for name in ("other", "run2"):
+        line = f"{tmp_path / name} cannot be read: Permission denied"
+        assert f"accel report: {line}\n" in told
+        assert line in page.text
+    assert main(["report", str(tmp_path / "run2"), "--output", str(tmp_path / "none.html")]) == 0  # it is named: a run
+    assert main(["report", str(tmp_path / "other")]) == 2
+    told = capsys.readouterr().err
+    assert f"error: the folder cannot be read: Permission denied - at {tmp_path / 'other'}" in told
+
+
+def test_files_that_cannot_be_read_are_named_and_the_others_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, broken = tmp_path / "runs" / "good", tmp_path / "runs" / "broken"
+    for folder in (good, broken):
+        write_metrics(folder, 50)
+        write_run(folder, config={"lr": 1e-3})
+        write_launch(folder)
+    assert read_data("good", good).problems == []
+    (broken / "run.json").write_text('{"id": "x"')
+    for name in ("system-0.jsonl", "alerts/a.jsonl", "launches/b.jsonl"):
+        (broken / name).mkdir(parents=True)  # a read of it fails, for root too
+    (broken / "launches" / "c.jsonl").write_text('{"kind": "event"}\n')
+    (broken / "launches" / "d.jsonl").write_text('{"kind": "laun')  # begins to be written
+    data = read_data("broken", broken)
+    assert data.curves.last_step == 40
+    assert len(data.launches) == 1
+    expected = [
+        "run.json cannot be read: DecodeError: Input data was truncated",
+        "launches/b.jsonl cannot be read: Is a directory",
+        "launches/c.jsonl is no log of a launch",
+        "system-0.jsonl cannot be read: Is a directory",
+        "alerts/a.jsonl cannot be read: Is a directory",
+    ]
+    assert data.problems == expected
+    assert main(["report", str(tmp_path / "runs")]) == 0
+    told = capsys.readouterr().err
+    page = Texts((tmp_path / "runs" / "report.html").read_text()).text
+    for line in expected:
+        assert f"accel report: {broken}: {line}\n" in told
+        assert f"broken: {line}" in page
+    assert f"{good}: " not in told
+    (broken / "metrics.jsonl").unlink()
+    (broken / "metrics.jsonl").mkdir()
+    assert main(["report", str(broken)]) == 0  # its launch is left
+    assert "metrics.jsonl cannot be read: Is a directory" in capsys.readouterr().err
+    assert main(["compare", str(good), str(broken)]) == 2
+    assert "metrics.jsonl cannot be read" in capsys.readouterr().err
+    for path in (broken / "launches").iterdir():
+        _ = path.rmdir() if path.is_dir() else path.unlink()
+    assert main(["report", str(broken), "--output", str(tmp_path / "no.html")]) == 2
+    assert "error: metrics.jsonl cannot be read: Is a directory; run.json" in capsys.readouterr().err
+    assert not (tmp_path / "no.html").exists()
 
 
 @pytest.mark.slow

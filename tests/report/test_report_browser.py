@@ -22,7 +22,7 @@ from sample_runs import (
     write_run,
 )
 
-from accel.report import FollowedRun, LiveReport, ReportServer, name_runs, read_data, report_page
+from accel.report import FollowedRun, FoundRuns, LiveReport, ReportServer, name_runs, read_data, report_page
 from accel.run_folder import encode_line
 
 pytestmark = pytest.mark.slow
@@ -533,7 +533,11 @@ def append(folder: Path, step: int, values: dict[str, float]) -> None:
 
 def live_report(folder: Path) -> LiveReport:
     follow = lambda each: FollowedRun(each.name, each, lambda _: [], lambda _: "")  # noqa: E731
-    return LiveReport(lambda: sorted(each for each in folder.iterdir() if each.is_dir()), follow, every_s=0.1)
+
+    def find() -> FoundRuns:
+        return FoundRuns(sorted(each for each in folder.iterdir() if each.is_dir()))
+
+    return LiveReport(find, follow, every_s=0.1)
 
 
 def test_a_served_page_stays_fresh_and_keeps_what_its_reader_chose(browser: Any, tmp_path: Path) -> None:

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
 import pytest
-from sample_runs import START_S, write_launch, write_metrics
+from sample_runs import START_S, write_launch, write_metrics, write_run
 
 from accel.alerts import AlertLog, Alerts
 from accel.cli import main
+from accel.errors import CheckpointError
 from accel.report import FollowedRun, StoredCheckpoint, rank_rows, state_of, status_line
 from accel.report._followed import ordered_names
 from accel.run_folder import encode_line, read_launches
@@ -67,6 +69,56 @@ def test_the_line_counts_what_cannot_be_read(tmp_path: Path) -> None:
             stream.write(text)
     run = follow(tmp_path).look()
     assert "unreadable lines: 3" in status_line(run, state_of(run.run, run.launches))
+
+
+def test_files_that_cannot_be_read_are_told_and_the_run_is_followed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()  # a read of it fails, for root too
+    assert main(["watch", str(tmp_path), "--once"]) == 2
+    told = f"nothing of a run in {tmp_path}, metrics.jsonl cannot be read: Is a directory\n"
+    assert capsys.readouterr().out == told
+
+    def go_on(seconds: float) -> None:
+        if (tmp_path / "metrics.jsonl").is_dir():
+            (tmp_path / "metrics.jsonl").rmdir()
+            write_metrics(tmp_path, 20)
+            (tmp_path / "run.json").write_text("{")
+        else:
+            write_run(tmp_path, config={})
+
+    monkeypatch.setattr("accel.cli._runs.time.sleep", go_on)
+    assert main(["watch", str(tmp_path), "--plain"]) == 0
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first == told.rstrip()
+    assert second.startswith("step 10 ")
+    assert "run.json cannot be read: DecodeError" in second
+    assert last.endswith("  finished")
+    assert "cannot be read" not in last
+    (tmp_path / "run.json").write_text("{")
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+
+
+def test_checkpoints_stay_where_a_later_listing_fails(tmp_path: Path) -> None:
+    answers: list[list[StoredCheckpoint] | CheckpointError] = [[CHECKPOINT], CheckpointError("Stale file handle"), []]
+
+    def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
+        answer = answers.pop(0)
+        if isinstance(answer, CheckpointError):
+            raise answer
+        return answer
+
+    followed = FollowedRun("a run", tmp_path, list_checkpoints)
+    write_metrics(tmp_path, 20)
+    for name, checkpoints, problems in (
+        ("a", [CHECKPOINT], []),
+        ("b", [CHECKPOINT], ["checkpoints cannot be read: Stale file handle"]),
+        ("b", [], []),  # asked anew, though nothing has changed
+    ):
+        (tmp_path / name).mkdir(exist_ok=True)
+        os.utime(tmp_path, ns=(ord(name), ord(name)))
+        run = followed.look()
+        assert (run.checkpoints, run.problems) == (checkpoints, problems)
 
 
 def test_ranks_of_all_hosts_of_the_newest_launch_are_listed(tmp_path: Path) -> None:

@@ -584,8 +584,24 @@ def test_a_served_page_stays_fresh_and_keeps_what_its_reader_chose(browser: Any,
     assert page.locator(".chip").all_inner_texts() == ["one", "two", "a third"]
     end(server)
     wait_for(page, "document.getElementById('live').textContent.includes('Not connected since')")
+    # a server that starts anew has the runs by name, and the charts of "a third" first
+    append(tmp_path / "a third", 3001, {"last": 0.25, "loss": 0.4321})
+    append(tmp_path / "a third", 3002, {"last": 0.5, "loss": 0.4321})
     server = serve(live_report(tmp_path), server.server_address[1])
     wait_for(page, "document.getElementById('live').hidden")
+    wait_for(page, "document.querySelector('.few').textContent.includes('0.4321')")
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.kept") == 1
+    assert page.locator(".chip").all_inner_texts() == ["one", "two", "a third"]
+    assert page.locator(".chip[aria-pressed=false]").all_inner_texts() == ["two"]
+    colours = page.locator(".chip .dot").evaluate_all("(all) => all.map((each) => each.style.background)")
+    rows = page.locator(".few tbody th")
+    assert rows.all_inner_texts() == ["a third", "one", "two"]
+    dots = rows.locator(".dot").evaluate_all("(all) => all.map((each) => each.style.background)")
+    assert dots == [colours[2], colours[0], colours[1]]
+    assert opened.canvas("fresh").evaluate(drawn) == [0]
+    assert opened.canvas("last").evaluate(drawn) == [2]
+    assert opened.canvas("loss").evaluate(drawn) == [0, 2]
     end(server)
     assert opened.complaints
     assert all("ERR_CONNECTION_REFUSED" in each for each in opened.complaints)

@@ -45,10 +45,37 @@ function morph(old, fresh) {
   for (const child of [...pool.values()].flat()) if (child.parentNode === old) child.remove();
 }
 
-// Whether numbers of runs and charts mean what they meant. A page that has more of them goes on; another one begins anew.
-function goesOn({ data }) {
-  const isLike = (one, other) => one.every((each, at) => each.name === other[at]?.name);
-  return place.dataset.kind === "empty" || (isLike(RUNS, data.runs) && isLike(DATA.metrics, data.metrics));
+// Numbers of those in `fresh` by their names in the page's order, new ones last; null if one of the page is gone.
+function orderOf(known, fresh) {
+  const rest = new Map(fresh.map(({ name }, at) => [name, at]));
+  const order = [];
+  for (const { name } of known) {
+    if (!rest.has(name)) return null;
+    order.push(rest.get(name));
+    rest.delete(name);
+  }
+  return [...order, ...rest.values()];
+}
+const renumbered = (byRun, places) => Object.fromEntries(Object.entries(byRun).map(([run, each]) => [places[run], each]));
+
+// Give a page's runs and charts the numbers that they have here: a server that started anew may have another order.
+// Returns false where one is gone or has another name; then the page begins anew.
+function arrange(fresh, made) {
+  if (place.dataset.kind === "empty") return true;
+  const { data } = fresh;
+  const runs = orderOf(RUNS, data.runs);
+  const metrics = orderOf(DATA.metrics, data.metrics);
+  if (!runs || !metrics) return false;
+  const placesOfRuns = runs.map((_, at) => runs.indexOf(at));
+  const placesOfMetrics = metrics.map((_, at) => metrics.indexOf(at));
+  data.runs = runs.map((at) => data.runs[at]);
+  data.metrics = metrics.map((at) => data.metrics[at]);
+  for (const each of data.metrics) each.curves = renumbered(each.curves, placesOfRuns);
+  for (const each of data.media) each.runs = renumbered(each.runs, placesOfRuns);
+  data.matter = data.matter.map((at) => placesOfMetrics[at]);
+  for (const { dataset } of made.querySelectorAll("[data-run]")) dataset.run = placesOfRuns[dataset.run];
+  for (const { dataset } of made.querySelectorAll("[data-metric]")) dataset.metric = placesOfMetrics[dataset.metric];
+  return true;
 }
 
 const columnNames = () => JSON.stringify([DATA.differing, DATA.metrics.map(({ name }) => name)]);
@@ -60,14 +87,15 @@ function firstInSight() {
 }
 
 function take(fresh) {
+  const made = document.createElement("main");
+  made.innerHTML = fresh.main;
+  made.dataset.kind = fresh.kind;
+  if (!arrange(fresh, made)) return false;
   const columns = columnNames();
   const held = firstInSight();
   const top = held?.getBoundingClientRect().top;
   cards.clear();
   for (const { card } of charts) cards.set(titleOf(card), card);
-  const made = document.createElement("main");
-  made.innerHTML = fresh.main;
-  made.dataset.kind = fresh.kind;
   takeData(fresh.data);
   morph(place, made);
   document.title = fresh.title;
@@ -88,6 +116,7 @@ function take(fresh) {
   else buildParallel();
   changed("runs");
   if (held?.isConnected) scrollBy(0, held.getBoundingClientRect().top - top);
+  return true;
 }
 
 function say(text) {
@@ -103,9 +132,8 @@ async function ask() {
     const answer = await fetch(`data${location.search}`, { headers, cache: "no-store" });
     if (answer.status === 200) {
       const fresh = await answer.json();
-      if (!goesOn(fresh)) { location.reload(); return; }
+      if (!take(fresh)) { location.reload(); return; }
       live.version = answer.headers.get("ETag").replaceAll('"', "");
-      take(fresh);
     } else if (answer.status !== 304) {
       say(await answer.text());
       return;

@@ -26,7 +26,7 @@ from msgspec.structs import asdict, replace
 
 from accel.endpoints import post_json
 from accel.errors import ConfigError
-from accel.errors._checks import check_choice, check_count, did_you_mean
+from accel.errors._checks import check_choice, check_count, nearest_metrics
 from accel.run_folder import append_rest, bounded, hide_in_text, read_files
 
 FOLDER = "alerts"  # of a run's folder, with a file for each process that has alerts
@@ -149,14 +149,16 @@ def check_metrics(rules: Sequence[AlertRule], names: Collection[str]) -> None:
     for rule in rules:
         missing = [name for name in rule.needed if name not in names]
         if missing and not rule.later:
-            what = "a metric" if rule.slow_rank is None else "step statistics"
-            near = _STATISTICS if rule.slow_rank is not None else did_you_mean(missing[0], names, otherwise=" ")
+            near = nearest_metrics(missing[0], names)
+            asked = f"Did you mean {' or '.join(f'`{each}`' for each in near)}?" if near else ""
+            shown = list(dict.fromkeys([*near, *sorted(names)]))
             raise ConfigError(
-                f"an alert's rule is on {what} that the run does not log",
-                expected=f"one of {', '.join(sorted(names)[:20])}",
+                f"an alert's rule is on {'step statistics' if rule.slow_rank else 'a metric'} that the run lacks",
+                expected=f"one of {', '.join(shown[:20])}" + f" and {len(shown) - 20} more" * (len(shown) > 20),
                 got=repr(missing[0]),
                 where=f"alerts, rule {rule.title!r}",
-                fix=f"{near} Where it is first logged later, add `later = true` to the rule.".strip(),
+                fix=f"{_STATISTICS if rule.slow_rank else asked} Where it is first logged later, "
+                "add `later = true` to the rule.".strip(),
             )
 
 

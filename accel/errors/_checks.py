@@ -53,6 +53,14 @@ def did_you_mean(name: str, valid: Iterable[str], otherwise: str = "") -> str:
     return _nearest(name, names) or otherwise or f"Choose one of {', '.join(names)}."
 
 
+def nearest_metrics(name: str, valid: Iterable[str], most: int = 3) -> list[str]:
+    """Return names of metrics that may be meant, such as "train/loss" for "loss": those with its last part, then the
+    closest."""
+    names = sorted(valid)
+    ends = [each for each in names if each.rpartition("/")[2] == name.rpartition("/")[2]]
+    return list(dict.fromkeys([*ends, *difflib.get_close_matches(name, names, n=most)]))[:most]
+
+
 def check_choice(
     got: object,
     choices: Sequence[str],

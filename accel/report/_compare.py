@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from accel.report._run_data import MetricCurve, RunData
-from accel.report._tables import flatten, show_source
-from accel.run_folder import CODE, Setting, SourceState
+from accel.report._tables import flatten, settings_of, show_source
+from accel.run_folder import CODE, SourceState
 from accel.terminal import show_table, show_text
 
 _WIDEST_CELL = 48  # characters of a value; all of it stands in --json
@@ -188,8 +188,11 @@ def _facts(a: RunData, b: RunData) -> Iterable[FactDifference]:
     for kind, read in (("config", _config), ("setting", _settings), ("version", _versions), ("code", _code)):
         ours = read(a)
         theirs = read(b)
+        alone, launcher = _launchers(a, b) if kind == "setting" else (set[str](), None)
+        if launcher is not None:
+            yield launcher
         for name in dict.fromkeys([*ours, *theirs]):
-            if ours.get(name) != theirs.get(name):
+            if name not in alone and ours.get(name) != theirs.get(name):
                 yield FactDifference(kind, name, ours.get(name), theirs.get(name))
 
 
@@ -198,10 +201,25 @@ def _config(run: RunData) -> dict[str, str]:
 
 
 def _settings(run: RunData) -> dict[str, str]:
-    launched: Mapping[str, Setting] = run.launches[-1].settings if run.launches else {}
-    settled: Mapping[str, Setting] = run.run.settings if run.run else {}
+    launched, settled = settings_of(run)
     ranks = {} if run.run is None else {"ranks": str(run.run.world_size)}
     return {**{name: each.value for name, each in {**launched, **settled}.items()}, **ranks}
+
+
+_STARTED = "started by"
+
+
+def _launchers(a: RunData, b: RunData) -> tuple[set[str], FactDifference | None]:
+    """Return the settings of the launcher that only one of two runs had, and their one difference."""
+    if not (a.run and b.run) or bool(a.launches) == bool(b.launches):
+        return set(), None
+    mine: set[str] = set()
+    for run in (a, b):
+        launched, settled = settings_of(run)
+        mine |= launched.keys() - settled.keys()
+    own = f"accel launch, {len(mine)} setting{'s' * (len(mine) != 1)} of its own"
+    by = [own if run.launches else "another command" for run in (a, b)]
+    return mine, FactDifference("setting", _STARTED, *by)
 
 
 def _versions(run: RunData) -> dict[str, str]:

@@ -108,12 +108,26 @@ def settings(runs: Sequence[RunData]) -> Rows:
     """Return the settings of the runs: those of their contexts, and of the newest launches with their sources."""
     found: list[dict[str, str]] = []
     for run in runs:
-        launched: Mapping[str, Setting] = run.launches[-1].settings if run.launches else {}
-        settled: Mapping[str, Setting] = run.run.settings if run.run else {}
+        launched, settled = settings_of(run)
         changed = {name: each for name, each in settled.items() if each.value != _value(launched.get(name))}
         known = {**launched, **changed}  # a launch's "auto" is settled by the script or the machine
         found.append({name: _setting(setting) for name, setting in known.items()})
     return _side_by_side(found)
+
+
+def settings_of(run: RunData) -> tuple[dict[str, Setting], dict[str, Setting]]:
+    """Return the settings of a run's newest launch, and those of its contexts."""
+    launched = run.launches[-1].settings if run.launches else {}
+    settled = run.run.settings if run.run else {}
+    return _plain(launched), _plain(settled)
+
+
+def _plain(found: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Return settings as their flags take them; records of older versions have Python's `True` and `False`."""
+    return {
+        name: Setting(each.value.lower(), each.source) if each.value in ("True", "False") else each
+        for name, each in found.items()
+    }
 
 
 def versions(runs: Sequence[RunData]) -> Rows:
@@ -184,7 +198,7 @@ def _facts(run: RunData, state: RunState) -> dict[str, str]:
         "launches": str(len(run.launches)) if run.launches else NONE,
         "restarts": str(sum(each.restarts for each in run.launches)) if run.launches else NONE,
         "checkpoints": f"{len(whole)}, {show_size(sum(each.size for each in whole))}" if whole else NONE,
-        "code": show_source(source),
+        "code": show_source(source) if source or not run.run or not run.run.code else run.run.code,
         "command": show_command(launch) if launch else NONE,
         "host": ", ".join(dict.fromkeys(each.host for each in run.launches)) or NONE,
         "folder": str(run.folder),

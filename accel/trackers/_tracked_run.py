@@ -142,6 +142,8 @@ def _settings(ctx: DistContext) -> dict[str, Setting]:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()  # as the flag takes it
     return hide_in_text(msgspec.json.encode(value).decode() if isinstance(value, dict) else str(value))
 
 

@@ -125,6 +125,27 @@ def test_a_metric_that_the_first_log_lacks_is_an_error_on_every_rank(ranks: Simu
     assert "Log the values of `accel.metrics.step_statistics`" in ranks.run(told, 1)[0]
 
 
+@pytest.mark.parametrize(
+    ("metric", "near"),
+    [
+        ("loss", "`eval/loss` or `train/loss`"),
+        ("train/los", "`train/loss`"),
+        ("valid/loss", "`eval/loss` or `train/loss`"),
+        ("step_s", "`time/step_s`"),
+    ],
+)
+def test_a_rule_on_an_unknown_metric_is_told_the_nearest_of_many(tmp_path: Path, metric: str, near: str) -> None:
+    ctx = accel.single(alerts=Alerts(rules=(AlertRule(metric=metric, above=3.0),)))
+    values = {f"a/{at}": 1.0 for at in range(30)} | {"train": {"loss": 1.0}, "eval/loss": 1.0, "time": {"step_s": 0.1}}
+    with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path) as trackers, pytest.raises(ConfigError) as raised:
+        accel.log(ctx, trackers, values, step=1)
+    text = str(raised.value)
+    assert f"Did you mean {near}?" in text
+    assert f"expected one of {near.replace('`', '').replace(' or ', ', ')}, a/0, a/1, " in text
+    assert "and 13 more" in text
+    assert not (tmp_path / "metrics.jsonl").exists()  # told before anything is recorded
+
+
 def test_rules_are_evaluated_by_rank_0_and_each_rank_may_alert(
     ranks: Simulator, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

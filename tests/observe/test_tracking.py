@@ -143,6 +143,7 @@ def test_a_loop_that_raises_ends_its_run_as_failed_with_all_records(error: BaseE
     run = json.loads((tmp_path / "run.json").read_text())
     assert (run["status"], run["error"]) == ("failed", f"{type(error).__name__}: boom")
     assert run["settings"]["precision"] == {"value": "fp32", "source": ""}
+    assert run["settings"]["system"]["value"] == "false"  # as its flag takes it
     assert (run["config"], run["hidden"]) == ({"lr": 0.1, "api_key": "***"}, ["api_key"])
     assert run["id"] == recorded.runs[0].id
 

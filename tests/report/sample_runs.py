@@ -54,7 +54,14 @@ def write_metrics(folder: Path, steps: int, *, seed: int = 0, rate: float = 0.02
             file.write(encode_line(step, values, {**at, "at": START_S + 0.05 * step}))
 
 
-def write_run(folder: Path, *, config: dict[str, object], status: str = "finished", error: str = "") -> None:
+def write_run(
+    folder: Path,
+    *,
+    config: dict[str, object],
+    status: str = "finished",
+    error: str = "",
+    settings: dict[str, Setting] | None = None,
+) -> None:
     """The record of a run."""
     record = RunRecord(
         id="k3v9q1",
@@ -63,6 +70,7 @@ def write_run(folder: Path, *, config: dict[str, object], status: str = "finishe
         started_s=START_S,
         world_size=2,
         config=config,
+        settings=settings or {},
         versions={"python": "3.11.9", "torch": "2.13.0"},
         status=status,  # type: ignore[arg-type]
         error=error,
@@ -71,7 +79,15 @@ def write_run(folder: Path, *, config: dict[str, object], status: str = "finishe
     write_json(folder / "run.json", record)
 
 
-def write_launch(folder: Path, *, failed: str = "", pid: int = 7, offset_s: float = 0.0, stopped: str = "") -> None:
+def write_launch(
+    folder: Path,
+    *,
+    failed: str = "",
+    pid: int = 7,
+    offset_s: float = 0.0,
+    stopped: str = "",
+    settings: dict[str, Setting] | None = None,
+) -> None:
     """The record of a launch of two ranks; `failed` is the text of the error that ended it."""
     start_s = START_S + offset_s
     kind, _, message = failed.partition(": ")
@@ -99,7 +115,7 @@ def write_launch(folder: Path, *, failed: str = "", pid: int = 7, offset_s: floa
         command=("/home/me/train.py", "--lr", "3e-4", "--token=***"),
         folder="/home/me",
         started_s=start_s,
-        settings={"precision": Setting("bf16", "flag --precision"), "mesh": Setting("", "default")},
+        settings=settings or {"precision": Setting("bf16", "flag --precision"), "mesh": Setting("", "default")},
         versions={"python": "3.11.9", "torch": "2.13.0"},
         source=SourceState(commit="0123456789abcdef0123456789abcdef01234567", branch="main", changed=2 * bool(failed)),
         attempts=(Attempt(started_s=start_s, ranks=ranks, ended_s=start_s + 1800, error=error or None),),

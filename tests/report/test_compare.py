@@ -13,7 +13,7 @@ from sample_runs import write_launch, write_metrics, write_run
 
 from accel.cli import main
 from accel.report import Curves, RunData, compare_runs
-from accel.run_folder import MetricsLine
+from accel.run_folder import MetricsLine, Setting
 
 LINES = st.dictionaries(st.integers(0, 6), st.sampled_from([0.5, 0.5000001, 2.0, math.nan, math.inf]), max_size=6)
 
@@ -74,6 +74,31 @@ def test_the_command_says_what_differs_and_by_how_much(tmp_path: Path, capsys: p
     assert (loss["differing"], loss["first"]["b"], loss["first"]["difference"]) == (7, "nan", "inf")
     grad = next(each for each in found["metrics"] if each["name"] == "grad_norm")
     assert (grad["differing"], grad["largest"]["step"]) == (7, 30)
+
+
+def test_a_setting_reads_alike_by_whom_and_when_it_was_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched = {"system": Setting("true", "flag --system"), "prefix": Setting("true", "default")}
+    for name, system in (("old", "True"), ("new", "true"), ("off", "False")):
+        write_metrics(tmp_path / name, 20)
+        write_run(tmp_path / name, config={}, settings={"system": Setting(system, "")})
+        if name != "off":
+            write_launch(tmp_path / name, settings=launched)
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    shown = capsys.readouterr().out
+    assert main(["report", str(tmp_path / "old")]) == 0
+    assert ">true (flag --system)<" in (tmp_path / "old" / "report.html").read_text()
+    # of a run without a launcher, its settings are no differences one by one
+    write_launch(tmp_path / "new", settings=launched)
+    assert main(["compare", str(tmp_path / "off"), str(tmp_path / "new"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out.partition("\n")[2])
+    facts = {each["name"]: (each["a"], each["b"]) for each in found["facts"] if each["kind"] == "setting"}
+    assert facts == {
+        "started by": ("another command", "accel launch, 1 setting of its own"),
+        "system": ("false", "true"),
+    }
+    assert "True" not in shown
 
 
 def test_long_values_show_where_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

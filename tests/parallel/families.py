@@ -35,6 +35,7 @@ UNUSED = (
     "tower.post_layernorm.weight",
     "tower.post_layernorm.bias",
 )  # by the losses
+UNUSED_PARTS = ("pooler.", "_global.", "mask_emb", "r_s_bias", "seg_embed", "contact_head.", "indexer.", "compressor.")
 
 
 def family(name: str) -> Family:
@@ -109,7 +110,7 @@ def make(name: str) -> nn.Module:
             for each in model.parameters():
                 _ = each.add_(torch.randn_like(each) * 0.02)
     for key, each in model.named_parameters():
-        if key.endswith(UNUSED):
+        if key.endswith(UNUSED) or (given in MORE.values() and any(each in key for each in UNUSED_PARTS)):
             _ = each.requires_grad_(False)
     for module in model.modules():
         if type(module).__name__ == "PhimoeTopKRouter":

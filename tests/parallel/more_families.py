@@ -448,4 +448,138 @@ MORE: Mapping[str, Family] = {
         GATED | {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_key_value_heads": 2},
     ),
     "Doge": Family("DogeForCausalLM", "DogeConfig", GATED | {"keep_window_size": 64}),
+    "Qwen 3.5": Family(
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        GATED
+        | {
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "Gemma 4": Family(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        GATED
+        | {
+            "sliding_window": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 99,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "MiniMax-M2": Family("MiniMaxM2ForCausalLM", "MiniMaxM2Config", MIXTURE),
+    "Qwen 2 MoE": Family("Qwen2MoeForCausalLM", "Qwen2MoeConfig", MOE | {"shared_expert_intermediate_size": 16}),
+    "Qwen 3 MoE": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", MOE),
+    "ESM": Family(
+        "EsmForMaskedLM",
+        "EsmConfig",
+        E32 | {"mask_token_id": 98, "position_embedding_type": "rotary", "token_dropout": False},
+    ),
+    "Nemotron-H": Family(
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {k: v for k, v in GATED.items() if k != "num_hidden_layers"}
+        | {
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "ssm_state_size": 4,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 1,
+            "chunk_size": 4,
+        },
+    ),
+    "DeepSeek-V3.2": Family(
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        DEEPSEEK | {"n_shared_experts": 1, "head_dim": 4, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 2},
+    ),
+    "Mistral 4": Family("Mistral4ForCausalLM", "Mistral4Config", DEEPSEEK | {"n_shared_experts": 1}),
+    "Ministral 3": Family("Ministral3ForCausalLM", "Ministral3Config", GATED),
+    "nanochat": Family("NanoChatForCausalLM", "NanoChatConfig", GATED),
+    "Kimi Linear": Family(
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {
+            k: v
+            for k, v in DEEPSEEK.items()
+            if k not in ("q_lora_rank", "first_k_dense_replace", "n_routed_experts", "head_dim")
+        }
+        | {
+            "n_shared_experts": 1,
+            "num_local_experts": 4,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
+    "ModernBERT decoder": Family(
+        "ModernBertDecoderForCausalLM",
+        "ModernBertDecoderConfig",
+        ENCODER
+        | {
+            "global_attn_every_n_layers": 2,
+            "local_attention": 8,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "use_cache": False,
+        },
+    ),
+    "T5Gemma": Family(
+        "T5GemmaForConditionalGeneration",
+        "T5GemmaConfig",
+        {"encoder": GATED | {"sliding_window": 8}, "decoder": GATED | {"sliding_window": 8}, "vocab_size": 99},
+        "translation",
+    ),
+    "InternVL": Family(
+        "InternVLForConditionalGeneration",
+        "InternVLConfig",
+        {
+            "text_config": GATED | {"model_type": "qwen2"},
+            "vision_config": IMAGE | {"image_size": [16, 16], "patch_size": [2, 2]},
+            "image_token_id": 98,
+            "image_seq_length": 16,
+        },
+        "captions",
+    ),
+    "LongCat Flash": Family(
+        "LongcatFlashForCausalLM",
+        "LongcatFlashConfig",
+        {k: v for k, v in DEEPSEEK.items() if k != "num_hidden_layers"}
+        | {
+            "num_layers": 1,
+            "ffn_hidden_size": 64,
+            "head_dim": 4,
+            "moe_topk": 2,
+            "zero_expert_num": 1,
+            "expert_ffn_hidden_size": 16,
+        },
+    ),
+    "DeepSeek-V4": Family(
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4Config",
+        GATED
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "q_lora_rank": 16,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "hc_mult": 2,
+            "hc_sinkhorn_iters": 3,
+            "sliding_window": 8,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_topk": 4,
+            "experts_implementation": "batched_mm",
+        },
+    ),
 }

@@ -174,6 +174,28 @@ class Replaced(Steps):
         return super().forward(x)
 
 
+class Limit(nn.Linear):
+    """Holds its weight within limits, by its data."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        _ = self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(input)
+
+
+class Limited(Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Limit(4, 4)
+
+
+class LimitedTwice(Limited):
+    """The weight of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight = self.a.weight
+
+
 class Moment(Steps):
     """One batch norm in two stages."""
 
@@ -197,6 +219,7 @@ BY_LAYER = (("a",), ("b",), ("c",), ("d",))
         (Again, "checkpoints activations by a call of its own"),
         (Outside, "a parameter that is in none of the model's modules"),
         (Replaced, "b, before Linear and now Sequential"),
+        (LimitedTwice, "lifted_tensor"),
         (Moment, "norm.running_mean, in the stages 0, 1"),
     ],
 )
@@ -290,6 +313,36 @@ def test_a_path_by_the_number_of_rows_is_that_of_each_batch(ranks: Simulator) ->
 
     for found in ranks.run(rank, 2, default_group=True):
         assert max(found) < 1e-6
+
+
+def test_the_data_of_a_parameter_is_changed_in_the_stage_that_holds_it(ranks: Simulator) -> None:
+    inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+
+    def made(ctx: accel.DistContext) -> tuple[nn.Module, Any]:
+        with accel.seeding.seeded(ctx, 0):
+            model = Limited()
+        return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def rank(ctx: accel.DistContext) -> float:
+        whole, plain = made(ctx)
+        model, optimizer = made(ctx)
+        assert float(model.b.weight.detach().abs().max()) > 0.1
+        plan = accel.parallel.Plan(cut="trace", stages=STAGES, micro_batches=2)
+        ctx = accel.replace(ctx, mesh="pp=2")
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=torch.ones(4, 4))
+        scale = accel.loss_scale(ctx)
+        for rows in inputs.chunk(3):
+            whole(rows).square().mean().backward()
+            plain.step()
+            plain.zero_grad()
+            _ = accel.forward_backward(
+                ctx, model, scale, None, rows, loss_fn=lambda out: out.square().sum(), weight=rows.numel()
+            )
+            _ = accel.optimizer_step(ctx, optimizer, scale)
+        found = accel.get_state_dict(ctx, model, dst=None)
+        return max(float((found[key] - each).abs().max()) for key, each in whole.state_dict().items())
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-6
 
 
 def _lose_ties(model: nn.Module) -> None:

@@ -46,6 +46,7 @@ class TracedStage(NamedTuple):
         held: names of the parameters, buffers and constants that it reads.
         inputs: numbers of the call's flat inputs that it reads.
         takes, gives: passed from the stage before and to the next one; the last one gives the call's outputs.
+        bare: places in `held` of what is the `data` of a parameter.
     """
 
     graph: fx.GraphModule
@@ -53,6 +54,7 @@ class TracedStage(NamedTuple):
     inputs: tuple[int, ...]
     takes: tuple[Crossing, ...]
     gives: tuple[Crossing, ...]
+    bare: frozenset[int]
 
 
 def begins_of(program: Program, stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
@@ -103,9 +105,11 @@ def cut_program(program: Program, begins: Sequence[int]) -> tuple[TracedStage, .
         takes = alive[number - 1] if number else []
         gives = alive[number] if number < count - 1 else None
         graph, held, inputs = _build(program, homes, number, reads[number], takes, gives)
+        names = tuple(program.held[node] for node in held)
+        bare = frozenset(at for at, node in enumerate(held) if node in program.bare)
         before = passed[number - 1] if number else ()
         behind = passed[number] if number < count - 1 else ()
-        stages.append(TracedStage(graph, held, inputs, before, behind))
+        stages.append(TracedStage(graph, names, inputs, before, behind, bare))
     return tuple(stages)
 
 
@@ -298,8 +302,8 @@ def _build(
     reads: Mapping[fx.Node, None],
     takes: Sequence[fx.Node],
     gives: Sequence[fx.Node] | None,
-) -> tuple[fx.GraphModule, tuple[str, ...], tuple[int, ...]]:
-    """The graph of a stage, the names of what it holds, and the numbers of the inputs that it reads."""
+) -> tuple[fx.GraphModule, list[fx.Node], tuple[int, ...]]:
+    """The graph of a stage, what it holds, and the numbers of the inputs that it reads."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     held = [node for node in program.held if node in reads]
@@ -325,4 +329,4 @@ def _build(
         _ = graph.output(tuple(outer))
     inner = {str(node.target): getattr(program.owner, str(node.target)) for node in reads if node.op == "get_attr"}
     module = fx.GraphModule(inner, graph)
-    return module, tuple(program.held[node] for node in held), tuple(inputs)
+    return module, held, tuple(inputs)

@@ -37,6 +37,7 @@ from accel.parallel.axes.pipeline._trace_program import read_program
 from accel.parallel.axes.tensor import Division
 
 WHERE = 'Plan(cut="trace")'
+_DATA = cast(Any, torch.Tensor.data).__get__
 _ELSEWHERE = "A model that cannot be exported trains by the strategy fsdp along dp."
 
 
@@ -197,7 +198,7 @@ def export_stages(
             if facts[2] and not form.rows:
                 shapes[fakes[-1]] = {0: torch.export.Dim.DYNAMIC}
     args, kwargs = pytree.tree_unflatten(fakes, spec)
-    seen = _Watch()
+    seen = _Watch(ghost.model)
     try:
         with _quiet(), ghost.mode, around, seen:
             dynamic = None if form.rows else shapes
@@ -208,8 +209,9 @@ def export_stages(
         raise _failure(error) from error
     ghost.check()
     seen.check()
-    read = read_program(program)
-    constants = _constants(ghost, program.constants)
+    data = {key: name for key, each in program.constants.items() for made, name in seen.data if made is each}
+    read = read_program(program, data)
+    constants = _constants(ghost, {key: each for key, each in program.constants.items() if key not in data})
     if isinstance(stages, int):
         stages = choose_stages(read, stages, _blocks(ghost.model))
     cuts = cut_program(read, begins_of(read, stages))
@@ -304,10 +306,13 @@ class _Watch(TorchFunctionMode):
     Attributes:
         checkpoint: a function that runs inside of a checkpoint.
         outside: a function that reads a tensor with a gradient that is in no module.
+        data: the `data` of parameters that the forward reads, with the parameter's name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self._model = model
+        self.data: list[tuple[torch.Tensor, str]] = []
         self.checkpoint = ""
         self.outside = ""
 
@@ -318,7 +323,14 @@ class _Watch(TorchFunctionMode):
             self.checkpoint = name
         if not self.outside and any(isinstance(each, nn.Parameter) and not is_fake(each) for each in args):
             self.outside = name
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if name == "__get__" and func == _DATA:
+            # a change of a parameter with several names would reach the stage of one
+            named = self._model.named_parameters(remove_duplicate=False)
+            names = [name for name, each in named if each is args[0]]
+            if len(names) == 1:
+                self.data.append((found, names[0]))
+        return found
 
     def check(self) -> None:
         """Raise `StageError` for what was noted."""

@@ -28,6 +28,7 @@ class Program(NamedTuple):
         body: operators in order.
         held: name of each input that is the model's own.
         trained: those of them that are parameters.
+        bare: those of them that are the `data` of a parameter, whose name they have.
         inputs: the call's flat inputs.
         output: the node of the results.
         memory: number of the memory of each node, the same for views of one another.
@@ -44,28 +45,47 @@ class Program(NamedTuple):
     memory: Mapping[fx.Node, int]
     changed: Mapping[fx.Node, frozenset[int]]
     fresh: frozenset[fx.Node]
+    bare: frozenset[fx.Node] = frozenset()
 
 
-def read_program(program: ExportedProgram) -> Program:
-    """Read an exported program. Its graph stays as it is."""
+def read_program(program: ExportedProgram, data: Mapping[str, str] = {}) -> Program:
+    """Read an exported program. Its graph stays as it is.
+
+    `data`: the parameter of each constant that is the `data` of one, by name.
+    """
     graph = program.graph_module.graph
     held: dict[fx.Node, str] = {}
     trained: set[fx.Node] = set()
+    bare: set[fx.Node] = set()
     inputs: list[fx.Node] = []
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(node)
             continue
-        held[node] = str(spec.target)
+        name = str(spec.target)
+        held[node] = data.get(name, name)
+        if name in data:
+            bare.add(node)
         if spec.kind is InputKind.PARAMETER:
             trained.add(node)
     body = tuple(node for node in graph.nodes if node.op not in ("placeholder", "output") and not _copies_itself(node))
-    memory = _memories(placeholders, body)
+    memory = _memories(placeholders, body, held)
     changed = {node: frozenset(memory[each] for each in _changed_by(node)) for node in body}
     output = next(node for node in graph.nodes if node.op == "output")
-    fresh = _fresh(body, trained, memory, frozenset[int]().union(*changed.values()))
-    return Program(program.graph_module, body, held, frozenset(trained), tuple(inputs), output, memory, changed, fresh)
+    fresh = _fresh(body, trained | bare, memory, frozenset[int]().union(*changed.values()))
+    return Program(
+        program.graph_module,
+        body,
+        held,
+        frozenset(trained),
+        tuple(inputs),
+        output,
+        memory,
+        changed,
+        fresh,
+        frozenset(bare),
+    )
 
 
 def first_operators(body: Sequence[fx.Node]) -> dict[str, int]:
@@ -151,8 +171,11 @@ def _copies_itself(node: fx.Node) -> bool:
     return source is node.args[0]
 
 
-def _memories(placeholders: Iterable[fx.Node], body: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """Number the memory of each node: views and results of changes in place have that of their source."""
+def _memories(
+    placeholders: Iterable[fx.Node], body: Iterable[fx.Node], held: Mapping[fx.Node, str]
+) -> dict[fx.Node, int]:
+    """Number the memory of each node: views and results of changes in place have that of their source, and a parameter
+    that of its `data`."""
     parent: dict[fx.Node, fx.Node] = {}
 
     def root(node: fx.Node) -> fx.Node:
@@ -160,8 +183,11 @@ def _memories(placeholders: Iterable[fx.Node], body: Iterable[fx.Node]) -> dict[
             node = parent[node]
         return node
 
+    named: dict[str, fx.Node] = {}
     for node in placeholders:
         _ = root(node)
+        if node in held:
+            parent[root(node)] = root(named.setdefault(held[node], node))
     for node in body:
         for source in _shared_with(node):
             parent[root(node)] = root(source)

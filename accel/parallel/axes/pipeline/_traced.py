@@ -294,6 +294,7 @@ class TracedModule(nn.Module):
             inputs = pytree.tree_leaves((batch.args, dict(batch.kwargs)))
             with work.around(), contextlib.nullcontext() if self.division is None else self.division.running():
                 held = [self._tensor(name, trace) for name in stage.held]
+                held = [each.data if place in stage.bare else each for place, each in enumerate(held)]
                 read = [_contiguous(inputs[number]) for number in stage.inputs]
                 options = vars(self)[COMPILES]
                 if options is not None and not is_compiled(stage.graph):

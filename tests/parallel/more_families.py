@@ -186,7 +186,7 @@ MORE: Mapping[str, Family] = {
     "BigBird, sparse": Family(
         "BigBirdForMaskedLM",
         "BigBirdConfig",
-        E32 | {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1},
+        E32 | {"attention_type": "block_sparse", "block_size": 1, "num_random_blocks": 1},
     ),
     "Longformer": Family("LongformerForMaskedLM", "LongformerConfig", E32 | {"attention_window": 4}),
     "LED": Family(

@@ -191,24 +191,36 @@ def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Ten
     """Run backward of a loss times a factor; raise `PeerError` where another rank was lost."""
     if ctx.device.type == "xla" and not isinstance(factor, torch.Tensor):
         factor = on_device(ctx, factor)
-    if isinstance(factor, torch.Tensor):
-        loss = loss * factor.to(loss.device, loss.dtype)
-    elif factor != 1.0:
-        loss = loss * factor  # torch takes three times as long to check a gradient that it is given
     engine = engine_of(ctx)
     try:
         # Backward runs outside of the loop's autocast block, which has taken its tf32 along.
         with matmul_precision(ctx):
             if engine is None:
-                torch.autograd.backward(loss, None, graph.retain or graph.create, graph.create, inputs=graph.inputs)
+                loss, grad = _rooted(loss, factor)
+                torch.autograd.backward(loss, grad, graph.retain or graph.create, graph.create, inputs=graph.inputs)
             else:
-                engine.backward(ctx, loss, graph.retain)
+                engine.backward(ctx, _times(loss, factor), graph.retain)
     except RuntimeError as error:
         raise_lost_peer(error, "backward")
         _raise_marked_twice(error)
         if ctx.world_size > 1:
             _raise_mixed(error)
         raise
+
+
+def _times(loss: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    if isinstance(factor, torch.Tensor):
+        return loss * factor.to(loss.device, loss.dtype)
+    return loss * factor if factor != 1.0 else loss
+
+
+def _rooted(loss: torch.Tensor, factor: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what backward begins at, and its gradient: the factor, which spares a product and its backward."""
+    if is_dtensor(loss):
+        return _times(loss, factor), None
+    if isinstance(factor, torch.Tensor):
+        return loss, factor.detach().to(loss.device, loss.dtype).reshape(())
+    return loss, None if factor == 1.0 else torch.full_like(loss, factor)
 
 
 def _raise_marked_twice(error: RuntimeError) -> None:

@@ -74,8 +74,11 @@ def page_of(
     is_sweep = len(runs) > MOST_SIDE_BY_SIDE
     media = (MediaShelf() if shelf is None else shelf).fill([run.media for run in runs])
     details = _shared_details(runs) if is_sweep else _details(runs, states)
-    first = [*_summary.warning_list(unreadable), *_first_screen(runs, states, matter)]
-    body = join([element("h1", title), *first, *_charts(runs, charts, media), *details])
+    first = [element("h1", title), *_summary.warning_list(unreadable)]
+    if all(run.is_empty for run in runs):
+        body = join([*first, *_summary.no_runs(runs)])
+    else:
+        body = join([*first, *_first_screen(runs, states, matter), *_charts(runs, charts, media), *details])
     data = _script_data(runs, states, charts, [charts.index(each) for each in matter]) | {"media": media.series}
     is_empty = not charts and not media.series
     kind = "many" if is_sweep else "empty" if is_empty else "one" if len(runs) == 1 else "few"

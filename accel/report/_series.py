@@ -286,7 +286,10 @@ def _checkpoint_step(run: RunData, name: str, changed_s: float) -> int | None:
 
 
 def ranked_metrics(charts: Sequence[ChartData], saved: Sequence[str] = ()) -> Iterator[ChartData]:
-    """Yield charts of metrics, those that matter first: `saved` with checkpoints, of evaluations, with a direction."""
+    """Yield charts of metrics, those that matter first: `saved` with checkpoints, of evaluations, with a direction.
+
+    What counts samples or epochs is none, also where it begins anew with each epoch.
+    """
     most = max((len(chart.curves) for chart in charts), default=0)
 
     def rank(chart: ChartData) -> tuple[bool, bool, bool, bool]:
@@ -294,4 +297,4 @@ def ranked_metrics(charts: Sequence[ChartData], saved: Sequence[str] = ()) -> It
         return 2 * len(chart.curves) < most, chart.title not in saved, not chart.better, not is_evaluated
 
     found = [chart for chart in charts if chart.group not in ("time", "system") and chart.kind == "curve"]
-    yield from sorted(found, key=rank)
+    yield from sorted((chart for chart in found if chart.title.rpartition("/")[2] not in _COUNTERS), key=rank)

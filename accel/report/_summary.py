@@ -210,7 +210,8 @@ def one_run(run: RunData, state: RunState, metrics: Sequence[ChartData], at: int
     for title, value, curve in rates_of(run)[:2]:
         tiles.append(_tile(title, show_value(value), "by the clock", sparkline(curve)))
     if (found := newest_checkpoint(run)) is not None:
-        tiles.append(_tile("newest checkpoint", *found, None))
+        name, note = found
+        tiles.append(_tile("newest checkpoint", name, note, None, is_name=True))
     if tiles:
         yield element("div", *tiles, class_="tiles")
     yield from warning_list(list(warnings_of(run)))
@@ -246,9 +247,11 @@ def _metric_tile(chart: ChartData, curve: MetricCurve) -> Html:
     return _tile(chart.title, newest, note, sparkline(curve))
 
 
-def _tile(title: str, value: str, note: str, drawn: Html | None) -> Html:
-    parts = [element("h3", title), element("div", value, class_="value"), element("div", note, class_="soft"), drawn]
-    return element("section", *parts, class_="tile")
+def _tile(title: str, value: str, note: str, drawn: Html | None, *, is_name: bool = False) -> Html:
+    shown = (
+        element("div", value, class_="value name", title=value) if is_name else element("div", value, class_="value")
+    )
+    return element("section", element("h3", title), shown, element("div", note, class_="soft"), drawn, class_="tile")
 
 
 def warning_list(texts: Sequence[str]) -> Iterator[Html]:
@@ -282,6 +285,13 @@ def few_runs(runs: Sequence[RunData], states: Sequence[RunState], metrics: Seque
     yield element("div", shown, class_="few")
     found = [f"{run.name}: {text}" for run in runs for text in warnings_of(run)]
     yield from warning_list(found)
+
+
+def no_runs(runs: Sequence[RunData]) -> Iterator[Html]:
+    """Yield the page of folders in which no run has begun, which a server shows until one has."""
+    yield from warning_list([f"{run.name}: {each}" for run in runs for each in run.problems])
+    folders = join([join([", " if at else None, element("code", str(run.folder))]) for at, run in enumerate(runs)])
+    yield element("p", "Nothing of a run is in ", folders, " yet. Its curves appear here once it logs.", class_="facts")
 
 
 def run_name(at: int, name: str) -> Html:

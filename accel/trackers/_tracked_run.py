@@ -48,23 +48,23 @@ def run_file(ctx: DistContext, hidden: Sequence[str], *, code: bool) -> Tracker:
         "settings": _settings(ctx),
         "world_size": ctx.world_size,
     }
+    now_s = time.time()  # before the first record: an alert may be earlier than this tracker's thread
     return Tracker(
         RUN,
-        start=lambda run, config: _start(run, config, fields, code=code),
+        start=lambda run, config: _start(run, config, fields, now_s, code=code),
         log=lambda live, values, step: None,
         finish=_finish,
     )
 
 
-def _start(run: Run, config: Config, fields: dict[str, Any], *, code: bool) -> _OpenRunFile:
+def _start(run: Run, config: Config, fields: dict[str, Any], now_s: float, *, code: bool) -> _OpenRunFile:
     source = ask_git(_script_folder())
     folder = run.folder_for(RUN)
     folder.mkdir(parents=True, exist_ok=True)
-    now = time.time()
     before = read_json(folder / RUN, RunRecord)
-    times: dict[str, Any] = {"started_s": now}
+    times: dict[str, Any] = {"started_s": now_s}
     if before is not None and before.id == run.id:
-        times = {"started_s": before.started_s, "resumed_s": (*before.resumed_s, now), "lost": before.lost}
+        times = {"started_s": before.started_s, "resumed_s": (*before.resumed_s, now_s), "lost": before.lost}
     state = source()
     facts: dict[str, Any] = {"config": dict(config), "versions": installed_versions(), "source": state}
     if code:

@@ -25,6 +25,7 @@ import accel
 from accel.alerts import AlertLog, RuleWatch, read_alerts
 from accel.endpoints import post_json
 from accel.errors import ConfigError
+from accel.run_folder import read_run
 from accel.testing import Simulator
 from accel.trackers import AlertRule, Alerts, alert, jsonl
 
@@ -174,6 +175,24 @@ def test_rules_are_evaluated_by_rank_0_and_each_rank_may_alert(
     ) == 1
     assert "the alert's rule 'eval below 1' was never evaluated" in caplog.text
     assert "hf_Abc" not in caplog.text
+
+
+def test_an_alert_at_the_first_step_is_one_of_the_run_however_late_its_record_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = importlib.import_module("accel.trackers._tracked_run")._start
+
+    def start_late(*args: Any, **options: Any) -> Any:
+        wait_for(lambda: bool(read_alerts(tmp_path)))
+        return start(*args, **options)
+
+    monkeypatch.setattr("accel.trackers._tracked_run._start", start_late)
+    ctx = accel.single(alerts=Alerts(rules=(AlertRule(metric="loss", above=3.0),)))
+    with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path) as trackers:
+        accel.log(ctx, trackers, {"loss": 4.0}, step=1)
+    run = read_run(tmp_path)
+    assert run is not None
+    assert [each.title for each in read_alerts(tmp_path, run.started_s)] == ["loss above 3"]
 
 
 def test_wrong_calls_of_the_verb_say_what_to_write(tmp_path: Path) -> None:

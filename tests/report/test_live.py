@@ -349,6 +349,19 @@ def test_a_file_that_cannot_be_read_is_told_until_it_can_beside_the_other_runs(t
     assert b"cannot be read" not in report.snapshot().data
 
 
+def test_a_page_before_its_run_says_what_it_waits_for(tmp_path: Path, clock: Clock) -> None:
+    report = LiveReport(lambda: FoundRuns([tmp_path / "later"]), follow, every_s=2.0, now_s=clock)
+    page = msgspec.json.decode(report.snapshot().data)
+    assert page["kind"] == "empty"
+    assert f"Nothing of a run is in <code>{tmp_path / 'later'}</code> yet" in page["main"]
+    assert "Overview" not in page["main"]
+    write_metrics(tmp_path / "later", 20)
+    clock.now_s = 10
+    page = msgspec.json.decode(report.snapshot().data)
+    assert page["kind"] == "one"
+    assert "yet" not in page["main"]
+
+
 def test_a_folder_that_cannot_be_searched_is_named_on_the_served_page(tmp_path: Path, clock: Clock) -> None:
     write_metrics(tmp_path / "demo", 100)
     unreadable = ["runs/secret cannot be read: Permission denied"]
@@ -374,7 +387,7 @@ def test_the_command_prints_the_url_serves_a_folder_that_comes_later_and_ends_at
             wire.sendall(f"GET /?token={found[2]} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             return b"".join(iter(lambda: wire.recv(1 << 16), b"")).decode()
 
-    assert "No metrics have been logged" in page()
+    assert "Nothing of a run is in" in page()
     started.send_signal(signal.SIGINT)
     _, err = started.communicate(timeout=60)
     assert (started.returncode, err) == (0, "")

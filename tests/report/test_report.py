@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html.parser
+import json
 import math
 import os
 import re
@@ -23,7 +24,7 @@ from accel.alerts import Alert
 from accel.cli import main
 from accel.report import Curves, StoredCheckpoint, find_runs, name_runs, read_data, report_page, state_of, thin
 from accel.report._run_data import RunData
-from accel.report._series import better_of, charts_of, condense, encode_numbers
+from accel.report._series import better_of, charts_of, condense, encode_numbers, ranked_metrics
 from accel.report._summary import show_duration, show_value
 from accel.report._tables import element, settings as settings_of, table
 from accel.run_folder import (
@@ -577,6 +578,23 @@ def test_files_that_cannot_be_read_are_named_and_the_others_are_shown(
     assert main(["report", str(broken), "--output", str(tmp_path / "no.html")]) == 2
     assert "error: metrics.jsonl cannot be read: Is a directory; run.json" in capsys.readouterr().err
     assert not (tmp_path / "no.html").exists()
+
+
+def test_what_counts_is_no_metric_that_matters_also_where_it_begins_anew_with_each_epoch(tmp_path: Path) -> None:
+    values = [{"samples": float(step % 8), "lap/epoch": float(step % 3), "norm": 1 / (1 + step)} for step in range(99)]
+    lines = [encode_line(step, each) for step, each in enumerate(values)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    charts = charts_of([read_data("run", tmp_path)])
+    assert [chart.title for chart in charts if chart.kind == "curve"] == ["samples", "lap/epoch", "norm"]
+    assert [chart.title for chart in ranked_metrics(charts)] == ["norm"]
+
+
+def test_the_reason_why_code_is_not_stored_is_on_the_page(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 20)
+    write_run(tmp_path, config={})
+    record = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(record | {"code": "not stored: git is not there"}))
+    assert "not stored: git is not there" in Texts(report_page([read_data("run", tmp_path)])).text
 
 
 @pytest.mark.slow

@@ -162,6 +162,18 @@ def test_a_sole_chart_of_a_group_fills_its_row(browser: Any, tmp_path: Path, wid
     opened.close()
 
 
+def test_a_wide_table_keeps_its_names_in_sight(browser: Any, tmp_path: Path) -> None:
+    opened = Opened(browser, save_page(tmp_path, write_everything(tmp_path)), width=390)
+    name = opened.page.locator(".few tbody th").first
+    left = name.bounding_box()["x"]
+    box = opened.page.locator(".few .wide")
+    box.evaluate("(each) => { each.scrollLeft = 300; }")
+    assert box.evaluate("(each) => each.scrollLeft") == 300
+    assert abs(name.bounding_box()["x"] - left) < 2
+    assert name.bounding_box()["width"] < 0.5 * 390
+    opened.close()
+
+
 def test_one_legend_acts_on_every_chart_and_a_run_keeps_its_colour(browser: Any, tmp_path: Path) -> None:
     opened = Opened(browser, save_page(tmp_path, write_everything(tmp_path)), width=1400)
     page = opened.page
@@ -676,7 +688,7 @@ def test_a_served_page_grows_from_nothing_to_one_run_and_to_many(browser: Any, t
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(server.url)
     page.evaluate("window.kept = 1")
-    assert "No metrics have been logged" in page.locator("main").inner_text()
+    assert "Nothing of a run is in" in page.locator("main").inner_text()
     write_metrics(tmp_path / "run", 200)
     wait_for(page, "report.charts.length > 0 && report.charts[0].drawn")
     page.locator("#log").check()

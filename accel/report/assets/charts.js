@@ -99,9 +99,9 @@ class Chart {
     pen.rect(plot.left, plot.top - 2, plot.right - plot.left, plot.bottom - plot.top + 4);
     pen.clip();
     this.drawLines(pen, lines, toX, toY);
-    if (lines.length <= MOST_BANDS) this.drawMarks(pen, lines, toX);
-    this.drawHover(pen, toX);
     pen.restore();
+    if (lines.length <= MOST_BANDS) this.drawMarks(pen, lines, toX); // whole ones at both ends, too
+    this.drawHover(pen, toX);
   }
 
   drawAxes(pen, domain, toX) {
@@ -177,11 +177,13 @@ class Chart {
   }
 
   drawMarks(pen, lines, toX) {
-    const { top, bottom } = this.plot;
+    const { left, right, top, bottom } = this.plot;
+    const isOutside = (x) => !(x > left - 1 && x < right + 1);
     for (const { run, curve } of lines) {
       pen.fillStyle = pen.strokeStyle = colorOf(run);
       for (const [step, kind] of RUNS[run].marks) {
         const x = toX(placeOf(run, step));
+        if (isOutside(x)) continue;
         pen.beginPath();
         if (kind === "checkpoint") {
           pen.moveTo(x - 4, bottom + 1);
@@ -202,7 +204,7 @@ class Chart {
       let before = -Infinity;
       for (const [step] of curve.marks) {
         const x = toX(placeOf(run, step));
-        if (x - before < 10) continue; // crosses that run into each other say no more
+        if (isOutside(x) || x - before < 10) continue; // crosses that run into each other say no more
         before = x;
         pen.beginPath();
         pen.moveTo(x - 4, top + 1);

@@ -205,7 +205,7 @@ def report_parser() -> Parser:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) >= 65536:
-        raise argparse.ArgumentTypeError("0 to 65535")
+        raise argparse.ArgumentTypeError(f"expected 0 to 65535, got {text!r}")
     return int(text)
 
 
@@ -219,7 +219,7 @@ def _number(text: str, least: float, most: float, expected: str) -> float:
     except ValueError:
         value = math.nan
     if not least <= value <= most:
-        raise argparse.ArgumentTypeError(expected)
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return value
 
 

@@ -15,6 +15,7 @@ from textual_plotext import PlotextPlot
 
 from accel.report._followed import FollowedRun, alert_text, ordered_names, rank_rows, status_line
 from accel.report._run_data import AT, MetricCurve, RunData, RunState, state_of, thin
+from accel.report._summary import show_value
 from accel.terminal import show_age, show_size, show_text
 
 _MOST_PLOTS = 12  # on the screen
@@ -180,4 +181,7 @@ def _draw(plot: PlotextPlot, name: str, curve: MetricCurve) -> None:
     plt.title(show_text(name) + bad)
     if steps:
         plt.plot(steps, values, marker="braille")
+        first, last = steps[0], steps[-1]
+        marked = sorted({round(first + (last - first) * part / 4) for part in range(5)})
+        plt.xticks(marked, [show_value(step) for step in marked])  # steps are whole, 200k is short
     plot.refresh()

@@ -179,7 +179,7 @@ def test_no_more_than_the_room_is_on_the_page_and_the_rest_is_counted(
     assert (tmp_path / "report.html").stat().st_size < 200_000
     for wrong in ("-1", "many", "nan", "10001"):
         assert main(["report", str(tmp_path), "--media", wrong]) == 2
-        assert "0 to 10000" in capsys.readouterr().err
+        assert f"argument --media: expected 0 to 10000, got {wrong!r}" in capsys.readouterr().err
 
 
 def test_a_step_has_no_more_images_than_a_browser_shows_at_once(tmp_path: Path) -> None:

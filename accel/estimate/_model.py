@@ -196,6 +196,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         qkv_bias: whether the products of queries, keys and values have biases.
         biases: whether all other products have biases, and norms are LayerNorms.
         rms: whether norms are RMSNorms even so.
+        unbiased: whether norms are LayerNorms without biases.
         fused: whether queries, keys and values are cut from one product.
         inner_kept: number of tensors of the size `inner` that an MLP keeps for the backward.
         head_norms: whether queries and keys are normalised head by head.
@@ -227,6 +228,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     biases: bool = False
     rms: bool = False
+    unbiased: bool = False
     fused: bool = False
     inner_kept: int = 4
     head_norms: bool = False
@@ -277,7 +279,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layer_norms(self) -> bool:
         """Whether norms are LayerNorms."""
-        return self.biases and not self.rms
+        return self.unbiased or (self.biases and not self.rms)
 
     @property
     def active_count(self) -> int:
@@ -384,7 +386,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         return [weight, Parameter(name=f"{name}.bias", shape=(out,))] if has_bias else [weight]
 
     def _norm(self, name: str) -> list[Parameter]:
-        ends = ("weight", "bias") if self.layer_norms else ("weight",)
+        ends = ("weight", "bias") if self.layer_norms and not self.unbiased else ("weight",)
         return [Parameter(name=f"{name}.{end}", shape=(self.width,)) for end in ends]
 
 

@@ -233,7 +233,7 @@ def rank_stages(plan: Plan, pp: int, rank: int) -> tuple[int, ...]:
 def divides_logits(plan: Plan) -> bool:
     """Return whether a plan divides the head's outputs for `vocab_cross_entropy`; what models declare gathers them."""
     if plan.tensor == "model":
-        return False
+        return plan.head == "colwise"
     return any(name.split(".")[-1] == "lm_head" and style == "colwise" for name, style in plan.tensor.items())
 
 

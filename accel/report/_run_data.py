@@ -10,7 +10,7 @@ import socket
 import stat
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -260,7 +260,7 @@ def why_closed(folder: Path) -> str:
 
 
 @contextmanager
-def noted(problems: list[str], what: str) -> Iterator[None]:
+def noted(problems: list[str], what: str) -> Generator[None]:
     """Go on behind the block where a file cannot be read, with a line more in `problems`."""
     try:
         yield
@@ -475,7 +475,7 @@ def state_of(
     if run is not None:
         text = f"failed: {run.error}" if run.status == "failed" and run.error else run.status
         return RunState(run.status, text, started_s, run.ended_s)
-    return RunState("unknown", "no record of a launch", started_s)
+    return RunState("unknown", "state unknown", started_s)
 
 
 def _end(launch: LaunchRecord) -> float:

@@ -279,7 +279,7 @@ def _launch_facts(launch: LaunchRecord) -> Iterator[Html]:
         ("newest checkpoint", launch.checkpoint or NONE),
         ("output of each rank", launch.log_dir or NONE),
     ]
-    yield table(["", ""], rows)
+    yield table(["", ""], [row for row in rows if row[1] != NONE])
 
 
 def _attempts(launch: LaunchRecord) -> Iterator[Html]:

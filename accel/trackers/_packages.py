@@ -15,8 +15,9 @@ from accel.errors import MissingExtraError
 from accel.trackers._tracker import Run, Table
 
 
-def needs(tracker: str, *modules: str, extra: str = "") -> Callable[[Run], None]:
-    """Return a tracker's `check`: it raises if a package is missing, naming the extra, and imports nothing."""
+def needs(tracker: str, *modules: str, extra: str = "", where: str = "to=") -> Callable[[Run], None]:
+    """Return a tracker's `check`: it raises if a package is missing, naming the extra and the argument of `tracking`,
+    and imports nothing."""
 
     def check(run: Run) -> None:
         del run
@@ -26,7 +27,7 @@ def needs(tracker: str, *modules: str, extra: str = "") -> Callable[[Run], None]
                 raise MissingExtraError(
                     f"the tracker {tracker} needs a package that is not installed",
                     expected=module,
-                    where="tracking, to=",
+                    where=f"tracking, {where}",
                     fix=f"Run `pip install 'accel-torch[{extra or tracker}]'`, or leave the tracker out.",
                 )
 

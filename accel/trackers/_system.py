@@ -82,7 +82,7 @@ def system_tracker(settings: System, *, node: int, pids: Iterable[int]) -> Track
 
 def check_system(run: Run) -> None:
     """Raise if the packages are missing, or the run has no folder."""
-    needs("system", "psutil", "pynvml")(run)
+    needs("system", "psutil", "pynvml", where="system=")(run)
     _ = run.folder_for(SYSTEM)
 
 

@@ -222,6 +222,7 @@ def test_slips_are_errors_on_every_rank(ranks: Simulator, tmp_path: Path, monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "psutil" else found(name))
     for text in ranks.run(lambda ctx: told(accel.replace(ctx, system=True), dir=tmp_path), 2):
         assert "pip install 'accel-torch[system]'" in text
+        assert "at tracking, system=" in text
 
 
 def test_a_source_that_fails_is_a_gap_that_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,7 @@ from accel.report import Curves, StoredCheckpoint, find_runs, name_runs, read_da
 from accel.report._run_data import RunData
 from accel.report._series import better_of, charts_of, condense, encode_numbers, ranked_metrics
 from accel.report._summary import show_duration, show_value
-from accel.report._tables import element, settings as settings_of, table
+from accel.report._tables import _launch_facts, element, settings as settings_of, table
 from accel.run_folder import (
     LaunchRecord,
     MetricsLine,
@@ -587,6 +587,17 @@ def test_what_counts_is_no_metric_that_matters_also_where_it_begins_anew_with_ea
     charts = charts_of([read_data("run", tmp_path)])
     assert [chart.title for chart in charts if chart.kind == "curve"] == ["samples", "lap/epoch", "norm"]
     assert [chart.title for chart in ranked_metrics(charts)] == ["norm"]
+
+
+def test_facts_that_a_launch_lacks_take_no_row(tmp_path: Path) -> None:
+    write_launch(tmp_path)
+    [whole] = read_launches(tmp_path)
+    begun = msgspec.structs.replace(whole, ended_s=None, status=None, checkpoint="", log_dir="", source=None)
+    titles = [re.findall(r'<th scope="row">([^<]*)</th>', "".join(_launch_facts(launch))) for launch in (whole, begun)]
+    assert titles == [
+        ["command", "folder", "code", "ended", "restarts", "newest checkpoint", "output of each rank"],
+        ["command", "folder", "restarts"],
+    ]
 
 
 def test_the_reason_why_code_is_not_stored_is_on_the_page(tmp_path: Path) -> None:

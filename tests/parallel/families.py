@@ -269,18 +269,20 @@ def cut(ctx: accel.DistContext, name: str, model: nn.Module, batch: Mapping[str,
         return {"source": own["source"], "target": goal["target"]}
     if kind == "speech":  # sounds are not cut
         goal = {key: batch[key] for key in ("decoder_input_ids", "target")}
-        filled = part(ctx, goal, shift=(), pad={"decoder_input_ids": 0, "target": IGNORED})
+        filled = part(ctx, goal, shift=(), pad={"decoder_input_ids": 3, "target": IGNORED})
         return {**batch, **{key: filled[key] for key in goal}}
     source = {key: batch[key] for key in ("input_ids", "attention_mask")}
     if kind == "translation":  # two sequences, the second filled up
         goal = {key: batch[key] for key in ("decoder_input_ids", "target")}
-        filled = part(ctx, goal, shift=(), pad={"decoder_input_ids": 0, "target": IGNORED})
+        filled = part(ctx, goal, shift=(), pad={"decoder_input_ids": 3, "target": IGNORED})
         own = {**part(ctx, source, shift=()), **{key: filled[key] for key in goal}}
+        own["decoder_position_ids"] = filled["position_ids"]
     else:
         own = part(ctx, {**source, "target": batch["target"]}, shift=())
         own |= {key: batch[key] for key in batch if key not in own}  # images are not cut
-    if "position_ids" not in inspect.signature(accel.unwrap_model(model).forward).parameters:
-        del own["position_ids"]
+    names = inspect.signature(accel.unwrap_model(model).forward).parameters
+    own = {key: each for key, each in own.items() if not key.endswith("position_ids") or key in names}
+    if "position_ids" not in own:
         return own
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):  # keeps the first positions for padding

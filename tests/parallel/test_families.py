@@ -34,6 +34,7 @@ import accel
         pytest.param("Whisper", "cp=2", marks=pytest.mark.slow),  # sounds that are not cut
         pytest.param("CLIP", "cp=2", marks=pytest.mark.slow),  # texts and images that the model cuts
         pytest.param("LLaVA", "cp=2", marks=pytest.mark.slow),  # images among tokens
+        pytest.param("T5Gemma", "cp=2", marks=pytest.mark.slow),  # positions of two sequences, windows around each
         pytest.param("nn.Transformer", "cp=2", marks=pytest.mark.slow),  # torch's attention
     ],
 )

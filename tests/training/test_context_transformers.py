@@ -440,6 +440,36 @@ def test_an_encoder_decoder_needs_its_decoders_tokens(ranks: Simulator) -> None:
     ranks.run(rank, 2, default_group=True)
 
 
+def test_windows_around_a_position_and_padding_are_those_of_the_models_masks(ranks: Simulator) -> None:
+    """T5Gemma's encoder passes the largest distance as its window, and its decoder finds padding by its tokens."""
+    side = {**SMALL, **HEADS, "num_key_value_heads": 1, "head_dim": 8, "use_cache": False, "sliding_window": 3}
+    config = transformers.T5GemmaConfig(encoder=side, decoder=side, vocab_size=SMALL["vocab_size"])
+    made = transformers.T5GemmaForConditionalGeneration(config).double().eval()
+    ids, goal = IDS[0].clamp(min=1), IDS[0].clamp(min=1).flip(1)
+    padded = goal.clone()
+    padded[:, [1, 6]] = config.decoder.pad_token_id  # on both ranks
+    plain = [made(ids, decoder_input_ids=each, use_cache=False).logits.detach() for each in (goal, padded)]
+
+    def rank(ctx: accel.DistContext) -> list[float]:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.unwrap_model(accel.prepare_model(ctx, copy.deepcopy(made)))
+        whole = {"ids": ids, "goal": goal, "padded": padded, "seen": padded != config.decoder.pad_token_id}
+        part = accel.parallel.split_sequence(ctx, {**whole, "one": plain[0], "two": plain[1]})
+        at = part["position_ids"]
+        with pytest.raises(ConfigError, match="the argument is decoder_position_ids"):
+            model(part["ids"], position_ids=at, decoder_input_ids=part["goal"])
+        given = {"position_ids": at, "decoder_position_ids": at, "use_cache": False}
+        one = model(part["ids"], decoder_input_ids=part["goal"], **given).logits
+        with pytest.raises(ConfigError, match="a mask of the padding among the tokens"):
+            model(part["ids"], decoder_input_ids=part["padded"], **given)
+        two = model(part["ids"], decoder_input_ids=part["padded"], decoder_attention_mask=part["seen"], **given).logits
+        seen = part["seen"][..., None]
+        return [float(each.detach().abs().max()) for each in (one - part["one"], (two - part["two"]) * seen)]
+
+    for found in ranks.run(rank, 2, default_group=True):
+        assert max(found) < 1e-6  # rotary tables are fp32
+
+
 def test_positions_that_a_model_keeps_for_padding_are_refused(ranks: Simulator) -> None:
     config = transformers.RobertaConfig(**SMALL, **HEADS, pad_token_id=1, max_position_embeddings=LENGTH + 2)
     made = transformers.RobertaForMaskedLM(config).eval().double()

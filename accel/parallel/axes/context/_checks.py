@@ -409,12 +409,14 @@ def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, ta
             fix="Generate on a mesh without cp.",
         )
     if has_positions and not isinstance(known.get("position_ids"), Tensor):
+        crosses = known.get("encoder_hidden_states") is not None
+        pair = " Of an encoder-decoder the argument is decoder_position_ids." if crosses else ""
         raise ConfigError(
             "the model would number the positions of every rank from 0",
             expected="position_ids of the own positions",
             got="none",
             where=FORWARD,
-            fix="Pass position_ids=part['position_ids'], of accel.parallel.split_sequence.",
+            fix=f"Pass position_ids=part['position_ids'], of accel.parallel.split_sequence.{pair}",
         )
     tokens = known.get("input_ids") if known.get("input_ids") is not None else known.get("inputs_embeds")
     own = tokens.shape[1] if isinstance(tokens, Tensor) else 0

@@ -348,3 +348,35 @@ def _lower_right(q: Tensor, k: Tensor) -> Tensor:
 def repeated(x: Tensor, heads: int) -> Tensor:
     """Return keys or values with as many heads as the queries have; neighbouring heads share one (GQA)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+_ORDERS = {"causal_mask_function": True, "bidirectional_mask_function": False}  # in each mask of transformers
+_AROUND = "sliding_window_bidirectional_overlay."
+
+
+class Masks(NamedTuple):
+    """Facts of the masks that a forward makes.
+
+    Attributes:
+        orders: whether they are causal.
+        distances: without an order, those up to which positions see each other.
+        is_given: whether the call has a mask of its own.
+    """
+
+    orders: set[bool]
+    distances: set[int]
+    is_given: bool
+
+    def note(self, part: Any) -> None:
+        """Note the functions that transformers joined for a mask."""
+        if isinstance(part, tuple):
+            for each in cast("tuple[Any, ...]", part):
+                self.note(each)
+            return
+        if getattr(part, "__name__", "") in _ORDERS:
+            self.orders.add(_ORDERS[part.__name__])
+        closure = getattr(part, "__closure__", None) or ()
+        if getattr(part, "__qualname__", "").startswith(_AROUND):
+            self.distances.update(cell.cell_contents for cell in closure)
+        for cell in closure:
+            self.note(cell.cell_contents)

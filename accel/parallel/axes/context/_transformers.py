@@ -29,15 +29,15 @@ from accel.parallel.axes.context._checks import (
     numbers_positions,
     text_decoder,
 )
+from accel.parallel.axes.context._kernels import Masks
 from accel.parallel.axes.context._split import own_positions, places
 from accel.topology import ContextMethod
 
 NAME = "accel_context"  # of the attention, and of the keyword that carries the context to it
 # keywords of attentions that mean other scores or masks, and reach the function where a model has them
 _OTHER_SCORES = ("head_mask", "cu_seq_lens_q", "block_mask")
-_ORDERS = {"causal_mask_function": True, "bidirectional_mask_function": False}  # in each mask of transformers
 _PASS_MASK = "Pass attention_mask=, of shape [batch, 1, own, length]: the own queries and all keys."
-_FORWARD = threading.local()  # whose `orders` are those of the forward that runs
+_FORWARD = threading.local()  # whose `masks` are those of the forward that runs
 
 
 class ContextCall(NamedTuple):
@@ -46,22 +46,22 @@ class ContextCall(NamedTuple):
     Attributes:
         ctx: the context.
         method: that of `context_attention`.
+        masks: those that this forward has made.
         positions: positions of the own tokens in their documents, [batch or 1, own]; None where the model has none.
         documents: numbers of the documents of the own positions, [batch or 1, own]; None for one document.
         ignored: True for own tokens that no query sees, [batch, own]; None for none.
         crossed: the same of the encoder's tokens, for the cross-attention of a decoder.
         is_decoder: whether the attentions without a causal order are those of a decoder to its encoder's tokens.
-        orders: whether the masks that this forward made are causal.
     """
 
     ctx: DistContext
     method: ContextMethod
+    masks: Masks
     positions: Tensor | None = None
     documents: Tensor | None = None
     ignored: Tensor | None = None
     crossed: Tensor | None = None
     is_decoder: bool = False
-    orders: set[bool] | None = None
 
 
 def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -175,9 +175,9 @@ class _HandOn:
         check_inputs(
             known, self.ctx.axis("cp").size, has_positions=has_positions, takes_samples=self.images is not None
         )
-        _FORWARD.orders = orders = set[bool]()
         is_decoder = known.get("encoder_hidden_states") is not None
-        call = ContextCall(self.ctx, self.method, is_decoder=is_decoder, orders=orders)
+        _FORWARD.masks = Masks(set(), set(), known.get("attention_mask") is not None)
+        call = ContextCall(self.ctx, self.method, _FORWARD.masks, is_decoder=is_decoder)
         if has_positions and self.padding is not None:
             _check_first(self.ctx, known["position_ids"], self.padding)
         # as in transformers: an order and no mask of the user's, or positions that begin anew are no documents
@@ -327,35 +327,29 @@ def _documents(ctx: DistContext, position_ids: Tensor) -> Tensor | None:
     return numbers[:, _own_places(ctx, position_ids.shape[1]).to(numbers.device)]
 
 
-def _mask(*, mask_function: Any, use_vmap: bool = False, **_: Any) -> None:
+def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> None:
     """Refuse masks of a model's own making, as transformers' `AttentionMaskInterface` asks; None for those that the
     attention makes itself: causal, a window, documents."""
-    if use_vmap or "or_mask" in getattr(mask_function, "__qualname__", ""):
-        raise ConfigError(
-            "a mask of the model's own making does not cross ranks",
-            expected="a causal order or none, windows, documents and padding",
-            got="a mask that joins others, as of images among tokens",
-            where="forward of a model on a mesh with cp",
-            fix=_PASS_MASK,
-        )
-    orders: set[bool] | None = getattr(_FORWARD, "orders", None)
-    if orders is not None:
-        orders |= _orders_of(mask_function)
-
-
-def _orders_of(part: Any) -> set[bool]:
-    """Return whether a mask is causal, by the functions that transformers joined for it; nothing where none says so."""
-    if isinstance(part, tuple):
-        return {order for each in cast("tuple[Any, ...]", part) for order in _orders_of(each)}
-    name = getattr(part, "__name__", "")
-    if name in _ORDERS:
-        return {_ORDERS[name]}
-    return {order for cell in getattr(part, "__closure__", None) or () for order in _orders_of(cell.cell_contents)}
+    own = "a mask that joins others, as of images among tokens"
+    masks: Masks | None = getattr(_FORWARD, "masks", None)
+    if attention_mask is not None and not (masks and masks.is_given) and not bool(attention_mask.all()):
+        own = "a mask of the padding among the tokens, where none was passed (decoder_attention_mask= of a decoder)"
+    elif not use_vmap and "or_mask" not in getattr(mask_function, "__qualname__", ""):
+        if masks is not None:
+            masks.note(mask_function)
+        return
+    raise ConfigError(
+        "a mask of the model's own making does not cross ranks",
+        expected="a causal order or none, windows, documents and padding",
+        got=own,
+        where="forward of a model on a mesh with cp",
+        fix=_PASS_MASK,
+    )
 
 
 def _check_order(call: ContextCall, module: nn.Module, *, causal: bool) -> None:
     """Raise `ConfigError` for an attention of another order than the mask that its model made."""
-    if not call.orders or causal in call.orders:
+    if not call.masks.orders or causal in call.masks.orders:
         return
     words = {True: "causal", False: "not causal"}
     raise ConfigError(
@@ -395,6 +389,9 @@ def _attention(
     causal = keywords.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     crosses = call.is_decoder and not causal
+    window = None if crosses or attention_mask is not None else keywords.get("sliding_window")
+    if not causal and window in call.masks.distances:  # others pass one more than their mask's distance
+        window += 1
     bias = keywords.get("position_bias")
     if bias is not None:
         bias = _whole_bias(call.ctx, module, bias, query.shape[2], crosses=crosses, where=where)
@@ -417,7 +414,7 @@ def _attention(
         documents=None if documents is None else documents.expand(query.shape[0], -1),
         scale=scaling,
         method=call.method,
-        window=None if crosses or is_complete else keywords.get("sliding_window"),
+        window=window,
         softcap=keywords.get("softcap"),
         sinks=keywords.get("s_aux"),
         key_padding_mask=call.crossed if crosses else call.ignored,

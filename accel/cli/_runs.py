@@ -331,8 +331,8 @@ _WATCH_USAGE = "accel watch DIR [--every-s SECONDS] [--plain] [--once]"
 _WATCH_ABOUT = (
     "Follow a run: curves, throughput, ranks and checkpoints. DIR is a run's folder, as given to save_state and "
     "tracking; it need not exist yet. Without a terminal, a line is printed at each change until the run ends. The "
-    "exit status then is 0 of a run that finished or goes on, 1 of one that failed or was stopped, 2 of one of which "
-    "nothing can be read, 3 without a run."
+    "exit status then is 0 of a run that finished or goes on, 1 of one that failed, was stopped or killed, 2 of one of "
+    "which nothing can be read, 3 without a run."
 )
 
 
@@ -381,7 +381,9 @@ def _print_lines(followed: FollowedRun, every_s: float, *, once: bool) -> int:
         if line != shown:
             print(line, flush=True)
             shown = line
-        if once or state.kind not in ("running", "unknown"):
+        # a launcher that left no log, such as torchrun, may start ranks again that were lost
+        goes_on = state.kind in ("running", "unknown") or (state.kind == "lost" and not seen.launches)
+        if once or not goes_on:
             return exit_status(seen, state)
         try:
             time.sleep(every_s)

@@ -444,12 +444,12 @@ class RunState(msgspec.Struct, frozen=True):
     ended_s: float | None = None
 
 
-def is_alive(launch: LaunchRecord) -> bool:
-    """Return whether a launcher that has not ended may still run: on another host that is unknown."""
-    if launch.host != socket.gethostname():
+def is_alive(record: LaunchRecord | RunRecord) -> bool:
+    """Return whether a launcher, or rank 0, that has not ended may still run: on another host that is unknown."""
+    if record.host != socket.gethostname() or record.pid <= 0:
         return True
     try:
-        os.kill(launch.pid, 0)
+        os.kill(record.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
@@ -458,10 +458,12 @@ def is_alive(launch: LaunchRecord) -> bool:
 
 
 def state_of(
-    run: RunRecord | None, launches: Sequence[LaunchRecord], alive: Callable[[LaunchRecord], bool] = is_alive
+    run: RunRecord | None,
+    launches: Sequence[LaunchRecord],
+    alive: Callable[[LaunchRecord | RunRecord], bool] = is_alive,
 ) -> RunState:
-    """Return the state of a run: that of its newest launch, or else of its own record; `alive` asks whether a launch
-    still runs."""
+    """Return the state of a run: that of its newest launch, or else of its own record; `alive` asks whether the process
+    of either still runs."""
     starts = [each.started_s for each in launches] + ([run.started_s] if run else [])
     started_s = min(starts, default=None)
     if launches and (run is None or max((run.started_s, *run.resumed_s)) <= _end(launches[-1])):
@@ -472,6 +474,8 @@ def state_of(
         if alive(launch):
             return RunState("running", "running", started_s)
         return RunState("lost", "the launcher ended without a word, as after SIGKILL or a loss of power", started_s)
+    if run is not None and run.status == "running" and not alive(run):
+        return RunState("lost", "rank 0 ended without a word, as after SIGKILL or a loss of power", started_s)
     if run is not None:
         text = f"failed: {run.error}" if run.status == "failed" and run.error else run.status
         return RunState(run.status, text, started_s, run.ended_s)

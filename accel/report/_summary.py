@@ -145,14 +145,18 @@ def warnings_of(run: RunData) -> Iterator[str]:
     restarts = sum(each.restarts for each in run.launches)
     resumes = len(run.run.resumed_s) if run.run else 0
     if restarts:
-        yield f"restarted {restarts} time{'s' * (restarts > 1)} after a failure"
+        yield f"restarted {_times(restarts)} after a failure"
     if resumes:
-        yield f"resumed {resumes} time{'s' * (resumes > 1)}"
+        yield f"resumed {_times(resumes)}"
     broken = [each for each in run.checkpoints if each.problem]
     for each in broken[-2:]:
         yield f"{each.name} is no checkpoint: {each.problem}"
     if len(broken) > 2:
         yield f"{len(broken) - 2} earlier folders are no checkpoints"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -398,6 +398,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         started_s: time of the first start, in seconds since the epoch.
         resumed_s: times at which the run went on.
         world_size: number of ranks at the last start.
+        host: name of the host of rank 0 at the last start; empty in records of older versions.
+        pid: process of rank 0 there; 0 likewise.
         config: its configuration, without credentials.
         hidden: dotted names of the configuration's values that were credentials.
         settings: settings of the context with their sources.
@@ -418,6 +420,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     resumed_s: tuple[float, ...] = ()
     world_size: int = 1
+    host: str = ""
+    pid: int = 0
     config: dict[str, Any] = {}
     hidden: tuple[str, ...] = ()
     settings: dict[str, Setting] = {}

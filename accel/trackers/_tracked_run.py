@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -47,6 +48,8 @@ def run_file(ctx: DistContext, hidden: Sequence[str], *, code: bool) -> Tracker:
         "hidden": tuple(hidden),
         "settings": _settings(ctx),
         "world_size": ctx.world_size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
     }
     now_s = time.time()  # before the first record: an alert may be earlier than this tracker's thread
     return Tracker(

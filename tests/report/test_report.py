@@ -10,7 +10,9 @@ import json
 import math
 import os
 import re
+import socket
 import struct
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -299,7 +301,7 @@ def test_the_first_screen_says_in_words_what_a_reader_should_know(tmp_path: Path
         *("profile, slowest: rank 3, 43.00 ms a step", "records were lost: jsonl lost 3 records"),
         *(
             "a gap in the log of 2 h 5 min before step 600",
-            "resumed 1 time",
+            "resumed once",
             *("step-00000500 is no checkpoint: no manifest", "2 earlier folders are no checkpoints"),
         ),
         *("train/ (2)", "eval/ (1)", "constants and counters (7)"),
@@ -412,6 +414,21 @@ def test_the_state_of_a_run_is_that_of_its_newest_launch(tmp_path: Path) -> None
     running = read_launches(tmp_path)
     assert state_of(run, running, alive=lambda each: True).kind == "running"
     assert state_of(run, running, alive=lambda each: False).kind == "lost"
+
+
+def test_a_run_whose_rank_0_is_gone_is_lost(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    run = RunRecord(id="a", project="p", started_s=START_S, host=socket.gethostname(), pid=os.getpid())
+    assert state_of(run, []).kind == "running"
+    assert state_of(msgspec.structs.replace(run, pid=gone.pid), []).kind == "lost"
+    assert state_of(msgspec.structs.replace(run, pid=gone.pid, status="finished"), []).kind == "finished"
+    # another host's processes, and those of older records, are unknown
+    assert state_of(msgspec.structs.replace(run, pid=gone.pid, host="elsewhere"), []).kind == "running"
+    assert state_of(msgspec.structs.replace(run, pid=0, host=""), []).kind == "running"
+    write_launch(tmp_path)
+    again = msgspec.structs.replace(run, pid=gone.pid, resumed_s=(START_S + 9000,))  # by another command
+    assert state_of(again, read_launches(tmp_path)).kind == "lost"
 
 
 def test_settings_are_those_that_the_run_had_and_a_launch_says_where_they_come_from(tmp_path: Path) -> None:

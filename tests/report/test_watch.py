@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from accel.cli import main
 from accel.errors import CheckpointError
 from accel.report import FollowedRun, StoredCheckpoint, rank_rows, state_of, status_line
 from accel.report._followed import ordered_names
-from accel.run_folder import encode_line, read_launches
+from accel.run_folder import RunRecord, encode_line, read_launches, write_json
 
 CHECKPOINT = StoredCheckpoint(name="step-00000040", size=1200, changed_s=START_S, metrics={"[b]loss": 0.5})
 
@@ -97,6 +99,21 @@ def test_files_that_cannot_be_read_are_told_and_the_run_is_followed_on(
     assert "cannot be read" not in last
     (tmp_path / "run.json").write_text("{")
     assert main(["watch", str(tmp_path), "--once"]) == 0
+
+
+def test_a_run_that_lost_its_rank_0_is_followed_until_its_launcher_has_started_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_metrics(tmp_path, 20)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    record = RunRecord(id="a", project="p", started_s=START_S, host=socket.gethostname(), pid=gone.pid)
+    write_json(tmp_path / "run.json", record)
+    assert main(["watch", str(tmp_path), "--once"]) == 1
+    assert capsys.readouterr().out.endswith("rank 0 ended without a word, as after SIGKILL or a loss of power\n")
+    monkeypatch.setattr("accel.cli._runs.time.sleep", lambda _: write_run(tmp_path, config={}))
+    assert main(["watch", str(tmp_path), "--plain"]) == 0
+    assert capsys.readouterr().out.endswith("finished\n")
 
 
 def test_checkpoints_stay_where_a_later_listing_fails(tmp_path: Path) -> None:

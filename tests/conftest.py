@@ -6,12 +6,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from processes import children, patience
+from uncollected import no_collections
 
 from accel.testing import Simulator
 
@@ -19,8 +21,20 @@ settings.register_profile("accel", max_examples=50, deadline=None, suppress_heal
 settings.register_profile("thorough", settings.get_profile("accel"), max_examples=500)
 settings.load_profile("accel")
 
+# Compiled files are kept whatever the environment says: else each run compiles every test again in each of its workers,
+# and each process that a test starts the package.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and then children ignore Ctrl-C too
     _ = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """No collection walks what modules and parameters of tests make: it stays."""
+    with no_collections():
+        return (yield)
 
 
 def pytest_configure(config: pytest.Config) -> None:

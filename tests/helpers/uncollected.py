@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that make many objects to keep, such as trees of sources, which collections need not walk."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Generator
+
+
+@contextlib.contextmanager
+def no_collections() -> Generator[None]:
+    """A block in which many objects are made that references alone keep; later collections skip those that are left."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from processes import patience
+from uncollected import no_collections
 
 ROOT = Path(__file__).parent.parent / "accel"
 
@@ -85,12 +86,17 @@ CHANGING = {"append", "add", "update", "pop", "clear", "extend", "setdefault", "
 MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter", "bytearray", "count", "local"}
 
 
-def complaints(path: Path, root: Path = ROOT) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    with no_collections():
+        return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def complaints(path: Path, tree: ast.Module, root: Path = ROOT) -> Iterator[str]:
     """Everything that a source file does against the rules."""
     relative = path.relative_to(root)
     room = relative.parts[0].removesuffix(".py")
     text = path.read_text()
-    tree = ast.parse(text)
     if room != "__init__" and room not in LEVEL:
         yield f"{relative}: {room!r} has no layer"
         return
@@ -99,8 +105,9 @@ def complaints(path: Path, root: Path = ROOT) -> Iterator[str]:
     if (lines := text.count("\n")) > MOST_LINES:
         yield f"{relative}: {lines} lines, the most is {MOST_LINES}"
     yield from _module_state(tree, relative)
+    top = set(tree.body)
     for node in ast.walk(tree):
-        yield from _rules(node, relative, room, at_top=node in tree.body)
+        yield from _rules(node, relative, room, at_top=node in top)
 
 
 def _rules(node: ast.AST, relative: Path, room: str, *, at_top: bool) -> Iterator[str]:
@@ -177,8 +184,8 @@ def _imported(node: ast.AST, relative: Path) -> set[str]:
     return set()
 
 
-def test_sources_keep_the_rules() -> None:
-    found = [complaint for path in sorted(ROOT.rglob("*.py")) for complaint in complaints(path)]
+def test_sources_keep_the_rules(trees: dict[Path, ast.Module]) -> None:
+    found = [complaint for path, tree in trees.items() for complaint in complaints(path, tree)]
     assert not found, "\n".join(found)
 
 
@@ -206,10 +213,11 @@ def test_the_rules_catch_what_breaks_them(tmp_path: Path, room: str, source: str
     (tmp_path / room).mkdir()
     path = tmp_path / room / "_module.py"
     path.write_text("# SPDX-License-Identifier: Apache-2.0\n" + source)
-    assert any(expected in complaint for complaint in complaints(path, tmp_path))
+    tree = ast.parse(path.read_text())
+    assert any(expected in complaint for complaint in complaints(path, tree, tmp_path))
 
 
-def test_importing_is_silent_and_torch_free() -> None:
+def test_importing_is_silent_free_of_torch_and_then_of_dtensors() -> None:
     code = (
         "import os, sys, signal, threading, logging\n"
         "def world():\n"
@@ -218,7 +226,13 @@ def test_importing_is_silent_and_torch_free() -> None:
         "import accel, accel.env, accel.errors, accel.cli, accel.launching\n"
         "import accel.checkpoint, accel.storage, accel.bigmodel.plan\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
-        "import accel.training, accel.testing\n"
+        "import torch, accel.training\n"
+        "from accel.tensors import full_tensor, is_dtensor, is_partial, local_part, local_parts, mesh_of\n"
+        "tensor = torch.nn.Parameter(torch.ones(2))\n"
+        "assert not is_dtensor(tensor) and not is_partial(tensor) and mesh_of(tensor) is None\n"
+        "assert local_parts([tensor])[0] is tensor and torch.equal(local_part(tensor), full_tensor(tensor))\n"
+        "assert 'torch.distributed.tensor' not in sys.modules, 'before there is one'\n"
+        "import accel.testing\n"
         "assert world() == before, (world(), before)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(120))
@@ -234,14 +248,13 @@ def test_every_public_name_resolves_and_is_documented() -> None:
         _ = accel.no_such_name  # type: ignore[attr-defined]
 
 
-def test_a_class_name_has_one_meaning_and_files_are_few() -> None:
+def test_a_class_name_has_one_meaning_and_files_are_few(trees: dict[Path, ast.Module]) -> None:
     """A reader who looks for a class finds one; and opens no more files than there are subjects."""
     places: dict[str, list[str]] = {}
-    paths = sorted(ROOT.rglob("*.py"))
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
     homonyms = {name: found for name, found in places.items() if len(found) > 1}
     assert not homonyms, homonyms
-    assert len(paths) <= MOST_FILES, f"{len(paths)} files: merge one with the file of its subject"
+    assert len(trees) <= MOST_FILES, f"{len(trees)} files: merge one with the file of its subject"

@@ -8,6 +8,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from uncollected import no_collections
+
 TESTS = Path(__file__).parent
 # By package: what its private modules hold that no public name shows.
 REASONS = {
@@ -51,23 +54,24 @@ def reached(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
-def test_each_reach_into_a_package_has_its_reason() -> None:
+@pytest.fixture(scope="module")
+def reaches() -> list[tuple[str, re.Match[str]]]:
+    """Each test's file, and a private name that it reaches for."""
+    with no_collections():
+        named = [(path.name, {*reached(ast.parse(path.read_text()))}) for path in TESTS.rglob("*.py")]
+    return [(file, match) for file, names in named for name in names if (match := PRIVATE.fullmatch(name))]
+
+
+def test_each_reach_into_a_package_has_its_reason(reaches: list[tuple[str, re.Match[str]]]) -> None:
     found: dict[str, set[str]] = {}
-    for path in TESTS.rglob("*.py"):
-        for name in reached(ast.parse(path.read_text())):
-            if match := PRIVATE.fullmatch(name):
-                found.setdefault(match["package"], set()).add(f"{path.name}: {name}")
+    for file, match in reaches:
+        found.setdefault(match["package"], set()).add(f"{file}: {match[0]}")
     unknown = {package: sorted(found[package]) for package in found.keys() - REASONS.keys()}
     assert not unknown, f"use public names, or say why not in {Path(__file__).name}: {unknown}"
     assert REASONS.keys() <= found.keys()
 
 
-def test_checkpoints_are_saved_and_loaded_by_public_names() -> None:
+def test_checkpoints_are_saved_and_loaded_by_public_names(reaches: list[tuple[str, re.Match[str]]]) -> None:
     entries = {"save_state", "load_state", "save_model", "resume", "optimizer_step", "backward", "prepare", "gather"}
-    found = {
-        f"{path.name}: {name}"
-        for path in TESTS.rglob("*.py")
-        for name in reached(ast.parse(path.read_text()))
-        if PRIVATE.fullmatch(name) and name.rpartition(".")[2] in entries
-    }
+    found = {f"{file}: {match[0]}" for file, match in reaches if match[0].rpartition(".")[2] in entries}
     assert not found, found

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from processes import patience
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,18 +27,6 @@ from accel.tensors import (
     split_dims,
     summed,
 )
-
-
-def test_nothing_imports_dtensors_before_there_is_one() -> None:
-    code = (
-        "import sys, torch, accel.training\n"
-        "from accel.tensors import full_tensor, is_dtensor, is_partial, local_part, local_parts, mesh_of\n"
-        "tensor = torch.nn.Parameter(torch.ones(2))\n"
-        "assert not is_dtensor(tensor) and not is_partial(tensor) and mesh_of(tensor) is None\n"
-        "assert local_parts([tensor])[0] is tensor and torch.equal(local_part(tensor), full_tensor(tensor))\n"
-        "assert 'torch.distributed.tensor' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(120))
 
 
 @pytest.mark.parametrize("wrap", [torch.Tensor.clone, nn.Parameter, nn.Buffer])

@@ -12,7 +12,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from processes import ending, patience, same_path
+from processes import ending, patience, same_path, script_ranks
 
 from accel.comm import _lost
 
@@ -123,8 +123,11 @@ def test_exits_while_gloo_s_threads_have_something_to_drop(group: str, tmp_path:
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
-def test_a_group_ends_when_nothing_of_the_user_s_holds_it() -> None:
-    subprocess.run([sys.executable, "-c", ENDS], check=True, timeout=patience(120))
+def test_a_group_ends_when_nothing_of_the_user_s_holds_it(tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    with script_ranks(script, [{}], folder=tmp_path) as (process,):
+        assert process.wait(120) == 0, process.said()
 
 
 @pytest.mark.parametrize(

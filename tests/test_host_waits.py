@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import patience
+from processes import script_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "host-waits.md"
 SCRIPT = Path(__file__).parent / "helpers" / "counted_steps.py"
@@ -25,13 +22,11 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def counts() -> dict[str, Any]:
+def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each step of each case waited for; a device type stays registered, so a process of its own finds out."""
-    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patience(120), check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    with script_ranks(SCRIPT, [{"OMP_NUM_THREADS": "1"}], folder=tmp_path_factory.mktemp("counts")) as (process,):
+        assert process.wait(120) == 0, process.said()[-4000:]
+        return json.loads(process.said().splitlines()[-1])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -91,7 +91,7 @@ FAMILIES: Mapping[str, Family] = {
         "BloomForCausalLM", "BloomConfig", LAYERS | SPECIAL | {"n_layer": 2, "n_head": 4, "use_cache": False}
     ),
     "CLIP": Family("CLIPModel", "CLIPConfig", CLIP, "vectors"),
-    "CodeGen": Family("CodeGenForCausalLM", "CodeGenConfig", GPT | {"rotary_dim": 4, "n_ctx": 32}),
+    "CodeGen": Family("CodeGenForCausalLM", "CodeGenConfig", GPT | {"n_head": 8, "rotary_dim": 4, "n_ctx": 32}),
     "Cohere": Family("CohereForCausalLM", "CohereConfig", GATED),
     "ConvNeXt": Family(
         "ConvNextForImageClassification",
@@ -125,6 +125,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Falcon, multi-query": Family(
         "FalconForCausalLM", "FalconConfig", LAYERS | {"use_cache": False, "multi_query": True}
+    ),
+    "Falcon, multi-query ALiBi": Family(
+        "FalconForCausalLM", "FalconConfig", LAYERS | {"use_cache": False, "alibi": True, "multi_query": True}
     ),
     "Gemma": Family("GemmaForCausalLM", "GemmaConfig", GATED),
     "Gemma 2": Family("Gemma2ForCausalLM", "Gemma2Config", GATED | {"sliding_window": 8}),

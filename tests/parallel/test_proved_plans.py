@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.comm import run_in_threads, summed
@@ -153,6 +154,40 @@ def test_a_scale_that_the_module_itself_holds_is_refused_where_its_input_is_copi
 def test_a_right_plan_is_proved(module: nn.Module, styles: Any) -> None:
     verdict = _verdict(module, styles)
     assert (verdict.problem, verdict.styles) == ("", styles)
+
+
+class Narrow(Mlp):
+    """Computes in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).float().square()
+
+
+class Again(Mlp):
+    """Computes in fp32, and again in the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: super(Again, self).forward(x).float().square(), x, use_reentrant=False)
+
+
+class Failing(Mlp):
+    """Refuses values that are drawn."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor and x.abs().max() > 0:
+            raise ValueError("no values like these")
+        return super().forward(x)
+
+
+def test_a_module_that_is_recomputed_is_proved() -> None:
+    for module, is_right in ((Narrow(), True), (Narrow("softmax"), False)):
+        model = accel.checkpoint_activations(nn.ModuleList([module, Narrow()]))
+        assert (_verdict(model[0], PAIR).problem == "") == is_right
+
+
+def test_a_module_that_fails_with_drawn_values_stays_whole() -> None:
+    for module, error in ((Failing(), "ValueError: no values"), (Again(), "CheckpointError")):
+        assert _verdict(module, PAIR).problem.startswith(f"the whole module alone, with drawn values: {error}")
 
 
 class Model(nn.Module):

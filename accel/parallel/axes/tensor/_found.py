@@ -13,7 +13,7 @@ from torch import nn
 
 from accel.parallel._modules import example_of, named_modules
 from accel.parallel.axes.tensor._prove import Verdict, prove
-from accel.parallel.axes.tensor._styles import is_adapted, is_linear, output_dim, problems_of
+from accel.parallel.axes.tensor._styles import COLWISE, is_adapted, is_linear, output_dim, problems_of
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, Node, trace
 from accel.topology import TensorStyle
 
@@ -62,6 +62,7 @@ class _Graph:
 
     def __init__(self, trace: ForwardTrace) -> None:
         self.nodes = trace.nodes
+        self.calls = trace.calls
         self.called = {call.path for call in trace.calls}
         self._writers: dict[int, list[int]] = defaultdict(list)
         self._readers: dict[int, list[int]] = defaultdict(list)
@@ -73,6 +74,10 @@ class _Graph:
 
     def back(self, values: Iterable[int], before: int, stop: Callable[[Node], bool]) -> set[int]:
         """Nodes at which the ways back from values end; -1 for a value that no node made."""
+        return self.ways(values, before, stop)[0]
+
+    def ways(self, values: Iterable[int], before: int, stop: Callable[[Node], bool]) -> tuple[set[int], set[int]]:
+        """Nodes at which the ways back from values end, and those on the ways."""
         found: set[int] = set()
         seen: set[int] = set()
         todo = [(value, before) for value in values]
@@ -84,7 +89,7 @@ class _Graph:
             elif at not in seen:
                 seen.add(at)
                 todo += [(each, at) for each in self.nodes[at].inputs]
-        return found
+        return found, seen
 
     def on(self, at: int, stop: Callable[[Node], bool]) -> set[int]:
         """Nodes at which the ways on from a node end."""
@@ -126,6 +131,7 @@ class _Sources(NamedTuple):
     value: set[int]
     product: int
     biases: set[int]
+    added: set[int]  # nodes between what is added to scores and the scores
 
 
 def _attentions(graph: _Graph, outputs: Mapping[str, int]) -> Iterator[Candidate]:
@@ -142,13 +148,13 @@ def _attentions(graph: _Graph, outputs: Mapping[str, int]) -> Iterator[Candidate
             yield Candidate(graph.unit(options[0]), layers, options, sink)
 
 
-_DIVIDED = ("colwise", "packed_colwise_2", "packed_colwise_3", "multi_query_colwise", "rowwise")
+_DIVIDED = COLWISE | {"rowwise"}
 
 
 def _fused(graph: _Graph, at: int) -> _Sources:
     node = graph.nodes[at]
     query, key, value = (_layers(graph, [each], at) for each in node.inputs[:3])
-    return _Sources(query, key, value, at, _embeddings(graph, node.inputs[3:], at))
+    return _Sources(query, key, value, at, *_biases(graph, node.inputs[3:], at))
 
 
 def _written_out(graph: _Graph, at: int) -> _Sources | None:
@@ -169,7 +175,9 @@ def _written_out(graph: _Graph, at: int) -> _Sources | None:
     query = set[int]().union(*(_layers(graph, pair[:1], each) for pair, each in operands))
     key = set[int]().union(*(_layers(graph, pair[1:], each) for pair, each in operands))
     values = [each for each in graph.nodes[product].inputs if not _comes_from(graph, each, product, at)]
-    return _Sources(query, key, _layers(graph, values, product), product, _embeddings(graph, node.inputs, at))
+    ends_, added = graph.ways(node.inputs, at, ends)
+    embeddings = {at for at in ends_ if at >= 0 and graph.nodes[at].name == _EMBEDDING}
+    return _Sources(query, key, _layers(graph, values, product), product, embeddings, added)
 
 
 def _comes_from(graph: _Graph, value: int, before: int, at: int) -> bool:
@@ -181,9 +189,24 @@ def _layers(graph: _Graph, values: Sequence[int], before: int) -> set[int]:
     return {at for at in graph.back(values, before, _is_end) if at >= 0 and _is_layer(graph.nodes[at])}
 
 
-def _embeddings(graph: _Graph, values: Sequence[int], before: int) -> set[int]:
-    ends = graph.back(values, before, _is_end)
-    return {at for at in ends if at >= 0 and graph.nodes[at].name == _EMBEDDING}
+def _biases(graph: _Graph, values: Sequence[int], before: int) -> tuple[set[int], set[int]]:
+    """Embeddings behind what is added to scores, and the nodes between."""
+    ends, added = graph.ways(values, before, _is_end)
+    return {at for at in ends if at >= 0 and graph.nodes[at].name == _EMBEDDING}, added
+
+
+def _of_heads(graph: _Graph, found: _Sources, holder: str) -> list[str]:
+    """Paths of the outermost modules in an attention, without layers, that make what is added to scores."""
+    layers = {at for at, node in enumerate(graph.nodes) if node.path}
+    inside = [each for each in graph.calls if each.path.startswith(f"{holder}." if holder else "") and each.path]
+    calls = [each for each in inside if found.added & {*each.nodes} and not layers & {*each.nodes}]
+
+    def ends(node: Node) -> bool:
+        return node.name in _PRODUCTS or _is_end(node)
+
+    behind = {each.path: graph.back(each.inputs, each.nodes.start, ends) for each in calls}
+    paths = {path for path, nodes in behind.items() if nodes <= {-1}}  # of no scores
+    return sorted(each for each in paths if not any(each.startswith(f"{other}.") for other in paths))
 
 
 def _options(
@@ -195,25 +218,34 @@ def _options(
     above = {
         each for at in sources for each in _layers(graph, nodes[at].inputs, at) if each in sources
     }  # as latents of DeepSeek-V2, which every rank computes
-    paths = {nodes[at].path: _styles_of(at, found) for at in sources if at not in above}
+    queries = max((outputs.get(nodes[at].path, 0) for at in found.query), default=0)
+    paths: dict[str, Sequence[TensorStyle]] = {}
+    for at in sources:
+        if at not in above:
+            is_small = at not in found.query and outputs.get(nodes[at].path, 0) < queries
+            paths[nodes[at].path] = _styles_of(at, found, is_small=is_small)
     row = nodes[sink].path
     holder = graph.unit([nodes[at].path for at in sources])
     width = min((outputs.get(path, 0) for path in paths), default=0)
     inside = {nodes[at].path for at in found.biases if nodes[at].path.startswith(f"{holder}.")}
     of_heads = sorted(each for each in inside if 0 < outputs.get(each, 0) < width)
     biases: dict[str, TensorStyle] = dict.fromkeys(of_heads, "embedding_colwise")
-    for styles in itertools.product(*paths.values()):
-        own: dict[str, TensorStyle] = {**dict(zip(paths, styles, strict=True)), **biases, row: "rowwise"}
-        if holder and (len(paths) > 1 or above):
-            yield {holder: "copy_input", **own}
-        yield own
+    made: dict[str, TensorStyle] = dict.fromkeys(_of_heads(graph, found, holder), "split_heads")
+    for added in (biases | made, biases) if made else (biases,):
+        for styles in itertools.product(*paths.values()):
+            own: dict[str, TensorStyle] = {**dict(zip(paths, styles, strict=True)), **added, row: "rowwise"}
+            if holder and (len(paths) > 1 or above):
+                yield {holder: "copy_input", **own}
+            yield own
 
 
-def _styles_of(at: int, found: _Sources) -> tuple[TensorStyle, ...]:
+def _styles_of(at: int, found: _Sources, *, is_small: bool) -> tuple[TensorStyle, ...]:
+    """Styles to try for a layer; `is_small` of keys or values narrower than queries, which ranks may hold whole."""
     roles = (at in found.query, at in found.key, at in found.value)
     if all(roles):
-        return "colwise", "packed_colwise_3", "multi_query_colwise"
-    return ("colwise", "packed_colwise_2") if roles[1] and roles[2] else ("colwise",)
+        return "colwise", "packed_colwise_3", "multi_query_colwise", "grouped_query_colwise", "packed_colwise_4x3"
+    divided: tuple[TensorStyle, ...] = ("colwise", "packed_colwise_2") if roles[1] and roles[2] else ("colwise",)
+    return (*divided, "replicated_with_grad_allreduce") if is_small else divided
 
 
 def _pairs(graph: _Graph, outputs: Mapping[str, int], inputs: Mapping[str, int]) -> Iterator[Candidate]:

@@ -17,12 +17,14 @@ from torch.utils import _pytree as pytree
 
 from accel.comm import ThreadGroup, run_in_threads
 from accel.errors import PrepareError
+from accel.mixins import remove_mixin
+from accel.parallel._compile import Recomputed
 from accel.parallel._modules import named_modules
 from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
 from accel.parallel.axes.tensor._styles import Rule
-from accel.parallel.axes.tensor._trace import ModuleCall, plain, tensors_in
+from accel.parallel.axes.tensor._trace import ModuleCall, batch_experts, plain, tensors_in
 from accel.topology import TensorStyle
 
 _TOLERANCE = 1e-10
@@ -65,7 +67,10 @@ def prove(
     with cast(Any, torch.random).fork_rng(devices=[]), torch.enable_grad():
         whole = _redrawn(module)
         values = _drawn_inputs(call)
-        expected = _run(whole, call, values, {}, None)
+        try:
+            expected = _run(whole, call, values, {}, None)
+        except Exception as error:  # whatever a forward says of values that are drawn
+            return Verdict(f"the whole module alone, with drawn values: {_short(error)}", styles)
         if not all(bool(torch.isfinite(each).all()) for each in expected.outputs):
             return Verdict("the whole module's outputs are not finite", styles)
         while True:
@@ -87,6 +92,8 @@ def _redrawn(module: nn.Module) -> nn.Module:
     for each in module.buffers():
         memo[id(each)] = _values(each, draw) if each.is_meta else _in_float64(each.detach().to("cpu", copy=True))
     whole = copy.deepcopy(module, memo).eval()
+    batch_experts(whole)
+    remove_mixin(whole.modules(), Recomputed)  # a backward does not know of the formats of the proof
     for each in whole.modules():
         cast(Any, forward_hooks(each)).clear()
         cast(Any, forward_pre_hooks(each)).clear()
@@ -214,7 +221,7 @@ def _compared(
     try:
         runs = run_in_threads(size, work)
     except Exception as error:  # whatever a forward says of parts that do not fit
-        return Verdict(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}", styles), []
+        return Verdict(_short(error), styles), []
     outputs: dict[int, int] = {}
     for group, run in runs:
         problem = next(_differences(expected, run, group, divided, outputs), "")
@@ -234,6 +241,10 @@ def _compared(
             return Verdict(f"the gradient of {name}", styles, outputs), []
         wrong.append(path)
     return Verdict("", styles, outputs), list(dict.fromkeys(wrong))
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
 def _dims_of(whole: nn.Module, rules: Mapping[str, Rule]) -> Mapping[str, int | None]:

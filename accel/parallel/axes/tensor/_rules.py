@@ -59,7 +59,8 @@ def rules_of(
         heads = heads_of(model, path, style, size)
         problems += [f"{path or 'the model'}: {each}" for each in (*found, *heads.problems)]
         if not found and not heads.problems:
-            rules[path] = rule_for(module, style, size, copied=_is_copied(path, known), heads=heads.number)
+            is_copied = _is_copied(path, known)
+            rules[path] = rule_for(module, style, size, copied=is_copied, heads=heads.number, keys=heads.keys)
             for holder, values in heads.attributes.items():
                 attributes.setdefault(holder, {}).update(values)
             if heads.total:
@@ -67,6 +68,7 @@ def rules_of(
                 totals[holder] = max(heads.total, totals.get(holder, 0))
     rules = _with_aliases(model, rules, known)
     problems += _tied_problems(model, rules)
+    problems += [f"{path}: split_heads is of modules in one with divided heads" for path in _alone(rules, totals)]
     if problems:
         raise _refused(problems, size)
     return _with_shares(model, _with_attributes(model, rules, attributes), totals)
@@ -136,10 +138,22 @@ def _is_inside(path: str, around: str) -> bool:
 def _with_shares(model: nn.Module, rules: Mapping[str, Rule], totals: Mapping[str, int]) -> dict[str, Rule]:
     """Rules of attentions that take what has an entry for each head."""
     found = dict(rules)
+    for path, rule in rules.items():
+        if rule.style == "split_heads":
+            found[path] = msgspec.structs.replace(rule, heads=totals[_around_heads(path, totals) or ""])
     for path, heads in totals.items():
         if shares := shares_of(model.get_submodule(path)):
             found[path] = msgspec.structs.replace(found[path], shares=shares, heads=heads)
     return found
+
+
+def _alone(rules: Mapping[str, Rule], totals: Mapping[str, int]) -> list[str]:
+    return [path for path, rule in rules.items() if rule.style == "split_heads" and _around_heads(path, totals) is None]
+
+
+def _around_heads(path: str, totals: Mapping[str, int]) -> str | None:
+    """The innermost module around another whose heads are divided; None for none."""
+    return max((each for each in totals if _is_inside(path, each)), key=len, default=None)
 
 
 def _tied_problems(model: nn.Module, rules: Mapping[str, Rule]) -> list[str]:

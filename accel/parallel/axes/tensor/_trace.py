@@ -142,10 +142,19 @@ def _without_values(model: nn.Module) -> nn.Module:
         is_parameter = isinstance(each, nn.Parameter)
         memo[id(each)] = nn.Parameter(blank, blank.is_floating_point()) if is_parameter else blank
     empty = copy.deepcopy(model, memo).eval()
+    batch_experts(empty)
     for module in empty.modules():
         cast(Any, forward_hooks(module)).clear()
         cast(Any, forward_pre_hooks(module)).clear()
     return empty
+
+
+def batch_experts(copied: nn.Module) -> None:
+    """Let experts of transformers compute as one product, which takes any format and no values. Mutates a copy."""
+    for module in copied.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            setattr(config, "_experts_implementation", "batched_mm")  # noqa: B010 - transformers' name
 
 
 class _Recorder(TorchFunctionMode):

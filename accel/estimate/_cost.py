@@ -25,6 +25,7 @@ from accel.estimate._step import (
     formats,
     held_by,
     keeps_blocks,
+    latent_gradients,
     own_heads,
     part_shape,
     rank_stages,
@@ -157,7 +158,7 @@ def _along_tp(
         total = patches * blocks.width * blocks.layers * ((2 + again) * size + 2 * stream)
         yield _message("tp", axes.tp, "all-reduce", (4 + again) * blocks.layers * step.micro_batches, total)
     if model.experts:
-        yield from _along_tp_with_experts(model, held, axes, step, stream)
+        yield from _along_tp_with_experts(model, held, axes, step, copies)
     elif plan.sequence:
         # entering attention and MLP gathers, leaving them scatters, and the backward does the reverse
         entered = (2 + 2 * again) * stream + 2 * size
@@ -177,10 +178,11 @@ def _along_tp(
 
 
 def _along_tp_with_experts(
-    model: Transformer, held: HeldParameters, axes: Axes, step: EstimatedStep, stream: int
+    model: Transformer, held: HeldParameters, axes: Axes, step: EstimatedStep, copies: EqualRanks
 ) -> Iterator[Traffic]:
     """Yield sums of attention, and of MLPs in the place of experts and beside them; each rank takes its part of the
-    tokens to the experts, and gathers all outputs."""
+    tokens to the experts, and gathers all outputs, where ranks along tp do not hold all experts."""
+    stream = stream_bytes(step, copies.engine)
     tokens = step.rows * step.tokens // axes.cp * step.micro_batches
     size = step.compute_bytes
     whole = tokens * model.width
@@ -191,10 +193,11 @@ def _along_tp_with_experts(
     mlps = dense + (layers - dense if model.shared_inner else 0)  # the last sum of a block is not computed again
     calls = (2 + again) * attention + 2 * mlps
     total = whole * (attention * ((1 + again) * size + stream) + mlps * (size + stream))
-    if model.latent is not None and model.latent.divided:  # gradients of latents are those of all heads
-        joined = model.latent.queries + model.latent.keys + model.latent.rotated
-        total += tokens * joined * layers * size - whole * layers * stream
     yield _message("tp", axes.tp, "all-reduce", calls * step.micro_batches, total)
+    if divides_heads(model):
+        yield _message("tp", axes.tp, "all-reduce", *(layers * each for each in latent_gradients(model, step, copies)))
+    if axes.ep == 1:
+        return
     # what an MLP beside the experts keeps comes behind their outputs, which are gathered again for it
     gathers = 2 + (again if model.shared_inner else 0)
     chosen = tokens * model.experts_per_token * (size if model.corrected else 4)  # softmax computes in fp32

@@ -404,6 +404,19 @@ def own_heads(model: Transformer, axes: Axes) -> tuple[int, int]:
     return model.heads // axes.tp, max(1, model.kv_heads // axes.tp)
 
 
+def latent_gradients(model: Transformer, step: EstimatedStep, copies: EqualRanks) -> tuple[int, int]:
+    """Return how many parameters of a block make latents, of whose gradients ranks along tp have summands, and the
+    bytes of their shards."""
+    latent = model.latent
+    if latent is None:
+        return 0, 0
+    keys = latent.keys + latent.rotated
+    shapes = [(keys, model.width), (latent.keys,)]
+    if latent.queries:
+        shapes += [(latent.queries, model.width), (latent.queries,)]
+    return len(shapes), sum(shard_count(shape, copies.shards) for shape in shapes) * step.stored_bytes
+
+
 def shard_count(shape: Sequence[int], ranks: int) -> int:
     """Return the elements in the largest shard of a tensor, split along its first dimension."""
     return -(-shape[0] // ranks) * math.prod(shape[1:]) if shape else 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from fake_ranks import Live
@@ -77,7 +78,8 @@ def deepseek(sizes: Transformer) -> Any:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     latent = sizes.latent
     assert latent is not None
-    config = transformers.DeepseekV3Config(
+    kind = "V2" if latent.divided else "V3"
+    config = getattr(transformers, f"Deepseek{kind}Config")(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.width,
         intermediate_size=sizes.dense_inner,
@@ -99,7 +101,7 @@ def deepseek(sizes: Transformer) -> Any:
         experts_implementation="eager",
         use_cache=False,
     )
-    return transformers.DeepseekV3ForCausalLM(config)
+    return getattr(transformers, f"Deepseek{kind}ForCausalLM")(config)
 
 
 def loss_of(output: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -148,6 +150,9 @@ DEEPSEEK = sizes_of(
     corrected=True,
     latent=Latent(queries=96, keys=64, rotated=32, values=64, divided=False),
 )  # fmt: skip
+DIVIDED = msgspec.structs.replace(
+    DEEPSEEK, corrected=False, latent=Latent(queries=96, keys=128, rotated=32, values=64, divided=True)
+)
 AGAIN = EstimatedStep(tokens=512, recompute=True, keep="products")
 FOUR = {"tokens": 512, "micro_batches": 4}
 CASES = {
@@ -177,6 +182,13 @@ CASES = {
     "latents": (DEEPSEEK, Axes(dp=4, ep=2), EstimatedStep(tokens=512), Plan()),
     "latents of stages": (DEEPSEEK, Axes(pp=3, dp=2), EstimatedStep(**FOUR), Plan(micro_batches=4)),
     "latents that keep products": (DEEPSEEK, Axes(dp=4, ep=2), AGAIN, Plan()),
+    "latents whose heads ranks share": (DIVIDED, Axes(tp=2), EstimatedStep(tokens=512, strategy="ddp"), Plan()),
+    "latents whose heads ranks share, recomputed": (
+        DIVIDED, Axes(dp=2, tp=2), EstimatedStep(tokens=512, recompute=True), Plan(),
+    ),
+    "latents whose heads ranks share, with experts": (
+        DIVIDED, Axes(dp=2, tp=2, ep=2), EstimatedStep(tokens=512), Plan(),
+    ),
     "latents beside tp": (DEEPSEEK, Axes(dp=2, tp=2, ep=2), EstimatedStep(tokens=512, recompute=True), Plan()),
 }  # fmt: skip
 

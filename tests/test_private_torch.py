@@ -57,7 +57,7 @@ OTHERS = {
     "_can_set_attn_implementation", "_XLAC", "_xla_get_tensor_id", "_xla_runtime_is_initialized", "_extra_state",
     "_hf_hook", "_is_stateful", "_per_s", "_bytes_per_s",
     "_dump_nccl_trace",
-    "_dist_init", "_C", "_original_forward",
+    "_dist_init", "_C", "_original_forward", "_experts_implementation",
     # of DeepSpeed; tests/engines/test_deepspeed.py looks for them
     "_lazy_init_hp_params_optimizer_state", "_epilogue_ran_this_backward", "_offload_boundary_param_ids",
     "_offload_accumulated_param_ids", "_hp_optimizer_states_linked",

@@ -245,9 +245,10 @@ def _gathered(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
 
 def _scattered(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
     first = x.movedim(by.dim, 0).contiguous()
-    out = first.new_empty((first.shape[0] // group.size(), *first.shape[1:]))
-    _scatter_into(out, first, group=group)
-    return out.movedim(0, by.dim)
+    part = first[: first.shape[0] // group.size()].movedim(0, by.dim)
+    out = first.new_empty_strided(part.shape, part.stride())  # no view, which nothing behind could change in place
+    _scatter_into(out.movedim(by.dim, 0), first, group=group)
+    return out
 
 
 def _own(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:

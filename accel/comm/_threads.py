@@ -67,7 +67,14 @@ class ThreadGroup(_Untyped):
 
         return self._met(list(torch.split(input, to)), received, output)
 
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: object = None) -> dist.Work:
+        def part(all_of: Sequence[list[Tensor]]) -> Tensor:
+            return torch.stack([each[0] for each in all_of]).sum(0).chunk(self._size)[self._rank]
+
+        return self._met([input], part, output)
+
     _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
     all_to_all_single = alltoall_base
 
     def _met(self, given: list[Tensor], of: Callable[[Sequence[list[Tensor]]], Tensor], output: Tensor) -> dist.Work:

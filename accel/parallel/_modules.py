@@ -248,8 +248,9 @@ def is_divided(module: nn.Module) -> bool:
 _ROWS, _TOKENS, _FRAMES, _SAMPLES = 2, 7, 64, 4000  # 7 tokens, as few models have 7 heads
 
 
-def example_of(model: nn.Module) -> Mapping[str, Any] | None:
-    """Return inputs without values for a model with a config of transformers; None for another."""
+def example_of(model: nn.Module, times: int = 1) -> Mapping[str, Any] | None:
+    """Return inputs without values for a model with a config of transformers; None for another. The number of tokens is
+    a multiple of `times`."""
     outer: Any = model
     inner: Any = outer.get_base_model() if hasattr(outer, "get_base_model") else outer  # of peft
     config: Any = getattr(inner, "config", None)
@@ -257,18 +258,18 @@ def example_of(model: nn.Module) -> Mapping[str, Any] | None:
     if config is None or not isinstance(main, str):
         return None
     names = list(inspect.signature(inner.forward).parameters)
-    found = {name: each for name in names if (each := _input(name, inner, config)) is not None}
+    found = {name: each for name in names if (each := _input(name, inner, config, times)) is not None}
     if main not in found:
         return None
     switches = {"use_cache": False, "output_attentions": False, "return_dict": True}
     return {**found, **{name: value for name, value in switches.items() if name in names}}
 
 
-def _input(name: str, model: Any, config: Any) -> Tensor | None:
+def _input(name: str, model: Any, config: Any, times: int) -> Tensor | None:
     if name == "input_ids" and model.main_input_name in ("input_ids", "pixel_values"):
-        return torch.empty(_ROWS, _TOKENS, dtype=torch.long, device="meta")
+        return torch.empty(_ROWS, _TOKENS * times, dtype=torch.long, device="meta")
     if name == "decoder_input_ids":
-        return torch.empty(_ROWS, _TOKENS - 2, dtype=torch.long, device="meta")
+        return torch.empty(_ROWS, (_TOKENS - 2) * times, dtype=torch.long, device="meta")
     if name == "pixel_values":
         return _pixels(config)
     if name == "input_features":

@@ -60,6 +60,10 @@ def _in_parts(ctx: accel.DistContext, model: Any, optimizer: Any, _example: Any)
         pytest.param("GLM-4", marks=pytest.mark.slow),
         pytest.param("Mixtral", marks=pytest.mark.slow),
         pytest.param("Phi-3", marks=pytest.mark.slow),
+        pytest.param("CodeGen", marks=pytest.mark.slow),  # found plans from here on
+        pytest.param("Falcon, multi-query ALiBi", marks=pytest.mark.slow),
+        pytest.param("StableLM", marks=pytest.mark.slow),
+        pytest.param("DeepSeek-V2", marks=pytest.mark.slow),
     ],
 )
 def test_modules_that_need_all_tokens_stand_between_those_that_work_on_parts(ranks: Any, name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from accel.parallel._modules import example_of, named_modules
-from accel.parallel.axes.tensor._prove import Verdict, prove
+from accel.parallel.axes.tensor._prove import Verdict, prove, proved_in_parts
 from accel.parallel.axes.tensor._styles import COLWISE, is_adapted, is_linear, output_dim, problems_of
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, Node, trace
 from accel.topology import TensorStyle
@@ -287,13 +287,19 @@ class FoundPlan(NamedTuple):
     left: Mapping[str, str]
 
 
-def found_plan(model: nn.Module, size: int, example: Mapping[str, Any] | Sequence[Any] | None = None) -> FoundPlan:
+def found_plan(
+    model: nn.Module,
+    size: int,
+    example: Mapping[str, Any] | Sequence[Any] | None = None,
+    in_parts: Callable[[Styles], Styles] | None = None,
+) -> FoundPlan:
     """Return the plan by which so many ranks compute what the model does. No communication; the model and torch's
     streams are unchanged.
 
     `example` are arguments of the model's forward; None for small ones by the config of a model of transformers.
+    `in_parts` returns styles by which blocks work on parts of the tokens; `PrepareError` where these are not proved.
     """
-    inputs = example_of(model) if example is None else example
+    inputs = example_of(model, size if in_parts else 1) if example is None else example
     if inputs is None:
         return FoundPlan({}, {"": "no example of its inputs"})
     try:
@@ -302,7 +308,8 @@ def found_plan(model: nn.Module, size: int, example: Mapping[str, Any] | Sequenc
         return FoundPlan({}, {"": f"its forward needs values: {type(error).__name__}: {_short(error)}"})
     search = _Search(model, recorded, size)
     styles, left = search.blocks()
-    return FoundPlan(styles | search.ends(), left)
+    styles |= search.ends()
+    return FoundPlan(styles if in_parts is None else proved_in_parts(recorded, in_parts(styles), search.verdict), left)
 
 
 def _short(error: Exception) -> str:
@@ -377,7 +384,7 @@ class _Search:
         calls = [each for each in self._trace.calls if each.path == unit]
         outputs: dict[int, int] = {}
         for call in calls:
-            verdict = self._verdict(unit, call, own, parts)
+            verdict = self.verdict(unit, call, own, parts)
             if verdict.problem:
                 return verdict.problem, None
             own = verdict.styles
@@ -388,7 +395,7 @@ class _Search:
         whole: Styles = {f"{prefix}{path}" if path else unit: style for path, style in own.items()}
         return "", _Proved(candidate, whole, calls, frozenset(outputs))
 
-    def _verdict(self, unit: str, call: ModuleCall, styles: Styles, parts: Mapping[int, int]) -> Verdict:
+    def verdict(self, unit: str, call: ModuleCall, styles: Styles, parts: Mapping[int, int]) -> Verdict:
         """A proof, or that of an equal module."""
         module = self._modules[unit]
         divided = {number: parts[number] for number in call.inputs if number in parts}
@@ -453,7 +460,7 @@ class _Search:
         if own.forward in (nn.Embedding.forward, nn.Linear.forward):
             return True
         calls = [each for each in self._trace.calls if each.path == path]
-        return all(not self._verdict(path, call, {"": style}, {}).problem for call in calls)
+        return all(not self.verdict(path, call, {"": style}, {}).problem for call in calls)
 
 
 _INDEX = ("layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index")

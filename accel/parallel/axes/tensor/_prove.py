@@ -7,7 +7,7 @@ Parameters are drawn anew, as initial zeros hide a bias that is added twice, and
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,10 +21,10 @@ from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
 from accel.parallel._modules import named_modules
 from accel.parallel._private import forward_hooks, forward_pre_hooks
-from accel.parallel.axes.tensor._layers import GroupLayer
+from accel.parallel.axes.tensor._layers import SEQUENCE_DIM, GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
 from accel.parallel.axes.tensor._styles import Rule
-from accel.parallel.axes.tensor._trace import ModuleCall, batch_experts, plain, tensors_in
+from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, batch_experts, plain, tensors_in
 from accel.topology import TensorStyle
 
 _TOLERANCE = 1e-10
@@ -78,6 +78,54 @@ def prove(
             if not summands:
                 return verdict
             styles = {**styles, **dict.fromkeys(summands, cast(TensorStyle, _SUMMANDS))}
+
+
+def proved_in_parts(
+    trace: ForwardTrace,
+    styles: Mapping[str, TensorStyle],
+    verdict: Callable[[str, ModuleCall, Mapping[str, TensorStyle], Mapping[int, int]], Verdict],
+) -> dict[str, TensorStyle]:
+    """Return styles by which blocks work on parts of the tokens, where `verdict` proves each block and the norm after
+    them, and nothing else reads the parts. Raises `PrepareError` elsewhere."""
+    first = next(path for path, style in styles.items() if style == "split_sequence")
+    blocks = first.rpartition(".")[0]
+    last = next((path for path, style in styles.items() if style == "sequence_parallel_gather_output"), "")
+    parts: dict[int, int] = {}
+    inside: set[int] = set()
+    found = dict(styles)
+    for call in sorted(trace.calls, key=lambda each: each.nodes.start):
+        if call.path.rpartition(".")[0] != blocks and call.path != last:
+            continue
+        own: dict[str, TensorStyle] = {
+            path.removeprefix(call.path).strip("."): each for path, each in styles.items() if _is_in(path, call.path)
+        }
+        one = verdict(call.path, call, own, parts)
+        if one.problem or one.outputs.get(0) != (None if call.path == last else SEQUENCE_DIM):
+            raise _not_in_parts(f"{call.path}: {one.problem or f'outputs in parts along {dict(one.outputs)}'}")
+        parts |= {call.outputs[place]: dim for place, dim in one.outputs.items()}
+        inside |= {*call.nodes}
+        found |= {f"{call.path}.{path}".rstrip("."): each for path, each in one.styles.items()}
+    others = [
+        node for at, node in enumerate(trace.nodes) if at not in inside and not parts.keys().isdisjoint(node.inputs)
+    ]
+    if others or not parts.keys().isdisjoint(trace.outputs):
+        reader = others[0].path or others[0].name if others else "the model, in what it returns"
+        raise _not_in_parts(f"read behind a block, by {reader}")
+    return found
+
+
+def _is_in(path: str, around: str) -> bool:
+    return path == around or path.startswith(f"{around}.")
+
+
+def _not_in_parts(problem: str) -> PrepareError:
+    return PrepareError(
+        "the tokens of this model cannot be shared between its layers",
+        expected="blocks that compute on parts of the tokens what they do on all of them, proved on simulated ranks",
+        got=problem,
+        where="tensor_plan, sequence=True",
+        fix="Leave sequence out, or write the styles: accel.parallel.Plan(tensor={...}).",
+    )
 
 
 def _redrawn(module: nn.Module) -> nn.Module:

@@ -36,7 +36,7 @@ from accel.parallel._private import is_compiled
 from accel.parallel._refused import check_quantized
 from accel.parallel._spread import Spread, SpreadOptions, compare_models, stage_comm
 from accel.parallel.axes.tensor._dropout import RecordedStreams, Streams, draw_of, drop_apart
-from accel.parallel.axes.tensor._found import found_plan, lines_of
+from accel.parallel.axes.tensor._found import lines_of
 from accel.parallel.axes.tensor._layers import GroupLayer, Layer, local_of
 from accel.parallel.axes.tensor._overlap import with_overlap
 from accel.parallel.axes.tensor._pairs import LinearPair, guard_pairs
@@ -46,6 +46,7 @@ from accel.parallel.axes.tensor._tensor_plan import (
     collapsed,
     finds,
     found_pairs,
+    found_styles,
     patterns_of,
     tensor_plan,
     with_head,
@@ -118,7 +119,7 @@ def _check(ctx: DistContext, model: nn.Module, options: TensorOptions) -> None:
 
 
 def _is_found(model: nn.Module, options: TensorOptions) -> bool:
-    return options.tensor == "model" and not options.sequence and finds(model)
+    return options.tensor == "model" and finds(model)
 
 
 def _resolve(ctx: DistContext, model: nn.Module, options: TensorOptions) -> TensorOptions:
@@ -131,17 +132,17 @@ def _resolve(ctx: DistContext, model: nn.Module, options: TensorOptions) -> Tens
     styles: dict[str, TensorStyle] = {}
     with shared_failure(ctx.comm, call):
         if ctx.rank == 0:
-            styles = _found(inner, _size(ctx))
+            styles = _found(inner, _size(ctx), sequence=options.sequence)
     styles = broadcast_value(ctx.comm, call, styles, dict[str, TensorStyle])
     styles = styles if options.head is None else with_head(inner, styles, options.head)
     return msgspec.structs.replace(options, tensor=styles)
 
 
-def _found(model: nn.Module, size: int) -> dict[str, TensorStyle]:
-    plan = found_plan(model, size)
-    styles = collapsed(model, plan.styles) or tensor_plan(model)
+def _found(model: nn.Module, size: int, *, sequence: bool) -> dict[str, TensorStyle]:
+    found, left = found_styles(model, size, sequence=sequence)
+    styles = collapsed(model, found) or tensor_plan(model, sequence=sequence)
     name = type(model).__name__
-    lines = list(lines_of(plan.left))
+    lines = list(lines_of(left))
     if not styles:
         raise _unknown(model, f"{with_article(name)}; {'; '.join(lines[:5])}")
     share = share_of(model, rules_of(model, styles, size))

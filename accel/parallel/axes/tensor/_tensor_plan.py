@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast, get_args
 
 from torch import nn
@@ -233,8 +234,8 @@ def tensor_plan(
 
     Args:
         model: without wrappers; adapters of peft may be in it.
-        sequence: whether ranks share the tokens between these layers; for models of transformers with a `tp_plan`, and
-            GPT-2.
+        sequence: whether ranks share the tokens between these layers, in models whose blocks are norms and modules that
+            the styles divide. Where styles are found, these too are proved.
         head: style of the layer that gives the logits: "colwise" leaves each rank those of its part of the vocabulary,
             for `vocab_cross_entropy`, and "colwise_gather_output" gathers them. An embedding tied to it is divided too.
             None for the style that the model declares.
@@ -255,21 +256,34 @@ def tensor_plan(
         >>> accel.parallel.tensor_plan(net)
         {'0': 'colwise', '2': 'rowwise'}
     """
-    if not sequence and finds(model, example):
-        styles = dict(found_plan(model, 2, example).styles) or known_styles(model)
+    if finds(model, example):
+        styles = found_styles(model, 2, example, sequence=sequence)[0] or known_styles(model)
     else:
         styles: dict[str, TensorStyle] = {}
+    is_found = bool(styles)
     declared: dict[str, TensorStyle] = {}
     if not styles:
         declared = _declared_styles(model)
         styles = with_copies(model, known_styles(model) | _tied(model, declared) | _between(model, declared) | declared)
-    if sequence:
+    if sequence and not is_found:
         styles = with_sequence(model, styles)
     if head is not None:
         styles = with_head(model, styles, head)
     if declared:
         styles = {**_read(model), **styles}
     return _collapsed(styles, _paths_of(found_pairs(model)), [path for path, _ in named_modules(model)])
+
+
+def found_styles(
+    model: nn.Module,
+    size: int,
+    example: Mapping[str, Any] | Sequence[Any] | None = None,
+    *,
+    sequence: bool = False,
+) -> tuple[dict[str, TensorStyle], Mapping[str, str]]:
+    """Return the styles that are found and proved for so many ranks, and why candidates stay whole, by path."""
+    plan = found_plan(model, size, example, partial(with_sequence, model) if sequence else None)
+    return dict(plan.styles), plan.left
 
 
 def finds(model: nn.Module, example: object = None) -> bool:

@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from sample_runs import START_S, write_everything, write_launch, write_metrics, write_run
 
+import accel
 from accel.alerts import Alert
 from accel.cli import main
 from accel.report import Curves, StoredCheckpoint, find_runs, name_runs, read_data, report_page, state_of, thin
@@ -604,6 +605,22 @@ def test_what_counts_is_no_metric_that_matters_also_where_it_begins_anew_with_ea
     charts = charts_of([read_data("run", tmp_path)])
     assert [chart.title for chart in charts if chart.kind == "curve"] == ["samples", "lap/epoch", "norm"]
     assert [chart.title for chart in ranked_metrics(charts)] == ["norm"]
+
+
+def test_the_first_colour_of_curves_reads_on_light_and_dark_cards() -> None:
+    def luminance(colour: str) -> float:  # of WCAG 2
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    assets = Path(accel.__path__[0]) / "report" / "assets"
+    first = re.search(r'const COLORS = \["(#\w{6})"', (assets / "data.js").read_text())
+    cards = re.search(r"--card: light-dark\((#\w{6}), (#\w{6})\)", (assets / "style.css").read_text())
+    assert first
+    assert cards
+    for card in cards.groups():
+        low, high = sorted([luminance(first[1]), luminance(card)])
+        assert (high + 0.05) / (low + 0.05) > 3.5
 
 
 def test_facts_that_a_launch_lacks_take_no_row(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
-// Okabe and Ito's colours that read on light and dark; later runs take hues that are far apart
-const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c00", "#9467bd"];
+// Okabe and Ito's colours, some made lighter or darker to read on light and dark; later runs take hues that are far apart
+const COLORS = ["#2185d0", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c00", "#9467bd"];
 const colorOf = (run) => (run < COLORS.length ? COLORS[run] : `hsl(${(run * 137.508) % 360} 62% 50%)`);
 
 // What a reader has chosen. A run is shown unless it was clicked away or the filter leaves it out.

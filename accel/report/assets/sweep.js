@@ -208,7 +208,7 @@ function shadesOf({ column }) {
     const part = rank.get(run);
     if (part === undefined) return "#808080";
     return part < 0.5 ? `color-mix(in oklab, #9a9a9a ${part * 200}%, #d55e00)`
-      : `color-mix(in oklab, #0072b2 ${part * 200 - 100}%, #9a9a9a)`;
+      : `color-mix(in oklab, #2185d0 ${part * 200 - 100}%, #9a9a9a)`;
   };
   return { order, color };
 }

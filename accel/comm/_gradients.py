@@ -150,12 +150,14 @@ def start_shift(
 ) -> Callable[[], list[Tensor]]:
     """Send tensors to the rank `by` later, cyclically; return a function that waits for those of the rank `by` earlier.
 
-    A collective of one message. Tensors have one dtype and stay unchanged until the wait. `arriving` are the shapes
-    that come, None for those of the tensors. Where there is no element to send or to receive, no message travels.
+    A collective of one message. Tensors have one dtype and stay unchanged until the wait; a contiguous one alone is
+    sent without a copy. `arriving` are the shapes that come, None for those of the tensors. Where there is no element
+    to send or to receive, no message travels.
     """
     size = group.size()
     shapes = [each.shape for each in tensors] if arriving is None else [torch.Size(each) for each in arriving]
-    flat = torch.cat([each.reshape(-1) for each in tensors])
+    rows = [each.reshape(-1) for each in tensors]
+    flat = rows[0] if len(rows) == 1 and rows[0].is_contiguous() else torch.cat(rows)
     received = flat.new_empty(sum(each.numel() for each in shapes))
     operations: list[dist.P2POp] = []
     if flat.numel():

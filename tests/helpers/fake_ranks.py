@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import accel
+from accel.tensors import local_part
 from accel.topology import Axes, rank_rows
 
 OPERATIONS = {
@@ -151,3 +152,16 @@ class Live(TorchDispatchMode):
             if isinstance(each, torch.Tensor):
                 self._note(each)
         return result
+
+
+Loop = tuple[Iterable[torch.Tensor], Callable[[], object]]  # parameters, and a step
+
+
+def peak(loop: Loop) -> int:
+    """The most bytes of the third step."""
+    parameters, step = loop
+    with torch.autograd.set_multithreading_enabled(False), Live(map(local_part, parameters)) as live:
+        for _ in range(3):
+            live.restart()
+            _ = step()
+    return live.peak

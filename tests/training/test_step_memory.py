@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The most bytes of a step, beside a loop by hand: on simulated ranks, of all tensors that an operator makes.
 
-Those along cp are held against a formula in `tests/estimate/test_rank_memory.py`.
+Those along cp are in `test_context_memory.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fake_ranks import Live
+from fake_ranks import Loop, peak
 from steps import one_sample_each
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
-from accel.tensors import is_dtensor, local_part
+from accel.tensors import is_dtensor
 from accel.testing import simulate_groups
 
 BLOCKS, WIDTH, ROWS = 4, 256, 96
@@ -34,7 +34,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pp": {"mesh": "pp=2"},
 }
 MOST = 1.02
-Loop = tuple[Iterable[Tensor], Callable[[], object]]  # parameters, and a step
 
 
 def make_model() -> nn.Sequential:
@@ -144,16 +143,6 @@ def by_accel(layout: str, ctx: accel.DistContext, micro_batches: int) -> Loop:
         carried[0] = accel.optimizer_step(ctx, optimizer, state, max_norm=1.0)
 
     return model.parameters(), step
-
-
-def peak(loop: Loop) -> int:
-    """The most bytes of the third step."""
-    parameters, step = loop
-    with torch.autograd.set_multithreading_enabled(False), Live(map(local_part, parameters)) as live:
-        for _ in range(3):
-            live.restart()
-            _ = step()
-    return live.peak
 
 
 CASES = [(layout, micro_batches) for layout in SETTINGS for micro_batches in (1, 3)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import get_args
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,8 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, 
 
     Keys and values travel in one message, before heads are repeated.
     """
-    both = gathered_summed(torch.cat((k, v), -1), 2, group)
+    # positions first, as they travel
+    both = gathered_summed(torch.cat((k.movedim(2, 0), v.movedim(2, 0)), -1), 0, group).movedim(0, 2)
     dims = [k.shape[-1], v.shape[-1]]
     documents = None if terms.documents is None else gathered(terms.documents, 1, group)
     ignored = None if terms.ignored is None else gathered(terms.ignored, 1, group)
@@ -44,11 +45,12 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, 
         return attend(q, keys, values, terms, Seen(pair, ignored))
     size = group.size()
     keys, values = torch.split(sorted_positions(both, 2, size), dims, -1)
+    del both
     documents = None if documents is None else sorted_positions(documents, 1, size)
     ignored = None if ignored is None else sorted_positions(ignored, 1, size)
     own = q.shape[2] // 2
     halves: list[Tensor] = []
-    for at, piece in enumerate(pieces(group.rank(), size)):
+    for at, (queries, piece) in enumerate(zip(q.chunk(2, 2), pieces(group.rank(), size), strict=True)):
         rows = slice(at * own, (at + 1) * own)
         columns = _columns(terms, piece * own, own, keys.shape[2])
         pair = None
@@ -59,7 +61,7 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, 
             mask = mask[..., rows, columns] if mask.shape[-2] > 1 else mask[..., columns]
         first = piece * own - columns.start
         seen = Seen(pair, None if ignored is None else ignored[:, columns], mask, first, columns.start)
-        halves.append(attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], terms, seen))
+        halves.append(attend(queries, keys[:, :, columns], values[:, :, columns], terms, seen))
     return torch.cat(halves, 2)
 
 
@@ -96,7 +98,7 @@ def heads_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, t
     times = size // math.gcd(k.shape[1], size)
     k = repeated(k, k.shape[1] * times)
     v = repeated(v, v.shape[1] * times)
-    q, k, v = (sorted_positions(each, 2, size) for each in _heads_for_positions((q, k, v), group))
+    q, k, v = _heads_for_positions((q, k, v), group)
     pair = None
     if terms.documents is not None:
         everywhere = sorted_positions(gathered(terms.documents, 1, group), 1, size)
@@ -111,24 +113,29 @@ def heads_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, t
 
 
 def _heads_for_positions(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> list[Tensor]:
-    """Give away heads of the own positions for all positions of some heads, parts by rank. A collective."""
+    """Give away heads of the own positions for all positions of some heads, in their order. A collective."""
     size = group.size()
-    parts = [torch.stack(each.chunk(size, 1)) for each in tensors]
-    flat = torch.cat([each.reshape(size, -1) for each in parts], 1)
-    received = exchanged(flat, [1] * size, [1] * size, group)
-    columns = torch.split(received, [each[0].numel() for each in parts], 1)
-    by_rank = [column.reshape(each.shape) for column, each in zip(columns, parts, strict=True)]
-    return [torch.cat(list(each), 2) for each in by_rank]
+    own: list[Tensor] = [cast(Any, each).unflatten(1, (size, -1)).movedim(1, 0) for each in tensors]
+    shapes = [each.shape for each in own]
+    received = exchanged(torch.cat([each.reshape(size, -1) for each in own], 1), [1] * size, [1] * size, group)
+    columns = torch.split(received, [math.prod(shape[1:]) for shape in shapes], 1)
+    return [_positions_of(column.view(shape)) for column, shape in zip(columns, shapes, strict=True)]
+
+
+def _positions_of(parts: Tensor) -> Tensor:
+    """Return parts of all ranks, each of two pieces along dim 3, as one in the order of the sequence."""
+    halves = [half for part in parts.unbind(0) for half in part.chunk(2, 2)]
+    return torch.cat([halves[at] for at in natural_order(len(parts))], 2)
 
 
 def _positions_for_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Give away other ranks' positions of the own heads for all heads of the own positions. A collective."""
     size = group.size()
     cut = out.chunk(2 * size, 2)
-    parts = torch.cat([cut[at] for at in rank_order(size)], 2).chunk(size, 2)
-    stacked = torch.stack(parts)
-    received = exchanged(stacked.reshape(size, -1), [1] * size, [1] * size, group)
-    return torch.cat(list(received.view_as(stacked)), 1)
+    stacked = torch.stack([cut[at] for at in rank_order(size)])
+    received = exchanged(stacked.view(size, -1), [1] * size, [1] * size, group)
+    by_rank = received.view(size, 2, *stacked.shape[1:])
+    return by_rank.movedim((0, 1), (1, 3)).flatten(3, 4).flatten(1, 2)
 
 
 _METHODS: Mapping[str, Callable[..., Tensor]] = {

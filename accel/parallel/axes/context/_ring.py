@@ -4,7 +4,7 @@ attention), and those that a window needs come straight from their ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple, cast
 
@@ -61,8 +61,8 @@ class _Block(NamedTuple):
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, terms: Terms) -> Tensor:
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
-    No rank ever holds more than two ranks' keys and values; the next ones travel while a block is computed. Under a
-    window a rank receives the keys alone that its queries see.
+    Beside its own keys and values a rank holds those of two ranks at most; the next ones travel while a block is
+    computed. Under a window a rank receives the keys alone that its queries see.
     """
     everywhere = [
         None if each is None else torch.stack(gathered(each, 1, group).chunk(group.size(), 1))
@@ -85,7 +85,9 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
         q, k, v, out, lse, sinks, *seeds = ctx.saved_tensors
-        grad = grad_outputs[0].contiguous()
+        grad = grad_outputs[0]
+        if grad.stride(-1) != 1:  # as of an expanded one; the kernels take all other layouts
+            grad = grad.contiguous()
         grads = _backward(grad, q, k, v, Attended(out, lse, tuple(seeds)), ctx.kernel, ctx.ring)
         return *grads, _sinks_gradient(grad, out, lse, sinks), None
 
@@ -157,16 +159,16 @@ def _backward(
     grad_q = torch.zeros_like(q, dtype=wide)
     home = _Passed(ring) if ring.terms.window is None else _Straight(ring, k.shape[2] // 2)
     for source, held in _arrivals([k, v], q.shape[2], ring):
-        shares = [torch.zeros_like(each, dtype=wide) for each in held]
+        home.begin(held)
         for rows, columns, masked in _blocks(ring, source, q.shape[2], k.shape[2]):
             part = Attended(attended.out[:, :, rows], attended.lse[:, :, rows].contiguous(), attended.seeds)
             here = [each[:, :, columns] for each in held]
             facts = part, masked, ring.terms.scale
             grads = _block_gradients(kernel, grad[:, :, rows], q[:, :, rows], here, *facts)
             grad_q[:, :, rows] += grads[0]
-            for each, share in zip(shares, grads[1:], strict=True):
-                each[:, :, columns] += share
-        home.send(source, shares)
+            home.add(columns, grads[1:])
+            del grads
+        home.send(source)
     grad_k, grad_v = home.received()
     return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
@@ -183,6 +185,8 @@ def _block_gradients(
 
 def _summed_heads(x: Tensor, heads: int) -> Tensor:
     """Return the sums over neighbouring heads that share one: the gradient of `repeated`."""
+    if x.shape[1] == heads:
+        return x.to(accumulation_dtype(x))
     return x.reshape(x.shape[0], heads, -1, *x.shape[2:]).sum(2, dtype=accumulation_dtype(x))
 
 
@@ -192,11 +196,7 @@ def _arrivals(own: list[Tensor], queries: int, ring: _Ring) -> Iterator[tuple[in
     size = ring.group.size()
     window = ring.terms.window
     if window is None:
-        held = own
-        for step in range(size):
-            arriving = start_shift(held, 1, ring.group) if step < size - 1 else None
-            yield (rank - step) % size, held
-            held = held if arriving is None else arriving()
+        yield from _all_around(own, ring.group)
         return
     wait: Callable[[], list[Tensor]] = lambda: own  # noqa: E731 - nothing to wait for
     steps = [0, *near_steps(size, queries // 2, window)]
@@ -205,6 +205,35 @@ def _arrivals(own: list[Tensor], queries: int, ring: _Ring) -> Iterator[tuple[in
         if at + 1 < len(steps):
             wait = _start_near(own, steps[at + 1], ring)
         yield (rank - step) % size, held
+
+
+def _all_around(own: list[Tensor], group: dist.ProcessGroup) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield the keys and values of all ranks; those that arrive are sent on without a copy."""
+    rank = group.rank()
+    size = group.size()
+    held = own
+    flat = _joined(own)
+    for step in range(size - 1):
+        arriving = start_shift([flat], 1, group)
+        yield (rank - step) % size, held
+        (flat,) = arriving()
+        held = _apart(flat, own)
+        del arriving  # it has what was sent
+    yield (rank + 1) % size, held
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors side by side, in one copy of each."""
+    flat = tensors[0].new_empty(sum(each.numel() for each in tensors))
+    for part, each in zip(_apart(flat, tensors), tensors, strict=True):
+        _ = part.copy_(each)
+    return flat
+
+
+def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the shapes of other tensors on the elements that `_joined` put side by side."""
+    parts = torch.split(flat, [each.numel() for each in like])
+    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
 
 
 def _near_keys(ring: _Ring, to: int, source: int, length: int) -> tuple[range, range]:
@@ -230,21 +259,39 @@ def _taken(x: Tensor, runs: tuple[range, range]) -> Tensor:
 
 
 class _Passed:
-    """Gradients of a rank's keys that follow them, one step behind: each rank adds its share and sends them on."""
+    """Gradients of a rank's keys that follow them, one step behind: each rank adds its share and sends them on.
+
+    A rank's keys are one block.
+    """
 
     def __init__(self, ring: _Ring) -> None:
         self.group = ring.group
+        self.held: Sequence[Tensor] = ()
+        self.sums = torch.empty(0)
         self.wait: Callable[[], list[Tensor]] | None = None
 
-    def send(self, source: int, shares: list[Tensor]) -> None:
+    def begin(self, held: Sequence[Tensor]) -> None:
+        """Take shares of a rank's keys and values from now on."""
+        self.held = held
+
+    def add(self, columns: slice, shares: Sequence[Tensor]) -> None:
+        """Add shares of rows of keys and values."""
+        if self.wait is None:  # the own keys, all of them
+            self.sums = _joined(shares)
+            return
+        (self.sums,) = self.wait()
+        for total, share in zip(_apart(self.sums, self.held), shares, strict=True):
+            total[:, :, columns] += share
+
+    def send(self, source: int) -> None:
+        """Send the sums for the keys of a rank on."""
         _ = source
-        if self.wait is not None:
-            shares = [each.add_(before) for each, before in zip(shares, self.wait(), strict=True)]
-        self.wait = start_shift(shares, 1, self.group)
+        self.wait = start_shift([self.sums], 1, self.group)
 
     def received(self) -> list[Tensor]:
+        """Return the gradients of the own keys and values."""
         assert self.wait is not None
-        return self.wait()
+        return _apart(self.wait()[0], self.held)
 
 
 class _Straight:
@@ -253,10 +300,22 @@ class _Straight:
     def __init__(self, ring: _Ring, length: int) -> None:
         self.ring = ring
         self.length = length
+        self.shares: list[Tensor] = []
         self.sums: list[Tensor] = []
         self.wait: Callable[[], None] = lambda: None
 
-    def send(self, source: int, shares: list[Tensor]) -> None:
+    def begin(self, held: Sequence[Tensor]) -> None:
+        """Take shares of a rank's keys and values from now on."""
+        self.shares = [torch.zeros_like(each, dtype=accumulation_dtype(each)) for each in held]
+
+    def add(self, columns: slice, shares: Sequence[Tensor]) -> None:
+        """Add shares of rows of keys and values."""
+        for total, share in zip(self.shares, shares, strict=True):
+            total[:, :, columns] += share
+
+    def send(self, source: int) -> None:
+        """Send the sums for the keys of a rank to it."""
+        shares = self.shares
         rank = self.ring.group.rank()
         size = self.ring.group.size()
         if source == rank:
@@ -270,6 +329,7 @@ class _Straight:
         self.wait = lambda: self._add(arrived(), runs)
 
     def received(self) -> list[Tensor]:
+        """Return the gradients of the own keys and values."""
         self.wait()
         return self.sums
 

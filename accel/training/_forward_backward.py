@@ -189,7 +189,9 @@ def _run(
     known = own_weight(ctx, weight)
     pipeline = pipeline_of(unwrap_model(model))
     count = micro_batches_of(model) if pipeline is None else pipeline.layout.micro_batches
-    micro = split_batch(inputs, targets, count, equal=pipeline is not None, containers=ctx.containers)
+    has_loss = pipeline is None or pipeline.last_rank == ctx.axis("pp").rank
+    equal = pipeline is not None
+    micro = split_batch(inputs, targets, count, equal=equal, containers=ctx.containers, has_loss=has_loss)
     added, block = _begin(ctx, model, given, scaler, accum, weight)
     probe = LossProbe(ctx, unwrap_model(model), loss_fn, known, count)
     sums = LossSums(ctx, loss_fn, _factor(known, scaler, known if added is None else added.unit), probe)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import sys
 import threading
 import warnings
@@ -80,12 +81,12 @@ def watch_messages() -> None:
         return share(self, mine, combine)
 
     kind._join, kind._post, kind.share = joined, posted, shared
-    for name in ("add", "take"):
-        setattr(_later_batches.LaterBatches, name, _apart(getattr(_later_batches.LaterBatches, name)))
+    for kind, name in ((_later_batches.LaterBatches, "add"), (_later_batches.LaterBatches, "take"), (Watch, "compare")):
+        setattr(kind, name, _apart(getattr(kind, name)))
 
 
 def _apart(fold: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark the operators by which accel compares the batches of ranks that share a model."""
+    """Mark the operators that fold the batches of ranks that share a model."""
 
     def folded(*args: Any) -> Any:
         work = _DONE.get(threading.get_ident())
@@ -140,6 +141,7 @@ class Watch:
         self.options = options
         self.losses: Tensor | None = None
         self.units: Tensor | None = None
+        self.figures: Tensor | None = None
 
     def add(self, loss: Tensor, units: Tensor) -> Tensor:
         """Note a micro-batch; return what backward begins from."""
@@ -152,6 +154,11 @@ class Watch:
         self.units = units if self.units is None else self.units + units
         return loss * units.to(loss.dtype)
 
+    def compare(self, batch: Sequence[Tensor]) -> None:
+        """Fold a batch that other ranks have too, into sums and their squares."""
+        sums = torch.stack([each.to(torch.float64).sum() for each in batch])
+        self.figures = torch.cat([sums, sums.square()])
+
     def divide(self, grads: Sequence[Tensor], ctx: accel.DistContext) -> None:
         """Divide by the units of all ranks."""
         if self.units is not None:  # a copy: the first may be the batch's own
@@ -163,6 +170,13 @@ class Watch:
 
     def is_fine(self, norm: Tensor) -> bool:
         """Whether to step, by one read."""
+        if self.figures is not None:
+            read, *figures = torch.cat([norm.reshape(1), self.figures]).cpu().tolist()
+            sums, squares = figures[: len(figures) // 2], figures[len(figures) // 2 :]
+            assert all(
+                abs(2 * square - each * each) <= 1e-6 * square for each, square in zip(sums, squares, strict=True)
+            )
+            return math.isfinite(read)
         if self.units is None:
             return bool(norm.cpu().isfinite())
         norm, units = torch.stack([norm.to(torch.float64), self.units]).cpu()
@@ -173,8 +187,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def norm_by_hand(parameters: Sequence[Tensor], pipe: Any) -> Tensor:
-    """The norm of sharded and of whole gradients together."""
+def norm_by_hand(parameters: Sequence[Tensor], pipe: Any, watch: Watch) -> Tensor:
+    """The norm of sharded and of whole gradients together; over stages, figures of their batches travel with it."""
     grads = [each.grad for each in parameters if each.grad is not None]
     kinds = [[each for each in grads if isinstance(each, DTensor) is sharded] for sharded in (True, False)]
     norms = [nn.utils.get_total_norm(kind) for kind in kinds if kind]
@@ -182,9 +196,14 @@ def norm_by_hand(parameters: Sequence[Tensor], pipe: Any) -> Tensor:
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if pipe is None:
         return norm
-    power = norm.square()
-    dist.all_reduce(power, group=pipe)
-    return power.sqrt()
+    if watch.figures is None:
+        power = norm.square()
+        dist.all_reduce(power, group=pipe)
+        return power.sqrt()
+    both = torch.cat([norm.to(torch.float64).square().reshape(1), watch.figures])
+    dist.all_reduce(both, group=pipe)
+    watch.figures = both[1:]
+    return both[0].sqrt()
 
 
 def end_by_hand(
@@ -207,7 +226,7 @@ def end_by_hand(
                     dist.all_reduce(found, group=pipe)
     steps = True
     if options.clips or options.looks:
-        norm = norm_by_hand(parameters, pipe)
+        norm = norm_by_hand(parameters, pipe, watch)
         steps = not options.looks or watch.is_fine(norm)
         if options.clips and steps:
             for sharded in (True, False):
@@ -299,12 +318,15 @@ def stages_by_hand(ctx: accel.DistContext, options: Options) -> Step:
     schedule = Schedule1F1B(stage, n_microbatches=2 * options.steps, loss_fn=loss_fn, scale_grads=False)
 
     def step() -> None:
+        watch = Watch(options)
+        if options.looks:
+            watch.compare((inputs, targets))
         losses: list[Tensor] = []
         schedule.step(*([] if ctx.rank else [inputs]), **({"target": targets, "losses": losses} if ctx.rank else {}))
         if options.looks:  # all ranks are to know the loss
             mean = torch.stack(losses).sum() if ctx.rank else torch.zeros((), device=DEVICE)
             dist.all_reduce(mean, group=ctx.comm.group)
-        end_by_hand(ctx, held_by, [optimizer], scaler, Watch(options), ctx.comm.group)
+        end_by_hand(ctx, held_by, [optimizer], scaler, watch, ctx.comm.group)
 
     return step
 

@@ -17,7 +17,7 @@ from accel.mixins import Mixin
 from accel.parallel._leftovers import is_used, is_watched, note_used
 from accel.parallel._modules import STAGES, stage_modules
 from accel.parallel._same_batches import same_batches
-from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of, find_boundaries, working
+from accel.parallel.axes.pipeline._boundaries import Boundary, find_boundaries, working
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, StageModule, Work, first_tensor, main_input
 from accel.parallel.axes.pipeline._stage_plan import Layout, Norms, batch_norms, check_norms
 from accel.tensors import local_part
@@ -201,7 +201,7 @@ class Pipeline:
         assert self.trial is not None
         stages = cast("Sequence[StageModule]", stage_modules(model))
         try:
-            mains = [main_input(each) for each in work.micro_batches]
+            main = main_input(work.micro_batches[0])
         except StageError as error:
             raise self.trial.with_outcome(error, work.micro_batches[0], work.around) from error
         facts = _facts(ctx, model, work, trains)
@@ -213,13 +213,12 @@ class Pipeline:
 
             probe = work._replace(finish=whole, micro_batches=work.probe or work.micro_batches)
             with working(stages, probe):
-                passed = find_boundaries(self.comm, self.layout, stages, mains[0], ctx.device, self.trial)
+                passed = find_boundaries(self.comm, self.layout, stages, main, ctx.device, self.trial)
             self._known[facts] = passed
         assert passed is not None
         with working(stages, work):
             one = tuple((each,) for each in passed)
-            schedule = self._schedule(ctx, stages, facts, boundary_of(mains[0]), one, trains=trains)
-            return schedule.run(work.joined(mains) if stages[0].index == 0 else mains[0])
+            return self._schedule(ctx, stages, facts, one, trains=trains).run()
 
     def _run_traced(
         self, ctx: DistContext, model: nn.Module, work: Work, traces: Traces, *, trains: bool
@@ -243,19 +242,15 @@ class Pipeline:
             _ = agreed_values(self.comm, Call("forward_backward: export"), export, str)
             trace = traces.find(key, rows)
         assert trace is not None
-        numbers = torch.arange(self.layout.micro_batches)
         with working(stages, work), tracing(stages, trace):
             passed = boundaries_at(trace, rows)
-            main = boundary_of(numbers[:1])
-            schedule = self._schedule(ctx, stages, (key, rows), main, passed, trains=trains)
-            return schedule.run(numbers)
+            return self._schedule(ctx, stages, (key, rows), passed, trains=trains).run()
 
     def _schedule(
         self,
         ctx: DistContext,
         stages: Sequence[Runnable],
         facts: object,
-        main: Boundary,
         passed: Sequence[Sequence[Boundary]],
         *,
         trains: bool,
@@ -266,7 +261,7 @@ class Pipeline:
         found = self._schedules.pop(facts, None)
         if found is None:
             holds = (lambda: self.holding) if trains else None
-            found = StageSchedule(self.layout, stages, main, passed, group=self.group, device=ctx.device, holds=holds)
+            found = StageSchedule(self.layout, stages, passed, group=self.group, device=ctx.device, holds=holds)
         self._schedules[facts] = found
         while len(self._schedules) > _MOST_SCHEDULES:
             _ = self._schedules.pop(next(iter(self._schedules)))

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from accel.comm import peer_error
 from accel.errors import AccelError, PeerError, StageError
-from accel.parallel.axes.pipeline._boundaries import Boundary
+from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of
 from accel.parallel.axes.pipeline._stage_plan import Layout
 
 
@@ -68,7 +68,6 @@ class StageSchedule:
     Args:
         layout: of the pipeline.
         stages: of this rank.
-        main: dtype and shape of the first stage's input.
         passed: dtypes and shapes of the outputs of each stage.
         group: ranks along the pipeline.
         device: of the stages.
@@ -79,7 +78,6 @@ class StageSchedule:
         self,
         layout: Layout,
         stages: Sequence[Runnable],
-        main: Boundary,
         passed: Sequence[Sequence[Boundary]],
         *,
         group: dist.ProcessGroup,
@@ -97,9 +95,10 @@ class StageSchedule:
         self._first = any(each.index == 0 for each in stages)
         self._last = any(each.is_last for each in stages)
         self._indices = torch.arange(layout.micro_batches)
+        numbers = boundary_of(self._indices[:1])
         made: list[_Stage] = []
         for each in stages:
-            given = (main,) if each.index == 0 else passed[each.index - 1]
+            given = (numbers,) if each.index == 0 else passed[each.index - 1]
             needs = trains and each.index > 0
             stage = _Stage(
                 cast(nn.Module, each),
@@ -119,13 +118,14 @@ class StageSchedule:
             stage_or_stages, n_microbatches=layout.micro_batches, loss_fn=loss, scale_grads=False
         )
 
-    def run(self, main: torch.Tensor) -> list[torch.Tensor]:
-        """Run all micro-batches, whose inputs only the first stage uses; return their losses on the last. A collective.
+    def run(self) -> list[torch.Tensor]:
+        """Run all micro-batches; return their losses on the last stage. A collective.
 
-        A failed stage is a `StageError`, with its number, micro-batch and rank.
+        The first stage takes its inputs by the number of a micro-batch, as they are split already. A failed stage is a
+        `StageError`, with its number, micro-batch and rank.
         """
         losses: list[torch.Tensor] = []
-        inputs = (main,) if self._first else ()
+        inputs = (self._indices,) if self._first else ()
         target = {"target": self._indices, "losses": losses} if self._last and self._trains else {}
         try:
             self._schedule.step(*inputs, return_outputs=False, micro=self._indices, **target)

@@ -64,10 +64,13 @@ def plan_rows(rows: int, count: int, *, equal: bool) -> list[Rows]:
     return found
 
 
-def split_batch(inputs: Any, targets: Any, count: int, *, equal: bool, containers: Containers = ()) -> list[MicroBatch]:
+def split_batch(
+    inputs: Any, targets: Any, count: int, *, equal: bool, containers: Containers = (), has_loss: bool = True
+) -> list[MicroBatch]:
     """Split a batch, tensors or arguments of the model with targets, into micro-batches along dimension 0.
 
-    Tensors of one row, or without a dimension, and other values go to every micro-batch as they are.
+    Tensors of one row, or without a dimension, and other values go to every micro-batch as they are. A rank that
+    computes no loss checks the targets, and has none.
     """
     args, kwargs = arguments(inputs)
     listed = [*tensors((args, dict(kwargs)), containers), *tensors(targets, containers)]
@@ -82,7 +85,7 @@ def split_batch(inputs: Any, targets: Any, count: int, *, equal: bool, container
             MicroBatch(
                 args=map_tensors(take, args, containers),
                 kwargs={key: map_tensors(take, value, containers) for key, value in kwargs.items()},
-                targets=map_tensors(take, targets, containers),
+                targets=map_tensors(take, targets, containers) if has_loss else None,
                 rows=each,
             )
         )
@@ -188,15 +191,6 @@ class Work(NamedTuple):
     probe: Sequence[MicroBatch] | None = None
     shapes: Any = None
     whole: Mapping[str, Any] | None = None
-
-    def joined(self, mains: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the main inputs of the micro-batches as one tensor: a copy only where the last ones are filled up."""
-        if self.whole is not None:
-            args, kwargs = arguments(self.whole["inputs"])
-            main = next(iter((*args, *kwargs.values())))
-            if main.shape[:1] == (sum(map(len, mains)),):
-                return main
-        return torch.cat(list(mains))
 
     def batch(self) -> dict[str, Any]:
         """Return the tensors that all ranks along the pipeline have alike, by the names of errors."""

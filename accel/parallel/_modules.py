@@ -265,6 +265,13 @@ def example_of(model: nn.Module, times: int = 1) -> Mapping[str, Any] | None:
     return {**found, **{name: value for name, value in switches.items() if name in names}}
 
 
+def without_cache(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -> Mapping[str, Any] | Sequence[Any]:
+    """Return inputs by name with `use_cache=False` for a forward that takes it, as blocks would share the cache."""
+    if not isinstance(example, Mapping) or "use_cache" not in inspect.signature(model.forward).parameters:
+        return example
+    return {**example, "use_cache": False}
+
+
 def _input(name: str, model: Any, config: Any, times: int) -> Tensor | None:
     if name == "input_ids" and model.main_input_name in ("input_ids", "pixel_values"):
         return torch.empty(_ROWS, _TOKENS * times, dtype=torch.long, device="meta")

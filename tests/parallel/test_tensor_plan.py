@@ -183,6 +183,31 @@ def test_styles_that_are_unknown_here_are_named() -> None:
         accel.parallel.tensor_plan(Declared({"inner.blocks.*.mlp": "strange", "inner.head": "odd"}))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [None, "eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None, "first_k_dense_replace": 0}])
+def test_latents_are_found_however_experts_compute(experts: str | None, changes: dict[str, Any]) -> None:
+    """DeepSeek-V2 declares styles that are unknown here; a cache is no part of what blocks are proved by."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    sizes = {
+        "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "intermediate_size": 48, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    named = {} if experts is None else {"experts_implementation": experts}
+    model = transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**sizes | changes, **named))
+    before = model.config._experts_implementation
+    ids = torch.zeros(2, 12, dtype=torch.long)
+    found = accel.parallel.tensor_plan(model, example={"input_ids": ids, "labels": ids})
+    attention = "model.layers.*.self_attn"
+    assert found[f"{attention}.kv_b_proj"] == "colwise"
+    assert found[f"{attention}.kv_a_proj_with_mqa"] == "replicated_with_grad_allreduce"
+    assert found["model.layers.*.mlp.shared_experts.down_proj" if not changes else f"{attention}.o_proj"] == "rowwise"
+    assert accel.parallel.tensor_plan(model) == found
+    assert model.config._experts_implementation == before
+
+
 def test_experts_and_their_parameters_are_left_out() -> None:
     declared = {"inner.blocks.*.mlp": "moe_tp_experts", "inner.blocks.*.mlp.up": "packed_colwise"}
     assert accel.parallel.tensor_plan(Declared(declared | {"inner.head": "colwise"})) == {"inner.head": "colwise"}

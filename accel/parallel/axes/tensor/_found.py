@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from accel.parallel._modules import example_of, named_modules
+from accel.parallel._modules import example_of, named_modules, without_cache
 from accel.parallel.axes.tensor._prove import Verdict, prove, proved_in_parts
 from accel.parallel.axes.tensor._styles import COLWISE, is_adapted, is_linear, output_dim, problems_of
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, Node, trace
@@ -299,7 +299,7 @@ def found_plan(
     `example` are arguments of the model's forward; None for small ones by the config of a model of transformers.
     `in_parts` returns styles by which blocks work on parts of the tokens; `PrepareError` where these are not proved.
     """
-    inputs = example_of(model, size if in_parts else 1) if example is None else example
+    inputs = example_of(model, size if in_parts else 1) if example is None else without_cache(model, example)
     if inputs is None:
         return FoundPlan({}, {"": "no example of its inputs"})
     try:

@@ -360,7 +360,10 @@ def collapsed(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, 
 
 def found_pairs(model: nn.Module) -> list[LinearPair]:
     """Return the pairs of layers that `tensor_plan` divides because of their places in an nn.Sequential alone. Pure."""
-    declared = _declared_styles(model)
+    try:
+        declared = _declared_styles(model)
+    except PrepareError:
+        declared = {}  # styles that have no counterpart here; those of its forward are found in their place
     return [pair for pair in known_pairs(model) if declared.keys().isdisjoint(pair.ends)]
 
 

@@ -83,7 +83,7 @@ def _tower_problem(axes: Axes, model: Transformer, tower: Tower, plan: Plan) -> 
     """Why a model with an encoder of images cannot be spread over a mesh."""
     if axes.pp > 1:
         expected = "a mesh without pp"
-        return ConfigError("two lists of blocks make no chain of stages", expected=expected, got=f"pp={axes.pp}")
+        return ConfigError("estimates of stages do not know encoders", expected=expected, got=f"pp={axes.pp}")
     if axes.cp > 1 and model.compared:
         expected = "a mesh without cp"
         return ConfigError("texts that images are compared with stay whole", expected=expected, got=f"cp={axes.cp}")

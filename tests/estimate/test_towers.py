@@ -259,7 +259,7 @@ def test_parameters_are_those_published(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "axes", "told"),
     [
-        ("llava", Axes(dp=4, pp=2), "two lists of blocks make no chain of stages"),
+        ("llava", Axes(dp=4, pp=2), "estimates of stages do not know encoders"),
         ("clip", Axes(dp=4, cp=2), "texts that images are compared with stay whole"),
         ("clip", Axes(tp=8), "heads cannot be divided along tp"),
         ("llava", Axes(dp=2, tp=2), ""),

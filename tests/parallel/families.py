@@ -287,7 +287,7 @@ def cut(ctx: accel.DistContext, name: str, model: nn.Module, batch: Mapping[str,
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):  # keeps the first positions for padding
             own["position_ids"] = own["position_ids"] + cast(int, module.padding_idx) + 1
-    if name == "MPNet":  # as well, and numbers the whole sequence itself
+    if name in ("MPNet", "Longformer"):  # as well, and numbers the whole sequence itself
         del own["position_ids"]
     return own
 

@@ -310,7 +310,12 @@ def own_options(
     """Return the options of one dimension from a plan and the keywords of `prepare_model`, or raise `ConfigError`."""
     sources = (_checked_plan(plan), keywords or ReplicateOptions())
     found: dict[str, Any] = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
-    found |= {"example": example, "division": None, "rules": None}  # the last two follow from the model
+    found |= {
+        "plan": sources[0],
+        "example": example,
+        "division": None,
+        "rules": None,
+    }  # the last two follow from the model
     own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
     own.check()
     return own

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from catching import caught
 from pipelines import batch_of, by_hand, differences, train
 from tensor_models import made, plans
+from torch import nn
 
 import accel
+from accel.errors import StageError
 from accel.parallel.axes.tensor import _overlap
 
 ENDS: Any = {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
@@ -86,3 +90,69 @@ def test_stages_send_beside_their_products(
     monkeypatch.setattr(_overlap, "_chunks", counted)
     check(ranks, monkeypatch, mesh, strategy, name, schedule, per, overlap=True)
     assert max(counts) > 1
+
+
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)) * table)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), Placed()
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x), table)
+
+
+class Positions(nn.Module):
+    """Makes a table of positions from the shape of its hidden states, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(11, 8)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11)
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        table = torch.arange(1, 1 + x.shape[1], dtype=x.dtype, device=x.device)[:, None] / 4
+        for block in self.blocks:
+            x = block(x, table)
+        return self.head(self.norm(x))
+
+
+SHARED: Any = {
+    "blocks.0": "split_sequence",
+    "blocks.*.norm": "sequence_parallel",
+    "blocks.*.mlp": "gather_sequence",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise_sequence",
+    "norm": "sequence_parallel_gather_output",
+}
+
+
+@pytest.mark.slow
+def test_a_table_of_shared_tokens_is_refused_with_the_line_of_a_cut_by_tracing(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.batch_of", _even)
+    chain = accel.parallel.Plan(tensor=SHARED, micro_batches=2)
+    work = partial(train, make=Positions, mesh="pp=2,tp=2", rows=(4, 3))
+    for error in ranks.run(lambda ctx: caught(partial(work, ctx, plan=chain)), 4, default_group=True):
+        assert isinstance(error, StageError)
+        assert "this rank's part of the tokens as hidden states, [2, 2, 8]" in error.got
+        assert f'plan=accel.parallel.Plan(cut="trace", tensor={SHARED!r}, micro_batches=2), example=batch)' in error.fix
+    traced = accel.parallel.Plan(cut="trace", tensor=SHARED, micro_batches=2)
+    found = ranks.run(partial(work, plan=traced, example=_even(0, 4)[0]), 4, default_group=True)
+    parameters, figures = differences(found, by_hand(Positions, rows=(4, 3)))
+    assert parameters < 1e-10
+    assert figures < 1e-10

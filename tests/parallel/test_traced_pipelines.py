@@ -443,6 +443,43 @@ def test_compiled_stages_are_one_graph_each_with_the_same_gradients(
     torch.compiler.reset()
 
 
+class Beside(nn.Module):
+    """A value that leaves its stage and that a layer of the stage reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = (nn.Linear(4, 4) for _ in range(5))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.b(torch.tanh(self.a(x)))
+        return self.e(torch.tanh(self.d(self.c(first)) * first))
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", pytest.param("DualPipeV", marks=pytest.mark.slow)])
+def test_gradients_of_weights_come_behind_those_of_inputs(ranks: Simulator, schedule: Any) -> None:
+    """Schedules detach in place what a stage has passed on before its weights have their gradients."""
+    inputs = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+
+    def gradients(ctx: accel.DistContext, mesh: str) -> dict[str, torch.Tensor]:
+        ctx = accel.replace(ctx, mesh=mesh)
+        with accel.seeding.seeded(ctx, 0):
+            model: nn.Module = Beside()
+        plan = accel.parallel.Plan(
+            cut="trace", schedule=schedule, stages_per_rank=2, stages=(("a",), ("b",), ("d",), ("e",)), micro_batches=4
+        )
+        model = accel.prepare_model(ctx, model, plan=plan, example=inputs)
+        given = (accel.loss_scale(ctx), None, inputs)
+        _ = accel.forward_backward(ctx, model, *given, loss_fn=lambda output: output.square().sum(), weight=8)
+        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    (expected,) = ranks.run(partial(gradients, mesh=""), 1)
+    found = ranks.run(partial(gradients, mesh="pp=2"), 2, default_group=True)
+    assert {name for own in found for name in own} == expected.keys()
+    for own in found:
+        torch.testing.assert_close(own, {name: expected[name] for name in own}, rtol=0, atol=1e-12)
+
+
 class Counting(TorchDispatchMode):
     """Counts draws of dropout."""
 

@@ -220,8 +220,12 @@ def test_what_a_divided_graph_cannot_have_is_refused_before_anything_changes(ran
 
 
 @pytest.mark.slow
-def test_labels_beside_logits_of_each_rank_are_refused(ranks: Simulator) -> None:
-    made, batch_of = traced_models.family("opt")
+@pytest.mark.parametrize("name", ["opt", "granite"])  # a tied head, and one of its own
+def test_labels_beside_logits_of_each_rank_are_refused(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    traced_models.widen(monkeypatch, name)
+    made, batch_of = traced_models.family(name)
 
     def rank(ctx: accel.DistContext) -> Any:
         ctx = accel.replace(ctx, mesh="pp=2,tp=2")

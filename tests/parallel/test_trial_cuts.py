@@ -84,6 +84,34 @@ def test_the_first_batch_offers_the_line_and_the_line_computes_as_one_process(ra
         torch.testing.assert_close(own, {name: expected[name] for name in own}, rtol=0, atol=1e-12)
 
 
+TENSOR: Any = {"blocks.*.linear": "colwise_gather_output"}
+STAGES = (("embed", "blocks.0", "blocks.1"), (*(f"blocks.{at}" for at in range(2, 8)), "norm", "head"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (Plan(tensor=TENSOR, stages=STAGES), OFFER + f", tensor={TENSOR!r}, stages={STAGES!r}), example=batch)."),
+        (
+            Plan(tensor=TENSOR, overlap=True),
+            'as they are called, got cut="trace". Leave overlap out: plan=accel.parallel.Plan(overlap=False).',
+        ),
+    ],
+)
+def test_the_first_batch_of_divided_stages_offers_the_whole_plan(ranks: Simulator, plan: Plan, told: str) -> None:
+    def refused(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="pp=2,tp=2")
+        model = accel.prepare_model(ctx, Scaled(), plan=plan)
+        ids, targets = batch_of(0, 4)
+        given = (accel.loss_scale(ctx), None, ids)
+        run = accel.forward_backward
+        return caught(lambda: run(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=1))
+
+    for error in ranks.run(refused, 4, default_group=True):
+        assert isinstance(error, StageError)
+        assert told in error.fix
+
+
 def test_the_first_batch_says_what_a_trace_met(ranks: Simulator) -> None:
     for error in ranks.run(lambda ctx: caught(lambda: _gradients(ctx, Chosen, None)), 2, default_group=True):
         assert isinstance(error, StageError)
@@ -101,7 +129,13 @@ def _prepared(ctx: accel.DistContext, mesh: str, example: Any, plan: Plan | None
         ("pp=2", torch.ones(3, 4), None, OFFER + "), example=batch)."),
         ("pp=2", torch.ones(3, 5), None, "A trial cut by tracing met this: torch cannot export the model"),
         ("pp=2", None, None, "With prepare(..., example=batch), a batch as the model takes it, this error tries a cut"),
-        ("pp=2,tp=2", torch.ones(3, 4), Plan(tensor={}), OFFER + "), example=batch)."),
+        ("pp=2,tp=2", torch.ones(3, 4), Plan(tensor={}), OFFER + ", tensor={}), example=batch)."),
+        (
+            "pp=2,tp=2",
+            torch.ones(3, 4),
+            Plan(tensor={"first.*.linear": "colwise_gather_output"}, prefetch=1),
+            OFFER + ", tensor={'first.*.linear': 'colwise_gather_output'}, prefetch=1), example=batch).",
+        ),
         (
             "dp=2,pp=2",
             torch.ones(3, 4),

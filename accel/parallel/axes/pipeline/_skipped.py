@@ -199,6 +199,9 @@ def _reason(
 ) -> tuple[str, str] | None:
     """The reason why a chain cannot serve the forward, and the way out; None for errors of other code."""
     trace, own = error.__traceback__, [module.get_submodule(path) for path in stages[at]]
+    if at and _shares_tokens(module) and _is_inside(trace, [module]):
+        part = f"this rank's part of the tokens as hidden states, {list(hidden.shape)}"
+        return f"{part}, from which the forward makes positions or a mask", "Leave sequence out of the plan."
     if not _is_inside(trace, [module]) or _is_inside(trace, own):
         return None
     reads = reads_of(module)
@@ -222,6 +225,12 @@ def _reason(
         )
     got = f"hidden states of shape {list(hidden.shape)} in the place of the first input, which the forward uses itself"
     return got, take_hidden(module)
+
+
+def _shares_tokens(module: nn.Module) -> bool:
+    """Whether ranks along tp have parts of the tokens between the layers of a stage."""
+    layers = [cast(Any, vars(each).get("accel_layer")) for each in module.modules()]
+    return any("sequence" in each.rule.style for each in layers if each is not None)
 
 
 def _owner(path: str, stages: Sequence[Sequence[str]]) -> int:

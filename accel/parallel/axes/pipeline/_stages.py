@@ -36,7 +36,7 @@ from accel.parallel.axes.pipeline._stage_plan import (
     stage_plan,
 )
 from accel.parallel.axes.pipeline._trial import Trial, skeleton_of, trial_batch
-from accel.topology import Dimension, dimension_of
+from accel.topology import Dimension, Plan, dimension_of
 
 if TYPE_CHECKING:
     from accel.parallel.axes.pipeline._trace_export import StageGraphs
@@ -63,10 +63,11 @@ class StageOptions(SpreadOptions, frozen=True, kw_only=True):
     units: Any = "auto"
     example: Any = None
     division: Any = None  # from a whole model to the `Division` of its graphs among ranks along tp; None without tp
+    plan: Plan = Plan()  # all of it, for the lines of errors
 
     def describe(self) -> str:
-        """Return the options without the example, which is a batch of the rank's own, and functions."""
-        return repr(msgspec.structs.replace(self, example=None, division=None))
+        """Return the options without the example, a batch of the rank's own, functions, and others' options."""
+        return repr(msgspec.structs.replace(self, example=None, division=None, plan=Plan()))
 
 
 def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
@@ -187,17 +188,21 @@ def _plan(ctx: DistContext, model: nn.Module, options: StageOptions) -> tuple[La
 def _trial(ctx: DistContext, model: nn.Module, options: StageOptions) -> Trial:
     """A cut by tracing instead of one of the chain."""
     layout = _layout(ctx, options)
-    default = StageOptions()
-    names = ("schedule", "stages_per_rank", "micro_batches")
-    own = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
-    plan = ", ".join(['cut="trace"', *(f"{name}={value!r}" for name, value in own.items())])
-    line = f"accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan({plan}), example=batch)"
+    default = Plan()
+    names = [name for name in Plan.__struct_fields__ if name not in ("cut", "stages")]
+    own = {name: getattr(options.plan, name) for name in names}
+    given = {name: value for name, value in own.items() if value != getattr(default, name)}
+    plan = ", ".join(['cut="trace"', *(f"{name}={value!r}" for name, value in given.items())])
+    lines: list[tuple[Stages | int, str]] = [(layout.stages, plan)]
+    if options.stages is not None:  # paths that begin a stage of a chain may begin none of a graph
+        stages = tuple(map(tuple, options.stages))
+        lines.insert(0, (stages, f"{plan}, stages={stages!r}"))
     obstacle = ""
     try:
         _check_mesh(ctx, options)
     except PrepareError as error:
         obstacle = f"{error.problem}, here {error.got}"
-    return Trial(model, ctx.device, layout.stages, line, obstacle, options.division)
+    return Trial(model, ctx.device, lines, obstacle, options.division)
 
 
 def _layout(ctx: DistContext, options: StageOptions) -> Layout:

@@ -302,7 +302,7 @@ class TracedModule(nn.Module):
                 found = stage.graph(*held, *read, *(given if self.index else ()))
                 if self.is_last:
                     return work.finish(pytree.tree_unflatten(list(found), trace.result), batch)
-            return tuple(each.clone() if is_view(each) else each for each in found)  # schedules detach in place
+            return tuple(map(_detachable, found))
         raise AssertionError
 
     def check(self, trace: StageGraphs) -> None:
@@ -343,6 +343,26 @@ class TracedModule(nn.Module):
             where = f"stage {self.index} of {self.count}, {micro}, rank {self.rank}"
             problem = f"a pipeline stage failed: {type(error).__name__}: {str(error).strip()}"
             raise lost or StageError(problem, where=where) from error
+
+
+class _Alias(torch.autograd.Function):
+    """A tensor of its own in the memory of another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - torch's own way
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
+
+
+def _detachable(output: torch.Tensor) -> torch.Tensor:
+    """Return an output that schedules may detach in place, while operators of the stage need it for gradients of
+    weights."""
+    if is_view(output):
+        return output.clone()
+    return cast(Any, _Alias).apply(output) if output.requires_grad else output
 
 
 def _contiguous(value: Any) -> Any:

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
-from accel.errors import AccelError
+from accel.errors import AccelError, ConfigError
 from accel.parallel._modules import example_of, shallow_copy
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, example_batch, has_own
 from accel.parallel.axes.tensor import Division
@@ -27,16 +27,14 @@ class Trial(NamedTuple):
     Attributes:
         model: the whole model; its values do not matter.
         device: of the stages.
-        stages: their number.
-        line: of the script, for a model that tracing cuts.
+        plans: cuts to try, one after another: paths of the stages, or their number, and the arguments of the plan.
         obstacle: why the mesh or the plan has no traced stages; "" for no reason.
         division: from the model to its division among ranks along tp; None without tp, or before it is known.
     """
 
     model: nn.Module
     device: torch.device
-    stages: int
-    line: str
+    plans: Sequence[tuple[Sequence[Sequence[str]] | int, str]]
     obstacle: str
     division: Callable[[nn.Module], Division] | None = None
 
@@ -59,16 +57,22 @@ class Trial(NamedTuple):
             return ""
         from accel.parallel.axes.pipeline._traced import Traces  # torch.export takes long to import
 
-        try:
-            division = None if self.division is None else self.division(self.model)
-            with around():
-                _ = Traces.begin(self.model, self.device, batch, self.stages, division)
-        except AccelError as error:
-            got = f", got {error.got}" if error.got else ""
-            return f"A trial cut by tracing met this: {error.problem}{got}. {_ANY_MODEL}"
-        except Exception as error:  # whatever a copy of the model raises
-            return f"A trial cut by tracing met this: {type(error).__name__}: {error}. {_ANY_MODEL}"
-        return f"Or cut it by tracing, which works in a trial: {self.line}."
+        met = ""
+        for stages, plan in self.plans:
+            try:
+                division = None if self.division is None else self.division(self.model)
+                with around():
+                    _ = Traces.begin(self.model, self.device, batch, stages, division)
+            except AccelError as error:
+                got = f", got {error.got}" if error.got else ""
+                fix = error.fix if isinstance(error, ConfigError) and error.fix else _ANY_MODEL
+                met = f"{error.problem}{got}. {fix}"
+            except Exception as error:  # whatever a copy of the model raises
+                met = f"{type(error).__name__}: {error}. {_ANY_MODEL}"
+            else:
+                line = f"accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan({plan}), example=batch)"
+                return f"Or cut it by tracing, which works in a trial: {line}."
+        return f"A trial cut by tracing met this: {met}"
 
 
 def trial_batch(model: nn.Module, example: Any, containers: Containers) -> MicroBatch | None:

@@ -154,13 +154,14 @@ def _found(model: nn.Module, size: int, *, sequence: bool) -> dict[str, TensorSt
 
 def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_empty: bool) -> nn.Module:
     inner = unwrap_model(model)
-    is_stage = ctx.axis("pp").size > 1
-    styles = _styles(inner, options)
+    styles: Mapping[str, TensorStyle] = {}
+    pairs: list[LinearPair] = []
     if options.rules is None:
-        rules = _rules(ctx, inner, styles, options, is_stage=is_stage)
-    else:
+        styles = _styles(inner, options)
+        rules = _rules(ctx, inner, styles, options, is_stage=ctx.axis("pp").size > 1)
+        pairs = [] if isinstance(options.tensor, Mapping) else found_pairs(inner)
+    else:  # of the whole model; a rank has parts of it now
         rules = {path: rule for path, rule in options.rules.items() if _has_any(inner.get_submodule(path))}
-    pairs = [] if isinstance(options.tensor, Mapping) else found_pairs(inner)
     compare_models(ctx, options, dict(inner.named_parameters()))
     mesh = _mesh(ctx)
     stage = stage_comm(ctx)

@@ -17,6 +17,7 @@ from accel.errors import PrepareError
 from accel.parallel._compile import Recomputed
 from accel.parallel._modules import is_elsewhere
 from accel.parallel._private import is_compiled
+from accel.parallel.axes.pipeline._stage_module import split_batch
 from accel.tensors import full_tensor
 from accel.testing import Simulator
 
@@ -152,6 +153,17 @@ def test_no_graph_breaks_and_gradients_are_the_same(ranks, name):
 @pytest.mark.parametrize("name", ["ddp, whole", "tp"])
 def test_inductor_gives_the_same_gradients(ranks, name):
     check(ranks, CASES[name], "inductor")
+
+
+def test_micro_batches_of_any_number_of_rows_take_two_graphs():
+    """One for the first number, and one for all: of filled rows too."""
+    model = accel.compile_model(Mlp(), backend="aot_eager", fullgraph=True)
+    counts = list[int]()
+    for rows in (8, 5, 8, 6):
+        for each in split_batch(torch.ones(rows, 8), None, 2, equal=True):
+            model(*each.args).sum().backward()
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts == [1, 2, 2, 2]
 
 
 def test_a_model_that_is_compiled_whole_is_not_cut_into_stages(ranks):

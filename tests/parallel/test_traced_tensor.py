@@ -11,7 +11,7 @@ import pytest
 import torch
 import traced_models
 from catching import caught
-from pipelines import WIDTH, WORDS, batch_of, by_hand, differences, loss_sum, train, whole_of
+from pipelines import WIDTH, WORDS, Trained, batch_of, by_hand, differences, loss_sum, train, whole_of
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -177,6 +177,48 @@ def test_graphs_draw_where_modules_do(ranks: Simulator) -> None:
             assert all(float((own[name] - each).abs().max()) < 1e-12 for name, each in want.items())
     ids, targets = batch_of(1, 8)
     assert abs(float((traced[0]["loss"] - loss_sum(Chain()(ids), targets) / 5).detach())) > 1e-3  # places were dropped
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of a trace
+@pytest.mark.parametrize("again", [False, True])
+def test_compiled_stages_that_are_divided_are_one_graph_each(ranks: Simulator, again: bool) -> None:
+    """Two with a batch of other rows, and no more; messages, and blocks that run again in backward, are in them."""
+    rows, graphs = (8, 5, 8, 6), list[int]()
+
+    def work(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="pp=2,tp=2")
+        model: Any = Skips()
+        if again:
+            _ = accel.checkpoint_activations(model)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=_plan(stages=WITHIN), example=EXAMPLE)
+        _ = accel.compile_model(model, backend="aot_eager", fullgraph=True)  # raises where a graph breaks
+        scaler, accum, figures = accel.loss_scale(ctx), accel.Accumulation(), list[float]()
+        for step, size in enumerate(rows):
+            ids, targets = batch_of(100 * step, size)
+            accum = accum.next()
+            weight = (targets != -100).sum()
+            given = (scaler, accum, ids)
+            loss, accum = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=weight)
+            result = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
+            accum = result.accum
+            figures += [float(loss), float(result.grad_norm or 0)]
+            accel.wait_for_everyone(ctx)
+            if ctx.rank == 0:
+                graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        named = accel.unwrap_model(model).named_parameters(remove_duplicate=False)
+        return Trained({name: whole_of(each) for name, each in named}, figures)
+
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    found = ranks.run(work, 4, default_group=True)
+    torch.compiler.reset()
+    parameters, figures = differences(found, by_hand(Skips, rows=rows))
+    assert parameters < 1e-10
+    assert figures < 1e-10
+    assert graphs == [4, 8, 8, 8]
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.slow

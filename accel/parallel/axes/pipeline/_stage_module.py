@@ -121,6 +121,8 @@ def _slice(tensor: torch.Tensor, rows: int, own: Rows) -> torch.Tensor:
     if tensor.ndim == 0 or tensor.shape[0] != rows or (rows == 1 and own.size == 1):
         return tensor
     part = tensor[own.begin : own.begin + own.real]
+    if not part.requires_grad:
+        part = part.detach()  # no view: torch.compile makes a graph for views and another one for filled rows
     missing = own.size - own.real
     if not missing:
         return part

@@ -98,7 +98,8 @@ def train(ctx: accel.DistContext, case: Case) -> None:
         micro_batches=ROWS if pp > 1 else 1,
     )
     with accel.seeding.seeded(ctx, 0):
-        blocks = [Block(ctx, experts * (at % 2)) for at in range(max(2, pp * each))]
+        # one more than all stages can have equally many of
+        blocks = [Block(ctx, experts * (at % 2)) for at in range(max(2, pp * each) + (pp > 1))]
     model = accel.prepare_model(ctx, nn.Sequential(*blocks), plan=plan)
     run = ByState(ctx)
     run.begin()

@@ -131,7 +131,8 @@ def prepare_model(
             a `PowerSgd` as thin matrices; or a function for DDP's register_comm_hook, with the process group as its
             state. None sends them as they are.
         plan: styles, stages and units for the mesh's axes of several ranks; None for `ctx.plan`, else `Plan()`.
-        example: a batch as `forward_backward` takes its inputs, for a plan with cut="trace"; without effect elsewhere.
+        example: a batch as `forward_backward` takes its inputs, for a plan with cut="trace", and for the styles along
+            tp of a model that declares none; without effect elsewhere.
             Any number of rows; values do not matter.
         allocate: whether a model that is empty on every rank gets memory. False leaves this rank's part of it empty,
             for `load_checkpoint_and_dispatch`.

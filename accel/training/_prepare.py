@@ -196,7 +196,8 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, exampl
         objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number. Loaders from
             `prepare_loader` and None are returned as they are.
         plan: plan of every model, None for `ctx.plan`; see `prepare_model`.
-        example: a batch as every model takes it, for a plan with cut="trace"; see `prepare_model`.
+        example: a batch as every model takes it, for a plan with cut="trace" or to find styles along tp by; see
+            `prepare_model`.
 
     Returns:
         One object for one, a tuple for several: models as from `prepare_model`, loaders as from `prepare_loader`,

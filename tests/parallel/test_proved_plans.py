@@ -248,6 +248,54 @@ def test_a_model_with_a_plan_by_example_computes_as_in_one_process(ranks: Any) -
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
 
+class Flat(nn.Module):
+    """A block whose attention and MLP have no modules of their own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        q, k, v = (each(y).unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        mixed = self.o(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        if self.kind == "chain":
+            return self.down(functional.gelu(self.up(self.second(mixed))))
+        if self.kind == "side by side":
+            return x + mixed + self.down(functional.gelu(self.up(y)))
+        x = x + mixed
+        return x + self.down(functional.gelu(self.up(self.second(x))))
+
+
+@pytest.mark.parametrize("kind", ["residual", "chain", "side by side"])
+def test_parts_of_a_block_that_are_proved_one_by_one_are_right_together(ranks: Any, kind: str) -> None:
+    """The first block's input has no gradient, so a sum of gradients there is right for the attention alone."""
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="tp=2") if ctx.world_size > 1 else ctx
+        torch.manual_seed(4)
+        model = accel.prepare(ctx, nn.Sequential(*(Flat(kind) for _ in range(2))).double(), example=x)
+        output = model(x)
+        output.square().sum().backward()
+        whole = {name: each.grad for name, each in accel.unwrap_model(model).named_parameters()}
+        divided = {name for name, each in whole.items() if any(not place.is_replicate() for place in _places(each))}
+        full = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in whole.items()}
+        return divided, output.detach(), full
+
+    _, *expected = rank(accel.single())
+    for divided, *got in ranks.run(rank, 2, default_group=True):
+        assert {"0.q.weight", "0.o.weight", "0.up.weight", "1.down.weight"} <= divided
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+def _places(tensor: Any) -> Any:
+    return getattr(tensor, "placements", ())
+
+
 def test_a_rank_s_error_ends_the_others_too() -> None:
     def work(group: Any) -> torch.Tensor:
         if group.rank():

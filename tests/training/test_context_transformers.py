@@ -540,7 +540,7 @@ def test_a_prefix_of_images_needs_its_mask(ranks: Simulator) -> None:
         own = accel.parallel.split_sequence(ctx, {"mask": mask}, dim=2)["mask"]
         return (model(**given, attention_mask=own).logits - part["out"]).abs().max().item()
 
-    assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-6  # Gemma norms in float32
 
 
 def test_a_layer_that_is_called_alone_is_told_of_the_context(ranks: Simulator) -> None:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from accel.parallel._modules import example_of, named_modules, without_cache
-from accel.parallel.axes.tensor._prove import Verdict, prove, proved_in_parts
+from accel.parallel.axes.tensor._prove import Verdict, is_in, prove, proved_in_parts, short
+from accel.parallel.axes.tensor._rules import clashes
 from accel.parallel.axes.tensor._styles import COLWISE, is_adapted, is_linear, output_dim, problems_of
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, Node, trace
 from accel.topology import TensorStyle
@@ -305,15 +306,11 @@ def found_plan(
     try:
         recorded = trace(model, inputs)
     except Exception as error:  # whatever a forward raises without values
-        return FoundPlan({}, {"": f"its forward needs values: {type(error).__name__}: {_short(error)}"})
+        return FoundPlan({}, {"": f"its forward needs values: {short(error)}"})
     search = _Search(model, recorded, size)
     styles, left = search.blocks()
     styles |= search.ends()
     return FoundPlan(styles if in_parts is None else proved_in_parts(recorded, in_parts(styles), search.verdict), left)
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 class _Proved(NamedTuple):
@@ -339,14 +336,20 @@ class _Search:
         outputs |= {path: each.embedding_dim for path, each in embeddings.items()}
         found = candidates(self._trace, outputs, {path: self._features(path, 1) for path in self._linear})
         found = [each for each in found if self._trace.read.isdisjoint(each.layers)]
-        banned: set[str] = set()
+        banned: dict[str, str] = {}
+        plain: set[str] = set()  # modules that sum no gradients of their input
         while True:
-            proved, left = self._proved([each for each in found if each.unit not in banned])
+            proved, left, parts = self._proved([each for each in found if each.unit not in banned], plain)
+            more = clashes([each.styles for each in proved])
             loose = [each.candidate.unit for each in proved if not self._is_closed(each, proved)]
-            if not loose:
+            wrong = dict.fromkeys(loose, "ranks would hold parts of what modules outside of it read")
+            if not more and not wrong:
+                wrong = self._wrong_together(proved, parts)
+            if not more and not wrong:
                 break
-            banned.update(loose)
-        left |= dict.fromkeys(banned, "ranks would hold parts of what modules outside of it read")
+            plain |= more
+            banned |= wrong
+        left |= banned
         styles: dict[str, TensorStyle] = {}
         for each in proved:
             styles |= each.styles
@@ -357,7 +360,22 @@ class _Search:
         layer = _layer(self._modules[path])
         return layer.get_parameter("weight").shape[output_dim(layer) if which == 0 else 1 - output_dim(layer)]
 
-    def _proved(self, found: Sequence[Candidate]) -> tuple[list[_Proved], dict[str, str]]:
+    def _wrong_together(self, proved: Sequence[_Proved], parts: dict[int, int]) -> dict[str, str]:
+        """Units in which several candidates, each proved alone, are not what the whole module computes."""
+        wrong: dict[str, str] = {}
+        units = {each.candidate.unit for each in proved}
+        for unit in units:
+            inside = [each for each in proved if is_in(each.candidate.unit, unit)]
+            if len(inside) > 1 and not any(is_in(unit, other) for other in units - {unit}):
+                styles: Styles = {path: style for each in inside for path, style in each.styles.items()}
+                layers = tuple(path for each in inside for path in each.candidate.layers)
+                problem, _ = self._tried(Candidate(unit, layers, (styles,), 0), styles, {**parts})
+                wrong |= dict.fromkeys((each.candidate.unit for each in inside), problem) if problem else {}
+        return wrong
+
+    def _proved(
+        self, found: Sequence[Candidate], plain: set[str]
+    ) -> tuple[list[_Proved], dict[str, str], dict[int, int]]:
         proved: list[_Proved] = []
         left: dict[str, str] = {}
         taken: set[str] = set()
@@ -366,6 +384,8 @@ class _Search:
             if taken.isdisjoint(each.layers):
                 problems: list[str] = []
                 for styles in each.options:
+                    if any(style == "copy_input" and path in plain for path, style in styles.items()):
+                        continue
                     problem, one = self._tried(each, styles, parts)
                     problems.append(problem)
                     if one is not None:
@@ -374,7 +394,7 @@ class _Search:
                         break
                 else:
                     left[each.unit] = problems[0]
-        return proved, left
+        return proved, left, parts
 
     def _tried(self, candidate: Candidate, styles: Styles, parts: dict[int, int]) -> tuple[str, _Proved | None]:
         """Prove one option in every call of its unit; `parts` gets what ranks hold parts of behind it."""
@@ -477,9 +497,3 @@ def _settings(module: nn.Module) -> list[tuple[str, object]]:
 
 def _layer(module: nn.Module) -> nn.Module:
     return module.get_submodule("base_layer") if is_adapted(module) else module
-
-
-def lines_of(left: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each unit that stays whole."""
-    for path, problem in left.items():
-        yield f"{path or 'the model'}: {problem}"

@@ -70,7 +70,7 @@ def prove(
         try:
             expected = _run(whole, call, values, {}, None)
         except Exception as error:  # whatever a forward says of values that are drawn
-            return Verdict(f"the whole module alone, with drawn values: {_short(error)}", styles)
+            return Verdict(f"the whole module alone, with drawn values: {short(error)}", styles)
         if not all(bool(torch.isfinite(each).all()) for each in expected.outputs):
             return Verdict("the whole module's outputs are not finite", styles)
         while True:
@@ -97,7 +97,7 @@ def proved_in_parts(
         if call.path.rpartition(".")[0] != blocks and call.path != last:
             continue
         own: dict[str, TensorStyle] = {
-            path.removeprefix(call.path).strip("."): each for path, each in styles.items() if _is_in(path, call.path)
+            path.removeprefix(call.path).strip("."): each for path, each in styles.items() if is_in(path, call.path)
         }
         one = verdict(call.path, call, own, parts)
         if one.problem or one.outputs.get(0) != (None if call.path == last else SEQUENCE_DIM):
@@ -114,8 +114,9 @@ def proved_in_parts(
     return found
 
 
-def _is_in(path: str, around: str) -> bool:
-    return path == around or path.startswith(f"{around}.")
+def is_in(path: str, around: str) -> bool:
+    """Return whether a module is another one or inside of it."""
+    return not around or path == around or path.startswith(f"{around}.")
 
 
 def _not_in_parts(problem: str) -> PrepareError:
@@ -269,7 +270,7 @@ def _compared(
     try:
         runs = run_in_threads(size, work)
     except Exception as error:  # whatever a forward says of parts that do not fit
-        return Verdict(_short(error), styles), []
+        return Verdict(short(error), styles), []
     outputs: dict[int, int] = {}
     for group, run in runs:
         problem = next(_differences(expected, run, group, divided, outputs), "")
@@ -291,8 +292,9 @@ def _compared(
     return Verdict("", styles, outputs), list(dict.fromkeys(wrong))
 
 
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+def short(error: Exception) -> str:
+    """Return the kind and the beginning of an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _dims_of(whole: nn.Module, rules: Mapping[str, Rule]) -> Mapping[str, int | None]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -108,11 +108,24 @@ def _attention_outputs(model: nn.Module, styles: Mapping[str, str]) -> dict[str,
 
 def _is_copied(path: str, styles: Mapping[str, str]) -> bool:
     """Whether the nearest module around it that the plan names sums the gradients of its input."""
+    around = _named_around(path, styles)
+    return around is not None and styles[around] in COPYING
+
+
+def _named_around(path: str, styles: Mapping[str, str]) -> str | None:
+    """The nearest module around a path that a plan names."""
     while path:
         path = path.rpartition(".")[0]
         if path in styles:
-            return styles[path] in COPYING
-    return False
+            return path
+    return None
+
+
+def clashes(plans: Sequence[Mapping[str, str]]) -> set[str]:
+    """Return the modules of these plans that would sum the gradients for layers of another of them, too."""
+    every = {path: style for plan in plans for path, style in plan.items()}
+    around = {_named_around(path, every) for plan in plans for path in plan if _named_around(path, plan) is None}
+    return {path for path in around if path is not None and every[path] in COPYING}
 
 
 def _with_aliases(model: nn.Module, rules: Mapping[str, Rule], styles: Mapping[str, str]) -> dict[str, Rule]:

@@ -36,7 +36,6 @@ from accel.parallel._private import is_compiled
 from accel.parallel._refused import check_quantized
 from accel.parallel._spread import Spread, SpreadOptions, compare_models, stage_comm
 from accel.parallel.axes.tensor._dropout import RecordedStreams, Streams, draw_of, drop_apart
-from accel.parallel.axes.tensor._found import lines_of
 from accel.parallel.axes.tensor._layers import GroupLayer, Layer, local_of
 from accel.parallel.axes.tensor._overlap import with_overlap
 from accel.parallel.axes.tensor._pairs import LinearPair, guard_pairs
@@ -67,11 +66,12 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
     head: HeadStyle | None = None
     sequence: bool = False
     overlap: bool = False
+    example: Any = None
     rules: Mapping[str, Rule] | None = None  # of a model that is cut by tracing, before the cut
 
     def describe(self) -> str:
-        """Return the options without the rules, which follow from them."""
-        return repr(msgspec.structs.replace(self, rules=None))
+        """Return the options without the rules, which follow from them, and without the example."""
+        return repr(msgspec.structs.replace(self, example=None, rules=None))
 
     def check(self) -> None:
         """Raise `ConfigError` for a plan of one's own beside `sequence` or `head`."""
@@ -119,7 +119,9 @@ def _check(ctx: DistContext, model: nn.Module, options: TensorOptions) -> None:
 
 
 def _is_found(model: nn.Module, options: TensorOptions) -> bool:
-    return options.tensor == "model" and finds(model)
+    if options.tensor != "model":
+        return False
+    return finds(model) or (options.example is not None and not tensor_plan(model))
 
 
 def _resolve(ctx: DistContext, model: nn.Module, options: TensorOptions) -> TensorOptions:
@@ -132,17 +134,18 @@ def _resolve(ctx: DistContext, model: nn.Module, options: TensorOptions) -> Tens
     styles: dict[str, TensorStyle] = {}
     with shared_failure(ctx.comm, call):
         if ctx.rank == 0:
-            styles = _found(inner, _size(ctx), sequence=options.sequence)
+            styles = _found(inner, _size(ctx), options.example, sequence=options.sequence)
     styles = broadcast_value(ctx.comm, call, styles, dict[str, TensorStyle])
     styles = styles if options.head is None else with_head(inner, styles, options.head)
-    return msgspec.structs.replace(options, tensor=styles)
+    return msgspec.structs.replace(options, tensor=styles, example=None)
 
 
-def _found(model: nn.Module, size: int, *, sequence: bool) -> dict[str, TensorStyle]:
-    found, left = found_styles(model, size, sequence=sequence)
+def _found(model: nn.Module, size: int, example: Any, *, sequence: bool) -> dict[str, TensorStyle]:
+    inputs = [example] if isinstance(example, torch.Tensor) else example
+    found, left = found_styles(model, size, None if finds(model) else inputs, sequence=sequence)
     styles = collapsed(model, found) or tensor_plan(model, sequence=sequence)
     name = type(model).__name__
-    lines = list(lines_of(left))
+    lines = [f"{path or 'the model'}: {problem}" for path, problem in left.items()]
     if not styles:
         raise _unknown(model, f"{with_article(name)}; {'; '.join(lines[:5])}")
     share = share_of(model, rules_of(model, styles, size))
@@ -275,7 +278,7 @@ def _unknown(model: nn.Module, got: str) -> PrepareError:
         got=got,
         where=WHERE,
         fix='Say how: plan=accel.parallel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}); '
-        "let accel.parallel.tensor_plan(model, example=inputs) find it; or tensor={} to keep it whole on each of them.",
+        "let accel.prepare(ctx, model, example=batch) find it; or tensor={} to keep it whole on each of them.",
     )
 
 

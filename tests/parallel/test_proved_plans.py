@@ -278,7 +278,8 @@ def test_parts_of_a_block_that_are_proved_one_by_one_are_right_together(ranks: A
     def rank(ctx: accel.DistContext) -> Any:
         ctx = accel.replace(ctx, mesh="tp=2") if ctx.world_size > 1 else ctx
         torch.manual_seed(4)
-        model = accel.prepare(ctx, nn.Sequential(*(Flat(kind) for _ in range(2))).double(), example=x)
+        known = nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH)  # divided without an example, too
+        model = accel.prepare(ctx, nn.Sequential(Flat(kind), Flat(kind), *known).double(), example=x)
         output = model(x)
         output.square().sum().backward()
         whole = {name: each.grad for name, each in accel.unwrap_model(model).named_parameters()}

@@ -306,7 +306,7 @@ def found_plan(
     try:
         recorded = trace(model, inputs)
     except Exception as error:  # whatever a forward raises without values
-        return FoundPlan({}, {"": f"its forward needs values: {short(error)}"})
+        return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"})
     search = _Search(model, recorded, size)
     styles, left = search.blocks()
     styles |= search.ends()

@@ -43,6 +43,7 @@ from accel.parallel.axes.tensor._rules import WHERE, install, rules_of, share_of
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.axes.tensor._tensor_plan import (
     collapsed,
+    declares,
     finds,
     found_pairs,
     found_styles,
@@ -121,7 +122,7 @@ def _check(ctx: DistContext, model: nn.Module, options: TensorOptions) -> None:
 def _is_found(model: nn.Module, options: TensorOptions) -> bool:
     if options.tensor != "model":
         return False
-    return finds(model) or (options.example is not None and not tensor_plan(model))
+    return finds(model) or (options.example is not None and not declares(model))
 
 
 def _resolve(ctx: DistContext, model: nn.Module, options: TensorOptions) -> TensorOptions:
@@ -150,8 +151,9 @@ def _found(model: nn.Module, size: int, example: Any, *, sequence: bool) -> dict
         raise _unknown(model, f"{with_article(name)}; {'; '.join(lines[:5])}")
     share = share_of(model, rules_of(model, styles, size))
     whole = f"; whole: {'; '.join(lines[:5])}" if lines else ""
-    text = "%s: %.0f%% of the parameters are divided along tp=%d, by a plan that is found and proved%s"
-    logging.getLogger("accel.parallel").warning(text, name, 100 * share, size, whole)
+    way = "a plan that is found and proved" if found else "the styles of its known layers"
+    text = "%s: %.0f%% of the parameters are divided along tp=%d, by %s%s"
+    logging.getLogger("accel.parallel").warning(text, name, 100 * share, size, way, whole)
     return styles
 
 

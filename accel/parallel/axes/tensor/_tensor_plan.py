@@ -289,15 +289,17 @@ def found_styles(
 def finds(model: nn.Module, example: object = None) -> bool:
     """Return whether styles of a model are found in its forward, as it declares none that are known here, or those of
     its head alone. Pure."""
-    if example is not None:
-        return True
+    return example is not None or (not declares(model) and example_of(model) is not None)
+
+
+def declares(model: nn.Module) -> bool:
+    """Return whether a model declares styles of its blocks, or has layers whose styles leave no doubt. Pure."""
     try:
-        is_known = _divides_blocks(_declared_styles(model)) or any(
+        return _divides_blocks(_declared_styles(model)) or any(
             type(each).__name__ in _KNOWN for each in model.modules()
         )
-    except PrepareError:
-        is_known = False  # styles that have no counterpart here
-    return not is_known and example_of(model) is not None
+    except PrepareError:  # styles that have no counterpart here
+        return False
 
 
 def _divides_blocks(styles: Iterable[str]) -> bool:

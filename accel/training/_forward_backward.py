@@ -270,7 +270,7 @@ def _mean(
     # Ranks without the last stage have no losses: they take part in the broadcast with a tensor of the same form.
     mean = on_device(ctx, 0.0)
     if sums:
-        total = torch.stack([each.to(mean.device, mean.dtype) for each in sums]).sum()
+        total = torch.stack(list(sums)).sum(dtype=mean.dtype).to(mean.device)
         if isinstance(known, torch.Tensor):
             mean = torch.where(known > 0, total / known.to(mean.device), 0.0).to(mean.dtype)
         elif known:

@@ -189,7 +189,7 @@ def _run(
     known = own_weight(ctx, weight)
     pipeline = pipeline_of(unwrap_model(model))
     count = micro_batches_of(model) if pipeline is None else pipeline.layout.micro_batches
-    has_loss = pipeline is None or pipeline.last_rank == ctx.axis("pp").rank
+    has_loss = pipeline is None or pipeline.last_rank == pipeline.comm.rank
     equal = pipeline is not None
     micro = split_batch(inputs, targets, count, equal=equal, containers=ctx.containers, has_loss=has_loss)
     added, block = _begin(ctx, model, given, scaler, accum, weight)

@@ -33,14 +33,13 @@ from accel.report import (
     exit_status,
     find_runs,
     name_runs,
-    noted,
     read_data,
     report_page,
     state_of,
     status_line,
 )
 from accel.report.traces import describe_profile, read_traces
-from accel.run_folder import PROFILE, RUN
+from accel.run_folder import PROFILE, RUN, noted
 from accel.storage import as_place
 from accel.terminal import show_size, show_text
 
@@ -142,9 +141,7 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
         raise ConfigError("the page cannot be written", got="a folder", where=str(output), fix=fix)
     for each in asked:
         check_folder(each, fix="Name the folder that save_state or tracking got.")
-    found = [find_runs(each) for each in asked]
-    folders = [run for each in found for run in each.folders]
-    unreadable = [line for each in found for line in each.unreadable]
+    folders, unreadable = _find_asked(asked)
     named = zip(name_runs(folders), folders, strict=True)
     # a run that was found may have begun a moment ago; one that was named has something to show
     runs = [read_run_folder(name, folder, may_be_empty=folder not in asked) for name, folder in named]
@@ -166,6 +163,14 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
     print(f"{output}: {show_size(len(page))}")
     _warn_unreadable([*unreadable, *(f"{run.folder}: {line}" for run in runs for line in run.problems)])
     return 0
+
+
+def _find_asked(asked: Sequence[Path]) -> FoundRuns:
+    """Return the runs at or in some folders; a folder that does not exist yet is one of a run."""
+    found = [find_runs(each) if each.is_dir() else FoundRuns([each]) for each in asked]
+    return FoundRuns(
+        [run for each in found for run in each.folders], [line for each in found for line in each.unreadable]
+    )
 
 
 def _warn_unreadable(lines: Sequence[str]) -> None:
@@ -239,13 +244,7 @@ def _serve(known: argparse.Namespace) -> int:
     def follow(folder: Path) -> FollowedRun:
         return FollowedRun(folder.name, folder, list_checkpoints, _profile)
 
-    def find() -> FoundRuns:
-        found = [find_runs(each) if each.is_dir() else FoundRuns([each]) for each in asked]
-        return FoundRuns(
-            [run for each in found for run in each.folders], [line for each in found for line in each.unreadable]
-        )
-
-    report = LiveReport(find, follow, room=known.media)
+    report = LiveReport(lambda: _find_asked(asked), follow, room=known.media)
     token = _token(known.token_file) if known.token_file else secrets.token_urlsafe(24)
     try:
         server = ReportServer(report, token, host, known.port)

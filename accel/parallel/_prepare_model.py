@@ -132,8 +132,7 @@ def prepare_model(
             state. None sends them as they are.
         plan: styles, stages and units for the mesh's axes of several ranks; None for `ctx.plan`, else `Plan()`.
         example: a batch as `forward_backward` takes its inputs, for a plan with cut="trace", and for the styles along
-            tp of a model that declares none; without effect elsewhere.
-            Any number of rows; values do not matter.
+            tp of a model that declares none; without effect elsewhere. Any number of rows; values do not matter.
         allocate: whether a model that is empty on every rank gets memory. False leaves this rank's part of it empty,
             for `load_checkpoint_and_dispatch`.
 
@@ -311,12 +310,8 @@ def own_options(
     """Return the options of one dimension from a plan and the keywords of `prepare_model`, or raise `ConfigError`."""
     sources = (_checked_plan(plan), keywords or ReplicateOptions())
     found: dict[str, Any] = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
-    found |= {
-        "plan": sources[0],
-        "example": example,
-        "division": None,
-        "rules": None,
-    }  # the last two follow from the model
+    found |= {"plan": sources[0], "example": example}
+    found |= {"division": None, "rules": None}  # these follow from the model
     own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
     own.check()
     return own

@@ -21,12 +21,11 @@ from accel.report._run_data import (
     RunData,
     RunState,
     StoredCheckpoint,
-    noted,
     why_closed,
 )
 from accel.report._series import charts_of, ranked_metrics
 from accel.report._tables import rank_text, show_number
-from accel.run_folder import METRICS, PROFILE, LaunchRecord, Position, decode_line, read_new, read_records
+from accel.run_folder import METRICS, PROFILE, LaunchRecord, Position, decode_line, noted, read_new, read_records
 from accel.terminal import show_clock, show_text
 
 

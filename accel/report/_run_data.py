@@ -10,15 +10,14 @@ import socket
 import stat
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from accel.alerts import Alert, read_alerts
-from accel.errors import CheckpointError
 from accel.run_folder import (
     MEDIA,
     METRICS,
@@ -29,6 +28,7 @@ from accel.run_folder import (
     Position,
     RunRecord,
     decode_line,
+    noted,
     parse_media,
     read_new,
     read_records,
@@ -259,17 +259,6 @@ def why_closed(folder: Path) -> str:
     return "".join(problems)
 
 
-@contextmanager
-def noted(problems: list[str], what: str) -> Generator[None]:
-    """Go on behind the block where a file cannot be read, with a line more in `problems`."""
-    try:
-        yield
-    except OSError as error:
-        problems.append(f"{what} cannot be read: {error.strerror or error}")
-    except CheckpointError as error:
-        problems.append(f"{what} cannot be read: {error.problem}")
-
-
 def _read_lines(path: Path) -> Iterator[tuple[list[MetricsLine | None], bool]]:
     """Yield lines of a file, and whether it was cut back between two reads, so that earlier ones no longer count."""
     position = Position()
@@ -339,7 +328,7 @@ class MediaFolder:
 
     def look(self, folder: Path, problems: list[str]) -> Sequence[MediaFile]:
         """Return the files of a run's media by now; note an unreadable folder. Links are not followed."""
-        try:
+        with noted(problems, MEDIA), suppress(FileNotFoundError):
             state = os.lstat(folder / MEDIA)
             if not stat.S_ISDIR(state.st_mode):
                 return ()
@@ -347,12 +336,8 @@ class MediaFolder:
                 self._files = list(_list_media(folder / MEDIA))
                 is_settled = time.time_ns() - state.st_mtime_ns > 2_000_000_000  # clocks of files have coarse ticks
                 self._changed_ns = state.st_mtime_ns if is_settled else -1
-        except FileNotFoundError:
-            return ()
-        except OSError as error:
-            problems.append(f"{MEDIA} cannot be read: {error.strerror or error}")
-            return ()
-        return self._files
+            return self._files
+        return ()
 
 
 def _list_media(folder: Path) -> Iterator[MediaFile]:

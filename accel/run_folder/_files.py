@@ -6,14 +6,15 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 from urllib.parse import quote, unquote
 
 import msgspec
 
-from accel.errors import ConfigError
+from accel.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
 
@@ -43,23 +44,35 @@ def append_rest(path: str | os.PathLike[str], content: bytes | bytearray) -> Non
 
 def read_json(path: str | os.PathLike[str], type_: type[T]) -> T | None:
     """Return the value of a file of `write_json`; None if there is nothing, or nothing of that type."""
-    try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=type_)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    return _decoded(path, type_)[0]
 
 
 def problem_of_json(path: str | os.PathLike[str], type_: type[Any]) -> str:
     """Return why a file has no value of that type; empty if it has one, or if there is no file."""
+    return _decoded(path, type_)[1]
+
+
+def _decoded(path: str | os.PathLike[str], type_: type[T]) -> tuple[T | None, str]:
+    """The value of a file, and why it has none of that type."""
     try:
-        _ = msgspec.json.decode(Path(path).read_bytes(), type=type_)
+        return msgspec.json.decode(Path(path).read_bytes(), type=type_), ""
     except (FileNotFoundError, NotADirectoryError):
-        return ""
+        return None, ""
     except OSError as error:
-        return error.strerror or str(error)
+        return None, error.strerror or str(error)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return None, f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def noted(problems: list[str], what: str) -> Generator[None]:
+    """Go on behind the block where a file cannot be read, with a line more in `problems`."""
+    try:
+        yield
+    except OSError as error:
+        problems.append(f"{what} cannot be read: {error.strerror or error}")
+    except CheckpointError as error:
+        problems.append(f"{what} cannot be read: {error.problem}")
 
 
 def read_files(folder: Path, name: str, problems: list[str]) -> Iterator[tuple[Path, bytes]]:
@@ -67,21 +80,14 @@ def read_files(folder: Path, name: str, problems: list[str]) -> Iterator[tuple[P
 
     Nothing is yielded without such a folder. What cannot be read is a line more in `problems`.
     """
-    try:
+    inside: list[str] = []
+    with noted(problems, name), suppress(FileNotFoundError, NotADirectoryError):
         inside = sorted(os.listdir(folder / name))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        problems.append(f"{name} cannot be read: {error.strerror or error}")
-        return
     for path in (folder / name / each for each in inside if each.endswith((".json", ".jsonl"))):
-        try:
+        content: bytes | None = None
+        with noted(problems, f"{name}/{path.name}"), suppress(FileNotFoundError):  # it may go since it was listed
             content = path.read_bytes()
-        except FileNotFoundError:  # it went since it was listed
-            continue
-        except OSError as error:
-            problems.append(f"{name}/{path.name} cannot be read: {error.strerror or error}")
-        else:
+        if content is not None:
             yield path, content
 
 

@@ -199,7 +199,7 @@ def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Ten
                 loss, grad = _rooted(loss, factor)
                 torch.autograd.backward(loss, grad, graph.retain or graph.create, graph.create, inputs=graph.inputs)
             else:
-                engine.backward(ctx, _times(loss, factor), graph.retain)
+                engine.backward(ctx, times(loss, matched(factor, loss)), graph.retain)
     except RuntimeError as error:
         raise_lost_peer(error, "backward")
         _raise_marked_twice(error)
@@ -208,18 +208,18 @@ def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Ten
         raise
 
 
-def _times(loss: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-    if isinstance(factor, torch.Tensor):
-        return loss * factor.to(loss.device, loss.dtype)
-    return loss * factor if factor != 1.0 else loss
+def matched(factor: float | torch.Tensor, loss: torch.Tensor) -> float | torch.Tensor:
+    """Return the factor of a loss, a tensor on its device and of its dtype."""
+    return factor.detach().to(loss.device, loss.dtype) if isinstance(factor, torch.Tensor) else factor
 
 
 def _rooted(loss: torch.Tensor, factor: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what backward begins at, and its gradient: the factor, which spares a product and its backward."""
+    factor = matched(factor, loss)
     if is_dtensor(loss):
-        return _times(loss, factor), None
+        return times(loss, factor), None
     if isinstance(factor, torch.Tensor):
-        return loss, factor.detach().to(loss.device, loss.dtype).reshape(())
+        return loss, factor.reshape(())
     return loss, None if factor == 1.0 else torch.full_like(loss, factor)
 
 

@@ -15,7 +15,7 @@ from accel.context import DistContext
 from accel.errors import StepError
 from accel.parallel.axes.pipeline import MicroBatch, first_rows, first_tensor
 from accel.random import isolated_rng
-from accel.training._backward import check_loss
+from accel.training._backward import check_loss, matched
 from accel.tree import map_tensors
 
 LossFn = Callable[..., torch.Tensor]
@@ -190,6 +190,4 @@ class LossSums:
     def scaled(self, output: Any, batch: MicroBatch) -> torch.Tensor:
         """Return what backward runs from."""
         found = self.of(output, batch)
-        if isinstance(self.factor, torch.Tensor):
-            return found * self.factor.detach().to(found.device, found.dtype)
-        return found * self.factor
+        return found * matched(self.factor, found)

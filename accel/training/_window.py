@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, overload
 
 import torch
 from torch.optim import Optimizer
@@ -107,6 +107,14 @@ def window_gradients(
 def total_weight(window: Accumulation) -> float | torch.Tensor:
     """Return the weight over all ranks, in the window's unit: a number where reading it does not wait for a device."""
     return window.world_weight if window.unit == 1.0 else window.world_weight / window.unit
+
+
+@overload
+def times(value: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def times(value: float | torch.Tensor, factor: float | torch.Tensor) -> float | torch.Tensor: ...
 
 
 def times(value: float | torch.Tensor, factor: float | torch.Tensor) -> float | torch.Tensor:

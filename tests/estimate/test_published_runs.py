@@ -28,7 +28,7 @@ from accel.topology import Axes, Plan
 
 LLAMA_8B = Transformer(layers=32, width=4096, heads=32, kv_heads=8, head_width=128, inner=14336, vocabulary=128256)
 LLAMA_70B = Transformer(layers=80, width=8192, heads=64, kv_heads=8, head_width=128, inner=28672, vocabulary=128256)
-# H100 of 96 GB of HBM2e with 2.4 TB/s, of which a copy has the part that it has of HBM3's, and a limit of 500 W.
+# H100 with 96 GB of HBM2e, 2.4 TB/s, and a limit of 500 W; a copy at the same share of the bandwidth as on HBM3
 GRAND_TETON = Hosts(efficiencies=msgspec.structs.replace(H100, bandwidth=H100.bandwidth * 2.4 / 3.35), power_w=500)
 # FlashAttention-2, section 4.1: 1.3 to 1.5 times as fast as the Triton kernel forward, and twice as fast backward;
 # on A100, of which the ratio is taken to be H100's. https://arxiv.org/abs/2307.08691

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,22 @@ from torch import nn
 
 import accel
 from accel.data import SampleCount
+
+
+def two_steps(
+    ctx: accel.DistContext, model: nn.Module, optimizer: Any, loss_of: Callable[[], torch.Tensor]
+) -> list[tuple[float, float]]:
+    """Take two clipped steps; return the loss and the norm of each."""
+    found: list[tuple[float, float]] = []
+    for _ in range(2):
+        run = ByState(ctx)
+        run.begin()
+        with run.accumulate(model):
+            loss = loss_of()
+            run.backward(loss)
+        run.step(optimizer, max_norm=0.5)
+        found.append((float(loss.detach()), float(run.grad_norm)))
+    return found
 
 
 class ByState:

@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 @contextlib.contextmanager
 def no_collections() -> Generator[None]:
-    """A block in which many objects are made that references alone keep; later collections skip those that are left."""
+    """Disable collections in a block that makes many long-lived objects, and exempt the survivors from later ones."""
     gc.disable()
     try:
         yield

@@ -13,6 +13,17 @@ MOE = GATED | {
     "moe_intermediate_size": 16,
     "experts_implementation": "batched_mm",
 }
+SPEECH = ENCODER | {
+    "conv_dim": [16, 16],
+    "conv_stride": [4, 2],
+    "conv_kernel": [8, 4],
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "mask_time_prob": 0.0,
+    "mask_feature_prob": 0.0,
+    "classifier_proj_size": 16,
+    "apply_spec_augment": False,
+}
 E32 = ENCODER | {"max_position_embeddings": 40}
 MORE: Mapping[str, Family] = {
     "GraniteMoE": Family("GraniteMoeForCausalLM", "GraniteMoeConfig", MIXTURE),
@@ -343,52 +354,19 @@ MORE: Mapping[str, Family] = {
     "Wav2Vec2": Family(
         "Wav2Vec2ForSequenceClassification",
         "Wav2Vec2Config",
-        ENCODER
-        | {
-            "conv_dim": [16, 16],
-            "conv_stride": [4, 2],
-            "conv_kernel": [8, 4],
-            "num_conv_pos_embeddings": 4,
-            "num_conv_pos_embedding_groups": 2,
-            "mask_time_prob": 0.0,
-            "mask_feature_prob": 0.0,
-            "classifier_proj_size": 16,
-            "apply_spec_augment": False,
-        },
+        SPEECH,
         "sound",
     ),
     "HuBERT": Family(
         "HubertForSequenceClassification",
         "HubertConfig",
-        ENCODER
-        | {
-            "conv_dim": [16, 16],
-            "conv_stride": [4, 2],
-            "conv_kernel": [8, 4],
-            "num_conv_pos_embeddings": 4,
-            "num_conv_pos_embedding_groups": 2,
-            "mask_time_prob": 0.0,
-            "mask_feature_prob": 0.0,
-            "classifier_proj_size": 16,
-            "apply_spec_augment": False,
-        },
+        SPEECH,
         "sound",
     ),
     "WavLM": Family(
         "WavLMForSequenceClassification",
         "WavLMConfig",
-        ENCODER
-        | {
-            "conv_dim": [16, 16],
-            "conv_stride": [4, 2],
-            "conv_kernel": [8, 4],
-            "num_conv_pos_embeddings": 4,
-            "num_conv_pos_embedding_groups": 2,
-            "mask_time_prob": 0.0,
-            "mask_feature_prob": 0.0,
-            "classifier_proj_size": 16,
-            "apply_spec_augment": False,
-        },
+        SPEECH,
         "sound",
     ),
     "AST": Family(

@@ -17,6 +17,15 @@ from accel.topology import TensorStyle
 
 CLASSES, WIDTH, HEADS, TOKENS = 12, 16, 4, 8
 IGNORED = -100
+# of blocks that are a norm and an MLP, whose ranks share the tokens between them
+NORM_AND_MLP: dict[str, Any] = {
+    "blocks.0": "split_sequence",
+    "blocks.*.norm": "sequence_parallel",
+    "blocks.*.mlp": "gather_sequence",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise_sequence",
+    "norm": "sequence_parallel_gather_output",
+}
 
 
 class Attention(nn.Module):

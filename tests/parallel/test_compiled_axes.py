@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tensor_models import NORM_AND_MLP
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -64,14 +65,6 @@ LAYERS: dict[str, Any] = {
     "blocks.*.mlp.up": "colwise",
     "blocks.*.mlp.down": "rowwise",
 }
-SEQUENCE: dict[str, Any] = {
-    "blocks.0": "split_sequence",
-    "blocks.*.norm": "sequence_parallel",
-    "blocks.*.mlp": "gather_sequence",
-    "blocks.*.mlp.up": "colwise",
-    "blocks.*.mlp.down": "rowwise_sequence",
-    "norm": "sequence_parallel_gather_output",
-}
 
 
 class Case(NamedTuple):
@@ -88,10 +81,10 @@ CASES = {
     "ddp, whole": Case("dp=2", "ddp", None, 2),
     "fsdp": Case("dp=2", "fsdp", "repeated", 4),
     "tp": Case("tp=2", "ddp", "repeated", 4),
-    "tp, shared tokens": Case("tp=2", "ddp", "repeated", 4, SEQUENCE),
+    "tp, shared tokens": Case("tp=2", "ddp", "repeated", 4, NORM_AND_MLP),
     "pp": Case("pp=2", "ddp", "repeated", 2),
     "pp, whole stages": Case("pp=2", "ddp", None, 4),
-    "fsdp x tp, shared tokens": Case("dp=2,tp=2", "fsdp", "repeated", 8, SEQUENCE),
+    "fsdp x tp, shared tokens": Case("dp=2,tp=2", "fsdp", "repeated", 8, NORM_AND_MLP),
     "pp x tp": Case("pp=2,tp=2", "ddp", None, 8),
 }
 QUICK = ("tp", "pp")  # compiled replicas and shards have tests beside their own laws
@@ -182,7 +175,7 @@ def test_the_first_block_that_shares_tokens_is_one_of_the_repeated(ranks):
 
     def rank(ctx: accel.DistContext) -> list[bool]:
         ctx = accel.replace(ctx, mesh="dp=2,tp=2", strategy="fsdp")
-        model = accel.prepare_model(ctx, Net(), plan=Plan(tensor=SEQUENCE))
+        model = accel.prepare_model(ctx, Net(), plan=Plan(tensor=NORM_AND_MLP))
         recomputed = accel.checkpoint_activations(model).blocks
         return [isinstance(each, FSDPModule) and isinstance(each, Recomputed) for each in recomputed]
 

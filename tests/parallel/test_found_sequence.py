@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ByState
+from steps import two_steps
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -132,16 +132,11 @@ def test_parts_of_tokens_train_as_in_one_process(ranks: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         plan = accel.parallel.Plan(tensor=_styles() if ctx.world_size > 1 else {})
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
-        figures: list[float] = []
-        for _ in range(2):
-            run = ByState(ctx)
-            run.begin()
-            with run.accumulate(model):
-                loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-                run.backward(loss)
-            run.step(optimizer, max_norm=0.5)
-            figures += [float(loss.detach()), float(run.grad_norm)]
-        return figures, accel.get_state_dict(ctx, model, dst=None)
+
+        def loss() -> torch.Tensor:
+            return functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+        return two_steps(ctx, model, optimizer, loss), accel.get_state_dict(ctx, model, dst=None)
 
     expected = rank(accel.single())
     for got in ranks.run(rank, 2, default_group=True):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from steps import ByState
+from steps import two_steps
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -156,15 +156,7 @@ def test_attention_with_few_keys_and_biases_trains_as_in_one_process(ranks: Any)
         model, optimizer = accel.prepare(
             ctx, model, optimizer, plan=accel.parallel.Plan(tensor=plan if size > 1 else {})
         )
-        figures: list[float] = []
-        for _ in range(2):
-            run = ByState(ctx)
-            run.begin()
-            with run.accumulate(model):
-                loss = model(x).square().mean()
-                run.backward(loss)
-            run.step(optimizer, max_norm=0.5)
-            figures += [float(loss.detach()), float(run.grad_norm)]
+        figures = two_steps(ctx, model, optimizer, lambda: model(x).square().mean())
         return figures, accel.get_state_dict(ctx, model, dst=None)
 
     expected = rank(accel.single())

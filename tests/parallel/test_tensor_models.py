@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from steps import ByState
+from steps import two_steps
 from tensor_models import whole
 from torch import nn
 
@@ -44,14 +44,7 @@ def _check(
         trained = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.5)
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
-        norms: list[float] = []
-        for _ in range(2):
-            run = ByState(ctx)
-            run.begin()
-            with run.accumulate(model):
-                run.backward(loss_of(model))
-            run.step(optimizer, max_norm=0.5)
-            norms.append(float(run.grad_norm))
+        norms = [norm for _, norm in two_steps(ctx, model, optimizer, lambda: loss_of(model))]
         return norms, whole(model)
 
     expected = rank(accel.single())

@@ -37,7 +37,7 @@ NAME = "accel_context"  # of the attention, and of the keyword that carries the 
 # keywords of attentions that mean other scores or masks, and reach the function where a model has them
 _OTHER_SCORES = ("head_mask", "cu_seq_lens_q", "block_mask")
 _PASS_MASK = "Pass attention_mask=, of shape [batch, 1, own, length]: the own queries and all keys."
-_FORWARD = threading.local()  # whose `masks` are those of the forward that runs
+_FORWARD = threading.local()  # `masks` of the current forward
 
 
 class ContextCall(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from accel.parallel._modules import example_of, named_modules, without_cache
-from accel.parallel.axes.tensor._prove import Verdict, is_in, prove, proved_in_parts, short
-from accel.parallel.axes.tensor._rules import clashes
+from accel.parallel.axes.tensor._prove import Verdict, prove, proved_in_parts, short
+from accel.parallel.axes.tensor._rules import clashes, is_in
 from accel.parallel.axes.tensor._styles import COLWISE, is_adapted, is_linear, output_dim, problems_of
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, Node, trace
 from accel.topology import TensorStyle
@@ -122,6 +122,10 @@ def _is_end(node: Node) -> bool:
     return bool(node.path)
 
 
+def _is_product_or_end(node: Node) -> bool:
+    return node.name in _PRODUCTS or _is_end(node)
+
+
 def _is_layer(node: Node) -> bool:
     return node.name == _LAYER
 
@@ -155,7 +159,8 @@ _DIVIDED = COLWISE | {"rowwise"}
 def _fused(graph: _Graph, at: int) -> _Sources:
     node = graph.nodes[at]
     query, key, value = (_layers(graph, [each], at) for each in node.inputs[:3])
-    return _Sources(query, key, value, at, *_biases(graph, node.inputs[3:], at))
+    ends, added = graph.ways(node.inputs[3:], at, _is_end)
+    return _Sources(query, key, value, at, _embeddings(graph, ends), added)
 
 
 def _written_out(graph: _Graph, at: int) -> _Sources | None:
@@ -163,12 +168,9 @@ def _written_out(graph: _Graph, at: int) -> _Sources | None:
     node = graph.nodes[at]
     if node.name not in ("softmax", "_softmax"):
         return None
-
-    def ends(each: Node) -> bool:
-        return each.name in _PRODUCTS or _is_end(each)
-
-    scores = [each for each in graph.back(node.inputs, at, ends) if each >= 0 and graph.nodes[each].name in _PRODUCTS]
-    after = [each for each in graph.on(at, ends) if graph.nodes[each].name in _PRODUCTS]
+    ends, added = graph.ways(node.inputs, at, _is_product_or_end)
+    scores = [each for each in ends if each >= 0 and graph.nodes[each].name in _PRODUCTS]
+    after = [each for each in graph.on(at, _is_product_or_end) if graph.nodes[each].name in _PRODUCTS]
     if not scores or len(after) != 1:
         return None
     product = after[0]
@@ -176,9 +178,7 @@ def _written_out(graph: _Graph, at: int) -> _Sources | None:
     query = set[int]().union(*(_layers(graph, pair[:1], each) for pair, each in operands))
     key = set[int]().union(*(_layers(graph, pair[1:], each) for pair, each in operands))
     values = [each for each in graph.nodes[product].inputs if not _comes_from(graph, each, product, at)]
-    ends_, added = graph.ways(node.inputs, at, ends)
-    embeddings = {at for at in ends_ if at >= 0 and graph.nodes[at].name == _EMBEDDING}
-    return _Sources(query, key, _layers(graph, values, product), product, embeddings, added)
+    return _Sources(query, key, _layers(graph, values, product), product, _embeddings(graph, ends), added)
 
 
 def _comes_from(graph: _Graph, value: int, before: int, at: int) -> bool:
@@ -190,10 +190,8 @@ def _layers(graph: _Graph, values: Sequence[int], before: int) -> set[int]:
     return {at for at in graph.back(values, before, _is_end) if at >= 0 and _is_layer(graph.nodes[at])}
 
 
-def _biases(graph: _Graph, values: Sequence[int], before: int) -> tuple[set[int], set[int]]:
-    """Embeddings behind what is added to scores, and the nodes between."""
-    ends, added = graph.ways(values, before, _is_end)
-    return {at for at in ends if at >= 0 and graph.nodes[at].name == _EMBEDDING}, added
+def _embeddings(graph: _Graph, ends: set[int]) -> set[int]:
+    return {at for at in ends if at >= 0 and graph.nodes[at].name == _EMBEDDING}
 
 
 def _of_heads(graph: _Graph, found: _Sources, holder: str) -> list[str]:
@@ -201,11 +199,7 @@ def _of_heads(graph: _Graph, found: _Sources, holder: str) -> list[str]:
     layers = {at for at, node in enumerate(graph.nodes) if node.path}
     inside = [each for each in graph.calls if each.path.startswith(f"{holder}." if holder else "") and each.path]
     calls = [each for each in inside if found.added & {*each.nodes} and not layers & {*each.nodes}]
-
-    def ends(node: Node) -> bool:
-        return node.name in _PRODUCTS or _is_end(node)
-
-    behind = {each.path: graph.back(each.inputs, each.nodes.start, ends) for each in calls}
+    behind = {each.path: graph.back(each.inputs, each.nodes.start, _is_product_or_end) for each in calls}
     paths = {path for path, nodes in behind.items() if nodes <= {-1}}  # of no scores
     return sorted(each for each in paths if not any(each.startswith(f"{other}.") for other in paths))
 

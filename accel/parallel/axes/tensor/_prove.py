@@ -22,7 +22,7 @@ from accel.parallel._compile import Recomputed
 from accel.parallel._modules import named_modules
 from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._layers import SEQUENCE_DIM, GroupLayer
-from accel.parallel.axes.tensor._rules import install, rules_of
+from accel.parallel.axes.tensor._rules import install, is_in, rules_of
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, batch_experts, plain, tensors_in
 from accel.topology import TensorStyle
@@ -112,11 +112,6 @@ def proved_in_parts(
         reader = others[0].path or others[0].name if others else "the model, in what it returns"
         raise _not_in_parts(f"read behind a block, by {reader}")
     return found
-
-
-def is_in(path: str, around: str) -> bool:
-    """Return whether a module is another one or inside of it."""
-    return not around or path == around or path.startswith(f"{around}.")
 
 
 def _not_in_parts(problem: str) -> PrepareError:

@@ -112,11 +112,11 @@ def _is_copied(path: str, styles: Mapping[str, str]) -> bool:
     return around is not None and styles[around] in COPYING
 
 
-def _named_around(path: str, styles: Mapping[str, str]) -> str | None:
-    """The nearest module around a path that a plan names."""
+def _named_around(path: str, named: Mapping[str, object]) -> str | None:
+    """The nearest module around a path among those of a plan, or with a number of heads; None for none."""
     while path:
         path = path.rpartition(".")[0]
-        if path in styles:
+        if path in named:
             return path
     return None
 
@@ -139,13 +139,14 @@ def _with_aliases(model: nn.Module, rules: Mapping[str, Rule], styles: Mapping[s
     for path, rule in rules.items():
         own = model.get_submodule(path).named_parameters(recurse=False)
         named = {name: dims[id(each)] for name, each in own if id(each) in dims}
-        if path not in styles and named and all(_is_inside(each, path) for each, _ in named.values()):
+        if path not in styles and named and all(each != path and is_in(each, path) for each, _ in named.values()):
             found[path] = msgspec.structs.replace(rule, dims={name: dim for name, (_, dim) in named.items()})
     return found
 
 
-def _is_inside(path: str, around: str) -> bool:
-    return path.startswith(f"{around}." if around else "") and path != around
+def is_in(path: str, around: str) -> bool:
+    """Return whether a module is another one or inside of it."""
+    return not around or path == around or path.startswith(f"{around}.")
 
 
 def _with_shares(model: nn.Module, rules: Mapping[str, Rule], totals: Mapping[str, int]) -> dict[str, Rule]:
@@ -153,7 +154,7 @@ def _with_shares(model: nn.Module, rules: Mapping[str, Rule], totals: Mapping[st
     found = dict(rules)
     for path, rule in rules.items():
         if rule.style == "split_heads":
-            found[path] = msgspec.structs.replace(rule, heads=totals[_around_heads(path, totals) or ""])
+            found[path] = msgspec.structs.replace(rule, heads=totals[_named_around(path, totals) or ""])
     for path, heads in totals.items():
         if shares := shares_of(model.get_submodule(path)):
             found[path] = msgspec.structs.replace(found[path], shares=shares, heads=heads)
@@ -161,12 +162,7 @@ def _with_shares(model: nn.Module, rules: Mapping[str, Rule], totals: Mapping[st
 
 
 def _alone(rules: Mapping[str, Rule], totals: Mapping[str, int]) -> list[str]:
-    return [path for path, rule in rules.items() if rule.style == "split_heads" and _around_heads(path, totals) is None]
-
-
-def _around_heads(path: str, totals: Mapping[str, int]) -> str | None:
-    """The innermost module around another whose heads are divided; None for none."""
-    return max((each for each in totals if _is_inside(path, each)), key=len, default=None)
+    return [path for path, rule in rules.items() if rule.style == "split_heads" and _named_around(path, totals) is None]
 
 
 def _tied_problems(model: nn.Module, rules: Mapping[str, Rule]) -> list[str]:

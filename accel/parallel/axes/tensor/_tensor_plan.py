@@ -234,8 +234,8 @@ def tensor_plan(
 
     Args:
         model: without wrappers; adapters of peft may be in it.
-        sequence: whether ranks share the tokens between these layers, in models whose blocks are norms and modules that
-            the styles divide. Where styles are found, these too are proved.
+        sequence: whether ranks share the tokens between these layers, in models with blocks of norms and divided
+            modules. Found styles are proved with it.
         head: style of the layer that gives the logits: "colwise" leaves each rank those of its part of the vocabulary,
             for `vocab_cross_entropy`, and "colwise_gather_output" gathers them. An embedding tied to it is divided too.
             None for the style that the model declares.

@@ -216,7 +216,7 @@ class Comm:
         self.lost = ""
         self.steps = StepLog()
         self.later_batches: dict[dist.ProcessGroup | None, Any] = {}
-        self.seen_loss: torch.Tensor | None = None
+        self.seen_loss: float | torch.Tensor | None = None
 
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, size={self.size}, {'closed' if self._closed else 'open'})"

@@ -151,6 +151,10 @@ def check_kept(models: Iterable[nn.Module]) -> None:
     models = tuple(models)
     if any(map(is_pipelined, models)):
         return
+    for module in _modules(models):
+        for each in module._parameters.values():
+            if each is not None and each.grad is not None and each.requires_grad:
+                return  # as a rule the first one: most modules are not looked at
     parameters, sharded = _tables(models)
     trained = [each for each in parameters if each is not None and each.requires_grad]
     if trained and not sharded and all(each.grad is None for each in trained):
@@ -225,23 +229,29 @@ def _nonzero(grad: torch.Tensor) -> torch.Tensor:
 
 def _tables(models: Iterable[nn.Module]) -> tuple[list[torch.Tensor | None], list[nn.Module]]:
     """Return the parameters of models, some perhaps twice or None, and the modules that `fully_shard` was called on."""
-    # tables without a public name in torch: `parameters()` takes ten times as long; a test compares both
     parameters: list[torch.Tensor | None] = []
     sharded: list[nn.Module] = []
-    waiting: list[Any] = [part for model in models for part in stage_modules(model)]
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded_kind = getattr(fsdp, "FSDPModule", None)  # another thread may be importing the module
+    for module in _modules(models):
+        if module._parameters:
+            parameters += module._parameters.values()
+        if sharded_kind is not None and isinstance(module, sharded_kind):
+            sharded.append(module)
+    return parameters, sharded
+
+
+def _modules(models: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield the modules of models that this rank runs, some perhaps twice."""
+    # by tables without a public name in torch: `modules()` takes ten times as long; a test compares both
+    waiting: list[Any] = [part for model in models for part in stage_modules(model)]
     while waiting:
         module = waiting.pop()
         if module is None:
             continue
-        if module._parameters:
-            parameters += module._parameters.values()
+        yield module
         if module._modules:
             waiting += module._modules.values()
-        if sharded_kind is not None and isinstance(module, sharded_kind):
-            sharded.append(module)
-    return parameters, sharded
 
 
 _USED = "accel_used"  # of a parameter: whether a backward has reached it since the last exchange of these bits

@@ -54,7 +54,7 @@ def defer(
     *,
     optimizers: Sequence[Optimizer],
     step: int | None,
-    losses: torch.Tensor | None,
+    losses: float | torch.Tensor | None,
     apart: bool,
     note: Callable[[], object],
 ) -> Deferred:
@@ -68,7 +68,7 @@ def defer(
         kept: norms of single gradients, which stay on the device unless the outcome is an error.
         optimizers: optimizers of the step, whose parameters still have the gradients.
         step: the run's steps before this one; None where nobody counts them.
-        losses: tensor that is finite if the window's losses are.
+        losses: figure that is finite if the window's losses are.
         apart: whether ranks may decide differently.
         note: called once it is known that the step was taken.
     """

@@ -427,11 +427,12 @@ _FINITE, _BAD, _UNKNOWN = "finite", "bad", "unknown"
 def note_loss(
     ctx: DistContext, before: Accumulation | None, after: Accumulation | None, loss: torch.Tensor
 ) -> Accumulation | None:
-    """Note a loss beside the window `after` its backward; without a window, on the context's handle. Reads nothing."""
-    loss = loss.detach() if loss.requires_grad else loss
+    """Note a loss beside the window `after` its backward; without a window, on the context's handle. Waits for no
+    device."""
+    # On the CPU a number costs less than a kernel; whatever stands in for a tensor there has none to read.
+    found = loss.item() if loss.is_cpu and type(loss) is torch.Tensor else loss.detach()
     seen = ctx.comm.seen_loss if before is None else vars(before).get(_SEEN)
-    # 0 times inf or NaN is NaN, which stays, and torch adds such a product in one kernel.
-    found = loss if seen is None else torch.add(seen, loss.to(seen.device), alpha=0)
+    found = found if seen is None else _both(seen, found)
     if after is None:
         ctx.comm.seen_loss = found
     else:
@@ -439,17 +440,26 @@ def note_loss(
     return after
 
 
-def seen_losses(ctx: DistContext, accum: Accumulation | None) -> torch.Tensor | None:
-    """Return a tensor of shape [] that is finite if the window's losses are; None where that is not known."""
+def _both(first: float | torch.Tensor, second: float | torch.Tensor) -> float | torch.Tensor:
+    """Return a figure that is finite if two are: 0 times inf or NaN is NaN, which stays."""
+    if isinstance(first, torch.Tensor):
+        other = second.to(first.device) if isinstance(second, torch.Tensor) else second
+        return torch.add(first, other, alpha=0)  # one kernel
+    return torch.add(second, first, alpha=0) if isinstance(second, torch.Tensor) else first + 0.0 * second
+
+
+def seen_losses(ctx: DistContext, accum: Accumulation | None) -> float | torch.Tensor | None:
+    """Return a figure that is finite if the window's losses are, a tensor of shape [] where reading it would wait; None
+    where that is not known."""
     return ctx.comm.seen_loss if accum is None else vars(accum).get(_SEEN)
 
 
-def blame(ctx: DistContext, seen: torch.Tensor | None, *, apart: bool) -> str:
+def blame(ctx: DistContext, seen: float | torch.Tensor | None, *, apart: bool) -> str:
     """Return a clause that names the ranks whose loss was not finite, by `seen_losses`. Waits for the device.
 
     Every rank that refuses the step calls this; one that refuses alone waits a second for the others.
     """
-    own = _UNKNOWN if seen is None else _FINITE if bool(torch.isfinite(seen)) else _BAD
+    own = _UNKNOWN if seen is None else _FINITE if math.isfinite(seen) else _BAD
     told = {ctx.rank: own} if apart else notes_of_ranks(ctx.comm, "losses", own)
     if bad := sorted(rank for rank, each in told.items() if each == _BAD):
         if ctx.world_size == 1:

@@ -241,14 +241,17 @@ class StageModule(nn.Module):
         at = int(micro.item())
         batch = self._own(work.micro_batches[at])
         self._reads.begin()
-        with self._named(f"micro-batch {at + 1} of {len(work.micro_batches)}", hidden, batch):
+        try:
             with work.around():
                 output = self.call(hidden, batch)
                 if self.is_last:
                     return work.finish(output, batch)
             found = first_tensor(output, work.containers)
             return found.clone() if is_view(found) else found  # schedules detach outputs in place
-        raise AssertionError
+        except (AccelError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise self._failure(error, at, hidden, batch) from error
 
     def _own(self, batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch with this stage's arguments."""
@@ -275,19 +278,14 @@ class StageModule(nn.Module):
             _ = kwargs.pop(next(iter(kwargs)))
         return self.module(**{**kwargs, EMBEDDINGS: hidden})
 
-    @contextlib.contextmanager
-    def _named(self, micro: str, hidden: torch.Tensor, batch: MicroBatch) -> Any:
-        """Name stage, micro-batch and rank in errors of the block."""
-        try:
-            yield
-        except (AccelError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            lost = peer_error(error, f"the forward of stage {self.index}")
-            where = f"stage {self.index} of {self.count}, {micro}, rank {self.rank}"
-            raise lost or stage_failure(
-                error, self.module, self.stages, self.index, hidden, batch.kwargs, where=where
-            ) from error
+    def _failure(self, error: Exception, at: int, hidden: torch.Tensor, batch: MicroBatch) -> AccelError:
+        """Make the error that names stage, micro-batch and rank."""
+        if lost := peer_error(error, f"the forward of stage {self.index}"):
+            return lost
+        assert self.work is not None
+        micro = f"micro-batch {at + 1} of {len(self.work.micro_batches)}"
+        where = f"stage {self.index} of {self.count}, {micro}, rank {self.rank}"
+        return stage_failure(error, self.module, self.stages, self.index, hidden, batch.kwargs, where=where)
 
 
 def has_own(batch: MicroBatch) -> bool:

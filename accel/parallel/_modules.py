@@ -120,6 +120,19 @@ def layerdrops(module: nn.Module) -> list[float]:
     return [getattr(config, name, 0.0) for name in re.findall(r"config\.(\w*layerdrop)", source)]
 
 
+class KeepsParameters(Mixin):
+    """Keeps its parameters in a `to` that changes nothing, as routers call it in their forward: torch swaps the memory
+    of DTensors and fake tensors even then, which a reference to one of them forbids."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert parameters and buffers, as `nn.Module.to` does."""
+        module = cast(nn.Module, self)
+        own = [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
+        if own and all(each.to(*args, **kwargs) is each for each in own):
+            return module
+        return cast(Any, super()).to(*args, **kwargs)
+
+
 def is_elsewhere(module: nn.Module) -> bool:
     """Return whether a module is of another stage."""
     return FREED in vars(module)
@@ -283,6 +296,8 @@ def _input(name: str, model: Any, config: Any, times: int) -> Tensor | None:
         length = 2 * int(getattr(config, "max_source_positions", _FRAMES // 2))
         return torch.empty(_ROWS, int(getattr(config, "num_mel_bins", 80)), length, device="meta")
     if name == "input_values":
+        if hasattr(config, "frequency_stride"):  # a spectrum, cut into patches
+            return torch.empty(_ROWS, int(config.max_length), int(config.num_mel_bins), device="meta")
         return torch.empty(_ROWS, _SAMPLES, device="meta")
     return None
 

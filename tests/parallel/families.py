@@ -115,6 +115,8 @@ def make(name: str) -> nn.Module:
     for module in model.modules():
         if type(module).__name__ == "PhimoeTopKRouter":
             _ = module.eval()  # it draws experts in training
+        if type(module).__name__ == "SwitchTransformersTop1Router":
+            cast(Any, module).dtype = torch.float64  # its config knows narrower ones alone
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for key, value in list(vars(module).items()):

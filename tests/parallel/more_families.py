@@ -530,7 +530,7 @@ MORE: Mapping[str, Family] = {
         "LongcatFlashConfig",
         {k: v for k, v in DEEPSEEK.items() if k != "num_hidden_layers"}
         | {
-            "num_layers": 1,
+            "num_layers": 2,
             "ffn_hidden_size": 64,
             "head_dim": 4,
             "moe_topk": 2,

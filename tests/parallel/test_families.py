@@ -26,6 +26,9 @@ import accel
         pytest.param("Falcon, grouped", "tp=4", marks=pytest.mark.slow),  # fewer keys than ranks, in one layer
         pytest.param("Falcon, multi-query ALiBi", "tp=2", marks=pytest.mark.slow),  # one key, biases of all heads
         pytest.param("GPT-BigCode", "tp=2", marks=pytest.mark.slow),  # one key behind the queries, in one layer
+        pytest.param("Switch Transformers", "tp=2", marks=pytest.mark.slow),  # experts that ask for values
+        pytest.param("Doge", "tp=2", marks=pytest.mark.slow),  # a declared plan that no rank can compute
+        pytest.param("AST", "tp=2", marks=pytest.mark.slow),  # spectra
         pytest.param("DeBERTa-v2", "pp=2", marks=pytest.mark.slow),  # a trace of scripted functions
         pytest.param("BLOOM", "pp=2,tp=2", marks=pytest.mark.slow),  # biases with an entry for each head, in a trace
         pytest.param("DeiT", "pp=2,tp=2", marks=pytest.mark.slow),  # micro-batches of one row, tokens that all share

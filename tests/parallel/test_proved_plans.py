@@ -248,6 +248,50 @@ def test_a_model_with_a_plan_by_example_computes_as_in_one_process(ranks: Any) -
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
 
+class Experts(nn.Module):
+    """Experts that are asked for by value, and a router that its caller converts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, choice = self.router.to(x.dtype)(x).softmax(-1).max(-1)
+        found = torch.zeros_like(x)
+        for at in choice.unique():
+            found[choice == at] = self.experts[int(at)](x[choice == at])
+        return found * scores[..., None]
+
+
+class Mixture(Model):
+    """Attention beside experts."""
+
+    def _mlp(self) -> nn.Module:
+        return Experts()
+
+
+def test_a_module_that_asks_for_values_stays_whole_beside_what_is_found(ranks: Any) -> None:
+    ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(1))
+    found = accel.parallel.tensor_plan(Mixture((4, 4)), example=[ids])
+    assert {name.rpartition(".")[2] for name, style in found.items() if style == "colwise"} == {"q", "k", "v"}
+    assert not any(style in ("colwise", "rowwise") for name, style in found.items() if "mlp" in name)
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="tp=2") if ctx.world_size > 1 else ctx
+        torch.manual_seed(4)
+        model = accel.prepare(ctx, Mixture((4, 4)).double(), example=ids)
+        output = model(ids)
+        output.square().sum().backward()
+        grads = {name: each.grad for name, each in accel.unwrap_model(model).named_parameters()}
+        full = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in grads.items()}
+        return output.detach(), {name: each for name, each in full.items() if each is not None}
+
+    expected = rank(accel.single())
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
 class Flat(nn.Module):
     """A block whose attention and MLP have no modules of their own."""
 

@@ -183,6 +183,17 @@ def test_styles_that_are_unknown_here_are_named() -> None:
         accel.parallel.tensor_plan(Declared({"inner.blocks.*.mlp": "strange", "inner.head": "odd"}))
 
 
+def test_a_row_wise_layer_that_gives_every_rank_values_of_all_heads_is_named() -> None:
+    """As the plan that Doge declares, whose ranks have queries of their own heads alone."""
+    model = Declared({f"inner.{pattern}": style for pattern, style in plans(fused=False)["layers"].items()})
+    assert accel.parallel.tensor_plan(model)
+    for block in model.inner.blocks:
+        block.attention.step = nn.Linear(4, 2)
+    model._plan = {**model._plan, "inner.blocks.*.attention.step": "rowwise"}
+    with pytest.raises(PrepareError, match=r"blocks\.0\.attention\.step: rowwise, for values of all heads"):
+        accel.parallel.tensor_plan(model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [None, "eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None, "first_k_dense_replace": 0}])

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.errors import AccelError, StageError
-from accel.parallel._modules import named_modules
+from accel.mixins import add_mixin
+from accel.parallel._modules import KeepsParameters, named_modules
 from accel.parallel._private import fake_mode, is_fake, saves_otherwise
 from accel.parallel.axes.pipeline._stage_module import MicroBatch
 from accel.parallel.axes.pipeline._trace_blocks import Kept, leave_whole, with_blocks
@@ -89,6 +90,7 @@ def ghost_of(model: nn.Module, device: torch.device, division: Division | None =
     for module in found.modules():
         vars(module).pop("_compiled_call_impl", None)  # regions that torch would compile inside of its own trace
         leave_whole(module)
+    add_mixin([each for each in found.modules() if any(True for _ in each.parameters(recurse=False))], KeepsParameters)
     if division is not None:
         with mode:
             division.divide(found)

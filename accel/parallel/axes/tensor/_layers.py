@@ -25,6 +25,7 @@ from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import with_article
 from accel.mixins import Mixin
 from accel.parallel._labels import name_of
+from accel.parallel._modules import KeepsParameters
 from accel.parallel._private import dtensor_around, part_alone
 from accel.parallel.axes.tensor._heads import has_heads, own_heads, with_own_heads
 from accel.parallel.axes.tensor._overlap import (
@@ -114,7 +115,7 @@ class GroupLayer(Layer):
         self.exchange = row_exchange(rule.rows, rule.needed, self.rank) if rule.needed else None
 
 
-class LocalParameters(Mixin):
+class LocalParameters(KeepsParameters):
     """Computes with the local parts of its parameters."""
 
     accel_layer: Layer

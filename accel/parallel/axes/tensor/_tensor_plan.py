@@ -412,6 +412,7 @@ def _from_declared(model: nn.Module, path: str, declared: Mapping[str, str]) -> 
             unknown.append(f"{pattern}: {style}")
             continue
         found |= {f"{path}.{name}" if path else name: _DECLARED[style] for name in hits}
+    unknown += [f"{each}: rowwise, for values of all heads" for each in _of_all_heads(model, found)]
     if unknown:
         raise PrepareError(
             "the model declares tensor-parallel styles that have no counterpart here",
@@ -420,6 +421,20 @@ def _from_declared(model: nn.Module, path: str, declared: Mapping[str, str]) -> 
             where="tensor_plan, model.tp_plan",
             fix="Pass a plan of your own that leaves these modules out: accel.parallel.Plan(tensor={...}).",
         )
+    return found
+
+
+def _of_all_heads(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[str]:
+    """Row-wise layers before the one that ends an attention (Doge), which give every rank values of all heads beside
+    queries of its own."""
+    ends: dict[str, list[str]] = {}
+    for path, style in styles.items():
+        if style == "rowwise" and is_linear(model.get_submodule(path)):
+            ends.setdefault(path.rpartition(".")[0], []).append(path)
+    found: list[str] = []
+    for paths in ends.values():
+        outputs = {path: len(model.get_submodule(path).get_parameter("weight")) for path in paths}
+        found += [path for path, each in outputs.items() if each < max(outputs.values())]
     return found
 
 

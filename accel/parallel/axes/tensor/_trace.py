@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from accel.parallel._modules import named_modules
+from accel.mixins import Mixin, add_mixin
+from accel.parallel._modules import KeepsParameters, named_modules, written_class
 from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
 
@@ -95,12 +96,37 @@ def tensors_in(tree: object) -> list[Tensor]:
 def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) -> ForwardTrace:
     """Run a copy of a model on fake tensors, in eval, and record it. The model and torch's streams are unchanged.
 
-    Whatever a forward raises without values is raised.
+    Modules whose path depends on values, as experts that ask which tokens chose them, are recorded as one operation,
+    with an output like their first tensor. Whatever else a forward raises without values is raised.
     """
+    kinds: list[type] = []
+    first: Exception | None = None
+    while True:
+        recorder = _Recorder()
+        try:
+            outputs = _run_blank(model, inputs, recorder, tuple(kinds))
+            return ForwardTrace(recorder.nodes, recorder.calls, outputs, frozenset(recorder.read))
+        except Exception as error:
+            kind = recorder.failed
+            if type(error).__name__ not in _OF_VALUES or kind in (None, type(model), *kinds):
+                raise (first or error) from None
+            first = first or error
+            kinds.append(kind)
+
+
+_OF_VALUES = ("DynamicOutputShapeException", "DataDependentOutputException")  # of torch's fake tensors
+
+
+def _run_blank(
+    model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any], recorder: _Recorder, kinds: tuple[type, ...]
+) -> tuple[int, ...]:
+    """Record a copy, whose modules of these kinds run without their own forward; return the numbers of its outputs."""
     fake: Any = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack, torch.enable_grad(), fake:
         empty = _without_values(model)
-        recorder = _Recorder(_owners(empty))
+        recorder.own(_owners(empty))
+        add_mixin([each for each in empty.modules() if isinstance(each, kinds)], _Unseen)
+        add_mixin([each for each in empty.modules() if _holds(each)], KeepsParameters)
         dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
         given: Any = pytree.tree_map(partial(_blank_input, dtype), inputs)
         for path, module in named_modules(empty):
@@ -108,8 +134,15 @@ def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) -> Forwar
             stack.callback(module.register_forward_hook(partial(recorder.leave, path), with_kwargs=True).remove)
         with recorder:
             output = empty(**given) if isinstance(given, Mapping) else empty(*given)
-    outputs = tuple(map(recorder.number, tensors_in(plain(output))))
-    return ForwardTrace(recorder.nodes, recorder.calls, outputs, frozenset(recorder.read))
+    return tuple(map(recorder.number, tensors_in(plain(output))))
+
+
+class _Unseen(Mixin):
+    """Gives a tensor like its first one, as its own forward asks for values."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a tensor without values."""
+        return torch.empty_like(tensors_in((args, kwargs))[0]).requires_grad_()
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
@@ -158,11 +191,11 @@ def batch_experts(copied: nn.Module) -> None:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, owners: Mapping[int, list[str]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.read: set[str] = set()
-        self._owners = owners
-        self._within: list[str] = []
+        self._owners: Mapping[int, list[str]] = {}
+        self._within: list[tuple[str, nn.Module]] = []
         self.nodes: list[Node] = []
         self.calls: list[ModuleCall] = []
         self._numbers: dict[int, int] = {}
@@ -170,6 +203,15 @@ class _Recorder(TorchFunctionMode):
         self._same_memory: dict[int, list[int]] = {}
         self._begun: list[tuple[int, tuple[Any, ...], Mapping[str, Any]]] = []
         self._layers = 0
+
+    def own(self, owners: Mapping[int, list[str]]) -> None:
+        """Set the modules that have a parameter, by its `id`."""
+        self._owners = owners
+
+    @property
+    def failed(self) -> type | None:
+        """The class of the innermost module whose forward did not end; None for none."""
+        return written_class(self._within[-1][1]) if self._within else None
 
     def number(self, tensor: Tensor) -> int:
         """Return the number of a tensor."""
@@ -194,7 +236,7 @@ class _Recorder(TorchFunctionMode):
             return
         for each in tensors_in((args, kwargs)):
             owners = self._owners.get(id(each), ())
-            if owners and not set(owners).intersection(self._within[-1:]):
+            if owners and self._within and self._within[-1][0] not in owners:
                 self.read.update(owners)
         numbers = tuple(map(self.number, outputs))
         if changes:  # so do all views of it
@@ -207,7 +249,7 @@ class _Recorder(TorchFunctionMode):
     def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin the call of a module."""
         self._begun.append((len(self.nodes), args, kwargs))
-        self._within.append(path)
+        self._within.append((path, module))
         self._layers += _kind_of(module) is not None
 
     def leave(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -230,8 +272,14 @@ def _memory_of(tensor: Tensor) -> int:
     return cast(Any, tensor.untyped_storage())._cdata
 
 
+def _holds(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
 def _kind_of(module: nn.Module) -> str | None:
     """The name of a layer that is recorded as one node; None for other modules."""
+    if isinstance(module, _Unseen):
+        return "module that reads values"
     if is_adapted(module) or (is_linear(module) and not any(True for _ in module.children())):
         return "linear layer"
     return "embedding" if isinstance(module, nn.Embedding) else None

@@ -274,7 +274,7 @@ def _mean(
         if isinstance(known, torch.Tensor):
             mean = torch.where(known > 0, total / known.to(mean.device), 0.0).to(mean.dtype)
         elif known:
-            mean = total / known
+            mean = total if known == 1.0 else total / known
     if pipeline is not None:
         broadcast_flat(pipeline.comm, mean, source=pipeline.last_rank)
     return mean

@@ -13,8 +13,10 @@ from torch import nn
 
 from accel.context import DistContext
 from accel.errors import StepError
+from accel.parallel._private import is_view
 from accel.parallel.axes.pipeline import MicroBatch, first_rows, first_tensor
 from accel.random import isolated_rng
+from accel.tensors import is_dtensor
 from accel.training._backward import check_loss, matched
 from accel.tree import map_tensors
 
@@ -188,6 +190,25 @@ class LossSums:
         return found
 
     def scaled(self, output: Any, batch: MicroBatch) -> torch.Tensor:
-        """Return what backward runs from."""
+        """Return what backward runs from; no view, as schedules detach it in place."""
         found = self.of(output, batch)
-        return found * matched(self.factor, found)
+        if is_dtensor(found):
+            return found * matched(self.factor, found)
+        if not isinstance(self.factor, torch.Tensor) and self.factor == 1.0:
+            return found.clone() if is_view(found) else found
+        if not isinstance(self.factor, torch.Tensor):  # made once for all micro-batches
+            self.factor = torch.full_like(found.detach(), self.factor)
+        return cast(Any, _Rooted).apply(found, matched(self.factor, found))
+
+
+class _Rooted(torch.autograd.Function):
+    """A loss that backward runs from, with a factor for its gradient: no kernel, where a product takes two."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ctx.factor = factor.reshape(())
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_ones: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.factor, None

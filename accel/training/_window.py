@@ -430,7 +430,8 @@ def note_loss(
     """Note a loss beside the window `after` its backward; without a window, on the context's handle. Waits for no
     device."""
     # On the CPU a number costs less than a kernel; whatever stands in for a tensor there has none to read.
-    found = loss.item() if loss.is_cpu and type(loss) is torch.Tensor else loss.detach()
+    found = loss.detach() if loss.requires_grad else loss
+    found = loss.item() if loss.is_cpu and type(loss) is torch.Tensor else found
     seen = ctx.comm.seen_loss if before is None else vars(before).get(_SEEN)
     found = found if seen is None else _both(seen, found)
     if after is None:

@@ -379,13 +379,13 @@ def work_of(make: Callable[[], Step]) -> Work:
         return Work(list(work.operators), work.messages)
 
 
-def compare(layout: str, options: Options) -> dict[str, Work]:
-    """Return rank 0's work by hand and by accel."""
+def compare(layout: str, options: Options) -> dict[str, list[Work]]:
+    """Return the ranks' work by hand and by accel."""
 
     def on_rank(make: Callable[..., Step]) -> Callable[[Any], Work]:
         return lambda group: work_of(lambda: make(layout, accel.from_group(group, device=str(DEVICE)), options))
 
-    return {make.__name__: simulate_groups(on_rank(make), 2, default_group=True)[0] for make in (by_hand, by_accel)}
+    return {make.__name__: simulate_groups(on_rank(make), 2, default_group=True) for make in (by_hand, by_accel)}
 
 
 def kernels(work: Work) -> int:
@@ -397,6 +397,13 @@ def figures(work: Work) -> int:
     """Number of kernels by which batches are compared."""
     names = [name.removeprefix("figures: ") for name in work.operators if name.startswith("figures")]
     return sum(not is_view(name) for name in names)
+
+
+def counted(work: Work) -> dict[str, int]:
+    """Number of each kind of work."""
+    operators = sum(not name.startswith(("message", "figures")) for name in work.operators)
+    messages = len(work.messages)
+    return {"kernels": kernels(work), "operators": operators, "figures": figures(work), "messages": messages}
 
 
 def is_view(name: str) -> bool:
@@ -415,7 +422,7 @@ def order(layout: str, steps: int) -> list[str]:
     """Return the order of blocks and messages in a step of accel: a block begins its forward with a norm, and ends
     its backward with it."""
     cap = BLOCK_MB if layout == "ddp" else None
-    work = compare(layout, Options(steps, looks=True, bucket_cap_mb=cap))["by_accel"]
+    work = compare(layout, Options(steps, looks=True, bucket_cap_mb=cap))["by_accel"][0]
     return [MARKS.get(name, name) for name in work.operators if name in MARKS or name.startswith("message")]
 
 
@@ -435,14 +442,10 @@ if __name__ == "__main__":
         if (layout, kind) in LEFT_OUT or (sys.argv[1:] and layout not in sys.argv[1:]):
             continue
         both = compare(layout, Options(steps, clips, **KINDS[kind]))
-        found[f"{layout}, {kind}, {'clipped' if clips else 'whole'}, {steps}"] = {
-            who: {
-                "kernels": kernels(work),
-                "operators": sum(not name.startswith(("message", "figures")) for name in work.operators),
-                "figures": figures(work),
-                "messages": len(work.messages),
+        # the stages of a pipeline differ, and the last one has the loss
+        for rank, name in enumerate(("pp", "pp last") if layout == "pp" else (layout,)):
+            found[f"{name}, {kind}, {'clipped' if clips else 'whole'}, {steps}"] = {
+                who: counted(works[rank]) for who, works in both.items()
             }
-            for who, work in both.items()
-        }
     orders = {f"{layout}, {steps}": order(layout, steps) for layout in SETTINGS for steps in (1, 2)}
     print(json.dumps({"work": found, "orders": orders}))

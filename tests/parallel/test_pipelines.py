@@ -13,6 +13,7 @@ import pytest
 import torch
 from catching import caught
 from pipelines import WORDS, Block, Words, batch_of, by_hand, differences, loss_sum, train
+from steps import one_sample_each
 from torch import nn
 
 import accel
@@ -662,3 +663,34 @@ def test_a_batch_without_units_adds_nothing(ranks: Simulator, mesh: str) -> None
         return float(loss), max(float(each.grad.abs().max()) for each in model.parameters() if each.grad is not None)
 
     assert ranks.run(rank, 2 if mesh else 1, default_group=True) == [(0.0, 0.0)] * (2 if mesh else 1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_a_loss_may_be_a_view_and_have_hooks(ranks: Simulator, scale: float) -> None:
+    """Schedules detach what backward runs from; its gradient is a factor, which hooks of the loss see and change."""
+    seen = list[float]()
+
+    def loss_of(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = loss_sum(output, targets)
+        if loss.requires_grad:
+            _ = loss.register_hook(lambda grad: (seen.append(float(grad)), 2 * grad)[1])
+        return loss.view(1)[0]
+
+    def rank(ctx: accel.DistContext, loss_fn: Any = loss_of) -> float:
+        ctx = accel.replace(ctx, mesh="pp=2" if ctx.world_size > 1 else "")
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = accel.prepare_model(ctx, Words(), plan=accel.parallel.Plan(micro_batches=2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        state = accel.train_state(ctx, scaler=accel.LossScale(scale=scale))
+        state = state.next(one_sample_each(ctx, state.cursor))
+        ids, targets = batch_of(0, 8)
+        _, state = accel.forward_backward(ctx, model, state, ids, targets=targets, loss_fn=loss_fn)
+        norm = accel.optimizer_step(ctx, optimizer, state, max_norm=1e9).grad_norm
+        assert norm is not None
+        return float(norm)
+
+    [alone] = ranks.run(partial(rank, loss_fn=loss_sum), 1)
+    for norm in ranks.run(rank, 2, default_group=True):
+        assert norm == pytest.approx(2 * alone, rel=1e-10)
+    assert seen == [scale, scale]

@@ -80,6 +80,17 @@ EXCEPTIONS = {
     ("launching/local/_function_rank.py", "pickle"),
     ("launching/reports/_failure.py", "pickle"),
 }
+# torch's calls that order a device's work: the one door to them
+DOOR = "comm/_streams.py"
+BEHIND_THE_DOOR = {
+    "Stream",
+    "current_stream",
+    "record_event",
+    "record_stream",
+    "set_stream",
+    "wait_event",
+    "wait_stream",
+}
 MOST_FILES, MOST_LINES, MOST_FUNCTION_LINES = 400, 500, 60  # a new subject may bring a file: 360 stood before tracing
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 CHANGING = {"append", "add", "update", "pop", "clear", "extend", "setdefault", "remove", "popitem", "insert", "discard"}
@@ -116,6 +127,8 @@ def _rules(node: ast.AST, relative: Path, room: str, *, at_top: bool) -> Iterato
         length = node.end_lineno - node.lineno + 1 - (doc.count("\n") + 1 if doc else 0)
         if length > MOST_FUNCTION_LINES:
             yield f"{relative}:{node.lineno}: {node.name} has {length} lines, the most is {MOST_FUNCTION_LINES}"
+    if relative.as_posix() != DOOR and _orders_streams(node):
+        yield f"{relative}:{node.lineno}: streams without `ctx.streams`"  # type: ignore[attr-defined]
     if isinstance(node, ast.Global):
         yield f"{relative}:{node.lineno}: a global statement"
     if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
@@ -144,6 +157,14 @@ def _rules(node: ast.AST, relative: Path, room: str, *, at_top: bool) -> Iterato
             yield f"{relative}:{node.lineno}: {room} is torch-free"  # type: ignore[attr-defined]
         if target in LEVEL and room in LEVEL and target != room and LEVEL[target] >= LEVEL[room]:
             yield f"{relative}:{node.lineno}: {room} may not import {target}"  # type: ignore[attr-defined]
+
+
+def _orders_streams(node: ast.AST) -> bool:
+    """Whether a line takes torch's streams, or pins memory, on its own."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in BEHIND_THE_DOOR or (node.attr == "Event" and ast.unparse(node.value).startswith("torch"))
+    pins = isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")
+    return pins and any(each.arg == "pin_memory" for each in node.keywords)
 
 
 def _module_state(tree: ast.Module, relative: Path) -> Iterator[str]:
@@ -198,6 +219,9 @@ def test_sources_keep_the_rules(trees: dict[Path, ast.Module]) -> None:
         ("data", "import os\nx = os.environ['A']\n", "touches the environment"),
         ("launching", "import os\nos.environ['A'] = '1'\n", "writes the environment"),
         ("data", "cache = {}\n", "mutable container"),
+        ("data", "import torch\nx.record_stream(torch.cuda.current_stream())\n", "streams without"),
+        ("data", "import torch\ndone = torch.cuda.Event()\n", "streams without"),
+        ("data", "import torch\nx = torch.empty(3, pin_memory=True)\n", "streams without"),
         ("data", "CACHE = {}\ndef f(): CACHE['a'] = 1\n", "changes module-level"),
         ("data", "SEEN = list()\ndef f(): SEEN.append(1)\n", "changes module-level"),
         ("data", "def f():\n    global x\n", "global"),

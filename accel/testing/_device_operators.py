@@ -22,8 +22,24 @@ Touched = list[tuple[MemoryBlock, int, int, bool]]
 
 _aten = torch.ops.aten
 _PLAIN = {Tensor, nn.Parameter}
-# These give a value to the host, which waits for it.
-_READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
+# Values that the host reads, or shapes that depend on values, by torch's tags
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Of a mask that chooses elements, the host reads the number; of indices it reads nothing.
+_CHOOSES = {_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index, _aten._unsafe_index_put}
+_MASKS = (torch.bool, torch.uint8)
+# These look at memory and shapes, not at values.
+_LOOKS = {_aten.is_set_to.default, _aten.is_same_size.default}
+
+
+def host_reads(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operator makes the host wait for a value or a shape."""
+    if func.overloadpacket in _CHOOSES:
+        is_fill = len(args) > 2 and args[2].numel() == 1  # `tensor[mask] = number` chooses nothing
+        return not is_fill and any(isinstance(each, Tensor) and each.dtype in _MASKS for each in args[1])
+    return (
+        (not _READS.isdisjoint(func.tags) and kwargs.get("output_size") is None)  # of repeat_interleave: known
+        or func is _aten.is_nonzero.default
+    )
 
 
 class DeviceMode(TorchDispatchMode):
@@ -126,13 +142,15 @@ class _Call:
             waits = not (self.args[2] if len(self.args) > 2 else self.kwargs.get("non_blocking", False))
             copy_to_device(device, self.args[0], self.args[1], waits=waits)
             return self.args[0]
-        if "device" not in kinds or func.is_view or torch.Tag.inplace_view in func.tags:
-            if kinds and "device" not in kinds and not func.is_view:
+        if "device" not in kinds or func.is_view or func in _LOOKS or torch.Tag.inplace_view in func.tags:
+            if kinds and "device" not in kinds and not func.is_view and func not in _LOOKS:
                 device.look_by_host(self._touched(), self.name)
             return func(*self.args, **self.kwargs)
         written = _written(func, self.args, self.kwargs)
         # DDP's buckets are of the host here: torch makes them on its own, on the CPU
-        if func in _READS or any(block is None and id(each) in written for _, each, block in self.tensors):
+        if host_reads(func, self.args, self.kwargs) or any(
+            block is None and id(each) in written for _, each, block in self.tensors
+        ):
             return self._at_once(waits=True)
         return self._at_once(waits=False) if device.watch is not None else self._late()
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from accel.comm._streams import TorchStreams
+from accel.testing._device_operators import host_reads
 
 NAME = "counted"
 
@@ -33,14 +34,6 @@ class Count(NamedTuple):
 _COUNTS: dict[int, Count] = {}
 _NOBODY = Count([], None)
 _aten = torch.ops.aten
-READS = {
-    _aten._local_scalar_dense.default,
-    _aten.equal.default,
-    _aten.is_nonzero.default,
-    _aten.nonzero.default,
-    _aten.masked_select.default,
-    _aten._unique2.default,
-}
 
 
 def register() -> torch.device:
@@ -173,7 +166,7 @@ def _run(func: Any, args: Sequence[Any], given: Mapping[str, Any], waits: list[s
     flat = tree_flatten((args, kwargs))[0]
     here = [each for each in flat if isinstance(each, CountedTensor)]
     to = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
-    if func in READS and here:
+    if here and host_reads(func, args, kwargs):
         waits.append(str(func))
     if func is _aten.record_stream.default:
         return None

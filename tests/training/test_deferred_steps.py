@@ -20,8 +20,7 @@ from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
 import accel
 from accel.errors import ConfigError, NonFiniteError
 from accel.tensors import local_part
-from accel.testing import Simulator, simulate
-from accel.training._deferred import _begin_copy
+from accel.testing import Simulator
 
 STEPS = 4
 PLAN = accel.parallel.Plan(tensor={"0.0": "colwise", "1.0": "rowwise"})
@@ -356,17 +355,3 @@ def test_a_weight_that_is_none_takes_no_step_and_is_told_by_the_next_look() -> N
     assert model.weight.equal(before)
     with pytest.raises(ConfigError, match="a weight of this window is none"):
         run.ctx.comm.settle()
-
-
-def test_the_copy_to_the_host_waits_for_its_own_event() -> None:
-    """Under each order that the events allow it reads the figures of its own step; one without the event is found."""
-    from accel.testing import STREAM_ORDERS, SimulatedDevice
-
-    def program(ctx: accel.DistContext) -> list[float]:
-        figures = ctx.streams.to(torch.arange(3.0)) * 2
-        read = _begin_copy(ctx, figures)
-        figures = figures + 1  # work of the next step
-        return read()
-
-    for order in (None, *STREAM_ORDERS):
-        assert simulate(program, 1, streams=SimulatedDevice(order=order)) == [[0.0, 2.0, 4.0]]

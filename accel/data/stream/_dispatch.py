@@ -360,9 +360,10 @@ class Dispatcher:
         if header.inline:
             begin = sum(header.sizes[:at])
             return PackedBatches(header.header_sizes[at], inline[begin : begin + header.sizes[at]].clone())
-        pinned = self._ctx.device.type == "cuda"
+        streams = self._ctx.streams
+        empty = streams.pinned if streams.is_pinnable else torch.empty
         sizes = [header.sizes[at], *header.large[at]]
-        buffer, *large = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        buffer, *large = [empty((size,), dtype=torch.uint8) for size in sizes]
         receive_flat(self._ctx.comm, [buffer, *large], source=reader)
         return PackedBatches(header.header_sizes[at], buffer, large)
 

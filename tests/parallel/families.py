@@ -229,6 +229,9 @@ def on_mesh(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, ba
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     samples = rows(name)
     if mesh.prepare is None:
+        if family(name).leaves and mesh.axes != "tp=2":
+            model = accel.prepare_model(ctx, model, find_unused_parameters=True)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = accel.prepare(ctx, model, optimizer)
     else:
         model, optimizer = mesh.prepare(ctx, model, optimizer, torch.utils.data.default_collate(samples[:1]))

@@ -61,6 +61,7 @@ class Family(NamedTuple):
             "captions" for logits of tokens among images, "speech", "translation", or "features"; "sound" and
             "spectrum" for classes of sounds.
         casts: whether its forward computes in fp32 what `Wide` makes float64.
+        leaves: whether its forward leaves out modules that no token of a rank asks for.
     """
 
     model: str | Callable[[], nn.Module]
@@ -68,6 +69,7 @@ class Family(NamedTuple):
     settings: Mapping[str, Any] = {}
     kind: str = "words"
     casts: bool = True
+    leaves: bool = False
 
 
 class Transformer(nn.Module):

@@ -249,7 +249,7 @@ MORE: Mapping[str, Family] = {
         "MobileBertForMaskedLM",
         "MobileBertConfig",
         E32
-        | {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32, "num_feedforward_networks": 2},
+        | {"embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16, "num_feedforward_networks": 2},
     ),
     "XLNet": Family(
         "XLNetLMHeadModel",
@@ -289,6 +289,7 @@ MORE: Mapping[str, Family] = {
             "router_jitter_noise": 0.0,
         },
         "translation",
+        leaves=True,
     ),
     "LongT5": Family(
         "LongT5ForConditionalGeneration",

@@ -320,6 +320,10 @@ SEQ2SEQ = {
         ("ConvNextModel", "ConvNextConfig", {"hidden_sizes": [4, 4, 4, 4], "depths": [1, 1, 1, 1]}, "no module is an"),
         ("SwinModel", "SwinConfig", {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]}, "in each module of"),
         ("BertModel", "BertConfig", {**SMALL, **HEADS}, "BertPooler at pooler"),
+        (
+            "MobileBertForMaskedLM", "MobileBertConfig",
+            {**SMALL, **HEADS, "embedding_size": 8, "intra_bottleneck_size": 16}, "trigram_input=False, got MobileBert",
+        ),
         ("LlamaForSequenceClassification", "LlamaConfig", {**SMALL, **HEADS, "pad_token_id": 0}, "reads one position"),
     ],
 )  # fmt: skip

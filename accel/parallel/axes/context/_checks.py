@@ -303,6 +303,8 @@ def check_transformers(path: str, model: Any, method: str) -> bool:
     if other := [kind for kind in getattr(model.config, "layer_types", None) or () if kind not in _LAYERS]:
         raise refuse("layers of another kind", " or ".join(_LAYERS), f"{other[0]} of {_found(model, 'Attention')}")
     if takes_cut_tokens(model):
+        if getattr(model.config, "trigram_input", False):  # of MobileBERT
+            raise refuse("tokens mixed with their neighbours", "trigram_input=False", _found(model, "Embeddings"))
         if type(model).__name__.endswith(_ONE_POSITION):
             raise refuse("a head that reads one position", "a value for each position", type(model).__name__)
         if pooler := _found(text_decoder(model) or model, "Pooler", default=""):

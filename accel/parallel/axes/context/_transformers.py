@@ -400,6 +400,7 @@ def _attention(
         _check_order(call, module, causal=causal)
     mask_mod = getattr(attention_mask, "mask_mod", None)  # of a BlockMask
     if attention_mask is not None:
+        attention_mask = _with_all_keys(call.ctx, attention_mask, query, key)
         if attention_mask.shape[-1] != key.shape[2] * call.ctx.axis("cp").size:
             raise mask_refused()
         if mask_mod is None:
@@ -422,6 +423,14 @@ def _attention(
         mask_mod=mask_mod,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _with_all_keys(ctx: DistContext, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return a mask of own queries and all keys, for one that a model made of its own keys alone (Switch
+    Transformers)."""
+    if getattr(mask, "ndim", 0) != 4 or mask.shape[2:] != (1, key.shape[2]):
+        return mask
+    return whole_positions(ctx, mask, dim=3).expand(-1, -1, query.shape[2], -1)
 
 
 def _call_of(keywords: Mapping[str, Any], where: str) -> ContextCall:

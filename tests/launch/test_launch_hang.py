@@ -159,7 +159,10 @@ def test_a_flight_record_is_read_as_plain_values_and_calls_nothing(tmp_path: Pat
         with pytest.raises(pickle.UnpicklingError, match=r"names posix\.mkdir"):
             read_plain(pickle.dumps([Planted(tmp_path / "made")], each))
     assert not list(tmp_path.iterdir())
-    for torn in (b"", b"\x80", pickle.dumps(record)[:-9], b"nonsense"):
+    for called in (b"cos\nsystem\n(S'true'\ntR.", b"(S'true'\nios\nsystem\n.", b"\x82\x01.", b"Pname\n.", b"K\x01Q."):
+        with pytest.raises(pickle.UnpicklingError):
+            read_plain(called)
+    for torn in (b"", b"\x80", pickle.dumps(record)[:-9], b"nonsense", b"{broken", b"}]K\x01s."):
         with pytest.raises(pickle.UnpicklingError):
             read_plain(torn)
 

@@ -274,11 +274,11 @@ def read_plain(record: bytes) -> object:
 
     Raises `pickle.UnpicklingError` for a pickle that names a class or function, and for what is neither.
     """
-    if record[:1] == b"{":
-        return msgspec.json.decode(record)
     try:
-        return _PlainUnpickler(io.BytesIO(record)).load()
-    except (EOFError, ValueError, IndexError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(record) if record[:1] == b"{" else _PlainUnpickler(io.BytesIO(record)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # pickle raises errors of many kinds
         raise pickle.UnpicklingError(f"not a flight record: {error}") from error
 
 

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import script_ranks
+
+import accel
 
 PAGE = Path(__file__).parent.parent / "docs" / "host-waits.md"
 SCRIPT = Path(__file__).parent / "helpers" / "counted_steps.py"
@@ -51,6 +54,29 @@ def test_the_page_has_the_waits_of_each_verb(counts: dict[str, Any]) -> None:
     ]
     shown = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     assert shown == found
+
+
+# These ask nothing of a device: blocks, choices of ranks, the context itself, trackers; or call what the user passes.
+ASK_NOTHING = {
+    "close", "end_trackers", "find_executable_batch_size", "group_of", "init_trackers", "join_uneven_inputs",
+    "local_main_process_first", "loss_scale", "main_process_first", "no_sync", "on_last_process",
+    "on_local_main_process", "on_local_process", "on_main_process", "on_process", "print", "profile", "replace",
+    "tracking", "trigger_sync_in_backward",
+}  # fmt: skip
+# `prepare` is those of its objects; a page of its own has the other
+OF_OTHERS = {"prepare", "load_checkpoint_and_dispatch"}
+
+
+def test_every_verb_is_in_the_list_or_asks_nothing_of_a_device(counts: dict[str, Any]) -> None:
+    listed = {verb.partition(",")[0] for verb in counts["alone"]}
+    functions = {name: getattr(accel, name) for name in dir(accel) if not name.startswith("_")}
+    verbs = {
+        name
+        for name, each in functions.items()
+        if inspect.isfunction(each) and next(iter(inspect.signature(each).parameters), "") == "ctx"
+    }
+    assert verbs == (listed & verbs) | ASK_NOTHING | OF_OTHERS
+    assert not listed & ASK_NOTHING
 
 
 def _row(verb: str) -> str:

@@ -151,13 +151,22 @@ def counting(operators: list[str] | None = None) -> Generator[list[str]]:
         there = device is not None and torch.device(device).type == NAME
         return made(data, **options).to(device) if there else made(data, device=device, **options)
 
+    synchronize = torch.accelerator.synchronize
+
+    def synchronized(device: Any = None, /) -> None:
+        if device is not None and torch.device(device).type == NAME:
+            _COUNTS.get(threading.get_ident(), _NOBODY).waits.append("synchronize")
+        else:
+            synchronize(device)
+
     torch.tensor = tensor  # which makes no tensor on a device that Python defines
+    torch.accelerator.synchronize = synchronized
     _COUNTS[threading.get_ident()] = Count(waits, operators)
     try:
         with _Counting():
             yield waits
     finally:
-        torch.tensor = made
+        torch.tensor, torch.accelerator.synchronize = made, synchronize
         del _COUNTS[threading.get_ident()]
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel.checkpoint import _live_tensors
 from accel.collectives import _packing
+from accel.items import _rng
 from accel.parallel import _later_batches
 from accel.testing import _group, simulate_groups
 from accel.testing._collectives import Buffers
@@ -57,6 +58,8 @@ def reach_into_devices() -> None:
     dispatch, memory = _live_tensors._dispatch, _live_tensors.memory_id
     _live_tensors._dispatch = lambda kind: dispatch(Tensor if kind is counted_device.CountedTensor else kind)
     _live_tensors.memory_id = lambda tensor: memory(*_inner([tensor]))
+    rehearse = _rng._rehearse
+    _rng._rehearse = lambda state, device: rehearse(state, torch.device("cpu"))  # such a device has no generators
     plain = _later_batches.is_plain
     _later_batches.is_plain = lambda leaf: type(leaf) is counted_device.CountedTensor or plain(leaf)
 
@@ -157,24 +160,38 @@ def run(case: str) -> list[list[str]]:
     return simulate_groups(on_rank, size, default_group=True)[0]
 
 
+class Counter:
+    """Counts the waits of calls by their names.
+
+    Attributes:
+        found: waits by name.
+    """
+
+    def __init__(self, waits: list[str]) -> None:
+        self.found = dict[str, int]()
+        self._waits = waits
+
+    def __call__(self, name: str, verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Make a call, and count its waits."""
+        self._waits.clear()
+        result = verb(*args, **options)
+        self.found[name] = len(self._waits)
+        return result
+
+
 def wait_in_verbs(ctx: accel.DistContext, out: Path) -> dict[str, int]:
     """Return how often the host waits in each verb."""
     pinning = dataclasses.replace(ctx, streams=counted_device.PinnableStreams(DEVICE))
-    found = dict[str, int]()
     with counted_device.counting() as waits:
-
-        def count(name: str, verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            waits.clear()
-            result = verb(*args, **options)
-            found[name] = len(waits)
-            return result
-
+        count = Counter(waits)
         model = count("prepare_model", accel.prepare_model, ctx, make_net())
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         optimizer = count("prepare_optimizer", accel.prepare_optimizer, ctx, adamw)
-        data = TensorDataset(torch.randn(64, 8), torch.randint(8, (64,)))
-        loader = accel.prepare_loader(ctx, DataLoader(data, batch_size=4))
-        state = accel.train_state(ctx, seed=0)
+        linear = torch.optim.lr_scheduler.LinearLR(adamw)
+        scheduler = count("prepare_scheduler", accel.prepare_scheduler, ctx, linear)
+        data = TensorDataset(torch.randn(128, 8), torch.randint(8, (128,)))
+        loader = count("prepare_loader", accel.prepare_loader, ctx, DataLoader(data, batch_size=4))
+        state = count("train_state", accel.train_state, ctx, seed=0)
         batches = iter(accel.batches(ctx, loader, state))
         metrics = accel.metrics.running_metrics(loss="mean")
         ema = count("Ema", accel.training.Ema, model, decay=0.9)
@@ -182,11 +199,13 @@ def wait_in_verbs(ctx: accel.DistContext, out: Path) -> dict[str, int]:
             batch = count("batches", next, batches)
             inputs, targets = batch.data
             state = state.next(batch)
-            loss = functional.cross_entropy(model(inputs), targets, reduction="sum")
+            block = count("accumulate", accel.accumulate, ctx, state, model)
+            with block, count("autocast", accel.autocast, ctx):
+                loss = functional.cross_entropy(model(inputs), targets, reduction="sum")
             weight = (targets >= 0).sum() if at else float(len(targets))
             kind = "a weight on the device" if at else "a number as weight"
             state = count(f"backward, {kind}", accel.backward, ctx, loss, state, weight=weight)
-            step = partial(accel.optimizer_step, max_norm=1.0, nonfinite=policy.split()[0])
+            step = partial(accel.optimizer_step, max_norm=1.0, nonfinite=policy.split()[0], scheduler=scheduler)
             state = count(f"optimizer_step, {policy}", step, pinning, optimizer, state)
             metrics = count(f"metrics.add, {kind}", metrics.add, weight, loss=loss.detach())
             if policy != "defer":
@@ -201,7 +220,57 @@ def wait_in_verbs(ctx: accel.DistContext, out: Path) -> dict[str, int]:
         count("save_state, sync", accel.save_state, pinning, out, items, step=1)
         saving = count("save_state, async", partial(accel.save_state, mode="async"), pinning, out, items, step=2)
         _ = saving.result()
-    return found
+        wait_in_more_verbs(count, pinning, model, optimizer, state, batches, out)
+    return count.found
+
+
+def wait_in_more_verbs(
+    count: Counter,
+    ctx: accel.DistContext,
+    model: nn.Module,
+    optimizer: Any,
+    state: Any,
+    batches: Any,
+    out: Path,
+) -> None:
+    """Count further ways of a step, what gives objects, and files."""
+    statistics = accel.metrics.step_statistics(loss="mean")
+    batch = next(batches)
+    inputs, targets = batch.data
+    state = accel.backward(ctx, functional.cross_entropy(model(inputs), targets), state.next(batch))
+    state = count("unscale_gradients", accel.unscale_gradients, ctx, optimizer, state)
+    count("clip_grad_norm_", accel.clip_grad_norm_, ctx, model.parameters(), 1.0, state)
+    count("clip_grad_value_", accel.clip_grad_value_, ctx, model.parameters(), 1.0, state)
+    state = accel.optimizer_step(ctx, optimizer, state)
+    for which in ("the first", "later ones"):
+        statistics = count(f"step_statistics.add, {which}", statistics.add, batch, state, loss=inputs.sum())
+    count("step_statistics.read", statistics.read, ctx)
+    for which in ("a function's first", "later ones"):
+        batch = next(batches)
+        inputs, targets = batch.data
+        run = partial(accel.forward_backward, loss_fn=sum_of_losses, targets=targets)
+        loss, state = count(f"forward_backward, {which}", run, ctx, model, state.next(batch), inputs)
+        state = accel.optimizer_step(ctx, optimizer, state)
+    batch = next(batches)
+    inputs, targets = batch.data
+    run = partial(accel.train_step, inputs=inputs, targets=targets)
+    state, loss = count("train_step, raise", run, ctx, state, batch, model, optimizer, sum_of_losses)
+    count("training.forward", accel.training.forward, ctx, model, inputs)
+    count("any_rank", accel.any_rank, ctx, flag=True)
+    count("gather_object", accel.gather_object, ctx, [1])
+    count("broadcast_object_list", accel.broadcast_object_list, ctx, [1])
+    count("broadcast_from_holder", accel.broadcast_from_holder, ctx, None if ctx.rank else {"a": inputs})
+    count("split_between_processes", accel.split_between_processes, ctx, {"a": inputs})
+    with accel.tracking(ctx, "run", to=[accel.trackers.jsonl()], dir=out / "log") as trackers:
+        count("log", accel.log, ctx, trackers, {"loss": loss}, step=1)
+    count("free_memory", accel.free_memory, ctx)
+    count("get_state_dict", accel.get_state_dict, ctx, model)
+    count("save_model", accel.save_model, ctx, model, out / "model")
+    count("save", accel.save, ctx, {"a": inputs}, out / "tensors.safetensors")
+    items = {"model": model, "optimizer": optimizer, "state": state}
+    found = accel.save_state(ctx, out, items, step=3)
+    count("load_state", accel.load_state, ctx, found, items)
+    count("resume", accel.resume, ctx, out, {"model": model, "optimizer": optimizer}, accel.train_state(ctx))
 
 
 def verbs(size: int, out: Path, **settings: Any) -> dict[str, int]:

@@ -373,3 +373,17 @@ def test_prepare_says_what_is_divided_and_what_stays_whole(ranks: Any, caplog: A
     (text,) = [each.getMessage() for each in caplog.records if each.name == "accel.parallel"]
     assert text.startswith("BertModel: 38% of the parameters are divided along tp=2, by a plan that is found and")
     assert "encoder.layer.0.attention: self.query: 3 heads, not a multiple of tp=2" in text
+
+
+@pytest.mark.parametrize("what", ["refuted", "failed"])
+def test_a_plan_that_was_refuted_is_not_the_line_to_write(ranks: Any, what: str) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        model = nn.Sequential(nn.LayerNorm(8), Mlp("read"))
+        with pytest.raises(PrepareError) as caught:
+            accel.prepare(accel.replace(ctx, mesh="tp=2"), model, example=torch.empty(2, 8 if what == "refuted" else 7))
+        return str(caught.value)
+
+    for text in ranks.run(rank, 2, default_group=True):
+        assert ("1: output 0 differs" in text) == (what == "refuted")
+        assert ("plan=accel.parallel.Plan(tensor={})" in text) == (what == "refuted")
+        assert ('"blocks.*.up": "colwise"' in text) == (what == "failed")

@@ -282,7 +282,7 @@ def _compared(
         if all(_equal(a, b) for a, b in zip(pieces, got, strict=True)):
             continue
         if dims.get(name) is not None or path in styles:
-            return Verdict(f"the gradient of {name}", styles, outputs), []
+            return Verdict(f"the gradient of {name} differs", styles, outputs), []
         wrong.append(path)
     return Verdict("", styles, outputs), list(dict.fromkeys(wrong))
 
@@ -312,11 +312,11 @@ def _differences(
         if dim is not None:
             outputs[at] = dim
         if not _equal(_piece(want, dim, group), got):
-            yield f"output {at}"
+            yield f"output {at} differs"
     for at, (number, want) in enumerate(expected.inputs.items()):
         piece = None if want is None else _piece(want, divided.get(number), group)
         if not _equal(piece, run.inputs[number]):
-            yield f"the gradient of input {at}"
+            yield f"the gradient of input {at} differs"
 
 
 def _equal(want: Tensor | None, got: Tensor | None) -> bool:

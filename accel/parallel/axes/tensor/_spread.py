@@ -148,7 +148,7 @@ def _found(model: nn.Module, size: int, example: Any, *, sequence: bool) -> dict
     name = type(model).__name__
     lines = [f"{path or 'the model'}: {problem}" for path, problem in left.items()]
     if not styles:
-        raise _unknown(model, f"{with_article(name)}; {'; '.join(lines[:5])}")
+        raise _unknown(f"{with_article(name)}; {'; '.join(lines[:5])}", _REFUTED if left.keys() - {""} else _UNKNOWN)
     share = share_of(model, rules_of(model, styles, size))
     whole = f"; whole: {'; '.join(lines[:5])}" if lines else ""
     way = "a plan that is found and proved" if found else "the styles of its known layers"
@@ -242,7 +242,7 @@ def _styles(model: nn.Module, options: TensorOptions) -> Mapping[str, TensorStyl
         return options.tensor
     styles = tensor_plan(model, sequence=options.sequence, head=options.head)
     if not styles:
-        raise _unknown(model, with_article(type(model).__name__))
+        raise _unknown(with_article(type(model).__name__), _UNKNOWN)
     return styles
 
 
@@ -273,14 +273,23 @@ def _check_overlap(ctx: DistContext, model: nn.Module) -> None:
         )
 
 
-def _unknown(model: nn.Module, got: str) -> PrepareError:
+_UNKNOWN = (
+    'Say how: plan=accel.parallel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}); '
+    "let accel.prepare(ctx, model, example=batch) find it; or tensor={} to keep it whole on each of them."
+)
+_REFUTED = (
+    "Plans of these modules were tried, and ranks would compute something else. Keep the model whole on each of them: "
+    "plan=accel.parallel.Plan(tensor={}); or name layers elsewhere that may be divided: tensor={path: style}."
+)
+
+
+def _unknown(got: str, fix: str) -> PrepareError:
     return PrepareError(
         "no tensor-parallel plan is known for the model, and ranks along tp would all compute the same",
         expected="a model of transformers, or torch's own attention and Sequential layers",
         got=got,
         where=WHERE,
-        fix='Say how: plan=accel.parallel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}); '
-        "let accel.prepare(ctx, model, example=batch) find it; or tensor={} to keep it whole on each of them.",
+        fix=fix,
     )
 
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import inspect
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, cast
@@ -90,6 +92,26 @@ def written_class(module: nn.Module) -> type:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     before = (Mixin, getattr(fsdp, "FSDPModule", Mixin))  # another thread may be importing the module
     return next(each for each in type(module).__mro__ if not issubclass(each, before))
+
+
+@functools.lru_cache(maxsize=256)
+def passes_keyword(kind: type, callee: str, keyword: str) -> bool | None:
+    """Return whether the forward that a class has written passes a keyword to any call of functions whose name matches
+    the pattern `callee`; None where it has no such call, or no source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cast(Any, kind).forward))))
+    except (OSError, TypeError, AttributeError, SyntaxError):
+        return None
+    dicts: dict[str, str] = {}  # keywords that are passed together, by the variable
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Dict):
+            dicts |= {ast.unparse(target): ast.unparse(each.value) for target in each.targets}
+    found = [
+        [name if (name := each.arg) is not None else dicts.get(ast.unparse(each.value), "") for each in call.keywords]
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and re.fullmatch(callee, ast.unparse(call.func))
+    ]
+    return any(keyword == each or repr(keyword) in each for names in found for each in names) if found else None
 
 
 def forward_names(module: nn.Module) -> tuple[str, ...]:

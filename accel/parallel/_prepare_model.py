@@ -41,7 +41,7 @@ from accel.parallel.axes.experts import EXPERT
 from accel.parallel.axes.pipeline import PIPELINE
 from accel.parallel.axes.replicate._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel.axes.replicate._ddp import REPLICATE, Replica, replica_of
-from accel.parallel.axes.shard import SHARD
+from accel.parallel.axes.shard import SHARD, gathered_in
 from accel.parallel.axes.tensor import TENSOR, Division, division_of
 from accel.topology import Dimension, Plan, data_dimension, dimension_of
 
@@ -174,7 +174,7 @@ def prepare_model(
     _check_used(ctx, keywords, spreads)
     check_model(ctx, model, plan, keywords, example)
     options = [_resolved(ctx, model, *each) for each in zip(spreads, options, strict=True)]
-    options = _with_division(ctx, model, spreads, options)
+    options = _for_graphs(ctx, model, spreads, options)
     prepared = model
     if spreads[-1].is_done(ctx, model):  # data parallelism, which comes last
         _check_free_of_options(keywords)
@@ -211,13 +211,19 @@ def _resolved(ctx: DistContext, model: nn.Module, spread: Spread, options: Sprea
     return spread.resolve(ctx, model, options)
 
 
-def _with_division(
+def _for_graphs(
     ctx: DistContext, model: nn.Module, spreads: Sequence[Spread], options: Sequence[SpreadOptions]
 ) -> Sequence[SpreadOptions]:
-    """Options by which graphs of stages compute what ranks along tp divide. No communication."""
-    if any(each not in spreads or each.is_done(ctx, model) for each in (PIPELINE, TENSOR)):
+    """Options by which graphs of stages compute what ranks along tp divide, in the format in which shards are gathered.
+    No communication."""
+    left = [each for each in spreads if not each.is_done(ctx, model)]
+    if PIPELINE not in left:
         return options
     own: dict[Dimension, Any] = {each.dimension: option for each, option in zip(spreads, options, strict=True)}
+    if SHARD in left:
+        own["pipeline"] = replace(own["pipeline"], gathered=partial(gathered_in, ctx, own["shard"]))
+    if TENSOR not in left:
+        return list(own.values())
     division: Callable[[nn.Module], Division] = cache(partial(division_of, ctx, own["tensor"]))
     own["pipeline"] = replace(own["pipeline"], division=division)
     if own["pipeline"].cut == "trace":  # before the cut, which leaves no rank the whole model
@@ -311,7 +317,7 @@ def own_options(
     sources = (_checked_plan(plan), keywords or ReplicateOptions())
     found: dict[str, Any] = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
     found |= {"plan": sources[0], "example": example}
-    found |= {"division": None, "rules": None}  # these follow from the model
+    found |= {"division": None, "gathered": None, "rules": None}  # these follow from the model
     own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
     own.check()
     return own

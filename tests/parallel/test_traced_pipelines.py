@@ -19,6 +19,7 @@ from traced_models import FAMILIES, UNet, by_hand, family, loss_sum, train, wide
 
 import accel
 from accel.errors import PrepareError, StageError
+from accel.tensors import is_dtensor
 from accel.testing import Simulator
 
 PARAMETERS, FIGURES = 1e-10, 1e-10
@@ -106,21 +107,33 @@ def _bf16(ctx: accel.DistContext, name: str, mesh: str) -> dict[str, torch.Tenso
     made, batch_of = family(name)
     inputs, targets = batch_of(4, 1)
     inputs = {key: each.float() if each.is_floating_point() else each for key, each in inputs.items()}
-    ctx = accel.replace(ctx, mesh=mesh, precision="bf16")
+    ctx = accel.replace(ctx, mesh=mesh, precision="bf16", strategy="fsdp")
     plan = accel.parallel.Plan(cut="trace", micro_batches=2)
     model = accel.prepare_model(ctx, made(0.0).float().train(), plan=plan, example=inputs)
     given = (accel.loss_scale(ctx), None, inputs)
     loss, _ = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
     named = accel.unwrap_model(model).named_parameters()
-    return {"loss": loss.detach()} | {key: each.grad for key, each in named if each.grad is not None}
+    found: dict[str, Any] = {key: each.grad for key, each in named if each.grad is not None}
+    return {"loss": loss.detach()} | {
+        key: each.full_tensor() if is_dtensor(each) else each for key, each in found.items()
+    }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["granite", "bert", "t5", "vit"])
-def test_a_traced_model_computes_in_bf16_as_one_process_does(ranks: Simulator, name: str) -> None:
-    """The graph keeps autocast's casts, and the regions that leave it, such as rotary tables."""
-    (expected,) = ranks.run(partial(_bf16, name=name, mesh=""), 1)
-    every = ranks.run(partial(_bf16, name=name, mesh="pp=2"), 2, default_group=True)
+_IN_BF16 = [
+    pytest.param(name, mesh, marks=() if name == "unet" else pytest.mark.slow)
+    for name in ("granite", "bert", "t5", "vit", "unet")
+    for mesh in ("pp=2", "dp=2,pp=2")
+]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # of transformers' outputs, uncut
+@pytest.mark.parametrize(("name", "mesh"), _IN_BF16)
+def test_a_traced_model_computes_in_bf16_as_one_process_does(ranks: Simulator, name: str, mesh: str) -> None:
+    """The graph keeps autocast's casts, and the regions that leave it, such as rotary tables; beside `dp` it computes
+    with parameters that are gathered in bf16, as an uncut model along `dp` does."""
+    apart = "dp" in mesh
+    expected, *_ = ranks.run(partial(_bf16, name=name, mesh="dp=2" if apart else ""), 1 + apart, default_group=apart)
+    every = ranks.run(partial(_bf16, name=name, mesh=mesh), 4 if apart else 2, default_group=True)
     assert {key for found in every for key in found} == expected.keys()
     for found in every:
         for key, each in found.items():

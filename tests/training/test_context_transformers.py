@@ -221,6 +221,24 @@ def test_packed_documents_beside_a_cache_are_refused(ranks: Simulator) -> None:
     assert ranks.run(rank, 2, default_group=True) == [False, False]
 
 
+def test_packed_documents_are_refused_where_masks_do_not_know_them(ranks: Simulator) -> None:
+    """gpt-oss makes its masks without positions, so that one rank sees one document."""
+
+    def rank(ctx: accel.DistContext) -> str:
+        whole = make_gpt_oss()(IDS[0], position_ids=PACKED, use_cache=False).logits
+        apart = make_gpt_oss()(IDS[0][:, :5], use_cache=False).logits
+        assert not torch.allclose(whole[:, 5], make_gpt_oss()(IDS[0][:, 5:6], use_cache=False).logits[:, 0])
+        torch.testing.assert_close(whole[:, :5], apart)
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, make_gpt_oss())
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "position_ids": PACKED})
+        with pytest.raises(ConfigError) as caught:
+            model(part["ids"], position_ids=part["position_ids"], use_cache=False)
+        return caught.value.got
+
+    assert ranks.run(rank, 2, default_group=True) == ["GptOssModel, and position_ids that begin anew"] * 2
+
+
 def test_the_models_own_loss_takes_labels_that_are_shifted(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> tuple[float, float]:
         ctx = accel.replace(ctx, mesh="cp=2")

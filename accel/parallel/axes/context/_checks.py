@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.errors import ConfigError, PrepareError
-from accel.parallel._modules import forward_names, layerdrops, named_modules
+from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, written_class
 from accel.parallel.axes.context._kernels import Terms
 
 _WHERE = "context_attention"
@@ -461,6 +461,24 @@ def check_packed(model: Any, known: Mapping[str, Any]) -> None:
             where=FORWARD,
             fix="Pass use_cache=False, or positions of one document.",
         )
+    if (name := _blind(model)) is not None:
+        raise ConfigError(
+            "on one rank, transformers would not keep packed documents apart in this model",
+            expected="a model that makes its masks of position_ids",
+            got=f"{name}, and position_ids that begin anew",
+            where=FORWARD,
+            fix="Pass positions of one document, or attention_mask=, of shape [batch, 1, own, length], by "
+            'plan=accel.parallel.Plan(context="gather").',
+        )
+
+
+def _blind(model: nn.Module) -> str | None:
+    """Return the class of a module that makes masks without the positions by which documents differ; None where one
+    makes them with these, or where it cannot be seen."""
+    kinds = dict.fromkeys(map(written_class, model.modules()))
+    found = {each.__name__: passes_keyword(each, r"create_\w*causal_mask", "position_ids") for each in kinds}
+    blind = [name for name, passes in found.items() if passes is False]
+    return blind[0] if blind and True not in found.values() else None
 
 
 def mask_refused() -> ConfigError:

@@ -39,6 +39,7 @@ from accel.parallel.axes.pipeline._trial import Trial, skeleton_of, trial_batch
 from accel.topology import Dimension, Plan, dimension_of
 
 if TYPE_CHECKING:
+    from accel.parallel._sharded import GatheredFormat
     from accel.parallel.axes.pipeline._trace_export import StageGraphs
     from accel.parallel.axes.pipeline._traced import Traces
     from accel.parallel.axes.tensor import Division
@@ -63,11 +64,12 @@ class StageOptions(SpreadOptions, frozen=True, kw_only=True):
     units: Any = "auto"
     example: Any = None
     division: Any = None  # from a whole model to the `Division` of its graphs among ranks along tp; None without tp
+    gathered: Any = None  # from a whole model to the `GatheredFormat` of its shards; None without any
     plan: Plan = Plan()  # all of it, for the lines of errors
 
     def describe(self) -> str:
         """Return the options without the example, a batch of the rank's own, functions, and others' options."""
-        return repr(msgspec.structs.replace(self, example=None, division=None, plan=Plan()))
+        return repr(msgspec.structs.replace(self, example=None, division=None, gathered=None, plan=Plan()))
 
 
 def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
@@ -265,7 +267,8 @@ def _spread_traced(ctx: DistContext, model: nn.Module, options: StageOptions, *,
     batch = example_batch(options.example, ctx.containers)
     division = None if options.division is None else options.division(model)
     paths = layout.stages if options.stages is None else options.stages
-    traces, trace = _traces(ctx, model, batch, paths, division)
+    gathered = None if options.gathered is None else options.gathered(model)
+    traces, trace = _traces(ctx, model, batch, paths, division, gathered)
     holdings = holdings_of(model, trace.stages)
     aliases = _aliases(model)
     if ctx.world_size > layout.ranks:
@@ -302,6 +305,7 @@ def _traces(
     batch: MicroBatch,
     stages: Sequence[Sequence[str]] | int,
     division: Division | None,
+    gathered: GatheredFormat | None,
 ) -> tuple[Traces, StageGraphs]:
     """The graphs of all stages. A collective: ranks along tp, whose parts may differ in size, cut at one place."""
     from accel.parallel.axes.pipeline._traced import Traces  # torch.export takes long to import
@@ -309,7 +313,7 @@ def _traces(
     made: list[tuple[Traces, StageGraphs]] = []
 
     def export(stages: Sequence[Sequence[str]] | int = stages) -> list[list[str]]:
-        made.append(Traces.begin(model, ctx.device, batch, stages, division))
+        made.append(Traces.begin(model, ctx.device, batch, stages, division, gathered))
         return list(map(list, made[-1][1].paths))
 
     first, *others = agreed_values(ctx.comm, Call("prepare_model: export"), export, list[list[str]])

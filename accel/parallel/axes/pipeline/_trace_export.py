@@ -24,6 +24,7 @@ from accel.errors import AccelError, StageError
 from accel.mixins import add_mixin
 from accel.parallel._modules import KeepsParameters, named_modules
 from accel.parallel._private import fake_mode, is_fake, saves_otherwise
+from accel.parallel._sharded import GatheredFormat
 from accel.parallel.axes.pipeline._stage_module import MicroBatch
 from accel.parallel.axes.pipeline._trace_blocks import Kept, leave_whole, with_blocks
 from accel.parallel.axes.pipeline._trace_cut import (
@@ -51,6 +52,7 @@ class Ghost(NamedTuple):
         device: of its tensors.
         division: of it among ranks along tp; None without tp.
         modules: its modules by path, as they were copied.
+        gathered: dtype of parameters that are gathered in the format of autocast; None for their own.
     """
 
     model: nn.Module
@@ -58,6 +60,13 @@ class Ghost(NamedTuple):
     device: torch.device
     division: Division | None = None
     modules: Mapping[str, nn.Module] = {}
+    gathered: torch.dtype | None = None
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the autocast in which a stage with such parameters always runs; nothing within another."""
+        if self.gathered is None or torch.is_autocast_enabled(self.device.type):
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.gathered)
 
     def check(self) -> None:
         """Raise `StageError` for a forward that has replaced, added or removed modules."""
@@ -74,16 +83,22 @@ class Ghost(NamedTuple):
             )
 
 
-def ghost_of(model: nn.Module, device: torch.device, division: Division | None = None) -> Ghost:
+def ghost_of(
+    model: nn.Module,
+    device: torch.device,
+    division: Division | None = None,
+    gathered: GatheredFormat | None = None,
+) -> Ghost:
     """Copy a model without the memory of its parameters and buffers; other attributes are copied as they are.
 
-    With a `division`, the copy computes on this rank's parts.
+    With a `division`, the copy computes on this rank's parts; with a `gathered`, as shards that are gathered in it.
     """
     mode = fake_mode()
     memo: dict[int, Any] = {}
     with mode:
         for each in (*model.parameters(), *model.buffers()):
-            made = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+            dtype = gathered.dtype if gathered is not None and id(each) in gathered.parameters else each.dtype
+            made = torch.empty_strided(each.shape, each.stride(), dtype=dtype, device=device)
             is_parameter = isinstance(each, nn.Parameter)
             memo[id(each)] = nn.Parameter(made, each.requires_grad) if is_parameter else made
     found = copy.deepcopy(model, memo)
@@ -91,10 +106,13 @@ def ghost_of(model: nn.Module, device: torch.device, division: Division | None =
         vars(module).pop("_compiled_call_impl", None)  # regions that torch would compile inside of its own trace
         leave_whole(module)
     add_mixin([each for each in found.modules() if any(True for _ in each.parameters(recurse=False))], KeepsParameters)
+    if gathered is not None:
+        gathered.adapt(found)
     if division is not None:
         with mode:
             division.divide(found)
-    return Ghost(found, mode, device, division, dict(named_modules(found)))
+    kept = None if gathered is None else gathered.dtype
+    return Ghost(found, mode, device, division, dict(named_modules(found)), kept)
 
 
 class Mode(NamedTuple):
@@ -202,7 +220,7 @@ def export_stages(
     args, kwargs = pytree.tree_unflatten(fakes, spec)
     seen = _Watch(ghost.model)
     try:
-        with _quiet(), ghost.mode, around, seen:
+        with _quiet(), ghost.mode, around, ghost.autocast(), seen:
             dynamic = None if form.rows else shapes
             program = torch.export.export(ghost.model, args, kwargs, dynamic_shapes=dynamic, strict=False)
     except AccelError:

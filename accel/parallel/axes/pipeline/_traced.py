@@ -15,6 +15,7 @@ from accel.comm import peer_error
 from accel.errors import AccelError, PrepareError, StageError
 from accel.parallel._modules import COMPILES, named_modules, shallow_copy
 from accel.parallel._private import is_compiled, is_view, module_hooks
+from accel.parallel._sharded import GatheredFormat
 from accel.parallel.axes.pipeline._boundaries import Boundary
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work
 from accel.parallel.axes.pipeline._trace_blocks import recomputed
@@ -166,13 +167,14 @@ class Traces:
         batch: MicroBatch,
         stages: Sequence[Sequence[str]] | int,
         division: Division | None = None,
+        gathered: GatheredFormat | None = None,
     ) -> tuple[Traces, StageGraphs]:
         """Return the graphs of a whole model, with those for an example; `stages` may be a number of stages.
 
-        With a `division`, they compute on this rank's parts.
+        With a `division`, they compute on this rank's parts; of what is `gathered` in another format, in that.
         """
         modes = modes_of(model)
-        ghost = ghost_of(model, device, division)
+        ghost = ghost_of(model, device, division, gathered)
 
         def export(form: BatchForm) -> StageGraphs:
             return export_stages(ghost, batch, form, stages, modes, contextlib.nullcontext())

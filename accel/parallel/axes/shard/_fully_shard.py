@@ -19,7 +19,7 @@ from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._leftovers import shards_of, sum_unused, watch_used
 from accel.parallel._modules import is_pipelined, layerdrops, stage_modules, unwrap_model, written_class
 from accel.parallel._refused import check_all, check_quantized
-from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
+from accel.parallel._sharded import GatheredFormat, is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import Spread, compare_models, follow_first_, stage_comm
 from accel.parallel.axes.experts import exchange_mesh, expert_modules, listed_prefixes, shard_experts
 from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, is_traced, pipeline_of
@@ -29,6 +29,7 @@ from accel.parallel.axes.shard._options import (
     check_formats,
     check_mesh,
     compute_in,
+    gathered_format,
     open_shard_mesh,
     reshard_setting,
     wide_parameters,
@@ -333,6 +334,11 @@ def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     for each in tensors:
         if each.device != device:
             each.data = each.data.to(device)
+
+
+def gathered_in(ctx: DistContext, options: ShardOptions, model: nn.Module) -> GatheredFormat | None:
+    """Return the format in which traced stages of a model will be gathered; None for that of their parameters."""
+    return gathered_format(ctx, options, ignored_ids(model, options.ignored), model)
 
 
 SHARD = Spread(dimension="shard", options=ShardOptions, is_done=_is_done, check=_check, spread=_spread, replaces=True)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from accel.errors import ConfigError
@@ -39,6 +41,7 @@ def add_mixin(objects: Iterable[object], mixin: type[Mixin], **settings: object)
     """Put a class before the class of each object that lacks it, as torch's `fully_shard` does. Mutates the objects.
 
     Objects of one class stay of one class, for which torch.compile compiles once. The settings become class attributes.
+    Functions of the mixin have code of their own in each class that is made: see `_own_code`.
     """
     made: dict[type, type] = {}
     for each in objects:
@@ -78,7 +81,10 @@ class _Mixed:
         self.mixin = mixin
         self.own = own
         self.settings = dict(settings)
-        self.made: type[Any] = type(behind.__name__, (mixin, behind), {**names, **settings, _MARK: self})
+        words = [each for each in settings.values() if isinstance(each, str)]
+        label = re.sub(r"\W+", "_", "_".join([behind.__name__, *words]))
+        copies = {name: _own_code(each, label) for name, each in _functions(mixin).items()}
+        self.made: type[Any] = type(behind.__name__, (mixin, behind), {**copies, **names, **settings, _MARK: self})
 
     @property
     def bare(self) -> type[Any]:
@@ -90,6 +96,27 @@ class _Mixed:
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
+
+
+def _functions(mixin: type) -> dict[str, FunctionType]:
+    """The functions of a mixin, except decorated ones."""
+    kinds = [each for each in reversed(mixin.__mro__) if issubclass(each, Mixin) and each is not Mixin]
+    found: dict[str, Any] = {name: each for kind in kinds for name, each in vars(kind).items()}
+    return {name: each for name, each in found.items() if isinstance(each, FunctionType) and not vars(each)}
+
+
+def _own_code(function: FunctionType, label: str) -> FunctionType:
+    """Copy a function whose code object is another one, named by a label.
+
+    torch.compile keeps its graphs, and the sizes that it has seen, by code object, and makes few graphs for each.
+    """
+    code = function.__code__
+    code = code.replace(co_name="_".join((code.co_name, "of", label)))
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__doc__, made.__module__, made.__qualname__ = function.__doc__, function.__module__, function.__qualname__
+    made.__annotations__ = function.__annotations__
+    return made
 
 
 def _description(kind: type) -> _Mixed | None:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
@@ -22,16 +24,26 @@ from accel.parallel._modules import (
     OVERLAPS,
     Select,
     compile_graphs,
+    has_graphs,
     is_elsewhere,
     is_pipelined,
     named_modules,
     selected,
     stage_modules,
     unwrap_model,
+    written_class,
 )
 
 M = TypeVar("M", bound=nn.Module)
 Keep: TypeAlias = Literal["products"] | Sequence[str]
+
+_REGION = "accel_region"  # attribute of compiled regions, and of recomputed blocks in them: an `_Inside`
+_MOST_GRAPHS = 32  # of one region: kinds of rows, inputs with gradients, training, autocast; torch's own limit is 8
+
+_KEPT = (
+    "%s: its graph breaks, so that torch compiles nothing of a block that keeps outputs; leave keep= out, or compile "
+    "modules inside of it: accel.compile_model(model, Mlp)"
+)
 
 # Products and attention: most of a block's time, and few of the tensors that it makes.
 _PRODUCTS = (
@@ -53,24 +65,84 @@ class Recomputed(Mixin, nn.Module):
 
     Attributes:
         kept: names of the operators whose outputs are kept.
+        accel_region: of `compile_model`, around the block; None outside of regions.
     """
 
     kept: tuple[str, ...] = ()
+    accel_region: _Inside | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, remembering its inputs and kept outputs only."""
-        return recomputed_call(super().forward, self.kept, *args, **kwargs)
+        # an early stop would leave what torch has compiled in its middle, before tensors are put back
+        stops = self.accel_region is None
+        return recomputed_call(self.accel_inside, self.kept, *args, early_stop=stops, **kwargs)
+
+    def accel_inside(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward; in a region of `compile_model`, compiled.
+
+        torch compiles a checkpoint in one graph with what is around it. Where the block's graph breaks, it leaves the
+        whole of it alone, and calls this.
+        """
+        region = self.accel_region
+        if torch.compiler.is_compiling() or region is None:
+            return super().forward(*args, **kwargs)
+        if self.kept:
+            region.note_kept(self)
+            return super().forward(*args, **kwargs)
+        return region.call(self, args, kwargs)
+
+    def accel_behind(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward: what torch compiles by itself."""
+        return super().forward(*args, **kwargs)
 
 
-def recomputed_call(forward: Callable[..., Any], kept: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that runs again in backward, remembering its inputs and the outputs of the named operators."""
+class _Inside:
+    """The compilation of the recomputed blocks of a region by themselves, once for each class.
+
+    Args:
+        settings: options of torch.compile.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._compiled: dict[type, Callable[..., Any]] = {}
+        self._has_noted = False
+
+    def call(self, block: Recomputed, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a block's own forward, compiled."""
+        kind = type(block)
+        if kind not in self._compiled:
+            self._compiled[kind] = cast(Any, torch).compile(kind.accel_behind, **self._settings)
+        return self._compiled[kind](block, *args, **kwargs)
+
+    def note_kept(self, block: Recomputed) -> None:
+        """Log once that torch compiles nothing of a block: what is kept is seen operator by operator."""
+        if not self._has_noted:
+            self._has_noted = True
+            logging.getLogger("accel.parallel").warning(_KEPT, written_class(block).__name__)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Inside, (self._settings,)
+
+
+def recomputed_call(
+    forward: Callable[..., Any], kept: Sequence[str], *args: Any, early_stop: bool = True, **kwargs: Any
+) -> Any:
+    """Call a function that runs again in backward, remembering its inputs and the outputs of the named operators.
+
+    `early_stop`: whether it ends there as soon as all that backward needs is made, by an exception.
+    """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    contexts: dict[str, Any] = {}
-    if kept:
-        operators = [_operator(name) for name in kept]
-        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, operators)
-    return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)  # pyright: ignore[reportUnknownVariableType]
+    # torch.compile takes names as constants, and operators not
+    contexts: dict[str, Any] = {"context_fn": functools.partial(_keeping, tuple(kept))} if kept else {}
+    contexts |= {"use_reentrant": False, "early_stop": early_stop}
+    return checkpoint(forward, *args, **contexts, **kwargs)  # pyright: ignore[reportUnknownVariableType]
+
+
+def _keeping(kept: tuple[str, ...]) -> Any:
+    """The contexts of a forward and of its second run, between which outputs of the named operators are kept."""
+    return create_selective_checkpoint_contexts([_operator(name) for name in kept])
 
 
 def add_within(modules: Iterable[nn.Module], mixin: type[Mixin]) -> None:
@@ -87,8 +159,8 @@ def checkpoint_activations(model: M, select: Select = "repeated", *, keep: Keep 
     """Trade time for memory: keep only the inputs of the chosen blocks for backward. No communication. Mutates them.
 
     In backward each block runs its forward again, with the random numbers and autocast of the first time. Gradients are
-    the same. Nothing is wrapped: names, checkpoints and `isinstance` stay as they are. Call it before `compile_model`;
-    before or after `prepare_model` is the same.
+    the same. Nothing is wrapped: names, checkpoints and `isinstance` stay as they are. Before or after `compile_model`
+    and `prepare_model` is the same.
 
     Args:
         model: plain, or from `prepare_model`.
@@ -120,6 +192,7 @@ def checkpoint_activations(model: M, select: Select = "repeated", *, keep: Keep 
                 fix="Choose the blocks of each call apart, by select=.",
             )
     add_mixin(chosen.values(), Recomputed, kept=kept)
+    _mark_inside(unwrap_model(model))
     return model
 
 
@@ -169,13 +242,15 @@ def compile_model(
     A region is compiled for its class, not for each block, so that a deep model starts as fast as a shallow one. Before
     or after `prepare_model` is the same: the model inside of DDP is compiled, and when DDP calls it, torch cuts the
     graph where DDP's buckets end, so that gradients travel while others are computed (for a `bucket_cap_mb` from 1).
+    Blocks that are recomputed, and whose graph breaks, are compiled between the breaks.
 
     Args:
         model: plain, or from `prepare_model`.
         regions: None for the whole; "repeated" for the blocks that a ModuleList or Sequential holds at least two of,
             of one class; a class or a tuple of classes; or a predicate of a module's name and the
             module. Of nested regions the outer one counts. For a model that is cut into stages, None means the modules
-            of this rank's stages, each one a region; both None and "repeated" mean the graphs of traced stages.
+            of this rank's stages, each one a region; both None and "repeated" mean the graphs of traced stages, which
+            are compiled after `prepare_model`.
         backend, mode, fullgraph, dynamic, options: as in torch.compile.
 
     Returns:
@@ -183,7 +258,8 @@ def compile_model(
 
     Raises:
         ConfigError: torch has no such backend, nothing is chosen, mode beside options, the eager backend for blocks
-            that `checkpoint_activations` recomputes, or layers that `Plan(overlap=True)` divides.
+            that `checkpoint_activations` recomputes, layers that `Plan(overlap=True)` divides, or regions of stages
+            that are cut by tracing.
 
     Reference: torch.nn.Module.compile.
     """
@@ -201,16 +277,61 @@ def compile_model(
             fix="To debug, use aot_eager.",
         )
     settings: dict[str, Any] = {"backend": backend, "mode": mode, "fullgraph": fullgraph, "dynamic": dynamic}
-    settings["options"] = options
-    if regions in (None, "repeated") and compile_graphs(inner, settings):
+    settings |= {"options": options, **_limit()}
+    if has_graphs(inner):
+        if regions not in (None, "repeated"):
+            raise ConfigError(
+                "stages that are cut by tracing are graphs of operators, which call no modules",
+                expected="no regions, for the graphs of the stages",
+                got=f"regions={regions!r}",
+                where="compile_model",
+                fix="Leave regions out: accel.compile_model(model).",
+            )
+        compile_graphs(inner, settings)
         return model
     chosen = _whole(inner) if regions is None else list(selected(inner, regions, "compile_model").values())
     chosen = [module for module in chosen if not is_elsewhere(module)]
     _check_overlap(inner, chosen)
-    add_mixin([module for module in chosen if type(module).forward.__module__.startswith("torch.")], _Traced)
+    for sizes, alike in _by_size(chosen).items():
+        add_mixin(alike, _Traced, accel_sizes=sizes)
+    inside = _Inside(settings)
     for module in chosen:
         cast(Any, module).compile(**settings)
+        vars(module)[_REGION] = inside
+    _mark_inside(inner)
     return model
+
+
+def _by_size(regions: Iterable[nn.Module]) -> dict[str, list[nn.Module]]:
+    """Regions whose class torch's graphs are not to be kept by, by the sizes of their parameters: those of torch's own
+    classes, whose forward it would not trace, and of classes with several sizes."""
+    found: dict[type, dict[str, list[nn.Module]]] = {}
+    for each in regions:
+        sizes = ", ".join("x".join(map(str, parameter.shape)) for parameter in each.parameters())
+        found.setdefault(type(each), {}).setdefault(sizes, []).append(each)
+    made: dict[str, list[nn.Module]] = {}
+    for kind, alike in found.items():
+        if len(alike) > 1 or cast(Any, kind).forward.__module__.startswith("torch."):
+            for sizes, modules in alike.items():
+                made.setdefault(sizes, []).extend(modules)
+    return made
+
+
+def _mark_inside(model: nn.Module) -> None:
+    """Let recomputed blocks know the options of the region that they are in."""
+    for region in list(model.modules()):
+        inside: _Inside | None = vars(region).get(_REGION)
+        if inside is not None:
+            for each in region.modules():
+                if isinstance(each, Recomputed):
+                    vars(each)[_REGION] = inside
+
+
+def _limit() -> dict[str, int]:
+    """The most graphs of a region, for a torch that takes it."""
+    if "recompile_limit" not in inspect.signature(cast(Any, torch).compile).parameters:
+        return {}
+    return {"recompile_limit": max(_MOST_GRAPHS, cast(Any, torch.compiler).config.recompile_limit)}
 
 
 def _whole(model: nn.Module) -> list[nn.Module]:

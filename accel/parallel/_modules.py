@@ -257,15 +257,15 @@ def is_pipelined(model: nn.Module) -> bool:
     return STAGES in vars(model)
 
 
-def compile_graphs(model: nn.Module, options: Mapping[str, object]) -> bool:
-    """Let torch compile the graphs of a traced model's stages at their first call; return False for another model.
-    Mutates it."""
-    stages = [vars(each) for each in stage_modules(model)]
-    if not all(COMPILES in each for each in stages):
-        return False
-    for each in stages:
-        each[COMPILES] = options
-    return True
+def has_graphs(model: nn.Module) -> bool:
+    """Return whether a model's stages are cut by tracing, and run graphs in the place of its modules."""
+    return all(COMPILES in vars(each) for each in stage_modules(model))
+
+
+def compile_graphs(model: nn.Module, options: Mapping[str, object]) -> None:
+    """Let torch compile the graphs of a traced model's stages at their first call. Mutates it."""
+    for each in stage_modules(model):
+        vars(each)[COMPILES] = options
 
 
 def follow_stages(module: nn.Module, model: nn.Module) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,106 @@ def test_blocks_of_one_class_stay_of_one_class(how: str) -> None:
     with Simulator() as simulator:
         for classes in simulator.run(rank, 2, default_group=True):
             assert [len(each) for each in classes] == [1] * 7
+
+
+class Other(Block):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs - self.out(torch.tanh(self.linear(inputs)))
+
+
+class Third(Block):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.out(torch.tanh(self.linear(inputs)))
+
+
+SIZES = (8, 9, 10, 11, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "regions", "kinds"),
+    [
+        (lambda: nn.Sequential(*[nn.Linear(*each) for each in itertools.pairwise(SIZES)]), nn.Linear, 4),
+        (
+            lambda: accel.checkpoint_activations(
+                nn.Sequential(*[kind(0.0) for kind in (Block, Block, Other, Other, Third, Third)])
+            ),
+            "repeated",
+            4,  # the first block's input needs no gradient
+        ),
+    ],
+    ids=["modules of torch", "recomputed classes"],
+)
+def test_regions_share_no_limit_of_graphs(graphs: Graphs, make: Any, regions: Any, kinds: int) -> None:
+    """torch counts graphs by code, of which a class before others has one for each class, and takes no more than 8."""
+    model = make().double()
+    plain = copy.deepcopy(model)
+    accel.compile_model(model, regions, backend="aot_eager", fullgraph=True)
+    for rows in (4, 3, 1, 5):
+        torch.testing.assert_close(gradients(model, rows), gradients(plain, rows), rtol=0, atol=1e-12)
+    assert graphs.count == 3 * kinds  # the first number of rows, one row, and any other
+
+
+def test_one_region_has_a_graph_for_each_kind_of_batch(graphs: Graphs) -> None:
+    """More than the 8 of torch: rows, a first block whose input needs no gradient, evaluation."""
+    model = accel.compile_model(
+        nn.Sequential(Block(0.1), Block(0.1)).double(), "repeated", backend="aot_eager", fullgraph=True
+    )
+    counts: list[int] = []
+    for _ in range(2):
+        for rows in (4, 3, 1):
+            gradients(model, rows)
+            with torch.no_grad(), accel.evaluating(model):
+                model(torch.ones(rows, 8, dtype=torch.float64))
+        counts.append(graphs.count)
+    assert counts == [9, 9]
+
+
+class Breaking(Block):
+    """A block whose graph breaks."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(torch.tanh(self.linear(inputs)))
+        torch._dynamo.graph_break()
+        return inputs + self.drop(torch.sin(self.out(hidden)))
+
+
+@pytest.mark.parametrize("first", ["recompute", "compile"])
+def test_a_recomputed_block_whose_graph_breaks_is_compiled_in_parts(first: str) -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = nn.Sequential(nn.Linear(8, 8), Breaking(0.5), Breaking(0.5)).double()
+    model = copy.deepcopy(plain)
+    for how in ("recompute", "compile") if first == "recompute" else ("compile", "recompute"):
+        if how == "recompute":
+            accel.checkpoint_activations(model)
+        else:
+            accel.compile_model(model, "repeated", backend="aot_eager")
+    model = copy.deepcopy(model)
+    counts: list[int] = []
+    for rows in (4, 3, 5):
+        found = []
+        for each in (model, plain):
+            torch.manual_seed(rows)
+            found.append(gradients(each, rows))
+        torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 2 <= counts[0] < counts[1] == counts[2]
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_kept_outputs_are_part_of_the_graph_or_noted(caplog: pytest.LogCaptureFixture, breaks: bool) -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    kind = Breaking if breaks else Block
+    plain = nn.Sequential(nn.Linear(8, 8), kind(0.0), kind(0.0)).double()
+    model = accel.checkpoint_activations(copy.deepcopy(plain), keep="products")
+    accel.compile_model(model, "repeated", backend="aot_eager", fullgraph=not breaks)
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=1e-12)
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) is not breaks
+    noted = [each.getMessage() for each in caplog.records if each.name == "accel.parallel"]
+    assert [each.partition(":")[0] for each in noted] == ["Breaking"] * breaks
+    torch.compiler.reset()
 
 
 def test_a_real_backend_trains() -> None:

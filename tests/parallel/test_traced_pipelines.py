@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from traced_models import FAMILIES, UNet, by_hand, family, loss_sum, train, widen
 
 import accel
-from accel.errors import PrepareError, StageError
+from accel.errors import ConfigError, PrepareError, StageError
 from accel.tensors import is_dtensor
 from accel.testing import Simulator
 
@@ -422,6 +422,25 @@ def test_checkpoints_of_stages_load_on_one_rank_and_back(ranks: Simulator, tmp_p
     assert expected.keys() == whole.state_dict().keys()
     assert all(torch.equal(each, expected[key]) for key, each in whole.state_dict().items())
     assert ranks.run(load, 2, default_group=True) == [0.0, 0.0]
+
+
+def test_regions_of_a_traced_model_are_refused_before_and_after_prepare(ranks: Simulator) -> None:
+    """No graph calls a module, and nothing would be compiled."""
+
+    def rank(ctx: accel.DistContext) -> list[Any]:
+        early = accel.compile_model(Steps(), nn.Linear, backend="aot_eager")
+        late = _prepared(ctx, Steps(), torch.ones(4, 4), stages=STAGES)
+        return [
+            caught(lambda: _prepared(ctx, early, torch.ones(4, 4), stages=STAGES)),
+            caught(lambda: accel.compile_model(late, nn.Linear, backend="aot_eager")),
+        ]
+
+    for before, after in ranks.run(rank, 2, default_group=True):
+        assert isinstance(before, PrepareError)
+        assert "compiled: a, b" in before.got
+        assert "accel.compile_model(model) after prepare_model" in before.fix
+        assert isinstance(after, ConfigError)
+        assert "accel.compile_model(model)" in after.fix
 
 
 def _compiled_difference(ctx: accel.DistContext, name: str) -> float:

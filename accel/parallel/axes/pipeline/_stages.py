@@ -87,6 +87,8 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
             where=_WHERE,
             fix="Prepare the model inside; compile its blocks with accel.compile_model.",
         )
+    if options.cut == "trace":
+        _check_uncompiled(model)
     if is_compiled(model):
         raise PrepareError(
             "a model that is compiled whole cannot be cut into stages: nothing calls it as one",
@@ -111,6 +113,19 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
         if ctx.world_size > layout.ranks:
             _check_ties(model, layout, stages)
     check_norms(batch_norms(model), _layout(ctx, options), PrepareError, _WHERE)
+
+
+def _check_uncompiled(model: nn.Module) -> None:
+    """Raise for regions that torch compiles of a model to be traced: graphs of stages call no modules."""
+    compiled = [path or "the model" for path, module in named_modules(model) if is_compiled(module)]
+    if compiled:
+        raise PrepareError(
+            "stages that are cut by tracing are graphs of operators, which call no compiled modules",
+            expected="a model that is compiled after prepare_model",
+            got=f"compiled: {', '.join(compiled[:5])}",
+            where=_WHERE,
+            fix="Call accel.compile_model(model) after prepare_model: it compiles the graphs of the stages.",
+        )
 
 
 def _check_traced(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:

@@ -312,7 +312,7 @@ def division_of(ctx: DistContext, options: TensorOptions, model: nn.Module) -> D
             expected="stages that are a chain of modules",
             got='cut="trace"',
             where="prepare_model, plan.overlap",
-            fix="Leave overlap out: plan=accel.parallel.Plan(overlap=False).",
+            fix='Leave overlap out: plan=accel.parallel.Plan(cut="trace", overlap=False).',
         )
     inner = unwrap_model(model)
     styles = _styles(inner, options)

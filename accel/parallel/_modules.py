@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CellType, FunctionType
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -35,6 +36,40 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     found = type(module).__new__(type(module))
     vars(found).update(vars(module))
     return found
+
+
+def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of a model, with a `memo` of `copy.deepcopy`. Functions among its attributes that hold
+    modules, as `self.mlp = lambda x: self.down(self.up(x))` does, hold those of the copy."""
+    found = copy.deepcopy(model, memo)
+    for module in found.modules():
+        own = vars(module)
+        for name, value in own.items():
+            own[name] = _rebound(value, memo)
+    return found
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """An attribute of a copied module, where functions hold what the copy has in the place of what they held."""
+    if type(value) in (list, tuple) and any(isinstance(each, FunctionType) for each in value):
+        return type(value)(_rebound(each, memo) for each in value)
+    if not isinstance(value, FunctionType) or not (value.__closure__ or value.__defaults__):
+        return value
+    held = [cell.cell_contents for cell in value.__closure__ or ()]
+    cells = tuple(CellType(copy.deepcopy(each, memo) if _holds_modules(each) else each) for each in held)
+    defaults = tuple(copy.deepcopy(each, memo) if _holds_modules(each) else each for each in value.__defaults__ or ())
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, cells or None)
+    made.__dict__.update(vars(value))
+    made.__kwdefaults__ = value.__kwdefaults__
+    return made
+
+
+def _holds_modules(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = [*cast("Mapping[Any, Any]", value).values()]
+    return isinstance(value, nn.Module) or (
+        isinstance(value, list | tuple) and any(isinstance(each, nn.Module) for each in cast("list[Any]", value))
+    )
 
 
 def matching(paths: Iterable[str], pattern: str) -> list[str]:

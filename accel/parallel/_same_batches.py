@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +23,7 @@ from torch import nn
 from accel.comm import Call, Comm, adopt, as_bytes, as_tensor, exchange, exchange_values, shared_failure
 from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
-from accel.errors import DataError, TreeError
+from accel.errors import DataError, PrepareError, TreeError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._later_batches import AXES, FIX, TOLERANCE, LaterBatches, flat_reals, flattened, is_plain, text_of
 from accel.parallel._modules import is_pipelined, unwrap_model
@@ -126,10 +128,33 @@ class _Compared(Mixin, nn.Module):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
         watch = cast("SameBatches | None", vars(self).get(_WATCH))
-        if watch is not None and not torch.compiler.is_compiling() and watch.looks(trains=self.training):
+        if watch is not None and watch.looks(trains=self.training):
             watch.look(_listed(args, kwargs), trains=self.training)
-        return super().__call__(*args, **kwargs)
+        try:
+            return super().__call__(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise _read_without_call(error) from error
+            raise
+
+
+def _read_without_call(error: Exception) -> PrepareError:
+    """The error of a forward that reads parameters of modules on a mesh with tp, with its line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    own = [each for each in frames if not each.filename.startswith(others)]
+    line = f"line {own[-1].lineno} of {own[-1].filename}, {own[-1].line}" if own else str(error)
+    return PrepareError(
+        "the forward reads parameters of a module that it does not call, and they are DTensors on a mesh with tp",
+        expected="modules that are called, or whose style gives plain tensors to whoever reads them",
+        got=line,
+        where="forward, plan.tensor",
+        fix="Let accel.prepare(ctx, model, optimizer, example=batch) find what is read; or name these modules: "
+        'plan=accel.parallel.Plan(tensor={**accel.parallel.tensor_plan(model), "blocks.*.name": "replicated_local"}).',
+    )
 
 
 def compare_batches(ctx: DistContext, model: nn.Module) -> None:

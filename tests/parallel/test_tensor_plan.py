@@ -319,7 +319,7 @@ ONE_WRONG: dict[str, tuple[Any, Any, int, str]] = {
     "tied": (lambda: made(tied=True), {"head": "colwise"}, 2, r"tied to embedding\.weight.*dimension 0 beside whole"),
     "around": (made, {"norm": "copy_input"}, 2, "without parameters of their own, and it has weight, bias"),
     "recurrent": (lambda: nn.Sequential(nn.LSTM(4, 4)), {}, 2, "keeps references"),
-    "list": (lambda: nn.ParameterList([nn.Parameter(torch.ones(2))]), {}, 2, "a container of parameters"),
+    "list": (lambda: nn.ParameterList([torch.ones(2)]), {"": "replicated"}, 2, "a container of parameters"),
     "attention heads": (lambda: nn.Sequential(nn.MultiheadAttention(9, 3)), {"0": "multihead_attention"}, 2, "3 heads"),
     "added keys": (
         lambda: nn.Sequential(nn.MultiheadAttention(4, 2, add_bias_kv=True)),

@@ -7,11 +7,11 @@ Zachary DeVito et al. 2022, torch.fx, arXiv:2112.08429; torch.export.
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
+import random
 import sys
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from accel.errors import AccelError, StageError
 from accel.mixins import add_mixin
-from accel.parallel._modules import KeepsParameters, named_modules
+from accel.parallel._modules import KeepsParameters, copied_model, named_modules
 from accel.parallel._private import fake_mode, is_fake, saves_otherwise
 from accel.parallel._sharded import GatheredFormat
 from accel.parallel.axes.pipeline._stage_module import MicroBatch
@@ -40,6 +40,8 @@ from accel.parallel.axes.tensor import Division
 
 WHERE = 'Plan(cut="trace")'
 _DATA = cast(Any, torch.Tensor.data).__get__
+_SET_DATA = cast(Any, torch.Tensor.data).__set__
+_PYTHON, _NUMPY = "Python's module random", "numpy.random"
 _ELSEWHERE = "A model that cannot be exported trains by the strategy fsdp along dp."
 
 
@@ -101,7 +103,7 @@ def ghost_of(
             made = torch.empty_strided(each.shape, each.stride(), dtype=dtype, device=device)
             is_parameter = isinstance(each, nn.Parameter)
             memo[id(each)] = nn.Parameter(made, each.requires_grad) if is_parameter else made
-    found = copy.deepcopy(model, memo)
+    found = copied_model(model, memo)
     for module in found.modules():
         vars(module).pop("_compiled_call_impl", None)  # regions that torch would compile inside of its own trace
         leave_whole(module)
@@ -223,6 +225,8 @@ def export_stages(
         with _quiet(), ghost.mode, around, ghost.autocast(), seen:
             dynamic = None if form.rows else shapes
             program = torch.export.export(ghost.model, args, kwargs, dynamic_shapes=dynamic, strict=False)
+        with _quiet(), ghost.mode, around, ghost.autocast():
+            _check_python(ghost.modules, lambda: ghost.model(*args, **kwargs))
     except AccelError:
         raise
     except Exception as error:
@@ -244,6 +248,63 @@ def export_stages(
     guards = _guards([node.meta.get("val") for node in read.inputs])
     paths = tuple(map(tuple, stages))
     return StageGraphs(paths, cuts, program.call_spec.out_spec, constants, guards, form.rows)
+
+
+def _python_state(modules: Mapping[str, nn.Module]) -> dict[str, object]:
+    """Numbers among the attributes of modules by path, and the states of Python's and numpy's random streams."""
+    found: dict[str, object] = {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in modules.items()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+    found[_PYTHON] = random.getstate()
+    if "numpy" in sys.modules:
+        found[_NUMPY] = repr(cast(Any, sys.modules["numpy"]).random.get_state(legacy=False))
+    return found
+
+
+@contextlib.contextmanager
+def _attributes_kept(modules: Iterable[nn.Module]) -> Generator[None]:
+    """Put attributes and buffers of modules back behind a block."""
+    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for each in map(vars, modules):
+        held += [(inner, {**inner}) for inner in each.values() if type(inner) is dict] + [(each, {**each})]
+    try:
+        yield
+    finally:
+        for own, values in held:
+            own.clear()
+            own.update(values)
+
+
+def _check_python(modules: Mapping[str, nn.Module], forward: Callable[[], object]) -> None:
+    """Raise `StageError` where Python that a forward runs leaves another state after each call: a graph would hold that
+    of one. Export puts attributes back, so these are calls without it."""
+    states = [_python_state(modules)]
+    with _attributes_kept(modules.values()):
+        for _ in range(2):  # a size that is noted stays as it is in the second one, and a count does not
+            with contextlib.suppress(Exception), torch.no_grad():
+                _ = forward()
+            states.append(_python_state(modules))
+            if states[-1] == states[-2]:
+                return
+    before, after = states[1:]
+    other = [name for name, value in after.items() if name in before and before[name] != value]
+    drawn = [name for name in other if name in (_PYTHON, _NUMPY)]
+    if not other:
+        return
+    raise StageError(
+        f"the forward draws from {drawn[0]}, and a graph would hold one draw"
+        if drawn
+        else "the forward counts its calls, and a graph would hold the number of one",
+        expected="a forward that runs the same operators at every call",
+        got=f"other {'states' if drawn else 'values'} of {', '.join(other[:3])} after each call",
+        where=WHERE,
+        fix="Draw by torch, and choose by torch.where; or pass the choice as an argument of the forward."
+        if drawn
+        else "Keep the number in a buffer of the module that reads it, or pass it as an argument of the forward.",
+    )
 
 
 def _blocks(model: nn.Module) -> list[str]:
@@ -327,6 +388,7 @@ class _Watch(TorchFunctionMode):
         checkpoint: a function that runs inside of a checkpoint.
         outside: a function that reads a tensor with a gradient that is in no module.
         data: the `data` of parameters that the forward reads, with the parameter's name.
+        replaced: name of a parameter whose `data` the forward replaces.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -335,6 +397,7 @@ class _Watch(TorchFunctionMode):
         self.data: list[tuple[torch.Tensor, str]] = []
         self.checkpoint = ""
         self.outside = ""
+        self.replaced = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
@@ -343,6 +406,9 @@ class _Watch(TorchFunctionMode):
             self.checkpoint = name
         if not self.outside and any(isinstance(each, nn.Parameter) and not is_fake(each) for each in args):
             self.outside = name
+        if name == "__set__" and func == _SET_DATA and isinstance(args[0], nn.Parameter):
+            named = self._model.named_parameters()
+            self.replaced = next((own for own, each in named if each is args[0]), "a parameter")
         found = func(*args, **(kwargs or {}))
         if name == "__get__" and func == _DATA:
             # a change of a parameter with several names would reach the stage of one
@@ -361,6 +427,14 @@ class _Watch(TorchFunctionMode):
                 got=f"{self.checkpoint} inside of a checkpoint",
                 where=WHERE,
                 fix="Turn it off, and checkpoint blocks: accel.checkpoint_activations(model).",
+            )
+        if self.replaced:
+            raise StageError(
+                "the forward replaces the data of a parameter, which a graph would drop",
+                expected="parameters that the optimizer changes, or a change in place under torch.no_grad()",
+                got=self.replaced,
+                where=WHERE,
+                fix="Change it in place: under torch.no_grad(), parameter.copy_(values).",
             )
         if self.outside:
             raise StageError(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from accel.comm import copied, gathered, summed
+from accel.comm import copied, gathered, own_part, summed
 from accel.parallel.axes.tensor._dropout import Streams
 from accel.parallel.axes.tensor._layers import LocalParameters, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, is_beside
@@ -89,17 +89,19 @@ class Attention(LocalParameters):
     def _mask(
         self, padding: torch.Tensor | None, mask: torch.Tensor | None, query: torch.Tensor
     ) -> torch.Tensor | None:
-        """Both masks as summands of this rank's scores, shape [batch or 1, heads or 1, queries or 1, keys]."""
+        """Both masks as summands of this rank's scores, shape [batch or 1, heads or 1, queries or 1, keys]. Those that
+        are learned get the gradients of all ranks' heads."""
         parts: list[torch.Tensor] = []
+        group = self.accel_layer.group
         if padding is not None:
             padding = padding if padding.ndim == 2 else padding[None]
-            parts.append(_additive(padding, query.dtype)[:, None, None])
+            parts.append(copied(_additive(padding, query.dtype), group)[:, None, None])
         if mask is not None:
             mask = _additive(mask, query.dtype)
             if mask.ndim == 3:  # one for each head of each sample
-                layer = self.accel_layer
-                by_sample = mask.view(query.shape[0], -1, *mask.shape[1:])
-                mask = by_sample.chunk(layer.size, 1)[layer.rank]
+                mask = own_part(mask.view(query.shape[0], -1, *mask.shape[1:]), 1, group)
+            else:
+                mask = copied(mask, group)
             parts.append(mask)
         return sum(parts[1:], parts[0]) if parts else None
 

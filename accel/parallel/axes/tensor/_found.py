@@ -15,7 +15,7 @@ from accel.parallel._modules import example_of, named_modules, without_cache
 from accel.parallel.axes.tensor._prove import Verdict, prove, proved_in_parts, short
 from accel.parallel.axes.tensor._rules import clashes, is_in
 from accel.parallel.axes.tensor._styles import COLWISE, is_adapted, is_linear, output_dim, problems_of
-from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, Node, trace
+from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, Node, settings_of, trace
 from accel.topology import TensorStyle
 
 _LAYER, _EMBEDDING, _ATTENTION = "linear layer", "embedding", "scaled_dot_product_attention"
@@ -276,10 +276,12 @@ class FoundPlan(NamedTuple):
     Attributes:
         styles: by path.
         left: why candidates stay whole, by the path of their unit.
+        is_seen: whether a forward was recorded; without, the model's known layers may be right.
     """
 
     styles: Styles
     left: Mapping[str, str]
+    is_seen: bool = True
 
 
 def found_plan(
@@ -296,14 +298,17 @@ def found_plan(
     """
     inputs = example_of(model, size if in_parts else 1) if example is None else without_cache(model, example)
     if inputs is None:
-        return FoundPlan({}, {"": "no example of its inputs"})
+        return FoundPlan({}, {"": "no example of its inputs"}, is_seen=False)
     try:
         recorded = trace(model, inputs)
     except Exception as error:  # whatever a forward raises without values
-        return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"})
+        return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"}, is_seen=False)
     search = _Search(model, recorded, size)
     styles, left = search.blocks()
     styles |= search.ends()
+    if not styles:
+        return FoundPlan({}, left)
+    styles = search.read() | styles
     return FoundPlan(styles if in_parts is None else proved_in_parts(recorded, in_parts(styles), search.verdict), left)
 
 
@@ -329,7 +334,9 @@ class _Search:
         embeddings = {path: each for path, each in self._modules.items() if isinstance(each, nn.Embedding)}
         outputs |= {path: each.embedding_dim for path, each in embeddings.items()}
         found = candidates(self._trace, outputs, {path: self._features(path, 1) for path in self._linear})
+        apart = {each.unit: sorted(self._trace.read.intersection(each.layers)) for each in found}
         found = [each for each in found if self._trace.read.isdisjoint(each.layers)]
+        found = sorted([*found, *self._torch_attentions()], key=lambda each: each.at)
         banned: dict[str, str] = {}
         plain: set[str] = set()  # modules that sum no gradients of their input
         while True:
@@ -344,11 +351,23 @@ class _Search:
             plain |= more
             banned |= wrong
         left |= banned
+        left |= {unit: f"{read[0]}: its weight is read without a call" for unit, read in apart.items() if read}
         styles: dict[str, TensorStyle] = {}
         for each in proved:
             styles |= each.styles
-        read: Styles = dict.fromkeys(sorted(self._trace.read - {""}), "replicated_local")
-        return {**read, **styles}, left
+        return styles, left
+
+    def read(self) -> dict[str, TensorStyle]:
+        """Styles of modules whose parameters others read."""
+        return dict.fromkeys(sorted(self._trace.read - {""}), "replicated_local")
+
+    def _torch_attentions(self) -> Iterator[Candidate]:
+        """torch's own attentions, whose forward reads the last projection."""
+        for path in dict.fromkeys(call.path for call in self._trace.calls):
+            if isinstance(self._modules[path], nn.MultiheadAttention):
+                last = max(call.nodes.stop for call in self._trace.calls if call.path == path)
+                styles: Styles = {path: "multihead_attention", f"{path}.out_proj".lstrip("."): "rowwise"}
+                yield Candidate(path, (path,), (styles,), last)
 
     def _features(self, path: str, which: int) -> int:
         layer = _layer(self._modules[path])
@@ -415,7 +434,7 @@ class _Search:
         divided = {number: parts[number] for number in call.inputs if number in parts}
         places = [(place, parts[number]) for place, number in enumerate(call.inputs) if number in parts]
         facts = [
-            (path, type(each).__name__, [list(p.shape) for p in each.parameters(recurse=False)], _settings(each))
+            (path, type(each).__name__, [list(p.shape) for p in each.parameters(recurse=False)], settings_of(each))
             for path, each in named_modules(module)
         ]
         key = repr((self._trace.signature(call), facts, styles, places))
@@ -475,18 +494,6 @@ class _Search:
             return True
         calls = [each for each in self._trace.calls if each.path == path]
         return all(not self.verdict(path, call, {"": style}, {}).problem for call in calls)
-
-
-_INDEX = ("layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index")
-
-
-def _settings(module: nn.Module) -> list[tuple[str, object]]:
-    """Plain attributes of a module, without its place among others."""
-    return [
-        (name, value)
-        for name, value in sorted(vars(module).items())
-        if isinstance(value, int | float | str | None) and name not in _INDEX and name != "training"
-    ]
 
 
 def _layer(module: nn.Module) -> nn.Module:

@@ -149,6 +149,17 @@ class ReadParameters(LocalParameters):
         return local(value, self.accel_layer.rule)
 
 
+class ReadList(ReadParameters):
+    """A list of parameters, whose slices torch would make lists of copies."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the tensor at a place, or a list of those of a slice."""
+        own: Any = super()
+        if isinstance(index, slice):
+            return [own.__getitem__(at) for at in range(*index.indices(len(cast(Any, self))))]
+        return own.__getitem__(index)
+
+
 class GatherOutput(LocalParameters):
     """Works on a part of the sequence, and gathers its output."""
 

@@ -6,7 +6,6 @@ Parameters are drawn anew, as initial zeros hide a bias that is added twice, and
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +18,7 @@ from accel.comm import ThreadGroup, run_in_threads
 from accel.errors import PrepareError
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import copied_model, named_modules
 from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._layers import SEQUENCE_DIM, GroupLayer
 from accel.parallel.axes.tensor._rules import install, is_in, rules_of
@@ -127,7 +126,7 @@ def _not_in_parts(problem: str) -> PrepareError:
 def _redrawn(module: nn.Module) -> nn.Module:
     """A copy in float64 with other parameters."""
     draw = torch.Generator().manual_seed(17)
-    memo: dict[int, object] = {}
+    memo: dict[int, Any] = {}
     for each in module.parameters():
         values = torch.randn(each.shape, generator=draw, dtype=torch.float64, device="cpu")
         if each.ndim > 1:
@@ -135,7 +134,7 @@ def _redrawn(module: nn.Module) -> nn.Module:
         memo[id(each)] = nn.Parameter(values)
     for each in module.buffers():
         memo[id(each)] = _values(each, draw) if each.is_meta else _in_float64(each.detach().to("cpu", copy=True))
-    whole = copy.deepcopy(module, memo).eval()
+    whole = copied_model(module, memo).eval()
     batch_experts(whole)
     remove_mixin(whole.modules(), Recomputed)  # a backward does not know of the formats of the proof
     for each in whole.modules():
@@ -229,12 +228,12 @@ def _divided_dim(whole: torch.Size, part: torch.Size, group: ThreadGroup | None)
 
 def _part(whole: nn.Module, rules: Mapping[str, Rule], group: ThreadGroup) -> nn.Module:
     """A rank's copy of a module, with its parts of the parameters."""
-    memo: dict[int, object] = {}
+    memo: dict[int, Any] = {}
     for path, rule in rules.items():
         for name, each in whole.get_submodule(path).named_parameters(recurse=False):
             values = _piece(each.detach(), rule.dims.get(name), group)
             memo[id(each)] = nn.Parameter(values.clone())
-    part = copy.deepcopy(whole, memo)
+    part = copied_model(whole, memo)
     install(part, rules, lambda rule: GroupLayer(rule, group))
     return part
 

@@ -16,7 +16,7 @@ from accel.parallel._compile import add_within
 from accel.parallel._modules import OVERLAPS, matching, named_modules
 from accel.parallel.axes.tensor._attention import Attention
 from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
-from accel.parallel.axes.tensor._layers import Layer, mixin_for
+from accel.parallel.axes.tensor._layers import Layer, ReadList, mixin_for
 from accel.parallel.axes.tensor._styles import (
     COPYING,
     STYLES,
@@ -49,7 +49,7 @@ def rules_of(
         styles = {path: styles[path] for path in full}
     styles = with_lora(model, {**_attention_outputs(model, styles), **styles}, problems)
     known = {path: cast(TensorStyle, style) for path, style in styles.items() if style in STYLES}
-    complete = {**{path: "replicated" for path, module in named_modules(model) if _holds(module)}, **known}
+    complete = {**{path: _unnamed(module) for path, module in named_modules(model) if _holds(module)}, **known}
     rules: dict[str, Rule] = {}
     attributes: dict[str, dict[str, int]] = {}
     totals: dict[str, int] = {}
@@ -99,11 +99,19 @@ def _holds(module: nn.Module) -> bool:
     return any(not is_dtensor(each) for each in module.parameters(recurse=False))
 
 
+def _unnamed(module: nn.Module) -> TensorStyle:
+    """The style of a module that no plan names. Whoever holds a list or dict of parameters reads them."""
+    return "replicated_local" if isinstance(module, nn.ParameterList | nn.ParameterDict) else "replicated"
+
+
 def _attention_outputs(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """The projection that ends an nn.MultiheadAttention, which nobody needs to name."""
-    paths = [path for path, style in styles.items() if style == "multihead_attention"]
-    named = {path: model.get_submodule(path) for path in paths}
-    return {f"{path}.out_proj": "rowwise" for path, each in named.items() if isinstance(each, nn.MultiheadAttention)}
+    """The projection that ends an nn.MultiheadAttention, which nobody needs to name: of a whole one its forward reads
+    the parameters."""
+    return {
+        f"{path}.out_proj".lstrip("."): "rowwise" if styles.get(path) == "multihead_attention" else "replicated_local"
+        for path, each in named_modules(model)
+        if isinstance(each, nn.MultiheadAttention) and _holds(each.out_proj)
+    }
 
 
 def _is_copied(path: str, styles: Mapping[str, str]) -> bool:
@@ -229,6 +237,7 @@ def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rul
         cast(Any, module).accel_layer = layer_of(rule)
         if rule.overlap:
             vars(module)[OVERLAPS] = True
-        modules.setdefault(mixin_for(rule) or Attention, []).append(module)
+        mixin = ReadList if isinstance(module, nn.ParameterList) else mixin_for(rule)
+        modules.setdefault(mixin or Attention, []).append(module)
     for mixin, own in modules.items():
         add_within(own, mixin)

@@ -143,15 +143,17 @@ def _resolve(ctx: DistContext, model: nn.Module, options: TensorOptions) -> Tens
 
 def _found(model: nn.Module, size: int, example: Any, *, sequence: bool) -> dict[str, TensorStyle]:
     inputs = [example] if isinstance(example, torch.Tensor) else example
-    found, left = found_styles(model, size, None if finds(model) else inputs, sequence=sequence)
-    styles = collapsed(model, found) or tensor_plan(model, sequence=sequence)
+    plan = found_styles(model, size, None if finds(model) else inputs, sequence=sequence)
+    styles = collapsed(model, plan.styles)
+    if not plan.is_seen:
+        styles = tensor_plan(model, sequence=sequence)
     name = type(model).__name__
-    lines = [f"{path or 'the model'}: {problem}" for path, problem in left.items()]
+    lines = [f"{path or 'the model'}: {problem}" for path, problem in plan.left.items()]
     if not styles:
-        raise _unknown(f"{with_article(name)}; {'; '.join(lines[:5])}", _REFUTED if left.keys() - {""} else _UNKNOWN)
+        raise _unknown("; ".join([with_article(name), *lines[:5]]), _REFUTED if plan.left.keys() - {""} else _NOT_FOUND)
     share = share_of(model, rules_of(model, styles, size))
     whole = f"; whole: {'; '.join(lines[:5])}" if lines else ""
-    way = "a plan that is found and proved" if found else "the styles of its known layers"
+    way = "a plan that is found and proved" if plan.is_seen else "the styles of its known layers"
     text = "%s: %.0f%% of the parameters are divided along tp=%d, by %s%s"
     logging.getLogger("accel.parallel").warning(text, name, 100 * share, size, way, whole)
     return styles
@@ -273,10 +275,10 @@ def _check_overlap(ctx: DistContext, model: nn.Module) -> None:
         )
 
 
-_UNKNOWN = (
-    'Say how: plan=accel.parallel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}); '
-    "let accel.prepare(ctx, model, example=batch) find it; or tensor={} to keep it whole on each of them."
-)
+_SAY = 'Say how: plan=accel.parallel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}); '
+_WHOLE = "or tensor={} to keep it whole on each of them."
+_UNKNOWN = f"{_SAY}let accel.prepare(ctx, model, optimizer, example=batch) find it; {_WHOLE}"
+_NOT_FOUND = _SAY + _WHOLE
 _REFUTED = (
     "Plans of these modules were tried, and ranks would compute something else. Keep the model whole on each of them: "
     "plan=accel.parallel.Plan(tensor={}); or name layers elsewhere that may be divided: tensor={path: style}."
@@ -284,9 +286,10 @@ _REFUTED = (
 
 
 def _unknown(got: str, fix: str) -> PrepareError:
+    known = "a model of transformers, or torch's own attention and Sequential layers"
     return PrepareError(
         "no tensor-parallel plan is known for the model, and ranks along tp would all compute the same",
-        expected="a model of transformers, or torch's own attention and Sequential layers",
+        expected=known if fix is _UNKNOWN else "attention or pairs of linear layers, proved in a forward of the model",
         got=got,
         where=WHERE,
         fix=fix,

@@ -214,8 +214,8 @@ def problems_of(module: nn.Module, style: TensorStyle, size: int) -> Iterator[st
         yield f"{style} is of modules without parameters of their own, and it has {', '.join(names)}"
     if style in ("replicated", "replicated_with_grad_allreduce", "replicated_local") and isinstance(module, nn.RNNBase):
         yield "a recurrent layer of torch keeps references to its parameters, which cannot be replaced"
-    if isinstance(module, nn.ParameterList | nn.ParameterDict) and names:
-        yield "a container of parameters has no forward; give each a module"
+    if isinstance(module, nn.ParameterList | nn.ParameterDict) and names and style != "replicated_local":
+        yield "a container of parameters has no forward: replicated_local is its only style"
     if style in COLWISE | ROWWISE:
         yield from _linear_problems(module, style, size)
     elif style in ("embedding_rowwise", "embedding_colwise"):

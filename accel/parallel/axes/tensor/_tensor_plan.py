@@ -16,7 +16,7 @@ from accel.errors import PrepareError
 from accel.errors._checks import check_choice
 from accel.parallel._modules import example_of, matching, named_modules
 from accel.parallel.axes.tensor._dropout import draws
-from accel.parallel.axes.tensor._found import found_plan
+from accel.parallel.axes.tensor._found import FoundPlan, found_plan
 from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
 from accel.parallel.axes.tensor._styles import COLWISE, is_linear
 from accel.topology import HeadStyle, TensorStyle
@@ -257,19 +257,22 @@ def tensor_plan(
         {'0': 'colwise', '2': 'rowwise'}
     """
     if finds(model, example):
-        styles = found_styles(model, 2, example, sequence=sequence)[0] or known_styles(model)
+        plan = found_styles(model, 2, example, sequence=sequence)
+        is_seen = plan.is_seen
+        styles = {**(plan.styles if is_seen else known_styles(model))}
     else:
+        is_seen = False
         styles: dict[str, TensorStyle] = {}
     is_found = bool(styles)
     declared: dict[str, TensorStyle] = {}
-    if not styles:
+    if not styles and not is_seen:
         declared = _declared_styles(model)
         styles = with_copies(model, known_styles(model) | _tied(model, declared) | _between(model, declared) | declared)
     if sequence and not is_found:
         styles = with_sequence(model, styles)
     if head is not None:
         styles = with_head(model, styles, head)
-    if declared:
+    if declared or (styles and not is_found):
         styles = {**_read(model), **styles}
     return _collapsed(styles, _paths_of(found_pairs(model)), [path for path, _ in named_modules(model)])
 
@@ -280,10 +283,9 @@ def found_styles(
     example: Mapping[str, Any] | Sequence[Any] | None = None,
     *,
     sequence: bool = False,
-) -> tuple[dict[str, TensorStyle], Mapping[str, str]]:
+) -> FoundPlan:
     """Return the styles that are found and proved for so many ranks, and why candidates stay whole, by path."""
-    plan = found_plan(model, size, example, partial(with_sequence, model) if sequence else None)
-    return dict(plan.styles), plan.left
+    return found_plan(model, size, example, partial(with_sequence, model) if sequence else None)
 
 
 def finds(model: nn.Module, example: object = None) -> bool:
@@ -330,8 +332,8 @@ def _between(model: nn.Module, declared: Mapping[str, TensorStyle]) -> dict[str,
 
 
 def _read(model: nn.Module) -> dict[str, TensorStyle]:
-    """Styles of layers whose weights the class around them reads, by its source; a plan that is declared passes over
-    them."""
+    """Styles of layers whose weights the class around them reads, by its source; a plan that is declared or known
+    passes over them."""
     found: dict[str, TensorStyle] = {}
     for path, module in named_modules(model):
         for name, child in module.named_children():

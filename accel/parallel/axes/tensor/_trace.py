@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import KeepsParameters, named_modules, written_class
+from accel.parallel._modules import KeepsParameters, copied_model, named_modules, written_class
 from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
 
@@ -122,8 +121,8 @@ def _run_blank(
 ) -> tuple[int, ...]:
     """Record a copy, whose modules of these kinds run without their own forward; return the numbers of its outputs."""
     fake: Any = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    empty = _without_values(model, fake)
     with ExitStack() as stack, torch.enable_grad(), fake:
-        empty = _without_values(model)
         recorder.own(_owners(empty))
         add_mixin([each for each in empty.modules() if isinstance(each, kinds)], _Unseen)
         add_mixin([each for each in empty.modules() if _holds(each)], KeepsParameters)
@@ -168,13 +167,14 @@ def plain(output: Any) -> Any:
     return dict(cast("Mapping[str, object]", output)) if isinstance(output, Mapping) else output
 
 
-def _without_values(model: nn.Module) -> nn.Module:
-    memo: dict[int, object] = {}
-    for each in (*model.parameters(), *model.buffers()):
-        blank = _blank(each)
-        is_parameter = isinstance(each, nn.Parameter)
-        memo[id(each)] = nn.Parameter(blank, blank.is_floating_point()) if is_parameter else blank
-    empty = copy.deepcopy(model, memo).eval()
+def _without_values(model: nn.Module, fake: Any) -> nn.Module:
+    memo: dict[int, Any] = {}
+    with fake:
+        for each in (*model.parameters(), *model.buffers()):
+            blank = _blank(each)
+            is_parameter = isinstance(each, nn.Parameter)
+            memo[id(each)] = nn.Parameter(blank, blank.is_floating_point()) if is_parameter else blank
+    empty = copied_model(model, memo).eval()  # tensors that are plain attributes keep their values
     batch_experts(empty)
     for module in empty.modules():
         cast(Any, forward_hooks(module)).clear()
@@ -288,3 +288,15 @@ def _kind_of(module: nn.Module) -> str | None:
 def callers(trace: ForwardTrace) -> Iterator[str]:
     """Yield the paths of modules that were called."""
     yield from dict.fromkeys(call.path for call in trace.calls)
+
+
+_INDEX = ("layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index")
+
+
+def settings_of(module: nn.Module) -> list[tuple[str, object]]:
+    """Return plain attributes of a module, without its place among others."""
+    return [
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, int | float | str | None) and name not in _INDEX and name != "training"
+    ]

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models in the styles in which people write them by hand train on a mesh as in one process, or are refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from catching import caught
+from steps import two_steps
+from torch import Tensor, nn
+from torch.nn import functional
+
+import accel
+from accel.errors import PrepareError, StageError
+from accel.testing import Simulator
+
+WIDTH, HEADS, TOKENS, WORDS = 16, 4, 6, 11
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.body = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(self.norm(x))
+
+
+class Words(nn.Module):
+    """Blocks between an embedding and a head."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class LearnedMask(nn.Module):
+    """A mask for each head, made of a table and of the activations, and one of padding that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.table, self.sharp = nn.Embedding(2 * TOKENS, HEADS), nn.Linear(WIDTH, HEADS)
+        self.padding = nn.Parameter(torch.linspace(-1, 1, TOKENS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(TOKENS)
+        sharp = self.sharp(x).transpose(1, 2)
+        mask = self.table(at[:, None] - at + TOKENS).permute(2, 0, 1) * sharp[..., None]
+        padding = self.padding.expand(len(x), -1)
+        return x + self.attention(x, x, x, attn_mask=mask.flatten(0, 1), key_padding_mask=padding)[0]
+
+
+class WholeAttention(nn.Module):
+    """An attention that cannot be divided, whose forward reads its last projection, and lists of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, add_bias_kv=True)
+        self.scales = nn.ParameterList([nn.Parameter(torch.linspace(0.5, 1 + at, WIDTH)) for at in range(3)])
+        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.linspace(-1, 1, WIDTH))})
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.scales[:2]
+        x = x * first + self.attention(x, x, x, need_weights=False)[0] * second
+        return self.mlp(x) * self.scales[2] + self.named["shift"]
+
+
+class Closure(nn.Module):
+    """A function that holds layers, as in minGPT, and values that are no buffer, as in the first Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"up": nn.Linear(WIDTH, 32), "down": nn.Linear(32, WIDTH)})
+        parts = self.parts
+        self.mlp = lambda x: parts.down(functional.gelu(parts.up(x)))
+        self.turn = torch.polar(torch.ones(TOKENS, WIDTH // 2), torch.rand(TOKENS, WIDTH // 2)).to(torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.turn.to(x.device)
+        return x + self.mlp(torch.view_as_real(turned).flatten(-2))
+
+
+class Reads(Mlp):
+    """A weight of one of two pairs of layers that the module around them reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.other(x)) * self.body[0].weight.square().mean()
+
+
+class Counts(Mlp):
+    """A number that each call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class Notes(Mlp):
+    """A number that each call sets to the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.longest = x.shape[1]
+        return super().forward(x) / self.longest
+
+
+class Chance(Mlp):
+    """A path by Python's random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if random.random() < 2 else x
+
+
+class Replaced(Mlp):
+    """Parameters whose data the forward replaces."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.weight.data = functional.normalize(self.norm.weight.data, dim=0)
+        return super().forward(x)
+
+
+def _make(block: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Words(block).double()
+
+
+IDS = torch.randint(WORDS, (4, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def _train(ctx: accel.DistContext, block: Callable[[], nn.Module], mesh: str = "", example: Any = None) -> Any:
+    """Train for two steps; return losses with norms, and parameters."""
+    ctx = accel.replace(ctx, mesh=mesh) if mesh else ctx
+    model = _make(block)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if "pp" in mesh:
+        plan = accel.parallel.Plan(cut="trace", micro_batches=2)
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=IDS)
+        return _staged(ctx, model, optimizer), accel.get_state_dict(ctx, model, dst=None)
+    model, optimizer = accel.prepare(ctx, model, optimizer, example=example)
+    figures = two_steps(ctx, model, optimizer, lambda: _loss(model(IDS), IDS.roll(-1)) / IDS.numel())
+    return figures, accel.get_state_dict(ctx, model, dst=None)
+
+
+def _staged(ctx: accel.DistContext, model: nn.Module, optimizer: Any) -> list[tuple[float, float]]:
+    figures: list[tuple[float, float]] = []
+    scaler = accel.loss_scale(ctx)
+    for _ in range(2):
+        loss, accum = accel.forward_backward(
+            ctx, model, scaler, None, IDS, targets=IDS.roll(-1), loss_fn=_loss, weight=IDS.numel()
+        )
+        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+        figures.append((float(loss), float(step.grad_norm)))
+    return figures
+
+
+def _check(found: list[Any], expected: Any) -> None:
+    for figures, parameters in found:
+        torch.testing.assert_close(torch.tensor(figures), torch.tensor(expected[0]), rtol=0, atol=1e-10)
+        want: Mapping[str, Tensor] = expected[1]
+        for name, each in parameters.items():
+            torch.testing.assert_close(each, want[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("block", "mesh", "example"),
+    [
+        (LearnedMask, "tp=2", None),
+        (LearnedMask, "tp=2", IDS),
+        (WholeAttention, "tp=2", None),
+        (WholeAttention, "tp=2", IDS),
+        (Closure, "tp=2", IDS),
+        pytest.param(Closure, "pp=2", None, marks=pytest.mark.slow),
+        (Reads, "tp=2", IDS),
+        (Notes, "pp=2", None),
+    ],
+)
+def test_a_model_written_by_hand_trains_as_in_one_process(
+    ranks: Simulator, block: Callable[[], nn.Module], mesh: str, example: Any
+) -> None:
+    found = ranks.run(partial(_train, block=block, mesh=mesh, example=example), 2, default_group=True)
+    _check(found, _train(accel.single(), block))
+
+
+def test_torch_s_attention_is_divided_by_an_example_too() -> None:
+    styles = accel.parallel.tensor_plan(_make(LearnedMask), example=[IDS])
+    assert styles["blocks.*.attention"] == "multihead_attention"
+    assert styles["blocks.*.attention.out_proj"] == "rowwise"
+
+
+def test_parameters_that_are_read_are_told_with_the_line(ranks: Simulator) -> None:
+    found = ranks.run(lambda ctx: caught(partial(_train, ctx, Reads, "tp=2")), 2, default_group=True)
+    for error in found:
+        assert isinstance(error, PrepareError)
+        assert "self.body[0].weight.square().mean()" in error.got
+        assert "accel.prepare(ctx, model, optimizer, example=batch)" in str(error)
+
+
+def test_an_example_that_nothing_divides_is_told_with_the_reason(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        model = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
+        tied = _Tied(model)
+        return caught(partial(accel.prepare, accel.replace(ctx, mesh="tp=2"), tied, example=torch.ones(2, WIDTH)))
+
+    error = ranks.run(rank, 2, default_group=True)[0]
+    assert "no tensor-parallel plan is known" in str(error)
+    assert "inner.0: its weight is read without a call" in str(error)
+    assert "example=batch" not in str(error)
+
+
+class _Tied(nn.Module):
+    def __init__(self, inner: nn.Sequential) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.linear(self.inner(x), self.inner[2].weight.t())
+        return functional.linear(hidden, self.inner[0].weight.t())
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [(Counts, "counts its calls"), (Chance, "draws from Python's module random"), (Replaced, "replaces the data")],
+)
+def test_python_that_a_graph_would_lose_is_refused(ranks: Simulator, block: Callable[[], nn.Module], said: str) -> None:
+    found = ranks.run(lambda ctx: caught(partial(_train, ctx, block, "pp=2")), 2, default_group=True)
+    assert any(isinstance(each, StageError) and said in str(each) for each in found)

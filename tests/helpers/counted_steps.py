@@ -69,25 +69,41 @@ def make_net() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.ReLU()) for _ in range(2)))
 
 
-def train(ctx: accel.DistContext, *, accumulation: int = 1, **options: Any) -> list[list[str]]:
+class Attention(nn.Module):
+    """Attention of a head whose queries, keys and values are its input."""
+
+    def __init__(self, ctx: accel.DistContext) -> None:
+        super().__init__()
+        self.ctx = ctx
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x[:, None]
+        return x + accel.parallel.context_attention(self.ctx, heads, heads, heads)[:, 0]
+
+
+def train(ctx: accel.DistContext, *, accumulation: int = 1, scales: bool = False, **options: Any) -> list[list[str]]:
     """Return what the host waited for in each optimizer step; along tp and pp without the first, which compares the
-    ranks' batches and finds shapes."""
+    ranks' batches and finds shapes. `scales`: a loss scale that each step decides over, as fp16 has it."""
     staged = ctx.axis("pp").size > 1
     shared = staged or ctx.axis("tp").size > 1
     found = list[list[str]]()
     pinning = dataclasses.replace(ctx, streams=counted_device.PinnableStreams(DEVICE))
     fused = options.get("nonfinite") == "defer"
     with counted_device.counting() as waits:
-        model = accel.prepare_model(ctx, make_net(), plan=PLAN if ctx.axis("tp").size > 1 else None)
+        net = make_net() if ctx.axis("cp").size == 1 else nn.Sequential(Attention(ctx), *make_net())
+        model = accel.prepare_model(ctx, net, plan=PLAN if ctx.axis("tp").size > 1 else None)
         optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused))
-        data = TensorDataset(torch.randn(64, 8), torch.randint(8, (64,)))
+        data = TensorDataset(torch.randn(64, 4, 8), torch.randint(8, (64, 4)))
         loader = accel.prepare_loader(ctx, DataLoader(data, batch_size=4))
-        state = accel.train_state(ctx, seed=0, accumulation=accumulation)
+        scaler = accel.LossScale(scale=8.0, dynamic=True) if scales else None
+        state = accel.train_state(ctx, seed=0, accumulation=accumulation, scaler=scaler)
         own = list[str]()
         for batch in accel.batches(ctx, loader, state):
             waits.clear()  # those of the copy of a batch that is not pinned
             inputs, targets = batch.data
             assert inputs.device == DEVICE, inputs.device
+            part = accel.parallel.split_sequence(ctx, {"inputs": inputs, "targets": targets})
+            inputs, targets = part["inputs"], part["targets"]
             state = state.next(batch)
             weight = (targets >= 0).sum()
             if staged:
@@ -136,12 +152,22 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "defer along pp": (2, {"mesh": "pp=2"}, {"nonfinite": "defer"}),
     "raise along tp": (2, {"mesh": "tp=2"}, {"max_norm": 1.0}),
     "ignore along tp": (2, {"mesh": "tp=2"}, {"nonfinite": "ignore"}),
+    "raise along cp": (2, {"mesh": "cp=2"}, {"max_norm": 1.0}),
+    "ignore along cp": (2, {"mesh": "cp=2"}, {"nonfinite": "ignore"}),
+    "defer along cp": (2, {"mesh": "cp=2"}, {"nonfinite": "defer"}),
+    "skip along tp": (2, {"mesh": "tp=2"}, {"nonfinite": "skip"}),
+    "skip along pp": (2, {"mesh": "pp=2"}, {"nonfinite": "skip"}),
+    "raise on replicated shards": (4, {"mesh": "dp_replicate=2,dp_shard=2", "strategy": "fsdp"}, {}),
+    "raise on shards along tp": (4, {"mesh": "dp=2,tp=2", "strategy": "fsdp"}, {"max_norm": 1.0}),
+    "raise under a scale on shards": (2, {"strategy": "fsdp"}, {"scales": True, "max_norm": 1.0}),
+    "raise under a scale along tp": (2, {"mesh": "tp=2"}, {"scales": True}),
+    "ignore along pp under a scale": (2, {"mesh": "pp=2"}, {"scales": True, "nonfinite": "ignore"}),
 }
 
 
 def sum_of_losses(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of a batch."""
-    return functional.cross_entropy(outputs.float(), targets, reduction="sum")
+    return functional.cross_entropy(outputs.float().flatten(0, -2), targets.flatten(), reduction="sum")
 
 
 def run(case: str) -> list[list[str]]:

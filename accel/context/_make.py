@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Unpack, cast
 
@@ -368,8 +369,17 @@ def session(
 
 @context_first
 def close(ctx: DistContext) -> None:
-    """Destroy the process group if this context opened it; adopted groups stay. Closing twice does nothing."""
-    ctx.comm.close()
+    """Destroy the process group if this context opened it; adopted groups stay. Closing twice does nothing.
+
+    Raises:
+        NonFiniteError: a gradient of a deferred step was not finite, unless an exception is on its way; the context is
+            closed all the same.
+    """
+    try:
+        if sys.exc_info()[0] is None:
+            ctx.comm.settle()
+    finally:
+        ctx.comm.close()
 
 
 def single(on: torch.device | str = "cpu", /, **settings: Unpack[GroupKeywords]) -> DistContext:

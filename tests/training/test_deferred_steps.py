@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -233,9 +234,19 @@ def test_no_later_call_is_needed_to_end_well(way: type[ByState]) -> None:
             assert run.stepped is None
 
 
-def test_the_end_of_the_session_raises() -> None:
+@contextmanager
+def closing() -> Iterator[accel.DistContext]:
+    ctx = accel.from_env({})
+    try:
+        yield ctx
+    finally:
+        accel.close(ctx)
+
+
+@pytest.mark.parametrize("scope", [lambda: accel.session({}), closing], ids=["session", "close"])
+def test_the_end_of_the_session_raises(scope: Callable[[], Any]) -> None:
     def train(spoils: bool) -> None:
-        with accel.session({}) as ctx:
+        with scope() as ctx:
             run, model = ByState(ctx), nn.Linear(2, 2)
             run.begin()
             run.backward(model(torch.ones(1, 2)).sum() * math.nan)

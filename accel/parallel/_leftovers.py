@@ -71,6 +71,33 @@ def sum_unused(unit: nn.Module) -> None:
                 group.post_backward = functools.partial(_with_zeros, group, group.post_backward)
 
 
+def sum_in_one_format(unit: nn.Module) -> None:
+    """Let a module of `fully_shard` and those below it sum all gradients of a window in one format, whichever
+    micro-batches used their parameters."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for each in unit.modules():
+        if isinstance(each, FSDPModule):
+            for group in _groups(each):
+                group.post_backward = functools.partial(_widened, group, group.post_backward)
+
+
+def _widened(group: Any, post_backward: Callable[..., None], *unused: object) -> None:
+    """Sum the gradients of a group of `fully_shard`. Those of earlier micro-batches wait in the format of the sum, and
+    torch takes no others beside them."""
+    if not any(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
+        return  # torch looks for gradients of a module that no forward has run
+    if group.reduce_grads and any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params):
+        for each in group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            if whole is None or each.unsharded_accumulated_grad is not None:
+                continue
+            if whole.grad is None and whole.requires_grad and getattr(group, "reduce_scatter_unused_params", False):
+                whole.grad = torch.zeros_like(whole)
+            each.to_accumulated_grad_if_needed()
+    post_backward(*unused)
+
+
 def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: object) -> None:
     """Sum the gradients of a group of `fully_shard`, with zeros for those that are missing."""
     for each in group.fsdp_params:

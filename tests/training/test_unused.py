@@ -199,3 +199,31 @@ def test_it_costs_one_message_a_step_and_none_without_the_option(ranks: Simulato
     assert sent == []
     ranks.run(partial(rank, find=True), 2, default_group=True)
     assert sent == [4] * 4  # two ranks, two steps
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp_replicate=2,dp_shard=2"])
+def test_gradients_of_some_micro_batches_are_summed_in_bf16_too(ranks: Simulator, mesh: str) -> None:
+    """A block that the first micro-batch leaves out, and a head that none uses: its gradient waits in no format."""
+
+    def rank(ctx: accel.DistContext, *, each: bool) -> Mapping[str, Tensor]:
+        ctx = accel.replace(ctx, strategy="fsdp", mesh=mesh, precision="bf16")
+        model = accel.prepare_model(ctx, _blocks(ctx), find_unused_parameters=True)
+        optimizer = HEAVY(model.parameters())
+        scaler, accum = accel.loss_scale(ctx), accel.Accumulation(2, sync_each_batch=each)
+        for batch in range(4):
+            accum = accum.next()
+            rows = _rows(ctx, batch).float()
+            with accel.accumulate(ctx, accum, model):
+                with accel.autocast(ctx):
+                    loss = model(rows, 1 if batch % 2 == 0 else 3, other=False).square().mean()
+                accum = accel.backward(ctx, loss, scaler, accum)
+            if accum.sync:
+                accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+        return _values(ctx, model)
+
+    size = 4 if "replicate" in mesh else 2
+    held, exchanged = (ranks.run(partial(rank, each=each), size, default_group=True)[0] for each in (False, True))
+    before = ranks.run(lambda ctx: _blocks(ctx).state_dict(), 1)[0]
+    for name, value in held.items():
+        torch.testing.assert_close(value, exchanged[name], rtol=1e-5, atol=1e-6)
+        assert torch.equal(value, before[name]) == name.startswith("other")

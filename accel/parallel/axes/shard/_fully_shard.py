@@ -16,7 +16,7 @@ from accel.context import DistContext
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._labels import label_parameters, replace_parameter
-from accel.parallel._leftovers import shards_of, sum_unused, watch_used
+from accel.parallel._leftovers import shards_of, sum_in_one_format, sum_unused, watch_used
 from accel.parallel._modules import is_pipelined, layerdrops, stage_modules, unwrap_model, written_class
 from accel.parallel._refused import check_all, check_quantized
 from accel.parallel._sharded import GatheredFormat, is_sharded, sharded_roots, spans_all
@@ -197,6 +197,8 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
             replace_parameter(name, before[name], after)
     # ranks know together which experts of a list nobody calls, so no gradient waits for an exchange
     label_parameters(inner, needed=not options.find_unused_parameters, spared=listed_prefixes(inner))
+    for each in units:
+        sum_in_one_format(each[-1])
     if options.find_unused_parameters:
         for each in units:
             sum_unused(each[-1])

@@ -144,7 +144,6 @@ def _latents(fields: Mapping[str, Any], kind: str, sizes: Mapping[str, int], whe
         keys=found["kv_lora_rank"],
         rotated=found["qk_rope_head_dim"],
         values=found["v_head_dim"],
-        divided=kind == "deepseek_v2",  # V3 declares a plan that leaves its attention whole
     )
     return {
         "latent": latent,

@@ -78,7 +78,7 @@ def deepseek(sizes: Transformer) -> Any:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     latent = sizes.latent
     assert latent is not None
-    kind = "V2" if latent.divided else "V3"
+    kind = "V3" if sizes.corrected else "V2"
     config = getattr(transformers, f"Deepseek{kind}Config")(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.width,
@@ -148,11 +148,10 @@ MIXTRAL = sizes_of(**SIZES | {"layers": 2}, experts=4, experts_per_token=2)
 DEEPSEEK = sizes_of(
     **SIZES | {"layers": 3, "inner": 256}, experts=4, experts_per_token=2, shared_inner=256, dense=1, dense_inner=704,
     corrected=True,
-    latent=Latent(queries=96, keys=64, rotated=32, values=64, divided=False),
+    latent=Latent(queries=96, keys=64, rotated=32, values=64),
 )  # fmt: skip
-DIVIDED = msgspec.structs.replace(
-    DEEPSEEK, corrected=False, latent=Latent(queries=96, keys=128, rotated=32, values=64, divided=True)
-)
+V3 = msgspec.structs.replace(DEEPSEEK, latent=Latent(queries=96, keys=128, rotated=32, values=64))
+V2 = msgspec.structs.replace(V3, corrected=False)
 AGAIN = EstimatedStep(tokens=512, recompute=True, keep="products")
 FOUR = {"tokens": 512, "micro_batches": 4}
 CASES = {
@@ -182,14 +181,16 @@ CASES = {
     "latents": (DEEPSEEK, Axes(dp=4, ep=2), EstimatedStep(tokens=512), Plan()),
     "latents of stages": (DEEPSEEK, Axes(pp=3, dp=2), EstimatedStep(**FOUR), Plan(micro_batches=4)),
     "latents that keep products": (DEEPSEEK, Axes(dp=4, ep=2), AGAIN, Plan()),
-    "latents whose heads ranks share": (DIVIDED, Axes(tp=2), EstimatedStep(tokens=512, strategy="ddp"), Plan()),
+    "latents whose heads ranks share": (V2, Axes(tp=2), EstimatedStep(tokens=512, strategy="ddp"), Plan()),
     "latents whose heads ranks share, recomputed": (
-        DIVIDED, Axes(dp=2, tp=2), EstimatedStep(tokens=512, recompute=True), Plan(),
+        V2, Axes(dp=2, tp=2), EstimatedStep(tokens=512, recompute=True), Plan(),
     ),
     "latents whose heads ranks share, with experts": (
-        DIVIDED, Axes(dp=2, tp=2, ep=2), EstimatedStep(tokens=512), Plan(),
+        V2, Axes(dp=2, tp=2, ep=2), EstimatedStep(tokens=512), Plan(),
     ),
-    "latents beside tp": (DEEPSEEK, Axes(dp=2, tp=2, ep=2), EstimatedStep(tokens=512, recompute=True), Plan()),
+    "latents beside a plan that is declared": (
+        V3, Axes(dp=2, tp=2, ep=2), EstimatedStep(tokens=512, recompute=True), Plan(),
+    ),
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import accel
         ("BLOOM", "tp=2"),  # a fused projection, biases with an entry for each head
         pytest.param("T5", "dp=2,tp=2", marks=pytest.mark.slow),  # relative positions that blocks hand on
         pytest.param("DeepSeek-V2", "tp=2", marks=pytest.mark.slow),  # latents, whose gradients are summands
+        pytest.param("DeepSeek-V3", "tp=2", marks=pytest.mark.slow),  # latents beside a plan that is declared
         pytest.param("Mamba", "tp=2", marks=pytest.mark.slow),  # parameters that are read without a call
         ("Swin", "tp=2"),  # modules that make biases with an entry for each head
         pytest.param("MPNet", "tp=2", marks=pytest.mark.slow),  # biases made once for all blocks, a width of all heads

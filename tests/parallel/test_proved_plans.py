@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import tensor_models
 import torch
 from torch import nn
 from torch.nn import functional
@@ -17,6 +18,7 @@ import accel
 from accel.comm import run_in_threads, summed
 from accel.errors import PrepareError
 from accel.parallel.axes.tensor._prove import prove
+from accel.parallel.axes.tensor._rules import rules_of
 from accel.parallel.axes.tensor._trace import trace
 
 WIDTH = 24
@@ -335,6 +337,59 @@ def test_parts_of_a_block_that_are_proved_one_by_one_are_right_together(ranks: A
     for divided, *got in ranks.run(rank, 2, default_group=True):
         assert {"0.q.weight", "0.o.weight", "0.up.weight", "1.down.weight"} <= divided
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+def test_an_example_leaves_no_known_attention_whole() -> None:
+    inputs = [torch.empty(2, 5, WIDTH)]
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 32), 2, enable_nested_tensor=False)
+    assert accel.parallel.tensor_plan(encoder, example=inputs) == accel.parallel.tensor_plan(encoder)
+    uneven = nn.TransformerEncoderLayer(WIDTH, 3, 32)
+    mlp = {"linear1": "colwise", "linear2": "rowwise"}
+    assert accel.parallel.tensor_plan(uneven, example=inputs) == {**mlp, "self_attn.out_proj": "replicated_local"}
+
+
+class Declaring(tensor_models.Model):
+    """Declares styles of its MLPs and its head alone."""
+
+    tp_plan: ClassVar[dict[str, str]] = {
+        "blocks.*.mlp.gate": "colwise",
+        "blocks.*.mlp.up": "colwise",
+        "blocks.*.mlp.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_plan_is_found_for_what_a_declared_one_passes_over(
+    ranks: Any, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    """Three ranks cannot share four heads, so that attention stays whole, and the rest is divided as declared."""
+    ids = torch.randint(0, 12, (2, 5), generator=torch.Generator().manual_seed(1))
+    declared = accel.parallel.tensor_plan(Declaring())
+    found = {**tensor_models.projections(fused=False), "blocks.*.attention.o": "rowwise"} if size == 2 else {}
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh=f"tp={size}") if ctx.world_size > 1 else ctx
+        torch.manual_seed(4)
+        model = accel.prepare_model(ctx, Declaring().double(), example=[ids])
+        output = model(ids)
+        output.square().sum().backward()
+        grads = {name: each.grad for name, each in accel.unwrap_model(model).named_parameters()}
+        divided = {name for name, each in grads.items() if any(not place.is_replicate() for place in _places(each))}
+        full = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in grads.items()}
+        return divided, output.detach(), full
+
+    _, *expected = rank(accel.single())
+    with caplog.at_level("WARNING", "accel.parallel"):
+        results = ranks.run(rank, size, default_group=True)
+    kept = {path: style for path, style in declared.items() if style in ("colwise", "rowwise", "colwise_gather_output")}
+    rules = rules_of(Declaring(), {**kept, **found}, size)
+    for divided, *got in results:
+        assert divided == {f"{path}.{name}" for path, rule in rules.items() for name in rule.dims}
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+    assert declared == {**kept, "blocks.*.mlp": "copy_input"}
+    rest = ", and one beside it that is found and proved" if found else "; whole: blocks.0.attention: "
+    assert f"by the plan that it declares{rest}" in caplog.text
 
 
 def _places(tensor: Any) -> Any:

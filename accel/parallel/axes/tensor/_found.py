@@ -150,7 +150,7 @@ def _attentions(graph: _Graph, outputs: Mapping[str, int]) -> Iterator[Candidate
             sink = next(iter(sinks))
             options = tuple(_options(graph, found, sink, outputs))
             layers = tuple(dict.fromkeys(path for each in options for path, style in each.items() if style in _DIVIDED))
-            yield Candidate(graph.unit(options[0]), layers, options, sink)
+            yield Candidate(graph.unit(options[-1]), layers, options, sink)
 
 
 _DIVIDED = COLWISE | {"rowwise"}
@@ -289,12 +289,14 @@ def found_plan(
     size: int,
     example: Mapping[str, Any] | Sequence[Any] | None = None,
     in_parts: Callable[[Styles], Styles] | None = None,
+    within: Sequence[str] = ("",),
 ) -> FoundPlan:
     """Return the plan by which so many ranks compute what the model does. No communication; the model and torch's
     streams are unchanged.
 
     `example` are arguments of the model's forward; None for small ones by the config of a model of transformers.
     `in_parts` returns styles by which blocks work on parts of the tokens; `PrepareError` where these are not proved.
+    `within` are paths of the modules to look in; without, all blocks and ends of the model.
     """
     inputs = example_of(model, size if in_parts else 1) if example is None else without_cache(model, example)
     if inputs is None:
@@ -304,11 +306,11 @@ def found_plan(
     except Exception as error:  # whatever a forward raises without values
         return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"}, is_seen=False)
     search = _Search(model, recorded, size)
-    styles, left = search.blocks()
-    styles |= search.ends()
+    styles, left = search.blocks(within)
+    styles |= search.ends() if "" in within else {}
     if not styles:
         return FoundPlan({}, left)
-    styles = search.read() | styles
+    styles = search.read(within) | styles
     return FoundPlan(styles if in_parts is None else proved_in_parts(recorded, in_parts(styles), search.verdict), left)
 
 
@@ -328,15 +330,15 @@ class _Search:
         self._verdicts: dict[str, Verdict] = {}
         self._linear = {path: each for path, each in self._modules.items() if is_linear(_layer(each))}
 
-    def blocks(self) -> tuple[dict[str, TensorStyle], dict[str, str]]:
-        """Styles of what is proved, and problems of what is not, by unit."""
+    def blocks(self, within: Sequence[str]) -> tuple[dict[str, TensorStyle], dict[str, str]]:
+        """Styles of what is proved in some modules, and problems of what is not, by unit."""
         outputs = {path: self._features(path, 0) for path in self._linear}
-        embeddings = {path: each for path, each in self._modules.items() if isinstance(each, nn.Embedding)}
-        outputs |= {path: each.embedding_dim for path, each in embeddings.items()}
+        outputs |= {path: each.embedding_dim for path, each in self._modules.items() if isinstance(each, nn.Embedding)}
         found = candidates(self._trace, outputs, {path: self._features(path, 1) for path in self._linear})
         apart = {each.unit: sorted(self._trace.read.intersection(each.layers)) for each in found}
         found = [each for each in found if self._trace.read.isdisjoint(each.layers)]
         found = sorted([*found, *self._torch_attentions()], key=lambda each: each.at)
+        found = [each for each in found if any(is_in(each.unit, path) for path in within)]
         banned: dict[str, str] = {}
         plain: set[str] = set()  # modules that sum no gradients of their input
         while True:
@@ -352,14 +354,12 @@ class _Search:
             banned |= wrong
         left |= banned
         left |= {unit: f"{read[0]}: its weight is read without a call" for unit, read in apart.items() if read}
-        styles: dict[str, TensorStyle] = {}
-        for each in proved:
-            styles |= each.styles
-        return styles, left
+        return {path: style for each in proved for path, style in each.styles.items()}, left
 
-    def read(self) -> dict[str, TensorStyle]:
-        """Styles of modules whose parameters others read."""
-        return dict.fromkeys(sorted(self._trace.read - {""}), "replicated_local")
+    def read(self, within: Sequence[str]) -> dict[str, TensorStyle]:
+        """Styles of modules, inside of others, whose parameters others read."""
+        own = sorted(each for each in self._trace.read - {""} if any(is_in(each, path) for path in within))
+        return dict.fromkeys(own, "replicated_local")
 
     def _torch_attentions(self) -> Iterator[Candidate]:
         """torch's own attentions, whose forward reads the last projection."""

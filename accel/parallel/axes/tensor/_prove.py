@@ -255,7 +255,7 @@ def _compared(
     try:
         rules = rules_of(whole, styles, size)
     except PrepareError as error:
-        return Verdict(error.got, styles), []
+        return Verdict(error.got.replace("the model: ", ""), styles), []
     shapes = [each.shape for each in expected.outputs]
 
     def work(group: ThreadGroup) -> tuple[ThreadGroup, _ProofRun]:

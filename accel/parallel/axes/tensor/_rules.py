@@ -21,6 +21,7 @@ from accel.parallel.axes.tensor._styles import (
     COPYING,
     STYLES,
     Rule,
+    is_linear,
     problems_of,
     rule_for,
     with_lora,
@@ -134,6 +135,26 @@ def clashes(plans: Sequence[Mapping[str, str]]) -> set[str]:
     every = {path: style for plan in plans for path, style in plan.items()}
     around = {_named_around(path, every) for plan in plans for path in plan if _named_around(path, plan) is None}
     return {path for path in around if path is not None and every[path] in COPYING}
+
+
+def passed_over(model: nn.Module, declared: Iterable[str], styles: Mapping[str, str]) -> list[str]:
+    """Return the paths of modules of several linear layers in the blocks that a declared plan divides, without those
+    that styles name, or any module around or in them."""
+    named = {".".join(parts[:end]) for path in styles for parts in [path.split(".")] for end in range(len(parts) + 1)}
+    split = [path.split(".") for path in declared]
+    lists = {".".join(parts[:at]) for parts in split for at in _first_number(parts)}
+    found: list[str] = []
+    for path in sorted(lists):
+        for number, block in model.get_submodule(path).named_children():
+            inside = {f"{path}.{number}.{name}".strip("."): child for name, child in block.named_children()}
+            several = (each for each, child in inside.items() if sum(map(is_linear, child.modules())) > 1)
+            if {path, f"{path}.{number}".strip(".")}.isdisjoint(styles):
+                found += [each for each in several if each not in named]
+    return found
+
+
+def _first_number(parts: Sequence[str]) -> list[int]:
+    return [at for at, name in enumerate(parts) if name.isdecimal()][:1]
 
 
 def _with_aliases(model: nn.Module, rules: Mapping[str, Rule], styles: Mapping[str, str]) -> dict[str, Rule]:

@@ -31,7 +31,7 @@ from accel.errors._checks import with_article
 from accel.formats import Compile
 from accel.parallel._empty import values_or_room
 from accel.parallel._labels import heir_of, label_parameters, replace_parameter
-from accel.parallel._modules import named_modules, stage_modules, unwrap_model
+from accel.parallel._modules import example_of, named_modules, stage_modules, unwrap_model
 from accel.parallel._private import is_compiled
 from accel.parallel._refused import check_quantized
 from accel.parallel._spread import Spread, SpreadOptions, compare_models, stage_comm
@@ -43,11 +43,14 @@ from accel.parallel.axes.tensor._rules import WHERE, install, rules_of, share_of
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.axes.tensor._tensor_plan import (
     collapsed,
+    declared_plan,
     declares,
     finds,
     found_pairs,
     found_styles,
+    left_whole,
     patterns_of,
+    styles_beside,
     tensor_plan,
     with_head,
 )
@@ -68,11 +71,12 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
     sequence: bool = False
     overlap: bool = False
     example: Any = None
+    beside: Mapping[str, TensorStyle] = {}  # found for what a declared plan passes over
     rules: Mapping[str, Rule] | None = None  # of a model that is cut by tracing, before the cut
 
     def describe(self) -> str:
-        """Return the options without the rules, which follow from them, and without the example."""
-        return repr(msgspec.structs.replace(self, example=None, rules=None))
+        """Return the options without what follows from them, and without the example."""
+        return repr(msgspec.structs.replace(self, example=None, beside={}, rules=None))
 
     def check(self) -> None:
         """Raise `ConfigError` for a plan of one's own beside `sequence` or `head`."""
@@ -126,37 +130,65 @@ def _is_found(model: nn.Module, options: TensorOptions) -> bool:
 
 
 def _resolve(ctx: DistContext, model: nn.Module, options: TensorOptions) -> TensorOptions:
-    """Put the styles that rank 0 finds and proves in the place of "model". A collective where the model declares
-    none."""
+    """Put the styles that rank 0 finds and proves in the place of "model", or beside those that the model declares. A
+    collective where it declares none, or passes over attention."""
     inner = unwrap_model(model)
-    if not _is_found(inner, options):
+    is_found = _is_found(inner, options)
+    if not is_found and not _has_more(inner, options):
         return options
     call = Call("prepare_model", "styles of tensor parallelism", call_site())
     styles: dict[str, TensorStyle] = {}
     with shared_failure(ctx.comm, call):
         if ctx.rank == 0:
-            styles = _found(inner, _size(ctx), options.example, sequence=options.sequence)
+            styles = (_found if is_found else _found_beside)(inner, _size(ctx), options)
     styles = broadcast_value(ctx.comm, call, styles, dict[str, TensorStyle])
+    if not is_found:
+        return msgspec.structs.replace(options, beside=styles, example=None)
     styles = styles if options.head is None else with_head(inner, styles, options.head)
     return msgspec.structs.replace(options, tensor=styles, example=None)
 
 
-def _found(model: nn.Module, size: int, example: Any, *, sequence: bool) -> dict[str, TensorStyle]:
-    inputs = [example] if isinstance(example, torch.Tensor) else example
-    plan = found_styles(model, size, None if finds(model) else inputs, sequence=sequence)
+def _has_more(model: nn.Module, options: TensorOptions) -> bool:
+    """Whether styles may be found beside those that a model declares."""
+    if options.tensor != "model" or options.sequence or not left_whole(model):
+        return False
+    return options.example is not None or example_of(model) is not None
+
+
+def _inputs(options: TensorOptions) -> Any:
+    return [options.example] if isinstance(options.example, torch.Tensor) else options.example
+
+
+def _found(model: nn.Module, size: int, options: TensorOptions) -> dict[str, TensorStyle]:
+    plan = found_styles(model, size, None if finds(model) else _inputs(options), sequence=options.sequence)
     styles = collapsed(model, plan.styles)
     if not plan.is_seen:
-        styles = tensor_plan(model, sequence=sequence)
-    name = type(model).__name__
-    lines = [f"{path or 'the model'}: {problem}" for path, problem in plan.left.items()]
+        styles = tensor_plan(model, sequence=options.sequence)
     if not styles:
-        raise _unknown("; ".join([with_article(name), *lines[:5]]), _REFUTED if plan.left.keys() - {""} else _NOT_FOUND)
-    share = share_of(model, rules_of(model, styles, size))
-    whole = f"; whole: {'; '.join(lines[:5])}" if lines else ""
+        got = "; ".join([with_article(type(model).__name__), *_lines(plan.left)[:5]])
+        raise _unknown(got, _REFUTED if plan.left.keys() - {""} else _NOT_FOUND)
     way = "a plan that is found and proved" if plan.is_seen else "the styles of its known layers"
-    text = "%s: %.0f%% of the parameters are divided along tp=%d, by %s%s"
-    logging.getLogger("accel.parallel").warning(text, name, 100 * share, size, way, whole)
+    _log(model, styles, size, way, _lines(plan.left))
     return styles
+
+
+def _found_beside(model: nn.Module, size: int, options: TensorOptions) -> dict[str, TensorStyle]:
+    plan = styles_beside(model, size, _inputs(options))
+    styles = declared_plan(model, plan.styles, head=options.head)
+    way = "the plan that it declares" + (", and one beside it that is found and proved" if plan.styles else "")
+    _log(model, styles, size, way, _lines(plan.left))
+    return {**plan.styles}
+
+
+def _lines(left: Mapping[str, str]) -> list[str]:
+    return [f"{path or 'the model'}: {problem}" for path, problem in left.items()]
+
+
+def _log(model: nn.Module, styles: Mapping[str, TensorStyle], size: int, way: str, lines: Sequence[str]) -> None:
+    share = 100 * share_of(model, rules_of(model, styles, size))
+    whole = f"; whole: {'; '.join(lines[:5])}" if lines else ""
+    text = "%s: %.0f%% of the parameters are divided along tp=%d, by %s%s"
+    logging.getLogger("accel.parallel").warning(text, type(model).__name__, share, size, way, whole)
 
 
 def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_empty: bool) -> nn.Module:
@@ -242,7 +274,7 @@ def _divided(mesh: DeviceMesh, whole: nn.Parameter, values: torch.Tensor, dim: i
 def _styles(model: nn.Module, options: TensorOptions) -> Mapping[str, TensorStyle]:
     if isinstance(options.tensor, Mapping):
         return options.tensor
-    styles = tensor_plan(model, sequence=options.sequence, head=options.head)
+    styles = declared_plan(model, options.beside, sequence=options.sequence, head=options.head)
     if not styles:
         raise _unknown(with_article(type(model).__name__), _UNKNOWN)
     return styles

@@ -18,6 +18,7 @@ from accel.parallel._modules import example_of, matching, named_modules
 from accel.parallel.axes.tensor._dropout import draws
 from accel.parallel.axes.tensor._found import FoundPlan, found_plan
 from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
+from accel.parallel.axes.tensor._rules import is_in, passed_over
 from accel.parallel.axes.tensor._styles import COLWISE, is_linear
 from accel.topology import HeadStyle, TensorStyle
 
@@ -226,10 +227,11 @@ def tensor_plan(
     They are those that a model of transformers declares in its `tp_plan` for its blocks, completed for layers whose
     weights the module around them reads and embeddings tied to a head, and those of layers that leave no doubt:
     torch's nn.MultiheadAttention, nn.Transformer and its layers, linear layers that follow each other in an
-    nn.Sequential with element-wise layers between, and GPT-2. For other models of transformers, and for any model with
-    an `example`, they are found in a forward without values, and proved for two ranks: a module that two simulated
-    ranks divide must give the outputs and gradients of the whole one, with other parameters, in float64, to 1e-10. What
-    is not proved stays whole. Where several column-wise layers share an input, the module around them sums its gradient
+    nn.Sequential with element-wise layers between, and GPT-2. For other models of transformers, for what a declared
+    plan passes over in its blocks, and for any model with an `example`, they are found in a forward without values, and
+    proved for two ranks: a module that two simulated ranks divide must give the outputs and gradients of the whole one,
+    with other parameters, in float64, to 1e-10. What is not proved stays whole, and with `sequence` so does what a
+    declared plan passes over. Where several column-wise layers share an input, the module around them sums its gradient
     once ("copy_input"). Experts are left out: every rank along tp holds them whole, unless they are spread along ep.
 
     Args:
@@ -256,25 +258,63 @@ def tensor_plan(
         >>> accel.parallel.tensor_plan(net)
         {'0': 'colwise', '2': 'rowwise'}
     """
+    styles: dict[str, TensorStyle] = {}
+    is_seen = False
     if finds(model, example):
         plan = found_styles(model, 2, example, sequence=sequence)
         is_seen = plan.is_seen
         styles = {**(plan.styles if is_seen else known_styles(model))}
-    else:
-        is_seen = False
-        styles: dict[str, TensorStyle] = {}
-    is_found = bool(styles)
-    declared: dict[str, TensorStyle] = {}
     if not styles and not is_seen:
-        declared = _declared_styles(model)
-        styles = with_copies(model, known_styles(model) | _tied(model, declared) | _between(model, declared) | declared)
-    if sequence and not is_found:
+        beside: Mapping[str, TensorStyle] = {} if sequence else styles_beside(model, 2).styles
+        return declared_plan(model, beside, sequence=sequence, head=head)
+    if sequence and not styles:
         styles = with_sequence(model, styles)
     if head is not None:
         styles = with_head(model, styles, head)
-    if declared or (styles and not is_found):
+    return _collapsed(styles, _paths_of(found_pairs(model)), [path for path, _ in named_modules(model)])
+
+
+def declared_plan(
+    model: nn.Module,
+    beside: Mapping[str, TensorStyle],
+    *,
+    sequence: bool = False,
+    head: HeadStyle | None = None,
+) -> dict[str, TensorStyle]:
+    """Return the styles that a model declares, those of known layers, and those of `styles_beside`. Pure."""
+    styles: dict[str, TensorStyle] = {**_own_styles(model, _declared_styles(model)), **beside}
+    if sequence:
+        styles = with_sequence(model, styles)
+    if head is not None:
+        styles = with_head(model, styles, head)
+    if styles:
         styles = {**_read(model), **styles}
     return _collapsed(styles, _paths_of(found_pairs(model)), [path for path, _ in named_modules(model)])
+
+
+def _own_styles(model: nn.Module, declared: dict[str, TensorStyle]) -> dict[str, TensorStyle]:
+    return with_copies(model, known_styles(model) | _tied(model, declared) | _between(model, declared) | declared)
+
+
+def styles_beside(model: nn.Module, size: int, example: Mapping[str, Any] | Sequence[Any] | None = None) -> FoundPlan:
+    """Return the styles that are found and proved for what a declared plan leaves whole in its blocks, and why the rest
+    stays so, by path. Pure."""
+    left = left_whole(model)
+    if not left:
+        return FoundPlan({}, {})
+    plan = found_plan(model, size, example, within=left)
+    divided = [path for path in left if any(is_in(each, path) for each in plan.styles)]
+    return FoundPlan(plan.styles, {path: plan.left.get(path, "no known form") for path in left if path not in divided})
+
+
+def left_whole(model: nn.Module) -> list[str]:
+    """Return the paths of modules of several linear layers that a declared plan passes over in its blocks, such as
+    attention through latents. Pure."""
+    try:
+        declared = _declared_styles(model)
+    except PrepareError:  # styles that have no counterpart here
+        return []
+    return passed_over(model, declared, _own_styles(model, declared))
 
 
 def found_styles(

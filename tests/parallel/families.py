@@ -117,6 +117,8 @@ def make(name: str) -> nn.Module:
             _ = module.eval()  # it draws experts in training
         if type(module).__name__ == "SwitchTransformersTop1Router":
             cast(Any, module).dtype = torch.float64  # its config knows narrower ones alone
+        if isinstance(module, nn.BatchNorm2d):
+            _ = module.eval()  # its statistics are those of a micro-batch
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for key, value in list(vars(module).items()):

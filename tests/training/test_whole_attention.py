@@ -157,6 +157,29 @@ def test_a_call_that_cannot_follow_a_cut_is_refused(ranks: Simulator, call: Call
     ranks.run(rank, 2, default_group=True)
 
 
+def test_positions_that_a_model_numbers_from_another_one_on_are_told(ranks: Simulator) -> None:
+    """Those of Nystromformer begin at 2, and those of `split_sequence` at 0."""
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.NystromformerConfig(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        segment_means_seq_len=LENGTH, num_landmarks=LENGTH, conv_kernel_size=3, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    made = transformers.NystromformerModel(config).double()
+    expected = made(IDS).last_hidden_state.detach()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, copy.deepcopy(made))
+        part = SPLIT(ctx, {"ids": IDS, "places": torch.arange(LENGTH).expand(2, -1)}, shift=())
+        with pytest.raises(ConfigError, match=r"positions from 2 on.*from 0 on.*Leave position_ids out"):
+            model(part["ids"], position_ids=part["position_ids"])
+        own = model(part["ids"]).last_hidden_state.detach()
+        return float((own - expected[:, part["places"][0]]).abs().max())
+
+    assert max(ranks.run(rank, 2, default_group=True)) <= 1e-10
+
+
 def test_images_are_alike_on_the_ranks_that_share_their_positions(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")

@@ -181,7 +181,7 @@ class _WholeSequences:
         """Keep the own positions of an attention's output, as its hook."""
         if not self.cuts:
             return output
-        return _replaced(output, self._own)
+        return _replaced(output, lambda whole: self._own(_checked(whole, FORWARD)))
 
     @untraced
     def join(self, module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -195,7 +195,7 @@ class _WholeSequences:
         """Cut the output of the module behind whose blocks the hidden states were gathered."""
         if not self.cuts or not self.joins or self._stack_of(module).ends_whole:
             return output
-        return _replaced(output, self._own)
+        return _replaced(output, lambda whole: self._own(_checked(whole, FORWARD)))
 
     def _stack_of(self, module: nn.Module) -> Stack:
         return self.stacks[self.stack_of[id(module)]]
@@ -334,8 +334,12 @@ def _name(module: nn.Module) -> str:
 
 
 def _kept_for_padding(model: nn.Module) -> int | None:
-    """Return the last position that a table of positions keeps for padding; None for none."""
+    """Return the last position that a table of positions keeps for padding, or skips as Nystromformer's; None for
+    none."""
     for name, module in named_modules(model):
+        numbers = getattr(module, "position_ids", None)
+        if isinstance(numbers, Tensor) and numbers.numel() and not numbers.is_meta and int(numbers.min()) > 0:
+            return int(numbers.min()) - 1
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             return module.padding_idx
     return None
@@ -405,16 +409,21 @@ def _first(module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, An
     name, hidden = next(iter(bound(module, inputs, keywords).items()), ("", None))
     if "hidden_states" in keywords:
         name, hidden = "hidden_states", keywords["hidden_states"]
-    if not isinstance(hidden, Tensor) or hidden.ndim != 3:
-        got = f"shape {list(hidden.shape)}" if isinstance(hidden, Tensor) else type(hidden).__name__
-        raise ConfigError(
-            "no hidden states that ranks can share",
-            expected="a tensor of shape [batch, positions, width], the first argument",
-            got=got,
-            where=f"{type(module).__name__} on a mesh with cp",
-            fix="Leave cp out of the mesh.",
-        )
-    return name, hidden
+    return name, _checked(hidden, f"{type(module).__name__} on a mesh with cp")
+
+
+def _checked(hidden: object, where: str) -> Tensor:
+    """Return hidden states; raise `ConfigError` for a value of another form."""
+    if isinstance(hidden, Tensor) and hidden.ndim == 3:
+        return hidden
+    got = f"shape {list(hidden.shape)}" if isinstance(hidden, Tensor) else type(hidden).__name__
+    raise ConfigError(
+        "no hidden states that ranks can share",
+        expected="a tensor of shape [batch, positions, width], the first argument and the first output",
+        got=got,
+        where=where,
+        fix="Leave cp out of the mesh.",
+    )
 
 
 def with_arguments(

@@ -237,7 +237,8 @@ def leaves_ranks_out(length: int, size: int) -> bool:
 def uneven_heads(heads: int, size: int) -> str:
     """Return the problem of heads that ranks cannot share, with the numbers of ranks that could."""
     able = [str(each) for each in range(2, heads + 1) if heads % each == 0]
-    return f"{heads} heads, not a multiple of tp={size}; tp={' or '.join(able)} divides them"
+    way = f"; tp={' or '.join(able)} divides them" if able else ""
+    return f"{heads} head{'s' * (heads != 1)}, not a multiple of tp={size}{way}"
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 from launching import HERE, Workspace
+from processes import patience
 
 from accel.launching.local._hang import RankAnswer, hang_report
 from accel.launching.reports._failure import EnteredCollective, last_calls, read_plain
@@ -165,6 +168,31 @@ def test_a_flight_record_is_read_as_plain_values_and_calls_nothing(tmp_path: Pat
     for torn in (b"", b"\x80", pickle.dumps(record)[:-9], b"nonsense", b"{broken", b"}]K\x01s."):
         with pytest.raises(pickle.UnpicklingError):
             read_plain(torn)
+
+
+RECORDS = """
+import sys, tempfile
+import torch, torch.distributed as dist
+from accel.launching.reports._failure import last_calls, read_plain
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+other = dist.new_group([0], group_desc="mesh_dp")
+for group in (None, other, None):
+    dist.all_reduce(torch.ones(2), group=group)
+recorder = sys.modules["torch._C._distributed_c10d"]
+pickled = recorder._dump_fr_trace(includeStackTraces=False)
+text = recorder._dump_fr_trace_json()
+for record in (pickled, text.encode() if isinstance(text, str) else text):
+    print(record[:1] == b"{", *sorted(map(str, last_calls(read_plain(record)))), sep="; ")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_what_gloo_records_is_read_from_its_pickle_and_its_json() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", RECORDS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=True)
+    calls = "collective 1 of gloo in group 1 (mesh_dp), all_reduce; collective 2 of gloo, all_reduce"
+    assert done.stdout.splitlines() == [f"False; {calls}", f"True; {calls}"]
 
 
 answers = st.none() | st.lists(

@@ -69,6 +69,31 @@ def make_net() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.ReLU()) for _ in range(2)))
 
 
+class Experts(nn.Module):
+    """Four stacked layers, of which each token takes two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        every = torch.einsum("eij,nj->nei", self.weight, tokens)
+        chosen = weights.new_zeros(len(tokens), len(self.weight)).scatter_add(1, indices, weights)
+        return (every * chosen[..., None]).sum(1)
+
+
+class Mixture(nn.Module):
+    """Experts behind a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing = accel.parallel.route_tokens(self.router(x.flatten(0, 1)), 2)
+        return self.experts(x.flatten(0, 1), routing.indices, routing.weights).view_as(x)
+
+
 class Attention(nn.Module):
     """Attention of a head whose queries, keys and values are its input."""
 
@@ -90,8 +115,13 @@ def train(ctx: accel.DistContext, *, accumulation: int = 1, scales: bool = False
     pinning = dataclasses.replace(ctx, streams=counted_device.PinnableStreams(DEVICE))
     fused = options.get("nonfinite") == "defer"
     with counted_device.counting() as waits:
-        net = make_net() if ctx.axis("cp").size == 1 else nn.Sequential(Attention(ctx), *make_net())
-        model = accel.prepare_model(ctx, net, plan=PLAN if ctx.axis("tp").size > 1 else None)
+        net, plan = make_net(), PLAN if ctx.axis("tp").size > 1 else None
+        if ctx.axis("cp").size > 1:
+            net = nn.Sequential(Attention(ctx), *net)
+        if ctx.axis("ep").size > 1:
+            net = nn.Sequential(Mixture().to(DEVICE), *net)
+            plan = accel.parallel.Plan(experts={"0.experts": "dispatch"})
+        model = accel.prepare_model(ctx, net, plan=plan)
         optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused))
         data = TensorDataset(torch.randn(64, 4, 8), torch.randint(8, (64, 4)))
         loader = accel.prepare_loader(ctx, DataLoader(data, batch_size=4))
@@ -155,6 +185,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "raise along cp": (2, {"mesh": "cp=2"}, {"max_norm": 1.0}),
     "ignore along cp": (2, {"mesh": "cp=2"}, {"nonfinite": "ignore"}),
     "defer along cp": (2, {"mesh": "cp=2"}, {"nonfinite": "defer"}),
+    "raise along ep": (2, {"mesh": "dp=2,ep=2", "strategy": "fsdp"}, {"max_norm": 1.0}),
+    "ignore along ep": (2, {"mesh": "dp=2,ep=2", "strategy": "fsdp"}, {"nonfinite": "ignore"}),
     "skip along tp": (2, {"mesh": "tp=2"}, {"nonfinite": "skip"}),
     "skip along pp": (2, {"mesh": "pp=2"}, {"nonfinite": "skip"}),
     "raise on replicated shards": (4, {"mesh": "dp_replicate=2,dp_shard=2", "strategy": "fsdp"}, {}),

@@ -84,7 +84,8 @@ class DispatchedTokens:
     @property
     def experts(self) -> Tensor:
         """The expert of each row, counted among those of this rank: integers of shape [rows]."""
-        counts = torch.tensor(self.counts, device=self.rows.device)
+        # the host does not wait for what the device has to do before such a copy
+        counts = torch.tensor(self.counts).to(self.rows.device, non_blocking=True)
         own = torch.arange(len(self.counts), device=self.rows.device)
         return own.repeat_interleave(counts, output_size=self.rows.shape[0])
 
@@ -345,7 +346,8 @@ def _dispatched_sorted(
     mesh, experts = _spread_of(module)
     sent = dispatch_tokens(rows, indices, experts=experts, group=mesh.get_group(EP))
     most = max(*sent.counts, 1)
-    firsts = torch.tensor([most * at - sum(sent.counts[:at]) for at in range(len(sent.counts))], device=rows.device)
+    firsts = torch.tensor([most * at - sum(sent.counts[:at]) for at in range(len(sent.counts))])
+    firsts = firsts.to(rows.device, non_blocking=True)
     places = torch.arange(sent.rows.shape[0], device=rows.device) + firsts[sent.experts]
     filled = sent.rows.new_zeros(most * len(sent.counts), sent.rows.shape[-1]).index_copy(0, places, sent.rows)
     choices, journey = sent.choices, sent.journey

@@ -253,7 +253,7 @@ def gather_sparse(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.
     rows = own.indices()[0]
     values = own.values()
     comm = adopt(group, own.device)
-    counts = all_gather_flat(comm, torch.tensor([len(rows)], device=own.device))
+    counts = all_gather_flat(comm, torch.full((1,), len(rows), device=own.device))
     most = max(1, *integers(counts.flatten()))
     padded = values.new_zeros(most, *values.shape[1:])
     padded[: len(rows)] = values / comm.size

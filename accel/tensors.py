@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of special classes: DTensors and what this rank holds of them, weights elsewhere, quantizers' weights.
+"""Tensors of special classes: DTensors and what this rank holds of them, weights elsewhere, quantizers' weights, fakes.
 
 Nothing here imports torch.distributed.tensor, which takes most of a second, before there is a DTensor. A quantizer's
 weight is taken apart into plain tensors by the engine for its package, which is imported when such a weight is met.
@@ -7,10 +7,14 @@ weight is taken apart into plain tensors by the engine for its package, which is
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
@@ -293,3 +297,47 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
         cast(Any, torch)._C._swap_tensor_impl(tensor, other)  # swap_tensors refuses weak references
     else:
         cast(Any, torch.utils).swap_tensors(tensor, other)
+
+
+_CACHE = type(functools.lru_cache(lambda: None))
+_WITHOUT_VALUES = ("FakeTensor", "FunctionalTensor")
+_NO_MODELS = frozenset({"torch", "sympy", "numpy", *sys.stdlib_module_names})
+
+
+@contextmanager
+def emptied_caches() -> Generator[None]:
+    """Empty, behind a block that runs models on fake tensors, the `functools` caches of functions that hold some, as of
+    positions or masks: a later forward would get them."""
+    try:
+        yield
+    finally:
+        for each in _caches():
+            if _holds_fakes(each):
+                each.cache_clear()
+
+
+def _caches() -> list[Any]:
+    """The caches of functions in imported modules, and of methods of their classes."""
+    found: dict[int, Any] = {}  # not those of gc.get_objects, which has none behind gc.freeze
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _NO_MODELS and name != "__main__":
+            continue
+        for value in list(getattr(module, "__dict__", {}).values()):
+            own = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else [value]
+            for each in own:
+                function: Any = cast(Any, each).__func__ if isinstance(each, staticmethod | classmethod) else each
+                cells = (function.__closure__ or ()) if isinstance(function, FunctionType) else ()
+                held = [cell.cell_contents for cell in cells if cell != CellType()]
+                found |= {id(one): one for one in (function, *held) if type(one) is _CACHE}
+    return list(found.values())
+
+
+def _holds_fakes(cache: object) -> bool:
+    """Whether a cache has a tensor without values, also in containers."""
+    held: list[Any] = [cache]
+    for _ in range(4):
+        held = gc.get_referents(*held)
+        if any(type(each).__name__ in _WITHOUT_VALUES and isinstance(each, torch.Tensor) for each in held):
+            return True
+        held = [each for each in held if isinstance(each, dict | list | tuple)]
+    return False

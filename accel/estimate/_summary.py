@@ -23,7 +23,7 @@ from accel.errors import AccelError, ConfigError
 from accel.errors._checks import check_count, check_kind
 from accel.estimate._build import Input, as_on_gpus, storage_of
 from accel.random import isolated_rng
-from accel.tensors import is_dtensor, local_part, packed
+from accel.tensors import emptied_caches, is_dtensor, local_part, packed
 from accel.terminal import show_size, show_table
 from accel.tree import map_tensors
 
@@ -316,7 +316,7 @@ def run_fake(model: nn.Module, inputs: Any) -> Forward:
         warnings.simplefilter("ignore")  # torch warns about copies of fake tensors
         if any(map(_is_lazy, model.modules())):
             model = _shaped(model, inputs, entered)
-        with mode:
+        with emptied_caches(), mode:
             twin = _copied(model, _empty)
             with _refused("the model cannot be called on these inputs without values", _HOW, entered):
                 args, options = _arguments(inputs, _empty)

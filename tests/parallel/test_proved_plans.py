@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -442,3 +444,39 @@ def test_a_plan_that_was_refuted_is_not_the_line_to_write(ranks: Any, what: str)
         assert ("1: output 0 differs" in text) == (what == "refuted")
         assert ("plan=accel.parallel.Plan(tensor={})" in text) == (what == "refuted")
         assert ('"blocks.*.up": "colwise"' in text) == (what == "failed")
+
+
+@functools.lru_cache
+def _order(length: int) -> dict[str, torch.Tensor]:
+    return {"positions": torch.arange(length).double()}
+
+
+class Ordered(nn.Sequential):
+    """Keeps its positions by a function, as BEiT and DINOv3 do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + _order(x.shape[1])["positions"][:, None])
+
+
+def _summarized(model: nn.Module, x: torch.Tensor) -> None:
+    _ = accel.estimate.summary(model, x)
+
+
+def _planned(model: nn.Module, x: torch.Tensor) -> None:
+    assert accel.parallel.tensor_plan(model, example=[x])
+
+
+@pytest.mark.parametrize("run", [_summarized, _planned])
+def test_forwards_without_values_leave_nothing_in_the_caches_of_functions(
+    run: Callable[[nn.Module, torch.Tensor], None],
+) -> None:
+    model = Ordered(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    x = torch.ones(2, 5, 4, dtype=torch.float64)
+    _order.cache_clear()
+    run(model, x)
+    output = model(x)
+    assert type(output) is torch.Tensor
+    assert bool(torch.isfinite(output).all())
+    kept = _order(5)
+    run(model, x)
+    assert _order(5) is kept  # with values

@@ -94,7 +94,7 @@ STAGES = (("embed", "blocks.0", "blocks.1"), (*(f"blocks.{at}" for at in range(2
         (Plan(tensor=TENSOR, stages=STAGES), OFFER + f", tensor={TENSOR!r}, stages={STAGES!r}), example=batch)."),
         (
             Plan(tensor=TENSOR, overlap=True),
-            'as they are called, got cut="trace". Leave overlap out: plan=accel.parallel.Plan(overlap=False).',
+            'called, got cut="trace". Leave overlap out: plan=accel.parallel.Plan(cut="trace", overlap=False).',
         ),
     ],
 )

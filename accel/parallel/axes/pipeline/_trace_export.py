@@ -37,6 +37,7 @@ from accel.parallel.axes.pipeline._trace_cut import (
 )
 from accel.parallel.axes.pipeline._trace_program import read_program
 from accel.parallel.axes.tensor import Division
+from accel.tensors import emptied_caches
 
 WHERE = 'Plan(cut="trace")'
 _DATA = cast(Any, torch.Tensor.data).__get__
@@ -222,10 +223,10 @@ def export_stages(
     args, kwargs = pytree.tree_unflatten(fakes, spec)
     seen = _Watch(ghost.model)
     try:
-        with _quiet(), ghost.mode, around, ghost.autocast(), seen:
+        with emptied_caches(), _quiet(), ghost.mode, around, ghost.autocast(), seen:
             dynamic = None if form.rows else shapes
             program = torch.export.export(ghost.model, args, kwargs, dynamic_shapes=dynamic, strict=False)
-        with _quiet(), ghost.mode, around, ghost.autocast():
+        with emptied_caches(), _quiet(), ghost.mode, around, ghost.autocast():
             _check_python(ghost.modules, lambda: ghost.model(*args, **kwargs))
     except AccelError:
         raise

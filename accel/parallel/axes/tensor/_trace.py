@@ -19,6 +19,7 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import KeepsParameters, copied_model, named_modules, written_class
 from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
+from accel.tensors import emptied_caches
 
 
 class Node(NamedTuple):
@@ -122,7 +123,7 @@ def _run_blank(
     """Record a copy, whose modules of these kinds run without their own forward; return the numbers of its outputs."""
     fake: Any = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     empty = _without_values(model, fake)
-    with ExitStack() as stack, torch.enable_grad(), fake:
+    with emptied_caches(), ExitStack() as stack, torch.enable_grad(), fake:
         recorder.own(_owners(empty))
         add_mixin([each for each in empty.modules() if isinstance(each, kinds)], _Unseen)
         add_mixin([each for each in empty.modules() if _holds(each)], KeepsParameters)

@@ -18,7 +18,7 @@ from accel.estimate import Hosts, Job, Transformer, choose_meshes, read_transfor
 from accel.estimate._choices import Choice, Choices, RankStages, Refusal, stages_of
 from accel.estimate._efficiencies import Efficiencies, read_efficiencies
 from accel.estimate._memory import PARTS
-from accel.estimate._step import OPTIMIZERS
+from accel.estimate._step import OPTIMIZERS, is_traced
 from accel.formats import PrecisionName
 from accel.storage import parse_size
 from accel.terminal import show_count, show_size, show_table
@@ -38,7 +38,7 @@ def show_choices(
     lines = [head, f"{work} on {job.ranks} ranks of {show_size(job.memory)}:", *_speeds(job.hosts), ""]
     if found.fitting:
         lines += [_table(found.fitting[:most], _TITLES, _cells), *_rest(len(found.fitting) - most), ""]
-        lines += _advice(found.fitting[0])
+        lines += _advice(model, found.fitting[0])
         lines += _loss(*found.fitting[:2]) if len(found.fitting) > 1 else []
         staged = next((each for each in found.fitting[:most] if each.axes.pp > 1), None)
         lines += _stages(model, staged, job.hosts) if staged is not None else []
@@ -107,7 +107,7 @@ def _rest(count: int) -> list[str]:
     return [f"and {count} more; --top shows them"] if count > 0 else []
 
 
-def _advice(choice: Choice) -> Iterator[str]:
+def _advice(model: Transformer, choice: Choice) -> Iterator[str]:
     """Words and lines that take the first mesh."""
     axes, step, plan = choice.axes, choice.step, choice.plan
     fields = [f'context="{plan.context}"'] if axes.cp > 1 and plan.context != "gather" else []
@@ -116,11 +116,13 @@ def _advice(choice: Choice) -> Iterator[str]:
         several = plan.stages_per_rank > 1
         fields += [f'schedule="{plan.schedule}", stages_per_rank={plan.stages_per_rank}'] if several else []
         fields += [f"micro_batches={step.micro_batches}"]
-        fields += ["stages=stages"] if step.balance != "blocks" else []
+        traced = is_traced(model, axes)
+        fields += ['cut="trace"'] if traced else []
+        fields += ["stages=stages"] if traced or step.balance != "blocks" else []
     mesh = f" --mesh {axes}" if str(axes) else ""
-    yield f"The first: accel launch{mesh} --strategy {step.strategy} train.py"
+    yield from _wrapped("The first:", f"accel launch{mesh} --strategy {step.strategy} train.py")
     if fields:
-        yield f"  in the script, plan=accel.parallel.Plan({', '.join(fields)})"
+        yield from _wrapped("  in the script,", f"plan=accel.parallel.Plan({', '.join(fields)})")
     if step.recompute:
         keep = f', keep="{step.keep}"' if step.keep else ""
         yield f"  and accel.checkpoint_activations(model{keep})"
@@ -136,13 +138,18 @@ def _stages(model: Transformer, choice: Choice, hosts: Hosts) -> Iterator[str]:
     rows: list[Sequence[str]] = [("STAGES", "BLOCKS", "MEMORY", "PRODUCTS")]
     for each in found:
         blocks = [_blocks(at, count, *ends) for at, ends in zip(each.stages, each.blocks, strict=True)]
+        blocks = ["encoder", *blocks] if model.tower is not None and 0 in each.stages else blocks
         cells = (", ".join(map(str, each.stages)), ", ".join(blocks), show_size(each.memory.total))
         rows.append((*cells, show_seconds(each.time.compute)))
     balance = choice.step.balance
     yield ""
     yield from _folded(f"Stages of {choice.axes},", f"balanced by {balance}, on each rank along pp:")
     yield show_table(rows)
-    if balance != "blocks":
+    if is_traced(model, choice.axes):
+        begins = ", ".join(str(start) for each in found for start, _ in each.blocks)
+        yield "in the script, accel.prepare(..., example=batch), as the stages are graphs:"
+        yield f'  stages = [[f"model.language_model.layers.{{at}}"] for at in ({begins})]'
+    elif balance != "blocks":
         yield f'in the script, stages = accel.parallel.stage_plan(model, {count}, balance="{balance}")'
 
 
@@ -165,6 +172,12 @@ def _loss(first: Choice, second: Choice) -> list[str]:
     causes = sorted(_slower_parts(first, second), key=lambda pair: -pair[1])
     told = [f"{show_seconds(seconds)} more of {name}" for name, seconds in causes[:2] if seconds > causes[0][1] / 10]
     return _folded(f"The second, {second.axes}, takes {slower:.1%} longer:", *told)
+
+
+def _wrapped(first: str, line: str) -> list[str]:
+    """Words before a line of code, above it where both are wider than a terminal."""
+    whole = f"{first} {line}"
+    return [whole] if len(whole) <= _COLUMNS else [first, f"    {line}"]
 
 
 def _folded(first: str, *others: str) -> list[str]:

@@ -82,8 +82,7 @@ def mesh_problem(axes: Axes, model: Transformer, plan: Plan, *, tokens: int) -> 
 def _tower_problem(axes: Axes, model: Transformer, tower: Tower, plan: Plan) -> ConfigError | None:
     """Why a model with an encoder of images cannot be spread over a mesh."""
     if axes.pp > 1:
-        expected = "a mesh without pp"
-        return ConfigError("estimates of stages do not know encoders", expected=expected, got=f"pp={axes.pp}")
+        return _traced_problem(axes, model, tower, plan)
     if axes.cp > 1 and model.compared:
         expected = "a mesh without cp"
         return ConfigError("texts that images are compared with stay whole", expected=expected, got=f"cp={axes.cp}")
@@ -92,6 +91,23 @@ def _tower_problem(axes: Axes, model: Transformer, tower: Tower, plan: Plan) -> 
     if tower.divided and tower.blocks.heads % axes.tp:
         expected = f"tp that divides {tower.blocks.heads}"
         return ConfigError("heads of the encoder cannot be divided", expected=expected, got=f"tp={axes.tp}")
+    return None
+
+
+def _traced_problem(axes: Axes, model: Transformer, tower: Tower, plan: Plan) -> ConfigError | None:
+    """Why a mesh does not run graphs of stages where the first stage has the encoder."""
+    got = f"pp={axes.pp}"
+    if model.compared:
+        expected = "a mesh without pp"
+        return ConfigError("the texts and images of a batch are compared whole", expected=expected, got=got)
+    if not tower.side:  # a row of pixels for each patch
+        expected = "a mesh without pp"
+        return ConfigError("images of any size cannot be split into micro-batches", expected=expected, got=got)
+    if axes.cp > 1:
+        return ConfigError("stages with an encoder are graphs", expected="a mesh without cp", got=f"cp={axes.cp}")
+    if plan.stages_per_rank > 1 or plan.sequence:
+        options = "sequence=False, stages_per_rank=1"
+        return ConfigError("estimates of stages with an encoder do not know this", expected=options, got=repr(plan))
     return None
 
 

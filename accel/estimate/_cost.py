@@ -28,6 +28,7 @@ from accel.estimate._step import (
     latent_gradients,
     own_heads,
     part_shape,
+    passed_features,
     rank_stages,
     stage_layers,
     stream_bytes,
@@ -267,9 +268,11 @@ def _along_pp(
     own = rank_stages(plan, axes.pp, rank)
     onward = [at for at in own if at < stages - 1 and at + 1 not in own]
     back = [at for at in own if at > 0 and at - 1 not in own]
-    tokens = step.rows * step.tokens // axes.cp
+    values = step.rows * step.tokens // axes.cp * model.width
+    features = passed_features(model, axes, step)
     calls = (len(onward) + len(back)) * step.micro_batches
-    yield _message("pp", axes.pp, "send", calls, calls * tokens * model.width * stream_bytes(step, copies.engine))
+    total = calls * (values + features) * stream_bytes(step, copies.engine)
+    yield _message("pp", axes.pp, "send", calls * (2 if features else 1), total)
 
 
 def _along_ep(model: Transformer, held: HeldParameters, axes: Axes, step: EstimatedStep) -> Iterator[Traffic]:

@@ -27,6 +27,7 @@ from accel.estimate._step import (
     expert_shards,
     held_by,
     keeps_blocks,
+    passed_features,
     rank_stages,
     stream_bytes,
     wire_bytes,
@@ -122,7 +123,6 @@ def memory_by_moment(
     copies = copies_of(axes, step.strategy)
     held = held_by(model, axes, plan, step, copies, rank)
     kept = kept_by(model, axes, plan, step, copies.engine, len(held.blocks))
-    is_known = isinstance(model, Transformer) or model.knows_activations
     trained = held.every.trained
     parameters = held.every.stored + (model.buffer_bytes if isinstance(model, Model) else 0)
     state = _state(model, held, step, copies)
@@ -145,7 +145,7 @@ def memory_by_moment(
             parameters=parameters,
             gradients=gradients,
             optimizer=state,
-            activations=activations if is_known else None,
+            activations=activations if isinstance(model, Transformer) or model.knows_activations else None,
             gathered=_gathered(held, kept, step, plan, copies, blocks, flying, wire),
             buffers=buffers + received,
         )
@@ -154,8 +154,7 @@ def memory_by_moment(
     layers = sum(held.layers)
     units = len(held.blocks)
     whole = units if keeps_blocks(plan, axes) else 0
-    # taken from what was kept
-    again = kept.block.whole - (kept.block.products if step.keep else 0) if step.recompute else 0
+    again = _again(kept.block, step)
     inside = kept.inside + _root_gradients(held, step, plan, copies)
     if held.is_last:
         yield at("loss", earlier, waiting + losses * logits, max(1, whole), kept.peak)
@@ -163,16 +162,19 @@ def memory_by_moment(
     yield at("block", earlier, waiting + again, max(2, whole), inside)
     if full:  # they are reduced beside the backward of the last micro-batch, when no other waits
         waiting = _waiting(held, kept, step, 1) + beside
-    if layers > 1:
+    one = held.traced and copies.engine == "fully_shard"  # reduced when all backwards are done
+    if layers > 1 and not one:
         both = inside + _on_its_way(held, step, plan, copies, wire)
         yield at("next block", earlier, waiting - entry + again, min(units - 1, max(2, whole - 1)), both)
     others = min(units - 1, max(2, whole - 1))
-    reducing = [at("reduction", earlier, waiting - entry, others, reduced)]
-    if layers > 1 and _keeps_a_sum():  # until the next is formed, when the block's own parameters are freed
+    left = 0 if one else waiting - entry
+    reducing = [at("reduction", earlier, left, others, reduced)]
+    if layers > 1 and not one and _keeps_a_sum():  # until the next is formed, when the block's own parameters are freed
         reduced += _on_its_way(held, step, plan, copies, wire)
-        reducing.append(at("reduction", earlier, waiting - entry, others - 1, reduced))
+        reducing.append(at("reduction", earlier, left, others - 1, reduced))
     yield max(reducing, key=lambda each: each.total)
-    yield at("last reduction", trained + full, waiting - beside - sum(_entries(held, kept, step)), 0, reduced)
+    left = 0 if one else waiting - beside - sum(_entries(held, kept, step))
+    yield at("last reduction", trained + full, left, 0, reduced)
     temporaries = OPTIMIZERS[step.optimizer].temporaries * trained
     yield at("optimizer", trained, 0, whole if axes.pp > 1 and copies.engine == "fully_shard" else 0, temporaries)
 
@@ -216,8 +218,13 @@ def _received(
         return 0
     last = axes.pp * plan.stages_per_rank - 1
     messages = sum((at > 0) + (at < last) for at in rank_stages(plan, axes.pp, rank))
-    tokens = step.rows * step.tokens // axes.cp
-    return messages * step.micro_batches * tokens * sizes.width * stream_bytes(step, copies.engine)
+    values = step.rows * step.tokens // axes.cp * sizes.width + passed_features(sizes, axes, step)
+    return messages * step.micro_batches * values * stream_bytes(step, copies.engine)
+
+
+def _again(kept: KeptBlock, step: EstimatedStep) -> int:
+    """Bytes of a block that computes again, beside what it has kept."""
+    return kept.whole - (kept.products if step.keep else 0) if step.recompute else 0
 
 
 def _waiting(held: HeldParameters, kept: Kept, step: EstimatedStep, flying: int) -> int:
@@ -282,6 +289,8 @@ def _gathered(
     if copies.engine != "fully_shard":
         if not blocks:
             return 0  # a backward has freed them
+        if held.traced and step.recompute:  # graphs convert inside of the blocks that compute again
+            return size * (held.root.matrices * flying + held.block.matrices)
         stages = plan.stages_per_rank if flying > 1 else 1
         return held.every.matrices * size * flying // stages if kept.copies is None else kept.copies
     if copies.shards == 1 and size == step.stored_bytes:
@@ -299,7 +308,8 @@ def _reduced(held: HeldParameters, step: EstimatedStep, plan: Plan, copies: Equa
     """Bytes of the gradients of a block, and of the root's, before and while they are reduced."""
     if copies.engine != "fully_shard":
         return 0
-    block = held.block.gradients * wire_bytes(step, plan)[0]
+    is_copied = held.traced and _full_gradients(held, step, plan, copies)  # from those that have waited
+    block = 0 if is_copied else held.block.gradients * wire_bytes(step, plan)[0]
     return _root_gradients(held, step, plan, copies) + block + _on_its_way(held, step, plan, copies, wire)
 
 

@@ -181,6 +181,18 @@ def tower_side(tower: Tower, step: EstimatedStep) -> int:
     return tower.side or step.side
 
 
+def is_traced(model: Transformer, axes: Axes) -> bool:
+    """Return whether stages are cut by tracing: those of a model with an encoder of images, which the first one has."""
+    return model.tower is not None and axes.pp > 1
+
+
+def passed_features(model: Transformer, axes: Axes, step: EstimatedStep) -> int:
+    """Return the number of values of images that travel between stages beside the tokens, as the model returns them."""
+    if model.tower is None or axes.pp == 1:
+        return 0
+    return step.rows * step.images * model.tower.tokens(tower_side(model.tower, step)) * model.width
+
+
 def keeps_blocks(plan: Plan, axes: Axes) -> bool:
     """Return whether blocks stay gathered from forward to backward; those of a pipeline do for the whole step."""
     return axes.pp > 1 or plan.reshard_after_forward is False
@@ -192,6 +204,8 @@ def stage_layers(model: Transformer, stages: int, balance: Balance) -> tuple[int
         return tuple(model.layers // stages + (at < model.layers % stages) for at in range(stages))
     weight = model.embedding()[0].count if model.tied else 0  # the head has the embedding's, too
     first = sum(each.count for each in model.embedding()) if balance == "memory" else 0
+    if model.tower is not None:
+        first += _cost([*model.tower.ends, *model.tower.blocks.parameters], balance)
     block, last = (_cost(each, balance) for each in (model.block(), model.head()))
     dense = _cost(model.block(dense=True), balance) if model.dense else 0
     costs = [float(dense)] * model.dense + [float(block)] * (model.layers - model.dense)
@@ -280,6 +294,7 @@ class HeldParameters(NamedTuple):
         is_last: whether the rank has the head.
         idle: number of an encoder's blocks with unused output, and so without a backward.
         idle_shards: elements of their shards.
+        traced: whether its stages are graphs, all of which `fully_shard` takes as one unit, the block.
     """
 
     root: Unit
@@ -293,6 +308,7 @@ class HeldParameters(NamedTuple):
     is_last: bool
     idle: int = 0
     idle_shards: int = 0
+    traced: bool = False
 
 
 def held_by(
@@ -352,8 +368,16 @@ def _held_by_sizes(
     inside = _sum(units)
     every = _sum([root, inside])
     sizes = [each.whole for each in units]
+    traced = is_traced(model, axes)
+    if traced and copies.engine == "fully_shard":
+        root = Unit()
+        idle = idle_shards = 0
+        units = [every]
+        inside = every
+        sizes = [every.whole]
+    blocks = [layers[at] for at in own]
     return HeldParameters(
-        root, units[0], inside, every, sizes, [layers[at] for at in own], dense, is_first, is_last, idle, idle_shards
+        root, units[0], inside, every, sizes, blocks, dense, is_first, is_last, idle, idle_shards, traced
     )
 
 

@@ -104,6 +104,28 @@ def test_the_stages_of_the_first_mesh_with_pp_are_shown(folder: Path, capsys: py
     assert "Stages of" not in asked(capsys, ".", "--ranks", "8", "--memory", "80GB", "--top", "1")[1]
 
 
+LLAVA_7B: dict[str, Any] = {
+    "model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064},
+    "vision_config": {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "image_size": 336, "patch_size": 14,
+    },
+}  # fmt: skip
+
+
+def test_stages_of_a_model_with_an_encoder_begin_at_blocks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _ = (folder / "config.json").write_text(json.dumps(LLAVA_7B))
+    words = (".", "--ranks", "16", "--memory", "80GB", "--batch", "256", "--tokens", "2048", "--top", "1000")
+    _, text = asked(capsys, *words, "--link", "20GB,1GB", "--host", "2")
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert 'plan=accel.parallel.Plan(micro_batches=32, cut="trace", stages=stages)' in text
+    at = lines.index("STAGES  BLOCKS                    MEMORY   PRODUCTS")
+    assert lines[at + 1].startswith("0       encoder, embedding, 0-14")  # fewer blocks beside the encoder
+    assert lines[at + 2].startswith("1       15-31, head")
+    assert lines[at + 4] == '  stages = [[f"model.language_model.layers.{at}"] for at in (0, 15)]'
+
+
 def test_a_measured_table_gives_the_speeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [".", "--ranks", "8", "--memory", "80GB"]
     table = msgspec.structs.replace(H100, device="half an H100", torch="2.13", kind="cpu", messages=MESSAGES)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import accel
 from accel.estimate import EstimatedStep, Transformer, step_traffic
+from accel.estimate._configs import transformer_from
 from accel.estimate._memory import memory_by_moment
 from accel.estimate._model import Latent
 from accel.tensors import local_part
@@ -212,3 +213,79 @@ def test_a_step_of_simulated_ranks_is_as_estimated(ranks: Simulator, sent: Count
         # the estimate keeps rows of experts that a rank frees before their outputs travel
         limit = 0.12 if name == "latents that keep products" else 0.1
         assert largest == pytest.approx(found, rel=limit), (stage, largest / found)
+
+
+SEEN = {
+    "text_config": {
+        "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1000, "use_cache": False,
+    },
+    "image_token_index": 999, "vision_feature_layer": -1,
+    "vision_config": {
+        "model_type": "clip_vision_model", "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "image_size": 56, "patch_size": 7,
+    },
+}  # fmt: skip
+STAGES = {
+    "alone": (Axes(pp=2), "ddp", False),
+    "recomputed": (Axes(pp=2), "ddp", True),
+    "shards": (Axes(pp=2, dp=2), "fsdp", False),
+    "that ranks share": (Axes(pp=2, tp=2), "ddp", False),
+}
+
+
+def peak_with_images(
+    ctx: accel.DistContext, axes: Axes, strategy: Any, sent: Counter[tuple[int, str]], *, again: bool
+) -> int:
+    """The most bytes of the second step; the first one makes graphs, whose tensors without memory do not count."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    ctx = accel.replace(ctx, mesh=str(axes), precision="bf16", strategy=strategy)
+    with accel.seeding.seeded(ctx, 0):
+        model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**SEEN))
+    attend_as_on_gpus(model.model.language_model)
+    model.model.vision_tower.config._attn_implementation = "sdpa"
+    _ = model.model.vision_tower.post_layernorm.requires_grad_(requires_grad=False)  # without effect
+    if again:
+        accel.checkpoint_activations(model)
+    ids = torch.randint(998, (4, 512), generator=torch.Generator().manual_seed(0))
+    ids[:, :64] = 999
+    batch = {"input_ids": ids, "pixel_values": torch.zeros(4, 3, 56, 56)}
+    plan = Plan(cut="trace", micro_batches=4, stages=[[f"model.language_model.layers.{at}"] for at in (0, 2)])
+    model = accel.prepare_model(ctx, model, plan=plan, example=batch)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    scaler = accel.loss_scale(ctx)
+
+    def step(accum: accel.Accumulation) -> accel.Accumulation:
+        accel.wait_for_everyone(ctx)
+        sent.clear()
+        accel.wait_for_everyone(ctx)
+        given = (scaler, accum.next(), batch)
+        _, accum = accel.forward_backward(ctx, model, *given, targets=ids, loss_fn=loss_of, weight=ids.numel())
+        return accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+
+    accum = step(accel.Accumulation())
+    known = [*model.parameters(), *model.buffers(), *(v for each in optimizer.state.values() for v in each.values())]
+    with Live([local_part(each) for each in known if not each.is_meta]) as live:
+        _ = step(accum)
+    return live.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_with_an_encoder_are_as_estimated(ranks: Simulator, sent: Counter[Any], name: str) -> None:
+    axes, strategy, again = STAGES[name]
+    size = axes.world_size
+    peaks = ranks.run(lambda ctx: peak_with_images(ctx, axes, strategy, sent, again=again), size, default_group=True)
+    sizes = transformer_from({"model_type": "llava", **SEEN}, where="")
+    step = EstimatedStep(tokens=512, micro_batches=4, strategy=strategy, recompute=again)
+    plan = Plan(micro_batches=4)
+    for stage in range(axes.pp):
+        own = range(stage * size // axes.pp, (stage + 1) * size // axes.pp)
+        expected = Counter[str]()
+        for each in step_traffic(sizes, axes, step, plan, stage=stage):
+            expected[each.operation] += each.bytes
+        operations = {operation for rank, operation in sent if rank in own}
+        found = {each: sum(sent[rank, each] for rank in own) / len(own) for each in operations}
+        assert found == pytest.approx(expected, rel=0.01)
+        largest = max(each.total for each in memory_by_moment(sizes, axes, step, plan, stage))
+        assert largest == pytest.approx(min(peaks[rank] for rank in own), rel=0.1), stage

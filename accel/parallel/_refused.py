@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
 from accel.parallel._modules import named_modules, sparse_tables
+from accel.parallel._private import is_compiled
 from accel.parallel._spread import Spread
-from accel.tensors import has_wide_gradient, is_absent, packed_weights
+from accel.tensors import has_wide_gradient, is_absent, is_dtensor, packed_weights
 from accel.topology import data_dimension, dimension_of
 
 _SHOWN = 3
@@ -258,3 +262,105 @@ def refuse_foreign(replica: DistributedDataParallel) -> None:
             where="prepare_model",
             fix="Pass the module itself: prepare_model wraps it.",
         )
+
+
+_DATA, _SET_DATA = cast(Any, torch.Tensor.data).__get__, cast(Any, torch.Tensor.data).__set__
+_HARMLESS = ("requires_grad_", "share_memory_", "detach_", "retain_grad_")
+
+
+class _Changes(TorchFunctionMode):
+    """Notes parameters that are changed, without effect on what ranks keep of them.
+
+    Attributes:
+        found: ways by the name of a parameter.
+    """
+
+    def __init__(self, model: nn.Module, kept: Collection[int]) -> None:
+        super().__init__()
+        self._model = model
+        self._kept = kept
+        self._views: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+        self.found: dict[str, str] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        result = func(*args, **(kwargs or {}))
+        name = str(getattr(func, "__name__", "")).partition(".")[0]
+        first: Any = args[0] if args else None
+        if name == "__set__" and func == _SET_DATA:
+            self._note(first, "data", also_parts=True)
+        elif (name == "__get__" and func == _DATA) or name == "detach":
+            if isinstance(first, nn.Parameter):
+                self._views[id(result)] = result, first
+        elif name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS):
+            for each in cast("list[Any]", first) if isinstance(first, list | tuple) else [first]:
+                self._note(self._views[id(each)][1] if id(each) in self._views else each, name)
+        return result
+
+    def _note(self, changed: Any, way: str, *, also_parts: bool = False) -> None:
+        is_read = also_parts and isinstance(changed, torch.Tensor) and changed.requires_grad  # as a plain tensor
+        if id(changed) in self._kept or not (is_read or isinstance(changed, nn.Parameter)):
+            return
+        if also_parts or not is_dtensor(changed):
+            named = (name for name, each in self._model.named_parameters() if each is changed)
+            _ = self.found.setdefault(next(named, "a parameter").removeprefix("module."), way)
+
+
+class _FirstForward:
+    """Looks at the first training forward of a model for changes of its parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        kept = frozenset(id(each) for each in model.parameters() if not is_dtensor(each))
+        self._changes = _Changes(model, kept)
+        self._is_begun = self._is_over = False
+        begin, end, judge = (cast(Any, torch.compiler).disable(each) for each in (self._begin, self._end, self._judge))
+        self._hooks = (
+            model.register_forward_pre_hook(begin),
+            model.register_forward_hook(end, always_call=True),
+            model.register_forward_hook(judge),
+        )
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def _begin(self, module: nn.Module, _inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled() and not any(map(is_compiled, module.modules())):
+            self._is_begun = True
+            _ = self._changes.__enter__()
+
+    def _end(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        """Leave the mode, after an error of the forward too."""
+        if self._is_begun:
+            cast(Any, self._changes).__exit__(None, None, None)
+            self._is_begun = False
+            self._is_over = True
+
+    def _judge(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if not self._is_over:
+            return
+        for each in self._hooks:
+            each.remove()
+        bounded = [name for name, way in self._changes.found.items() if way.startswith("clamp")]
+        lost = {name: way for name, way in self._changes.found.items() if name not in bounded}
+        if lost:
+            raise ConfigError(
+                "the forward changes parameters that ranks divide, and the change is lost behind it",
+                expected="parameters that change between steps alone",
+                got=", ".join(f"{name} by {way}" for name, way in [*lost.items()][:_SHOWN]),
+                where="the first training forward of a prepared model",
+                fix="Change them between steps, as accel.Ema does for a model's average; or keep them whole, on a mesh "
+                'of dp alone: accel.replace(ctx, strategy="ddp").',
+            )
+        if bounded:
+            text = "the forward bounds parameters (%s): ranks keep them as they were, and bound them at each forward"
+            logging.getLogger("accel.parallel").warning(text, ", ".join(bounded[:_SHOWN]))
+
+
+def refuse_changes(model: nn.Module) -> None:
+    """Let the first training forward of a divided model raise `ConfigError` where it changes parameters and ranks would
+    lose the change. Mutates the model, by hooks that go after it.
+
+    A forward that bounds parameters, as Gemma 3n's, does so at each call, and is warned about. Models with regions that
+    torch compiles are left alone.
+    """
+    _ = _FirstForward(model)

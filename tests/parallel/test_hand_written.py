@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import accel
-from accel.errors import PrepareError, StageError
+from accel.errors import ConfigError, PrepareError, StageError
 from accel.testing import Simulator
 
 WIDTH, HEADS, TOKENS, WORDS = 16, 4, 6, 11
@@ -145,6 +145,43 @@ class Replaced(Mlp):
         return super().forward(x)
 
 
+class Momentum(nn.Module):
+    """A teacher that follows its student in the forward, which reads both outside of their blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.student.weight, alpha=0.1)
+        return self.mlp(x + self.student(x) - self.teacher(x))
+
+
+class Bounded(Mlp):
+    """A parameter that the forward bounds, as Gemma 3n's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.weight.data.clamp_(-9, 9)
+        return super().forward(x)
+
+
+class Late(nn.Module):
+    """Modules in another order than that of their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+        self.embed = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def _make(block: Callable[[], nn.Module]) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -255,3 +292,85 @@ class _Tied(nn.Module):
 def test_python_that_a_graph_would_lose_is_refused(ranks: Simulator, block: Callable[[], nn.Module], said: str) -> None:
     found = ranks.run(lambda ctx: caught(partial(_train, ctx, block, "pp=2")), 2, default_group=True)
     assert any(isinstance(each, StageError) and said in str(each) for each in found)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped")  # outputs that are views
+@pytest.mark.parametrize(("block", "mesh"), [(Momentum, "dp=2"), (Replaced, "dp=2"), (Replaced, "tp=2")])
+def test_a_forward_whose_changes_of_parameters_would_be_lost_is_refused(
+    ranks: Simulator, block: Callable[[], nn.Module], mesh: str
+) -> None:
+    def rank(ctx: accel.DistContext) -> BaseException | None:
+        return caught(partial(_train, accel.replace(ctx, strategy="fsdp"), block, mesh))
+
+    for error in ranks.run(rank, 2, default_group=True):
+        assert isinstance(error, ConfigError)
+        assert ("teacher.weight by mul_" if block is Momentum else "by data") in error.got
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped")  # outputs that are views
+def test_bounds_of_parameters_in_a_forward_are_warned_about_once(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = _train(accel.single(), Bounded)
+    work = partial(_train, block=Bounded, mesh="dp=2")
+    _check(ranks.run(lambda ctx: work(accel.replace(ctx, strategy="fsdp")), 2, default_group=True), expected)
+    assert caplog.text.count("the forward bounds parameters (blocks.0.norm.weight") == 2  # ranks
+
+
+def test_a_chain_in_another_order_is_told_with_the_module(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> BaseException | None:
+        ctx = accel.replace(ctx, mesh="pp=2")
+        model = accel.prepare_model(ctx, Late().double(), plan=accel.parallel.Plan(micro_batches=2))
+        step = partial(accel.forward_backward, ctx, model, accel.loss_scale(ctx), None, IDS, loss_fn=torch.sum)
+        return caught(partial(step, weight=IDS.numel()))
+
+    found = ranks.run(rank, 2, default_group=True)
+    assert any(
+        "a forward that calls embed, a module of stage 1, before those of stage 0" in str(each) for each in found
+    )
+
+
+def test_torch_s_attention_along_cp_says_the_shape_of_its_mask_and_what_a_subclass_takes(ranks: Simulator) -> None:
+    class Own(nn.MultiheadAttention):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x, x, x)[0]
+
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            return self.attention(x, x, x, attn_mask=mask)[0]
+
+    def rank(ctx: accel.DistContext) -> list[str]:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        x = accel.parallel.split_sequence(ctx, {"x": torch.ones(1, 8, WIDTH)})["x"]
+        models = (Causal(), nn.Sequential(Own(WIDTH, HEADS, batch_first=True)))
+        return [str(caught(partial(accel.prepare_model(ctx, each), x))) for each in models]
+
+    for mask, own in ranks.run(rank, 2, default_group=True):
+        assert "attn_mask of all positions, [8, 8]" in mask
+        assert "got shape [4, 4]" in mask
+        assert "Call an nn.MultiheadAttention within a module of your own" in own
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_heads_of_the_first_gpt_are_divided_and_positions_of_yoso_begin_at_two(ranks: Simulator) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.OpenAIGPTConfig(vocab_size=WORDS, n_positions=8, n_embd=WIDTH, n_layer=1, n_head=HEADS)
+    styles = accel.parallel.tensor_plan(transformers.OpenAIGPTLMHeadModel(config))
+    assert styles["transformer.h.*.attn.c_attn"] == "packed_colwise_3"
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS, "intermediate_size": 32}
+    yoso = transformers.YosoConfig(vocab_size=WORDS, max_position_embeddings=16, **sizes)
+
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, transformers.YosoForMaskedLM(yoso))
+        part = accel.parallel.split_sequence(ctx, {"ids": torch.ones(1, 8, dtype=torch.int64)})
+        return str(caught(partial(model, input_ids=part["ids"], position_ids=part["position_ids"])))
+
+    assert "positions from 2 on, as the model numbers them itself" in ranks.run(rank, 2, default_group=True)[0]

@@ -424,7 +424,7 @@ def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, ta
     own = tokens.shape[1] if isinstance(tokens, Tensor) else 0
     mask = known.get("attention_mask")
     if isinstance(mask, Tensor) and own and mask.shape[-1] != (own if mask.ndim == 2 else own * size):
-        raise mask_refused()
+        raise mask_refused(mask)
     if known.get("start_positions") is not None or (
         known.get("labels") is not None and known.get("shift_labels") is None
     ):
@@ -481,13 +481,13 @@ def _blind(model: nn.Module) -> str | None:
     return blind[0] if blind and True not in found.values() else None
 
 
-def mask_refused() -> ConfigError:
+def mask_refused(mask: Tensor) -> ConfigError:
     """Return the error of a mask of neither the own tokens nor own queries and all keys."""
     return ConfigError(
         "a mask of other positions",
         expected="attention_mask of the own tokens, [batch, own], or of the own queries and all keys, "
         "[batch, 1 or heads, own, length]",
-        got="another shape",
+        got=f"shape {list(mask.shape)}",
         where="attention on a mesh with cp",
         fix="Cut a mask of tokens by accel.parallel.split_sequence, and of a mask of pairs the queries alone: "
         "split_sequence(ctx, {'mask': mask}, dim=2). Packed documents are marked by position_ids that begin anew.",

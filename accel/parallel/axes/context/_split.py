@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, DataError
@@ -381,3 +381,13 @@ def _padded(x: Tensor, dim: int, count: int, value: float) -> Tensor:
 def _own(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
     runs = places(x.shape[dim], rank, size)
     return torch.cat([x.narrow(dim, run.start, len(run)) for run in runs], dim)
+
+
+def kept_positions(model: nn.Module) -> int | None:
+    """Return the last position before the first of a model's own, by its buffer `position_ids`, as YOSO has it; None
+    where these begin at 0."""
+    for module in model.modules():
+        for name, each in module.named_buffers(recurse=False):
+            if name == "position_ids" and each.numel() and not each.is_meta and (first := int(each.flatten()[0])) > 0:
+                return first - 1
+    return None

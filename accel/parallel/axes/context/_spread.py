@@ -27,7 +27,6 @@ from accel.parallel.axes.context._checks import (
     check_mixers,
     check_multihead,
     check_transformers,
-    mask_refused,
     multihead_attentions,
     outermost,
     towers_of,
@@ -154,6 +153,14 @@ class _AllKeys:
         if has_all_positions(self.ctx):
             return inputs, dict(keywords)
         known = bound(module, inputs, keywords)
+        if not {"query", "key", "value"} <= known.keys():
+            raise ConfigError(
+                "an attention whose forward has arguments of its own",
+                expected="query, key and value, as of nn.MultiheadAttention",
+                got=", ".join(known),
+                where=f"{written_class(module).__name__} on a mesh with cp",
+                fix="Call an nn.MultiheadAttention within a module of your own, in the place of a subclass.",
+            )
         query, key, value = (cast(Tensor, known[name]) for name in ("query", "key", "value"))
         dim = 1 if module.batch_first and query.ndim == 3 else 0
         for each in (query, key):
@@ -185,7 +192,14 @@ def _own_rows(ctx: DistContext, mask: Tensor, own: int, keys: int) -> Tensor:
     """Return a mask of the own queries and all keys, for one of all queries or of the own ones."""
     rank, size = ctx.axis("cp")
     if mask.shape[-1] != keys or mask.shape[-2] not in (own, own * size):
-        raise mask_refused()
+        raise ConfigError(
+            "a mask of other positions",
+            expected=f"attn_mask of all positions, [{keys}, {keys}], whose queries are cut here, or of the own queries "
+            f"and all keys, [{own}, {keys}]",
+            got=f"shape {list(mask.shape)}",
+            where="nn.MultiheadAttention on a mesh with cp",
+            fix="Make the mask for the whole sequence, not by the number of this rank's tokens.",
+        )
     return mask if mask.shape[-2] == own else own_positions(mask, rank, size, mask.ndim - 2)
 
 
@@ -338,7 +352,7 @@ class _Proof:
             "the model computes something else where ranks share its positions",
             expected="layers that work on positions one by one, at positions that the call passes",
             got=problems[0],
-            where=f"first forward of {type(module).__name__} on a mesh with cp",
+            where=f"first forward of {written_class(module).__name__} on a mesh with cp",
             fix="Pass part['position_ids'], of accel.parallel.split_sequence, to a model that counts positions from 0, "
             "and masks of the whole sequence. Else leave cp out of the mesh.",
         )

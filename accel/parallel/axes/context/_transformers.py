@@ -30,7 +30,7 @@ from accel.parallel.axes.context._checks import (
     text_decoder,
 )
 from accel.parallel.axes.context._kernels import Masks
-from accel.parallel.axes.context._split import own_positions, places
+from accel.parallel.axes.context._split import kept_positions, own_positions, places
 from accel.topology import ContextMethod
 
 NAME = "accel_context"  # of the attention, and of the keyword that carries the context to it
@@ -249,7 +249,7 @@ def _kept_for_padding(stack: nn.Module) -> int | None:
         if hasattr(module, "create_position_ids_from_input_ids"):
             padding = getattr(module, "padding_idx", None)
             return padding if isinstance(padding, int) else None
-    return None
+    return kept_positions(stack)
 
 
 class _Numbered:
@@ -402,7 +402,7 @@ def _attention(
     if attention_mask is not None:
         attention_mask = _with_all_keys(call.ctx, attention_mask, query, key)
         if attention_mask.shape[-1] != key.shape[2] * call.ctx.axis("cp").size:
-            raise mask_refused()
+            raise mask_refused(attention_mask)
         if mask_mod is None:
             bias = attention_mask if bias is None else _joined(bias, attention_mask)
     documents = None if crosses or is_complete else _documents_of(call, module)

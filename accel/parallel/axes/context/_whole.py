@@ -368,9 +368,9 @@ def _replaced(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(output, Mapping):  # of transformers
         cast(Any, output)["last_hidden_state"] = change(cast(Any, output)["last_hidden_state"])
         return cast(Any, output)
-    if isinstance(output, tuple):
-        first, *rest = cast("tuple[Any, ...]", output)
-        return change(first), *rest
+    if isinstance(output, tuple | list):
+        first, *rest = cast("Sequence[Any]", output)
+        return cast(Any, type(cast(Any, output)))([change(first), *rest])
     return change(output)
 
 

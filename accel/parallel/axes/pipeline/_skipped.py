@@ -202,9 +202,15 @@ def _reason(
     if at and _shares_tokens(module) and _is_inside(trace, [module]):
         part = f"this rank's part of the tokens as hidden states, {list(hidden.shape)}"
         return f"{part}, from which the forward makes positions or a mask", "Leave sequence out of the plan."
-    if not _is_inside(trace, [module]) or _is_inside(trace, own):
+    if not _is_inside(trace, [module]):
         return None
     reads = reads_of(module)
+    if _is_inside(trace, own):
+        if at or reads.called is None:
+            return None
+        called = f"{reads.called}, a module of stage {_owner(reads.called, stages)}, before those of stage 0"
+        fix = "Name the modules of each stage as the forward calls them, not as the model has them"
+        return f"a forward that calls {called}", f"{fix}: Plan(stages=[[...], [...]])."
     if reads.latest is not None and "NoneType" in str(error):
         return (
             f"a forward that reads {reads.latest} itself, a tensor of stage {_owner(reads.latest, stages)} alone",

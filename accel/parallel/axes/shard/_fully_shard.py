@@ -18,7 +18,7 @@ from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._leftovers import shards_of, sum_in_one_format, sum_unused, watch_used
 from accel.parallel._modules import is_pipelined, layerdrops, stage_modules, unwrap_model, written_class
-from accel.parallel._refused import check_all, check_quantized
+from accel.parallel._refused import check_all, check_quantized, refuse_changes
 from accel.parallel._sharded import GatheredFormat, is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import Spread, compare_models, follow_first_, stage_comm
 from accel.parallel.axes.experts import exchange_mesh, expert_modules, listed_prefixes, shard_experts
@@ -208,6 +208,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
     if ctx.data_parallel[1] > 1:
         refuse_layerdrop(inner, [unit for each in units for unit in each])
     for each in units:
+        refuse_changes(each[-1])
         if options.prefetch is not None:
             prefetch(each, options.prefetch)
         reshard_after_evaluation(each)

@@ -58,9 +58,14 @@ def heads_of(model: nn.Module, path: str, style: str, size: int) -> HeadCounts:
     holder = holder_of(model, path)
     around = model.get_submodule(holder)
     if is_transposed(module):
+        if style in FUSED_QUERIES:
+            return HeadCounts(problems=(f"{style} is of nn.Linear",))
         local = {path: {"nf": cast(int, module.nf) // size}}
+        heads: object = getattr(around, "n_head", None)
+        if type(heads) is int and heads % size == 0:  # as the first GPT splits its outputs
+            local[holder] = {"n_head": heads // size}
         if style.startswith("packed") and type(getattr(around, "split_size", None)) is int:
-            local[holder] = {"split_size": cast(int, around.split_size) // size}
+            local.setdefault(holder, {})["split_size"] = cast(int, around.split_size) // size
         return HeadCounts(attributes=local)
     outputs = module.get_parameter("weight").shape[output_dim(module)]
     width: Any = getattr(around, "head_dim", None) or getattr(around, "attention_head_size", None)

@@ -33,7 +33,7 @@ from accel.parallel._empty import values_or_room
 from accel.parallel._labels import heir_of, label_parameters, replace_parameter
 from accel.parallel._modules import example_of, named_modules, stage_modules, unwrap_model
 from accel.parallel._private import is_compiled
-from accel.parallel._refused import check_quantized
+from accel.parallel._refused import check_quantized, refuse_changes
 from accel.parallel._spread import Spread, SpreadOptions, compare_models, stage_comm
 from accel.parallel.axes.tensor._dropout import RecordedStreams, Streams, draw_of, drop_apart
 from accel.parallel.axes.tensor._layers import GroupLayer, Layer, local_of
@@ -231,6 +231,8 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
             if values.device != buffer.device:
                 setattr(module, name, values)
     label_parameters(inner)
+    if options.rules is None:  # a graph has refused it
+        refuse_changes(inner)
     if options.head == "colwise":
         set_own_loss(ctx, inner)
     elif ctx.rank == 0 and (note := _note(inner, rules, _size(ctx))):

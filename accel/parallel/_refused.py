@@ -268,7 +268,7 @@ _DATA, _SET_DATA = cast(Any, torch.Tensor.data).__get__, cast(Any, torch.Tensor.
 _HARMLESS = ("requires_grad_", "share_memory_", "detach_", "retain_grad_")
 
 
-class _Changes(TorchFunctionMode):
+class _ParameterChanges(TorchFunctionMode):
     """Notes parameters that are changed, without effect on what ranks keep of them.
 
     Attributes:
@@ -306,12 +306,12 @@ class _Changes(TorchFunctionMode):
             _ = self.found.setdefault(next(named, "a parameter").removeprefix("module."), way)
 
 
-class _FirstForward:
+class _ChangesWatch:
     """Looks at the first training forward of a model for changes of its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         kept = frozenset(id(each) for each in model.parameters() if not is_dtensor(each))
-        self._changes = _Changes(model, kept)
+        self._changes = _ParameterChanges(model, kept)
         self._is_begun = self._is_over = False
         begin, end, judge = (cast(Any, torch.compiler).disable(each) for each in (self._begin, self._end, self._judge))
         self._hooks = (
@@ -363,4 +363,4 @@ def refuse_changes(model: nn.Module) -> None:
     A forward that bounds parameters, as Gemma 3n's, does so at each call, and is warned about. Models with regions that
     torch compiles are left alone.
     """
-    _ = _FirstForward(model)
+    _ = _ChangesWatch(model)

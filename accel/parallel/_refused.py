@@ -264,7 +264,8 @@ def refuse_foreign(replica: DistributedDataParallel) -> None:
         )
 
 
-_DATA, _SET_DATA = cast(Any, torch.Tensor.data).__get__, cast(Any, torch.Tensor.data).__set__
+_DATA = cast(Any, torch.Tensor.data).__get__
+_SET_DATA = cast(Any, torch.Tensor.data).__set__
 _HARMLESS = ("requires_grad_", "share_memory_", "detach_", "retain_grad_")
 
 

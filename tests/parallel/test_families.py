@@ -28,6 +28,7 @@ import accel
         pytest.param("Falcon, multi-query ALiBi", "tp=2", marks=pytest.mark.slow),  # one key, biases of all heads
         pytest.param("GPT-BigCode", "tp=2", marks=pytest.mark.slow),  # one key behind the queries, in one layer
         pytest.param("Switch Transformers", "tp=2", marks=pytest.mark.slow),  # experts that ask for values
+        pytest.param("XLM", "tp=2", marks=pytest.mark.slow),  # values that decide outside of single modules
         pytest.param("Doge", "tp=2", marks=pytest.mark.slow),  # a declared plan that no rank can compute
         pytest.param("AST", "tp=2", marks=pytest.mark.slow),  # spectra
         pytest.param("DeBERTa-v2", "pp=2", marks=pytest.mark.slow),  # a trace of scripted functions

@@ -296,6 +296,45 @@ def test_a_module_that_asks_for_values_stays_whole_beside_what_is_found(ranks: A
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
 
+class Sorted(nn.Module):
+    """Experts by sizes that a router returns as numbers, so that its caller has no tensor to guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Sizes()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, sizes = self.router(x)
+        assert sum(sizes) == x.shape[0] * x.shape[1]
+        return self.down(functional.gelu(self.up(x))) * first
+
+
+class Sizes(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        chosen = x[..., 0] > 0
+        return chosen[..., None].to(x.dtype), torch.bincount(chosen.flatten().long(), minlength=2).tolist()
+
+
+class Counted(Model):
+    """Attention beside experts of counted sizes."""
+
+    def _mlp(self) -> nn.Module:
+        return Sorted()
+
+
+def test_a_forward_that_hands_on_values_is_recorded_with_them_and_leaves_the_model_as_it_was() -> None:
+    model = Counted((4, 4))
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    stream = torch.get_rng_state()
+    ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(1))
+    found = accel.parallel.tensor_plan(model, example=[ids])
+    assert {name.rpartition(".")[2] for name, style in found.items() if style == "rowwise"} == {"o", "down"}
+    assert torch.equal(stream, torch.get_rng_state())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert "blocks.*.mlp.up" not in accel.parallel.tensor_plan(Counted((4, 4)).to("meta"), example=[ids])
+
+
 class Flat(nn.Module):
     """A block whose attention and MLP have no modules of their own."""
 

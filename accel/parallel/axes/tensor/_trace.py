@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
@@ -97,7 +97,8 @@ def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) -> Forwar
     """Run a copy of a model on fake tensors, in eval, and record it. The model and torch's streams are unchanged.
 
     Modules whose path depends on values, as experts that ask which tokens chose them, are recorded as one operation,
-    with an output like their first tensor. Whatever else a forward raises without values is raised.
+    with an output like their first tensor. Where that is not enough, a copy with values runs. Whatever else a forward
+    raises without values is raised.
     """
     kinds: list[type] = []
     first: Exception | None = None
@@ -108,10 +109,19 @@ def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) -> Forwar
             return ForwardTrace(recorder.nodes, recorder.calls, outputs, frozenset(recorder.read))
         except Exception as error:
             kind = recorder.failed
-            if type(error).__name__ not in _OF_VALUES or kind in (None, type(model), *kinds):
-                raise (first or error) from None
+            asks = type(error).__name__ in _OF_VALUES
             first = first or error
+            if not asks or kind in (None, type(model), *kinds):
+                if type(first).__name__ not in _OF_VALUES or any(each.is_meta for each in model.parameters()):
+                    raise first from None
+                break
             kinds.append(kind)
+    recorder = _Recorder()
+    try:
+        outputs = _run_valued(model, inputs, recorder)
+    except Exception:  # whatever a forward says of small inputs
+        raise first from None
+    return ForwardTrace(recorder.nodes, recorder.calls, outputs, frozenset(recorder.read))
 
 
 _OF_VALUES = ("DynamicOutputShapeException", "DataDependentOutputException")  # of torch's fake tensors
@@ -123,17 +133,40 @@ def _run_blank(
     """Record a copy, whose modules of these kinds run without their own forward; return the numbers of its outputs."""
     fake: Any = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     empty = _without_values(model, fake)
-    with emptied_caches(), ExitStack() as stack, torch.enable_grad(), fake:
-        recorder.own(_owners(empty))
+    with fake:
         add_mixin([each for each in empty.modules() if isinstance(each, kinds)], _Unseen)
         add_mixin([each for each in empty.modules() if _holds(each)], KeepsParameters)
-        dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
-        given: Any = pytree.tree_map(partial(_blank_input, dtype), inputs)
-        for path, module in named_modules(empty):
+        return _recorded(empty, inputs, recorder, _blank)
+
+
+def _run_valued(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any], recorder: _Recorder) -> tuple[int, ...]:
+    """Record a copy on the CPU with the model's values, and zeros for inputs without any."""
+    memo: dict[int, Any] = {}
+    for each in (*model.parameters(), *model.buffers()):
+        value = each.detach().to("cpu", copy=True)
+        memo[id(each)] = nn.Parameter(value, value.is_floating_point()) if isinstance(each, nn.Parameter) else value
+    with cast(Any, torch.random).fork_rng(devices=[]):
+        return _recorded(_without_hooks(copied_model(model, memo)), inputs, recorder, _valued)
+
+
+def _recorded(
+    copied: nn.Module,
+    inputs: Mapping[str, Any] | Sequence[Any],
+    recorder: _Recorder,
+    given_as: Callable[[Tensor, torch.dtype | None], Tensor],
+) -> tuple[int, ...]:
+    """Record the forward of a copy; return the numbers of its outputs."""
+    with emptied_caches(), ExitStack() as stack, torch.enable_grad():
+        recorder.own(_owners(copied))
+        dtype = next((each.dtype for each in copied.parameters() if each.is_floating_point()), None)
+        leaves, spec = pytree.tree_flatten(inputs)
+        values = [given_as(each, dtype) if isinstance(each, Tensor) else each for each in leaves]
+        given: Any = pytree.tree_unflatten(values, spec)
+        for path, module in named_modules(copied):
             stack.callback(module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(partial(recorder.leave, path), with_kwargs=True).remove)
         with recorder:
-            output = empty(**given) if isinstance(given, Mapping) else empty(*given)
+            output = copied(**given) if isinstance(given, Mapping) else copied(*given)
     return tuple(map(recorder.number, tensors_in(plain(output))))
 
 
@@ -154,13 +187,17 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _blank_input(dtype: torch.dtype | None, value: Any) -> Any:
-    return _blank(value, dtype) if isinstance(value, Tensor) else value
-
-
 def _blank(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return torch.empty(tensor.shape, dtype=kind, device="cpu")
+
+
+def _valued(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The values of an input; zeros for one without any."""
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=kind, device="cpu")
+    return tensor.detach().to("cpu", kind, copy=True)
 
 
 def plain(output: Any) -> Any:
@@ -175,12 +212,16 @@ def _without_values(model: nn.Module, fake: Any) -> nn.Module:
             blank = _blank(each)
             is_parameter = isinstance(each, nn.Parameter)
             memo[id(each)] = nn.Parameter(blank, blank.is_floating_point()) if is_parameter else blank
-    empty = copied_model(model, memo).eval()  # tensors that are plain attributes keep their values
-    batch_experts(empty)
-    for module in empty.modules():
+    return _without_hooks(copied_model(model, memo))  # tensors that are plain attributes keep their values
+
+
+def _without_hooks(copied: nn.Module) -> nn.Module:
+    """Put a copy in eval, without hooks. Mutates it."""
+    batch_experts(copied.eval())
+    for module in copied.modules():
         cast(Any, forward_hooks(module)).clear()
         cast(Any, forward_pre_hooks(module)).clear()
-    return empty
+    return copied
 
 
 def batch_experts(copied: nn.Module) -> None:

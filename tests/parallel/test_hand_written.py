@@ -145,6 +145,41 @@ class Replaced(Mlp):
         return super().forward(x)
 
 
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * ctx.saved_tensors[0] * grads[0]
+
+
+class StraightThrough(Mlp):
+    """A function whose backward is not the derivative of its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_Rounded.apply(x))
+
+
+class Squares(Mlp):
+    """A function whose backward is the derivative of its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_Square.apply(x))
+
+
 class Momentum(nn.Module):
     """A teacher that follows its student in the forward, which reads both outside of their blocks."""
 
@@ -240,6 +275,7 @@ def _check(found: list[Any], expected: Any) -> None:
         pytest.param(Closure, "pp=2", None, marks=pytest.mark.slow),
         (Reads, "tp=2", IDS),
         (Notes, "pp=2", None),
+        (Squares, "pp=2", None),
     ],
 )
 def test_a_model_written_by_hand_trains_as_in_one_process(
@@ -287,7 +323,12 @@ class _Tied(nn.Module):
 
 @pytest.mark.parametrize(
     ("block", "said"),
-    [(Counts, "counts its calls"), (Chance, "draws from Python's module random"), (Replaced, "replaces the data")],
+    [
+        (Counts, "counts its calls"),
+        (Chance, "draws from Python's module random"),
+        (Replaced, "replaces the data"),
+        (StraightThrough, "_Rounded"),
+    ],
 )
 def test_python_that_a_graph_would_lose_is_refused(ranks: Simulator, block: Callable[[], nn.Module], said: str) -> None:
     found = ranks.run(lambda ctx: caught(partial(_train, ctx, block, "pp=2")), 2, default_group=True)

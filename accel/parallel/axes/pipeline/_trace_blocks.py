@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
+from accel.errors import StageError
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed, recomputed_call
 from accel.parallel.axes.tensor import Division
@@ -156,3 +160,67 @@ def _call(
         copies[node] = graph.call_function(operator.getitem, (call, at))
     for node in nodes:
         _ = copies.setdefault(node, call)  # read inside of the block alone
+
+
+class OwnBackwards(TorchFunctionMode):
+    """Notes functions with a backward of their own, which a graph would replace by the derivative of their forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        result = func(*args, **(kwargs or {}))
+        self.look((args, kwargs, result))
+        return result
+
+    def look(self, tree: object) -> None:
+        """Note the functions that have made tensors of a nesting."""
+        for each in pytree.tree_leaves(tree):
+            if isinstance(each, torch.Tensor) and isinstance(each.grad_fn, torch.autograd.function.BackwardCFunction):
+                self._names.add(type(each.grad_fn).__name__)
+
+    def check(self) -> None:
+        """Raise `StageError` for a function whose backward is another one than a graph's."""
+        for kind in _below(torch.autograd.Function):
+            if f"{kind.__name__}Backward" not in self._names or kind.__module__.partition(".")[0] in ("torch", "accel"):
+                continue
+            if not _is_derivative(kind):
+                raise StageError(
+                    "the forward calls a function with a backward of its own, which a graph would lose",
+                    expected="operators of torch, whose derivatives are the gradients",
+                    got=f"{kind.__name__} of {kind.__module__}",
+                    where='Plan(cut="trace")',
+                    fix="Write it by torch's operators, such as x + (value - x).detach() for a gradient that passes "
+                    "straight through. Or leave pp out: the strategy fsdp along dp trains it.",
+                )
+
+
+def _below(kind: Any) -> Iterator[Any]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _below(each)
+
+
+class _NoContext:
+    """Stands for what a function keeps for its backward."""
+
+    def __getattr__(self, _name: str) -> Any:
+        return _nothing
+
+
+def _nothing(*_values: object) -> None:
+    return None
+
+
+def _is_derivative(kind: Any) -> bool:
+    """Whether the backward of a function of one tensor is the derivative of its forward."""
+    own, plain = (torch.linspace(-2, 2, 9, dtype=torch.float64, device="cpu").requires_grad_() for _ in range(2))
+    try:
+        with torch.enable_grad():
+            kind.apply(own).sum().backward()
+            kind.forward(_NoContext(), plain).sum().backward()
+    except Exception:  # of other arguments, or without a gradient
+        return False
+    return own.grad is not None and plain.grad is not None and torch.allclose(own.grad, plain.grad, rtol=0, atol=1e-6)

@@ -26,7 +26,7 @@ from accel.parallel._modules import KeepsParameters, copied_model, named_modules
 from accel.parallel._private import fake_mode, is_fake, saves_otherwise
 from accel.parallel._sharded import GatheredFormat
 from accel.parallel.axes.pipeline._stage_module import MicroBatch
-from accel.parallel.axes.pipeline._trace_blocks import Kept, leave_whole, with_blocks
+from accel.parallel.axes.pipeline._trace_blocks import Kept, OwnBackwards, leave_whole, with_blocks
 from accel.parallel.axes.pipeline._trace_cut import (
     Crossing,
     TracedStage,
@@ -222,17 +222,19 @@ def export_stages(
                 shapes[fakes[-1]] = {0: torch.export.Dim.DYNAMIC}
     args, kwargs = pytree.tree_unflatten(fakes, spec)
     seen = _Watch(ghost.model)
+    own = OwnBackwards()
     try:
         with emptied_caches(), _quiet(), ghost.mode, around, ghost.autocast(), seen:
             dynamic = None if form.rows else shapes
             program = torch.export.export(ghost.model, args, kwargs, dynamic_shapes=dynamic, strict=False)
         with emptied_caches(), _quiet(), ghost.mode, around, ghost.autocast():
-            _check_python(ghost.modules, lambda: ghost.model(*args, **kwargs))
+            _check_python(ghost.modules, lambda: own.look(ghost.model(*args, **kwargs)), own)
     except AccelError:
         raise
     except Exception as error:
         raise _failure(error) from error
     ghost.check()
+    own.check()
     seen.check()
     data = {key: name for key, each in program.constants.items() for made, name in seen.data if made is each}
     read = read_program(program, data)
@@ -279,13 +281,13 @@ def _attributes_kept(modules: Iterable[nn.Module]) -> Generator[None]:
             own.update(values)
 
 
-def _check_python(modules: Mapping[str, nn.Module], forward: Callable[[], object]) -> None:
+def _check_python(modules: Mapping[str, nn.Module], forward: Callable[[], object], own: OwnBackwards) -> None:
     """Raise `StageError` where Python that a forward runs leaves another state after each call: a graph would hold that
     of one. Export puts attributes back, so these are calls without it."""
     states = [_python_state(modules)]
     with _attributes_kept(modules.values()):
         for _ in range(2):  # a size that is noted stays as it is in the second one, and a count does not
-            with contextlib.suppress(Exception), torch.no_grad():
+            with contextlib.suppress(Exception), torch.enable_grad(), own:
                 _ = forward()
             states.append(_python_state(modules))
             if states[-1] == states[-2]:

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -430,7 +431,7 @@ def test_a_webhook_that_hangs_ends_no_run_and_plain_http_is_never_asked() -> Non
 def test_a_command_gets_words_and_json_and_no_shell(tmp_path: Path) -> None:
     lines: list[str] = []
     script = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2] + '|' + sys.stdin.read())"
-    words = ("python", "-c", script, str(tmp_path / "got"), "{level}: {title} $(touch x)")
+    words = (sys.executable, "-c", script, str(tmp_path / "got"), "{level}: {title} $(touch x)")
     log = AlertLog(Alerts(command=words), source="rank 0", report=lambda level, text: lines.append(text))
     log.add("a; touch {text}", "b", level="error", every_s=600)
     log.end(30)

@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
-from accel.parallel._modules import named_modules, sparse_tables
+from accel.parallel._modules import COMPILES, named_modules, sparse_tables
 from accel.parallel._private import is_compiled
 from accel.parallel._spread import Spread
-from accel.tensors import has_wide_gradient, is_absent, is_dtensor, packed_weights
+from accel.tensors import has_wide_gradient, is_absent, is_dtensor, local_part, packed_weights
 from accel.topology import data_dimension, dimension_of
 
 _SHOWN = 3
@@ -285,12 +285,14 @@ class _ParameterChanges(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
-        result = func(*args, **(kwargs or {}))
         name = str(getattr(func, "__name__", "")).partition(".")[0]
         first: Any = args[0] if args else None
-        if name == "__set__" and func == _SET_DATA:
+        if name == "__set__" and func == _SET_DATA and not _is_same(first, args[1]):
             self._note(first, "data", also_parts=True)
-        elif (name == "__get__" and func == _DATA) or name == "detach":
+        result = func(*args, **(kwargs or {}))
+        if name == "__set__":
+            return result
+        if (name == "__get__" and func == _DATA) or name == "detach":
             if isinstance(first, nn.Parameter):
                 self._views[id(result)] = result, first
         elif name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS):
@@ -305,6 +307,12 @@ class _ParameterChanges(TorchFunctionMode):
         if also_parts or not is_dtensor(changed):
             named = (name for name, each in self._model.named_parameters() if each is changed)
             _ = self.found.setdefault(next(named, "a parameter").removeprefix("module."), way)
+
+
+def _is_same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
+    """Whether data that a tensor is set to is its own, as of a `Module.to` that changes nothing."""
+    own, other = local_part(tensor), local_part(data)
+    return own.dtype == other.dtype and own.device == other.device and own.data_ptr() == other.data_ptr()
 
 
 class _ChangesWatch:
@@ -325,9 +333,13 @@ class _ChangesWatch:
         return self
 
     def _begin(self, module: nn.Module, _inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled() and not any(map(is_compiled, module.modules())):
-            self._is_begun = True
-            _ = self._changes.__enter__()
+        if not module.training or not torch.is_grad_enabled():
+            return
+        if any(is_compiled(each) or vars(each).get(COMPILES) is not None for each in module.modules()):
+            self._remove()
+            return
+        self._is_begun = True
+        _ = self._changes.__enter__()
 
     def _end(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         """Leave the mode, after an error of the forward too."""
@@ -336,11 +348,14 @@ class _ChangesWatch:
             self._is_begun = False
             self._is_over = True
 
+    def _remove(self) -> None:
+        for each in self._hooks:
+            each.remove()
+
     def _judge(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         if not self._is_over:
             return
-        for each in self._hooks:
-            each.remove()
+        self._remove()
         bounded = [name for name, way in self._changes.found.items() if way.startswith("clamp")]
         lost = {name: way for name, way in self._changes.found.items() if name not in bounded}
         if lost:

@@ -350,6 +350,24 @@ def test_bounds_of_parameters_in_a_forward_are_warned_about_once(
     assert caplog.text.count("the forward bounds parameters (blocks.0.norm.weight") == 2  # ranks
 
 
+class Routed(nn.Module):
+    """Converts a layer in each forward, as the routers of Switch Transformers do, to the dtype that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate.to(x.dtype)(x)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped")  # outputs that are views
+def test_a_conversion_in_a_forward_that_changes_nothing_is_no_change_of_parameters(ranks: Simulator) -> None:
+    expected = _train(accel.single(), Routed)
+    work = partial(_train, block=Routed, mesh="dp=2")
+    _check(ranks.run(lambda ctx: work(accel.replace(ctx, strategy="fsdp")), 2, default_group=True), expected)
+
+
 def test_a_chain_in_another_order_is_told_with_the_module(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> BaseException | None:
         ctx = accel.replace(ctx, mesh="pp=2")

@@ -311,7 +311,8 @@ class _ParameterChanges(TorchFunctionMode):
 
 def _is_same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
     """Whether data that a tensor is set to is its own, as of a `Module.to` that changes nothing."""
-    own, other = local_part(tensor), local_part(data)
+    own = local_part(tensor)
+    other = local_part(data)
     return own.dtype == other.dtype and own.device == other.device and own.data_ptr() == other.data_ptr()
 
 

@@ -92,7 +92,7 @@ class Recomputed(Mixin, nn.Module):
         return region.call(self, args, kwargs)
 
     def accel_behind(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward: what torch compiles by itself."""
+        """Run the block's own forward, the unit of compilation."""
         return super().forward(*args, **kwargs)
 
 
@@ -116,7 +116,7 @@ class _Inside:
         return self._compiled[kind](block, *args, **kwargs)
 
     def note_kept(self, block: Recomputed) -> None:
-        """Log once that torch compiles nothing of a block: what is kept is seen operator by operator."""
+        """Log once the class of a block that stays uncompiled for its kept outputs."""
         if not self._has_noted:
             self._has_noted = True
             logging.getLogger("accel.parallel").warning(_KEPT, written_class(block).__name__)

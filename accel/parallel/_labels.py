@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel.errors import PrepareError, StepError
-from accel.parallel._modules import unwrap_model, wrapped_name
+from accel.parallel._modules import has_parameters, unwrap_model, wrapped_name
 from accel.parallel._private import is_view
 from accel.tensors import is_dtensor
 from accel.topology import Dimension
@@ -212,7 +212,7 @@ def watch_autocast(model: nn.Module, device_type: str, compute: str) -> None:
         return
     look = _Look(device_type)
     for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
+        if has_parameters(module):
             look.handles.append(module.register_forward_pre_hook(look))
     for each in model.parameters():
         setattr(each, _SEEN, look.seen)

@@ -190,6 +190,11 @@ class KeepsParameters(Mixin):
         return cast(Any, super()).to(*args, **kwargs)
 
 
+def has_parameters(module: nn.Module) -> bool:
+    """Return whether a module has parameters of its own."""
+    return any(True for _ in module.parameters(recurse=False))
+
+
 def is_elsewhere(module: nn.Module) -> bool:
     """Return whether a module is of another stage."""
     return FREED in vars(module)

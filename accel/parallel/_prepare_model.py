@@ -214,8 +214,8 @@ def _resolved(ctx: DistContext, model: nn.Module, spread: Spread, options: Sprea
 def _for_graphs(
     ctx: DistContext, model: nn.Module, spreads: Sequence[Spread], options: Sequence[SpreadOptions]
 ) -> Sequence[SpreadOptions]:
-    """Options by which graphs of stages compute what ranks along tp divide, in the format in which shards are gathered.
-    No communication."""
+    """Return options with the division along tp and the gathered format of shards, for graphs of stages. No
+    communication."""
     left = [each for each in spreads if not each.is_done(ctx, model)]
     if PIPELINE not in left:
         return options

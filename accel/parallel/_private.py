@@ -63,6 +63,10 @@ PRIVATE = {
 }
 
 
+GET_DATA = cast(Any, torch.Tensor.data).__get__  # as modes of torch's functions see it
+SET_DATA = cast(Any, torch.Tensor.data).__set__
+
+
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Return a function that torch.compile does not trace, but breaks its graph at."""
     return cast(Any, torch)._disable_dynamo(function)

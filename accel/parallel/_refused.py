@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
 from accel.parallel._modules import COMPILES, named_modules, sparse_tables
-from accel.parallel._private import is_compiled
+from accel.parallel._private import GET_DATA, SET_DATA, is_compiled
 from accel.parallel._spread import Spread
 from accel.tensors import has_wide_gradient, is_absent, is_dtensor, local_part, packed_weights
 from accel.topology import data_dimension, dimension_of
@@ -264,8 +264,6 @@ def refuse_foreign(replica: DistributedDataParallel) -> None:
         )
 
 
-_DATA = cast(Any, torch.Tensor.data).__get__
-_SET_DATA = cast(Any, torch.Tensor.data).__set__
 _HARMLESS = ("requires_grad_", "share_memory_", "detach_", "retain_grad_")
 
 
@@ -287,12 +285,12 @@ class _ParameterChanges(TorchFunctionMode):
         """Run a function of torch."""
         name = str(getattr(func, "__name__", "")).partition(".")[0]
         first: Any = args[0] if args else None
-        if name == "__set__" and func == _SET_DATA and not _is_same(first, args[1]):
+        if name == "__set__" and func == SET_DATA and not _is_same(first, args[1]):
             self._note(first, "data", also_parts=True)
         result = func(*args, **(kwargs or {}))
         if name == "__set__":
             return result
-        if (name == "__get__" and func == _DATA) or name == "detach":
+        if (name == "__get__" and func == GET_DATA) or name == "detach":
             if isinstance(first, nn.Parameter):
                 self._views[id(result)] = result, first
         elif name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS):

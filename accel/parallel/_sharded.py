@@ -27,7 +27,7 @@ _MOST_LISTED = 8
 
 
 class GatheredFormat(NamedTuple):
-    """The format in which shards of a model are gathered for autocast, other than that in which they are stored.
+    """Format of gathered shards under autocast, where it differs from the stored one.
 
     Attributes:
         dtype: of the gathered parameters.

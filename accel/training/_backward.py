@@ -196,7 +196,7 @@ def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Ten
         # Backward runs outside of the loop's autocast block, which has taken its tf32 along.
         with matmul_precision(ctx):
             if engine is None:
-                loss, grad = _rooted(loss, factor)
+                loss, grad = rooted(loss, factor)
                 torch.autograd.backward(loss, grad, graph.retain or graph.create, graph.create, inputs=graph.inputs)
             else:
                 engine.backward(ctx, times(loss, matched(factor, loss)), graph.retain)
@@ -213,7 +213,7 @@ def matched(factor: float | torch.Tensor, loss: torch.Tensor) -> float | torch.T
     return factor.detach().to(loss.device, loss.dtype) if isinstance(factor, torch.Tensor) else factor
 
 
-def _rooted(loss: torch.Tensor, factor: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def rooted(loss: torch.Tensor, factor: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what backward begins at, and its gradient: the factor, which spares a product and its backward."""
     factor = matched(factor, loss)
     if is_dtensor(loss):

@@ -16,8 +16,7 @@ from accel.errors import StepError
 from accel.parallel._private import is_view
 from accel.parallel.axes.pipeline import MicroBatch, first_rows, first_tensor
 from accel.random import isolated_rng
-from accel.tensors import is_dtensor
-from accel.training._backward import check_loss, matched
+from accel.training._backward import check_loss, rooted
 from accel.tree import map_tensors
 
 LossFn = Callable[..., torch.Tensor]
@@ -191,14 +190,11 @@ class LossSums:
 
     def scaled(self, output: Any, batch: MicroBatch) -> torch.Tensor:
         """Return what backward runs from; no view, as schedules detach it in place."""
-        found = self.of(output, batch)
-        if is_dtensor(found):
-            return found * matched(self.factor, found)
-        if not isinstance(self.factor, torch.Tensor) and self.factor == 1.0:
-            return found.clone() if is_view(found) else found
-        if not isinstance(self.factor, torch.Tensor):  # made once for all micro-batches
-            self.factor = torch.full_like(found.detach(), self.factor)
-        return cast(Any, _Rooted).apply(found, matched(self.factor, found))
+        loss, grad = rooted(self.of(output, batch), self.factor)
+        if grad is None:
+            return loss.clone() if is_view(loss) else loss
+        self.factor = grad  # made once for all micro-batches
+        return cast(Any, _Rooted).apply(loss, grad)
 
 
 class _Rooted(torch.autograd.Function):
@@ -206,7 +202,7 @@ class _Rooted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        ctx.factor = factor.reshape(())
+        ctx.factor = factor
         return loss.detach()
 
     @staticmethod

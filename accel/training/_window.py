@@ -429,16 +429,20 @@ def note_loss(
 ) -> Accumulation | None:
     """Note a loss beside the window `after` its backward; without a window, on the context's handle. Waits for no
     device."""
-    # On the CPU a number costs less than a kernel; whatever stands in for a tensor there has none to read.
-    found = loss.detach() if loss.requires_grad else loss
-    found = loss.item() if loss.is_cpu and type(loss) is torch.Tensor else found
     seen = ctx.comm.seen_loss if before is None else vars(before).get(_SEEN)
-    found = found if seen is None else _both(seen, found)
+    found = _figure(loss) if seen is None else _both(seen, _figure(loss))
     if after is None:
         ctx.comm.seen_loss = found
     else:
         vars(after)[_SEEN] = found
     return after
+
+
+def _figure(loss: torch.Tensor) -> float | torch.Tensor:
+    # On the CPU a number costs less than a kernel; whatever stands in for a tensor there has none to read.
+    if loss.is_cpu and type(loss) is torch.Tensor:
+        return loss.item()
+    return loss.detach() if loss.requires_grad else loss
 
 
 def _both(first: float | torch.Tensor, second: float | torch.Tensor) -> float | torch.Tensor:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import accel
 from accel.estimate import EstimatedStep, Transformer, step_traffic
 from accel.estimate._configs import transformer_from
+from accel.estimate._cost import Traffic
 from accel.estimate._memory import memory_by_moment
 from accel.estimate._model import Latent
 from accel.tensors import local_part
@@ -195,6 +197,20 @@ CASES = {
 }  # fmt: skip
 
 
+def _expected(traffic: Iterable[Traffic]) -> Counter[str]:
+    """Bytes of each operation."""
+    found = Counter[str]()
+    for each in traffic:
+        found[each.operation] += each.bytes
+    return found
+
+
+def _mean_sent(sent: Counter[Any], ranks: Sequence[int]) -> dict[str, float]:
+    """Bytes of each operation that ranks have sent, their mean."""
+    operations = {operation for rank, operation in sent if rank in ranks}
+    return {each: sum(sent[rank, each] for rank in ranks) / len(ranks) for each in operations}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_of_simulated_ranks_is_as_estimated(ranks: Simulator, sent: Counter[Any], name: str) -> None:
@@ -203,11 +219,7 @@ def test_a_step_of_simulated_ranks_is_as_estimated(ranks: Simulator, sent: Count
     peaks = ranks.run(lambda ctx: peak(ctx, sizes, axes, step, plan, sent), size, default_group=True)
     for stage in range(axes.pp):
         own = range(stage * size // axes.pp, (stage + 1) * size // axes.pp)
-        expected = Counter[str]()
-        for each in step_traffic(sizes, axes, step, plan, stage=stage):
-            expected[each.operation] += each.bytes
-        operations = {operation for rank, operation in sent if rank in own}
-        assert {each: sum(sent[rank, each] for rank in own) / len(own) for each in operations} == expected
+        assert _mean_sent(sent, own) == _expected(step_traffic(sizes, axes, step, plan, stage=stage))
         found = min(peaks[rank] for rank in own)  # a rank that sums for others takes more
         largest = max(each.total for each in memory_by_moment(sizes, axes, step, plan, stage))
         # the estimate keeps rows of experts that a rank frees before their outputs travel
@@ -281,11 +293,7 @@ def test_stages_with_an_encoder_are_as_estimated(ranks: Simulator, sent: Counter
     plan = Plan(micro_batches=4)
     for stage in range(axes.pp):
         own = range(stage * size // axes.pp, (stage + 1) * size // axes.pp)
-        expected = Counter[str]()
-        for each in step_traffic(sizes, axes, step, plan, stage=stage):
-            expected[each.operation] += each.bytes
-        operations = {operation for rank, operation in sent if rank in own}
-        found = {each: sum(sent[rank, each] for rank in own) / len(own) for each in operations}
-        assert found == pytest.approx(expected, rel=0.01)
+        expected = _expected(step_traffic(sizes, axes, step, plan, stage=stage))
+        assert _mean_sent(sent, own) == pytest.approx(expected, rel=0.01)
         largest = max(each.total for each in memory_by_moment(sizes, axes, step, plan, stage))
         assert largest == pytest.approx(min(peaks[rank] for rank in own), rel=0.1), stage

@@ -232,6 +232,18 @@ def test_a_plan_of_any_model_is_found_by_an_example_and_changes_nothing() -> Non
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+def _passed(model: nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The output of a model, and the gradients of its parameters."""
+    output = model(inputs)
+    output.square().sum().backward()
+    return output.detach(), {name: each.grad for name, each in accel.unwrap_model(model).named_parameters()}
+
+
+def _whole(grads: dict[str, Any]) -> dict[str, Any]:
+    """Gradients without their division among ranks."""
+    return {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in grads.items()}
+
+
 def test_a_model_with_a_plan_by_example_computes_as_in_one_process(ranks: Any) -> None:
     ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(1))
 
@@ -241,11 +253,8 @@ def test_a_model_with_a_plan_by_example_computes_as_in_one_process(ranks: Any) -
         model = Model().double().eval()
         plan = accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model, example={"ids": ids}))
         model = accel.prepare(ctx, model, plan=plan)
-        output = model(ids)
-        output.square().sum().backward()
-        grads = {name: each.grad for name, each in accel.unwrap_model(model).named_parameters()}
-        full = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in grads.items()}
-        return output.detach(), {name: each for name, each in full.items() if each is not None}
+        output, grads = _passed(model, ids)
+        return output, {name: each for name, each in _whole(grads).items() if each is not None}
 
     expected = rank(accel.single())
     for got in ranks.run(rank, 2, default_group=True):
@@ -285,11 +294,8 @@ def test_a_module_that_asks_for_values_stays_whole_beside_what_is_found(ranks: A
         ctx = accel.replace(ctx, mesh="tp=2") if ctx.world_size > 1 else ctx
         torch.manual_seed(4)
         model = accel.prepare(ctx, Mixture((4, 4)).double(), example=ids)
-        output = model(ids)
-        output.square().sum().backward()
-        grads = {name: each.grad for name, each in accel.unwrap_model(model).named_parameters()}
-        full = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in grads.items()}
-        return output.detach(), {name: each for name, each in full.items() if each is not None}
+        output, grads = _passed(model, ids)
+        return output, {name: each for name, each in _whole(grads).items() if each is not None}
 
     expected = rank(accel.single())
     for got in ranks.run(rank, 2, default_group=True):
@@ -367,12 +373,9 @@ def test_parts_of_a_block_that_are_proved_one_by_one_are_right_together(ranks: A
         torch.manual_seed(4)
         known = nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH)  # divided without an example, too
         model = accel.prepare(ctx, nn.Sequential(Flat(kind), Flat(kind), *known).double(), example=x)
-        output = model(x)
-        output.square().sum().backward()
-        whole = {name: each.grad for name, each in accel.unwrap_model(model).named_parameters()}
-        divided = {name for name, each in whole.items() if any(not place.is_replicate() for place in _places(each))}
-        full = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in whole.items()}
-        return divided, output.detach(), full
+        output, grads = _passed(model, x)
+        divided = {name for name, each in grads.items() if any(not place.is_replicate() for place in _places(each))}
+        return divided, output, _whole(grads)
 
     _, *expected = rank(accel.single())
     for divided, *got in ranks.run(rank, 2, default_group=True):
@@ -413,12 +416,9 @@ def test_a_plan_is_found_for_what_a_declared_one_passes_over(
         ctx = accel.replace(ctx, mesh=f"tp={size}") if ctx.world_size > 1 else ctx
         torch.manual_seed(4)
         model = accel.prepare_model(ctx, Declaring().double(), example=[ids])
-        output = model(ids)
-        output.square().sum().backward()
-        grads = {name: each.grad for name, each in accel.unwrap_model(model).named_parameters()}
+        output, grads = _passed(model, ids)
         divided = {name for name, each in grads.items() if any(not place.is_replicate() for place in _places(each))}
-        full = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in grads.items()}
-        return divided, output.detach(), full
+        return divided, output, _whole(grads)
 
     _, *expected = rank(accel.single())
     with caplog.at_level("WARNING", "accel.parallel"):

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from accel.errors import AccelError, StageError
 from accel.mixins import add_mixin
-from accel.parallel._modules import KeepsParameters, copied_model, named_modules
-from accel.parallel._private import fake_mode, is_fake, saves_otherwise
+from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules
+from accel.parallel._private import GET_DATA, SET_DATA, fake_mode, is_fake, saves_otherwise
 from accel.parallel._sharded import GatheredFormat
 from accel.parallel.axes.pipeline._stage_module import MicroBatch
 from accel.parallel.axes.pipeline._trace_blocks import Kept, OwnBackwards, leave_whole, with_blocks
@@ -40,8 +40,6 @@ from accel.parallel.axes.tensor import Division
 from accel.tensors import emptied_caches
 
 WHERE = 'Plan(cut="trace")'
-_DATA = cast(Any, torch.Tensor.data).__get__
-_SET_DATA = cast(Any, torch.Tensor.data).__set__
 _PYTHON, _NUMPY = "Python's module random", "numpy.random"
 _ELSEWHERE = "A model that cannot be exported trains by the strategy fsdp along dp."
 
@@ -108,7 +106,7 @@ def ghost_of(
     for module in found.modules():
         vars(module).pop("_compiled_call_impl", None)  # regions that torch would compile inside of its own trace
         leave_whole(module)
-    add_mixin([each for each in found.modules() if any(True for _ in each.parameters(recurse=False))], KeepsParameters)
+    add_mixin(filter(has_parameters, found.modules()), KeepsParameters)
     if gathered is not None:
         gathered.adapt(found)
     if division is not None:
@@ -409,11 +407,11 @@ class _Watch(TorchFunctionMode):
             self.checkpoint = name
         if not self.outside and any(isinstance(each, nn.Parameter) and not is_fake(each) for each in args):
             self.outside = name
-        if name == "__set__" and func == _SET_DATA and isinstance(args[0], nn.Parameter):
+        if name == "__set__" and func == SET_DATA and isinstance(args[0], nn.Parameter):
             named = self._model.named_parameters()
             self.replaced = next((own for own, each in named if each is args[0]), "a parameter")
         found = func(*args, **(kwargs or {}))
-        if name == "__get__" and func == _DATA:
+        if name == "__get__" and func == GET_DATA:
             # a change of a parameter with several names would reach the stage of one
             named = self._model.named_parameters(remove_duplicate=False)
             names = [name for name, each in named if each is args[0]]

@@ -171,7 +171,7 @@ class Traces:
     ) -> tuple[Traces, StageGraphs]:
         """Return the graphs of a whole model, with those for an example; `stages` may be a number of stages.
 
-        With a `division`, they compute on this rank's parts; of what is `gathered` in another format, in that.
+        A `division` gives graphs of this rank's parts, a `gathered` format graphs of its dtype.
         """
         modes = modes_of(model)
         ghost = ghost_of(model, device, division, gathered)

@@ -14,7 +14,7 @@ from torch import nn
 
 from accel.errors import PrepareError
 from accel.errors._checks import check_choice
-from accel.parallel._modules import example_of, matching, named_modules
+from accel.parallel._modules import example_of, has_parameters, matching, named_modules
 from accel.parallel.axes.tensor._dropout import draws
 from accel.parallel.axes.tensor._found import FoundPlan, found_plan
 from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
@@ -117,8 +117,7 @@ def _of_child(path: str, child: nn.Module, styles: Mapping[str, TensorStyle]) ->
     named = all(any(f"{path}.{each}.".startswith(f"{name}.") for name in inside) for each in holders)
     if len(ends) != 1 or not starts or not named:
         # whole tokens inside, as without sequence parallelism; draws there would have to be alike
-        own = any(True for _ in child.parameters(recurse=False))
-        return None if own or draws(child) else {path: "whole_sequence"}
+        return None if has_parameters(child) or draws(child) else {path: "whole_sequence"}
     return {path: "gather_sequence", ends[0]: "rowwise_sequence"}
 
 

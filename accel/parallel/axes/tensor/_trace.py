@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import KeepsParameters, copied_model, named_modules, written_class
+from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules, written_class
 from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
 from accel.tensors import emptied_caches
@@ -135,7 +135,7 @@ def _run_blank(
     empty = _without_values(model, fake)
     with fake:
         add_mixin([each for each in empty.modules() if isinstance(each, kinds)], _Unseen)
-        add_mixin([each for each in empty.modules() if _holds(each)], KeepsParameters)
+        add_mixin(filter(has_parameters, empty.modules()), KeepsParameters)
         return _recorded(empty, inputs, recorder, _blank)
 
 
@@ -312,10 +312,6 @@ class _Recorder(TorchFunctionMode):
 
 def _memory_of(tensor: Tensor) -> int:
     return cast(Any, tensor.untyped_storage())._cdata
-
-
-def _holds(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
 
 
 def _kind_of(module: nn.Module) -> str | None:

@@ -384,10 +384,10 @@ def _own(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
 
 
 def kept_positions(model: nn.Module) -> int | None:
-    """Return the last position before the first of a model's own, by its buffer `position_ids`, as YOSO has it; None
+    """Return the last position before the first of a model's own `position_ids`, as of YOSO and Nystromformer; None
     where these begin at 0."""
     for module in model.modules():
-        for name, each in module.named_buffers(recurse=False):
-            if name == "position_ids" and each.numel() and not each.is_meta and (first := int(each.flatten()[0])) > 0:
-                return first - 1
+        numbers = getattr(module, "position_ids", None)
+        if isinstance(numbers, Tensor) and numbers.numel() and not numbers.is_meta and int(numbers.min()) > 0:
+            return int(numbers.min()) - 1
     return None

@@ -32,7 +32,7 @@ from accel.parallel.axes.context._checks import (
     stacks_of,
     takes_cut_tokens,
 )
-from accel.parallel.axes.context._split import note_attention, note_cut, own_positions
+from accel.parallel.axes.context._split import kept_positions, note_attention, note_cut, own_positions
 from accel.random import isolated_rng
 
 _LOG = logging.getLogger("accel.parallel")
@@ -334,12 +334,10 @@ def _name(module: nn.Module) -> str:
 
 
 def _kept_for_padding(model: nn.Module) -> int | None:
-    """Return the last position that a table of positions keeps for padding, or skips as Nystromformer's; None for
-    none."""
+    """Return the last position that a model's own numbers skip, or its table keeps for padding; None for none."""
+    if (skipped := kept_positions(model)) is not None:
+        return skipped
     for name, module in named_modules(model):
-        numbers = getattr(module, "position_ids", None)
-        if isinstance(numbers, Tensor) and numbers.numel() and not numbers.is_meta and int(numbers.min()) > 0:
-            return int(numbers.min()) - 1
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             return module.padding_idx
     return None

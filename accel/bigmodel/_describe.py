@@ -16,7 +16,8 @@ from accel.bigmodel._arguments import check_dtype, check_model, dtypes, name_of
 from accel.bigmodel.plan import Segment, Skeleton, Weight
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
-from accel.parallel._modules import Select, named_modules, repeated, selected
+from accel.parallel._blocks import Select, blocks_of, is_container, selected
+from accel.parallel._modules import named_modules
 from accel.tensors import local_part, packed
 
 M = TypeVar("M", bound=nn.Module)
@@ -108,7 +109,7 @@ def describe(
     Args:
         model: the model, on any device.
         blocks: modules that move together: a class or several, or a function of a module's path and the module. By
-            default the entries of each ModuleList, and the blocks of a Sequential that holds several of one class.
+            default the repeated ones of a ModuleList, ModuleDict or Sequential, or under numbered attributes.
         dtype: dtype that floating-point weights will have; None for their own.
         call: calls the model once, as in `lambda model: model(ids)`, without gradients. Segments then stand in the
             order of their first calls, which matters where it is not that of registration. Of an empty model, inputs
@@ -166,8 +167,7 @@ def _blocks(model: nn.Module, blocks: Select | None) -> set[int]:
     """Return the `id` of each module that moves as one."""
     if blocks is not None:
         return {id(module) for module in selected(model, blocks, "describe(blocks=)").values()}
-    entries = {id(entry) for holder in model.modules() if isinstance(holder, nn.ModuleList) for entry in holder}
-    return entries | repeated(model)
+    return {id(block.module) for block in blocks_of(model)}
 
 
 def _parts(model: nn.Module, blocks: set[int]) -> Sequence[_ModelPart]:
@@ -179,7 +179,7 @@ def _parts(model: nn.Module, blocks: set[int]) -> Sequence[_ModelPart]:
             parts[id(module)].aliases.append(path)
             return
         inner = any(id(each) in blocks for each in module.modules() if each is not module)
-        whole = id(module) in blocks or not (inner or module is model)
+        whole = id(module) in blocks or not (inner or module is model or is_container(module))
         parts[id(module)] = _ModelPart(path, module, whole, [])
         if not whole:
             for name, child in module._modules.items():  # pyright: ignore[reportPrivateUsage]

@@ -20,15 +20,14 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.formats import CompileMode
 from accel.mixins import Mixin, add_mixin, remove_mixin
+from accel.parallel._blocks import Select, selected
 from accel.parallel._modules import (
     OVERLAPS,
-    Select,
     compile_graphs,
     has_graphs,
     is_elsewhere,
     is_pipelined,
     named_modules,
-    selected,
     stage_modules,
     unwrap_model,
     written_class,
@@ -164,9 +163,9 @@ def checkpoint_activations(model: M, select: Select = "repeated", *, keep: Keep 
 
     Args:
         model: plain, or from `prepare_model`.
-        select: "repeated" for the blocks that a ModuleList or Sequential holds at least two of, of one class; a class
-            or a tuple of classes; or a predicate of a module's name and the module. Of nested blocks the outer one
-            counts, so the model's own class is all of it.
+        select: "repeated" for blocks that have another of their class beside them, in a list or by numbered attributes;
+            a class or a tuple of classes; or a predicate of a module's name and the module. Of nested blocks the outer
+            one counts, so the model's own class is all of it.
         keep: names of operators whose outputs are kept and not computed again, such as "aten.mm.default"; "products"
             for matrix products, convolutions and attention, which take most of the time and little of the memory.
 
@@ -246,11 +245,11 @@ def compile_model(
 
     Args:
         model: plain, or from `prepare_model`.
-        regions: None for the whole; "repeated" for the blocks that a ModuleList or Sequential holds at least two of,
-            of one class; a class or a tuple of classes; or a predicate of a module's name and the
-            module. Of nested regions the outer one counts. For a model that is cut into stages, None means the modules
-            of this rank's stages, each one a region; both None and "repeated" mean the graphs of traced stages, which
-            are compiled after `prepare_model`.
+        regions: None for the whole; "repeated" for blocks that have another of their class beside them, in a list or by
+            numbered attributes; a class or a tuple of classes; or a predicate of a module's name and the module. Of
+            nested regions the outer one counts. For a model that is cut into stages, None means the modules of this
+            rank's stages, each one a region; both None and "repeated" mean the graphs of traced stages, which are
+            compiled after `prepare_model`.
         backend, mode, fullgraph, dynamic, options: as in torch.compile.
 
     Returns:

@@ -10,17 +10,15 @@ import inspect
 import re
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, FunctionType
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
-from accel.errors import ConfigError
 from accel.mixins import Mixin
 
 
@@ -76,50 +74,6 @@ def matching(paths: Iterable[str], pattern: str) -> list[str]:
     """Return the paths that a pattern matches, where `*` is one component."""
     rule = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
     return [path for path in paths if rule.fullmatch(path)]
-
-
-Select = Literal["repeated"] | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
-
-
-def selected(model: nn.Module, select: Select, where: str) -> dict[str, nn.Module]:
-    """Return the chosen modules by name, outermost ones only; the model itself has the name "".
-
-    `select` is a class, several, a function of name and module, or "repeated"; an empty choice is a `ConfigError`.
-    """
-    if select == "repeated":
-        blocks = repeated(model)
-        chosen = dict(_outermost(model, lambda _name, module: id(module) in blocks))
-    elif isinstance(select, type | tuple):
-        chosen = dict(_outermost(model, lambda _name, module: isinstance(module, select)))
-    elif callable(select):
-        chosen = dict(_outermost(model, select))
-    else:
-        raise ConfigError(
-            "cannot choose by this", expected="'repeated', a class or a function", got=f"{select!r}", where=where
-        )
-    if not chosen:
-        raise ConfigError(
-            "no part of the model is chosen",
-            expected="at least one of " + ", ".join(sorted({type(each).__name__ for each in model.modules()})),
-            got=f"{select!r}",
-            where=where,
-            fix="Name a class of blocks, or give a function of (name, module).",
-        )
-    return chosen
-
-
-def repeated(model: nn.Module) -> set[int]:
-    """Return the `id` of each module with modules of its own that is in a list with another of its class.
-
-    Those of other stages count, and are not among them.
-    """
-    found: set[int] = set()
-    for holder in model.modules():
-        if isinstance(holder, nn.ModuleList | nn.Sequential):
-            blocks = [child for child in holder if any(True for _ in child.children())]
-            counts = Counter(map(written_class, blocks))
-            found.update(id(child) for child in blocks if counts[written_class(child)] > 1 and not is_elsewhere(child))
-    return found
 
 
 def written_class(module: nn.Module) -> type:
@@ -198,16 +152,6 @@ def has_parameters(module: nn.Module) -> bool:
 def is_elsewhere(module: nn.Module) -> bool:
     """Return whether a module is of another stage."""
     return FREED in vars(module)
-
-
-def _outermost(
-    module: nn.Module, matches: Callable[[str, nn.Module], bool], name: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    if matches(name, module):
-        yield name, module
-        return
-    for key, child in module.named_children():
-        yield from _outermost(child, matches, f"{name}.{key}" if name else key)
 
 
 WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of the wrapped module

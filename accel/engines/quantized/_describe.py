@@ -18,7 +18,8 @@ from accel.engines.quantized import _bitsandbytes, _torchao
 from accel.engines.quantized._config import Bitsandbytes, Quantization, Torchao, dtype_named, package, patterns
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
-from accel.parallel._modules import Select, named_modules
+from accel.parallel._blocks import Select
+from accel.parallel._modules import named_modules
 from accel.tensors import FORMATS, Packed, is_absent, is_dtensor
 
 

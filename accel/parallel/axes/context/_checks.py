@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.errors import ConfigError, PrepareError
+from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
 from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, written_class
 from accel.parallel.axes.context._kernels import Terms
 
@@ -176,16 +177,22 @@ def stacks_of(model: Any) -> list[Stack]:
     decoder = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else model
     in_decoder = {id(module) for module in decoder.modules()} if takes_cut_tokens(model) else set[int]()
     found: list[Stack] = []
-    for name, blocks in _lists_of_blocks(model):
-        listed = list(blocks.children())
-        attentions = [module for block in listed for _, module in outermost(block, _is_attention)]
-        owner = model.get_submodule(name.rpartition(".")[0])
-        found.append(Stack(listed, attentions, owner, ends_whole=id(blocks) not in in_decoder))
+    for group in _attending(model):
+        blocks = [block for _, block in group.entries]
+        attentions = [module for block in blocks for _, module in outermost(block, _is_attention)]
+        owner = model.get_submodule(group.around)
+        found.append(Stack(blocks, attentions, owner, ends_whole=id(blocks[0]) not in in_decoder))
     return found
 
 
-def _lists_of_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(outermost(model, _is_list_of_blocks))
+def _attending(model: nn.Module) -> list[ModuleGroup]:
+    """The groups of blocks with modules of attention in them, without those inside of others."""
+    groups = block_groups(model)
+    return outermost_groups(group for group in groups if all(_has_attention(block) for _, block in group.entries))
+
+
+def _has_attention(block: nn.Module) -> bool:
+    return any(map(_is_attention, block.modules())) and not _is_attention(block)
 
 
 def outermost(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
@@ -199,12 +206,6 @@ def outermost(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator
 
 def _is_attention(module: nn.Module) -> bool:
     return "Attention" in type(module).__name__
-
-
-def _is_list_of_blocks(module: nn.Module) -> bool:
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or not len(module):
-        return False
-    return all(any(map(_is_attention, block.modules())) and not _is_attention(block) for block in module)
 
 
 def takes_cut_tokens(model: Any) -> bool:
@@ -339,16 +340,15 @@ def _out_of_reach(model: Any) -> str:
 
 def _check_blocks(model: Any, reason: str, refuse: _Refuse) -> None:
     """Raise `PrepareError` for a model whose blocks mix positions outside of modules of attention."""
-    lists = _lists_of_blocks(model)
-    if not lists:
+    groups = _attending(model)
+    if not groups:
         expected = "lists of blocks with modules of attention, whose hidden states ranks can share"
         raise refuse(reason, expected, f"{type(model).__name__}, in whose blocks no module is an attention")
-    for name, blocks in lists:
-        inner = [each for block in blocks.children() for each, _ in _lists_of_blocks(block)]
-        if inner:
-            got = f"a list of blocks in each module of {name}"
+    for group in groups:
+        if any(_attending(block) for _, block in group.entries):
+            got = f"a list of blocks in each module of {group.holder}"
             raise refuse(reason, "blocks whose hidden states have one number of positions", got)
-    own = {id(module) for _, blocks in lists for module in blocks.modules()}
+    own = {id(module) for group in groups for _, block in group.entries for module in block.modules()}
     if takes_cut_tokens(model):
         for name, module in named_modules(model):
             if _is_attention(module) and id(module) not in own:

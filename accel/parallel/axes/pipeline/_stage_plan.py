@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, cast, get_args
+from typing import NamedTuple, get_args
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - torch has no other name
 
 from accel.errors import AccelError, ConfigError, PrepareError
 from accel.errors._checks import check_choice, check_count, did_you_mean, with_article
-from accel.parallel._modules import named_modules, repeated
+from accel.parallel._blocks import ModuleGroup, block_groups, blocks_of, is_container
+from accel.parallel._modules import named_modules
 from accel.topology import Balance, divide
 
-_LISTS = (nn.ModuleList, nn.Sequential)
-_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 _FIX = "Name the modules of each stage: Plan(stages=[[...], [...]])."
 
 
@@ -35,64 +34,54 @@ class Chain(NamedTuple):
 
 
 def find_chain(model: nn.Module) -> Chain:
-    """Return the chain of a model: its repeated blocks, or the modules of its outermost Sequential or ModuleList.
+    """Return the chain of a model: the group of its blocks, or the modules of its outermost list.
 
     No list of blocks, or several, are a `PrepareError`.
     """
-    holder = _holder(model)
-    listed = cast("nn.Sequential | nn.ModuleList", model.get_submodule(holder))
-    blocks = tuple(_joined(holder, key) for key, _ in listed.named_children())
-    if not holder:
-        return Chain((), blocks, ())
-    around = tuple(_walk(model, "", holder))
-    at = around.index(holder)
-    return Chain(around[:at], blocks, around[at + 1 :])
+    blocks: list[str] = []
+    known: set[int] = set()
+    for path, module in _group(model).entries:
+        if id(module) not in known:  # a stage has a module in one place
+            known.add(id(module))
+            blocks.append(path)
+    around = tuple(_walk(model, "", blocks))
+    first = min(around.index(path) for path in blocks)
+    return Chain(around[:first], tuple(blocks), tuple(path for path in around[first:] if path not in blocks))
 
 
-def _holder(model: nn.Module) -> str:
-    """The path of the list that holds the blocks."""
-    wanted = repeated(model)
-    holders = dict.fromkeys(path.rpartition(".")[0] for path in _outermost(model, wanted, ""))
-    if len(holders) > 1:
+def _group(model: nn.Module) -> ModuleGroup:
+    """The modules that follow one another in a model."""
+    groups = block_groups(model)
+    blocks = {block.path for block in blocks_of(model)}
+    found = [group for group in groups if any(path in blocks for path, _ in group.entries)]
+    if len(found) > 1:
         raise PrepareError(
             "the model has several lists of blocks, so their order is unknown",
             expected="one list of repeated blocks, each called with what the one before returned",
-            got=", ".join(holders),
+            got=", ".join(dict.fromkeys(group.holder or "the model" for group in found)),
             where="stage_plan",
             fix=_FIX,
         )
-    if holders:
-        return next(iter(holders))
-    waiting: list[tuple[str, nn.Module]] = [("", model)]
-    for path, module in waiting:
-        if isinstance(module, _LISTS) and len(module) > 1:
-            return path
-        waiting.extend((_joined(path, key), child) for key, child in module.named_children())
-    raise PrepareError(
-        "the model has no list of blocks to make stages of",
-        expected="a ModuleList or Sequential of several modules",
-        got=f"{with_article(type(model).__name__)} without one",
-        where="stage_plan",
-        fix=_FIX,
-    )
+    lists = [group for group in groups if group.kind == "list" and len(group.entries) > 1]
+    if not found and not lists:
+        raise PrepareError(
+            "the model has no list of blocks to make stages of",
+            expected="a ModuleList or Sequential of several modules",
+            got=f"{with_article(type(model).__name__)} without one",
+            where="stage_plan",
+            fix=_FIX,
+        )
+    return found[0] if found else min(lists, key=lambda group: group.holder.count(".") + bool(group.holder))
 
 
-def _outermost(module: nn.Module, wanted: set[int], path: str) -> Iterator[str]:
-    if path and id(module) in wanted:
-        yield path
-        return
+def _walk(module: nn.Module, path: str, blocks: Sequence[str]) -> Iterator[str]:
+    """Paths in the chain's order; around the blocks, what has a forward is one entry."""
     for key, child in module.named_children():
-        yield from _outermost(child, wanted, _joined(path, key))
-
-
-def _walk(module: nn.Module, path: str, holder: str) -> Iterator[str]:
-    """Paths in the chain's order, the holder's for its blocks; above the holder, what has a forward is one entry."""
-    for key, child in module.named_children():
-        here = _joined(path, key)
-        if here == holder:
-            yield holder
-        elif holder.startswith(f"{here}.") or isinstance(child, _WITHOUT_FORWARD):
-            yield from _walk(child, here, holder)
+        here = f"{path}.{key}" if path else key
+        if here in blocks:
+            yield here
+        elif is_container(child) or any(each.startswith(f"{here}.") for each in blocks):
+            yield from _walk(child, here, blocks)
         elif _is_link(module, child):
             yield here
 
@@ -104,10 +93,6 @@ def _is_link(parent: nn.Module, child: nn.Module) -> bool:
     has_parameters = any(True for _ in child.parameters())
     is_torchs = type(child).__module__.startswith("torch.nn.")
     return has_parameters or is_torchs or isinstance(parent, nn.Sequential)
-
-
-def _joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
 
 
 Stages = tuple[tuple[str, ...], ...]

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from accel.errors import AccelError, StageError
 from accel.mixins import add_mixin
+from accel.parallel._blocks import groups_of
 from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules
 from accel.parallel._private import GET_DATA, SET_DATA, fake_mode, is_fake, saves_otherwise
 from accel.parallel._sharded import GatheredFormat
@@ -238,7 +239,7 @@ def export_stages(
     read = read_program(program, data)
     constants = _constants(ghost, {key: each for key, each in program.constants.items() if key not in data})
     if isinstance(stages, int):
-        stages = choose_stages(read, stages, _blocks(ghost.model))
+        stages = choose_stages(read, stages, (path for group in groups_of(ghost.model) for path, _ in group.entries))
     cuts = cut_program(read, begins_of(read, stages))
     _check_sizes(cuts)
     blocks = {path: mode.kept for path, mode in modes.items() if mode.kept is not None}
@@ -306,15 +307,6 @@ def _check_python(modules: Mapping[str, nn.Module], forward: Callable[[], object
         if drawn
         else "Keep the number in a buffer of the module that reads it, or pass it as an argument of the forward.",
     )
-
-
-def _blocks(model: nn.Module) -> list[str]:
-    """The paths of what the lists of a model hold."""
-    held: list[str] = []
-    for path, module in named_modules(model):
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            held += [f"{path}.{key}" if path else key for key, _ in module.named_children()]
-    return held
 
 
 def _check_sizes(stages: Sequence[TracedStage]) -> None:

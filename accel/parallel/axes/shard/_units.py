@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean, with_article
+from accel.parallel._blocks import blocks_of, is_called
 from accel.parallel._labels import heir_of
-from accel.parallel._modules import matching, named_modules, repeated
+from accel.parallel._modules import matching, named_modules
 from accel.parallel._private import has_hooks
 
 Fits = Callable[[nn.Module], str]  # the reason that keeps a module from being a unit; empty if there is none
@@ -144,18 +145,18 @@ def _parameter_ids(model: nn.Module, name: str) -> set[int]:
 def _chosen(model: nn.Module, units: Literal["auto"] | Sequence[str] | int, paths: _Paths) -> list[str]:
     """Return the names of the blocks to shard one by one."""
     if isinstance(units, int):
-        return units_of_size(model, units, lambda module: _is_called(module) and _is_closed(module, paths))
+        return units_of_size(model, units, lambda module: is_called(module) and _is_closed(module, paths))
     if units != "auto":
         return units_named(model, units, lambda module: _unit_problem(module, paths))
     declared = {name for module in model.modules() for name in _declared(module)}
-    found = _blocks(model, declared, repeated(model))
+    found = _blocks(model, declared, {id(block.module) for block in blocks_of(model, nested=True)})
     # a block whose parameters are used outside of it too stays with the model
     return [name for name, module in found if _is_closed(module, paths)]
 
 
 def _unit_problem(module: nn.Module, paths: _Paths) -> str:
     """Return the reason that keeps a module from being a unit; empty if there is none."""
-    if not _is_called(module):
+    if not is_called(module):
         return f"{with_article(type(module).__name__)} has no forward"
     if not any(True for _ in module.parameters()):
         return "without parameters"
@@ -200,18 +201,10 @@ def _blocks(
         name = f"{above}.{key}" if above else key
         inside = {type(each).__name__ for each in child.modules()}
         chosen = type(child).__name__ in declared or (id(child) in candidates and declared.isdisjoint(inside))
-        if chosen and _is_called(child) and any(True for _ in child.parameters()):
+        if chosen and is_called(child) and any(True for _ in child.parameters()):
             yield name, child
         else:
             yield from _blocks(child, declared, candidates, name)
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward, before which its parameters can be made whole."""
-    lists = (nn.ModuleList, nn.ModuleDict)
-    if isinstance(module, lists):  # a class of accel's, put before theirs, does not make them callable
-        return any("forward" in vars(cls) for cls in type(module).__mro__ if issubclass(cls, lists))
-    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _is_closed(module: nn.Module, paths: _Paths) -> bool:
@@ -252,7 +245,7 @@ def _uniform(
     for key, child in module.named_children():
         name = f"{above}.{key}" if above else key
         formats = {paths.format_of(parameter) for parameter in _trained(child, taken)}
-        if len(formats) == 1 and main not in formats and _is_called(child) and _is_closed(child, paths):
+        if len(formats) == 1 and main not in formats and is_called(child) and _is_closed(child, paths):
             yield name
         elif formats - {main}:
             yield from _uniform(child, name, main, taken, paths)
@@ -264,7 +257,7 @@ def _trained(module: nn.Module, taken: set[int]) -> Iterator[nn.Parameter]:
 
 
 def _check_model(model: nn.Module, ignored: frozenset[int]) -> None:
-    if not _is_called(model):
+    if not is_called(model):
         raise PrepareError(
             "a container without a forward cannot be sharded as a whole",
             expected="a module with a forward",

@@ -12,6 +12,7 @@ from torch import nn
 from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean
 from accel.mixins import Mixin
+from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._compile import add_within
 from accel.parallel._modules import OVERLAPS, matching, named_modules
 from accel.parallel.axes.tensor._attention import Attention
@@ -140,21 +141,23 @@ def clashes(plans: Sequence[Mapping[str, str]]) -> set[str]:
 def passed_over(model: nn.Module, declared: Iterable[str], styles: Mapping[str, str]) -> list[str]:
     """Return the paths of modules of several linear layers in the blocks that a declared plan divides, without those
     that styles name, or any module around or in them."""
-    named = {".".join(parts[:end]) for path in styles for parts in [path.split(".")] for end in range(len(parts) + 1)}
-    split = [path.split(".") for path in declared]
-    lists = {".".join(parts[:at]) for parts in split for at in _first_number(parts)}
+    named = {*styles, *modules_around(styles)}
+    around = modules_around(declared)
+    divided = (group for group in block_groups(model) if any(path in around for path, _ in group.entries))
     found: list[str] = []
-    for path in sorted(lists):
-        for number, block in model.get_submodule(path).named_children():
-            inside = {f"{path}.{number}.{name}".strip("."): child for name, child in block.named_children()}
+    for group in sorted(outermost_groups(divided), key=lambda group: group.holder):
+        for path, block in group.entries:
+            inside = {f"{path}.{name}": child for name, child in block.named_children()}
             several = (each for each, child in inside.items() if sum(map(is_linear, child.modules())) > 1)
-            if {path, f"{path}.{number}".strip(".")}.isdisjoint(styles):
+            if {group.holder, path}.isdisjoint(styles):
                 found += [each for each in several if each not in named]
     return found
 
 
-def _first_number(parts: Sequence[str]) -> list[int]:
-    return [at for at, name in enumerate(parts) if name.isdecimal()][:1]
+def modules_around(paths: Iterable[str]) -> set[str]:
+    """Return the paths of the modules in which others are."""
+    split = [path.split(".") for path in paths]
+    return {".".join(parts[:end]) for parts in split for end in range(len(parts))}
 
 
 def _with_aliases(model: nn.Module, rules: Mapping[str, Rule], styles: Mapping[str, str]) -> dict[str, Rule]:

@@ -14,11 +14,12 @@ from torch import nn
 
 from accel.errors import PrepareError
 from accel.errors._checks import check_choice
+from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
 from accel.parallel._modules import example_of, has_parameters, matching, named_modules
 from accel.parallel.axes.tensor._dropout import draws
 from accel.parallel.axes.tensor._found import FoundPlan, found_plan
 from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
-from accel.parallel.axes.tensor._rules import is_in, passed_over
+from accel.parallel.axes.tensor._rules import is_in, modules_around, passed_over
 from accel.parallel.axes.tensor._styles import COLWISE, is_linear
 from accel.topology import HeadStyle, TensorStyle
 
@@ -63,11 +64,10 @@ def _of_as_many_outputs(modules: Mapping[str, nn.Module]) -> list[str]:
 
 def with_sequence(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
     """Return styles by which the blocks of a model work on parts of the tokens; another form is a `PrepareError`."""
-    blocks = _blocks(model, styles)
+    group = _divided_group(model, styles)
     problems: list[str] = []
     found = dict(styles)
-    for at, path in enumerate(blocks):
-        block = model.get_submodule(path)
+    for at, (path, block) in enumerate(group.entries if group else ()):
         for name, child in block.named_children():
             own = _of_child(f"{path}.{name}", child, styles)
             if own is None:
@@ -75,14 +75,14 @@ def with_sequence(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[s
             found |= own or {}
         if at == 0:
             found[path] = "split_sequence"  # from here to the norm after the blocks, ranks have parts of the tokens
-    if not blocks:
-        problems.append("no ModuleList of blocks that the plan divides")
+    if group is None:
+        problems.append("no list of blocks that the plan divides")
     else:
-        found |= _after(model, blocks[0].rpartition(".")[0].rpartition(".")[0], problems)
+        found |= _after(model, group, problems)
     if problems:
         raise PrepareError(
             "the tokens of this model cannot be shared between its layers",
-            expected="blocks in one ModuleList, of norms and of modules that the tensor-parallel plan divides, and one"
+            expected="blocks in one list, of norms and of modules that the tensor-parallel plan divides, and one"
             " norm after them",
             got="; ".join(problems),
             where="tensor_plan, sequence=True",
@@ -91,17 +91,12 @@ def with_sequence(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[s
     return found
 
 
-def _blocks(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[str]:
-    """Paths of the blocks of the outermost ModuleList in which layers are divided; none where there are several."""
-    lists = [
-        path
-        for path, module in named_modules(model)
-        if isinstance(module, nn.ModuleList) and any(each.startswith(f"{path}.") for each in styles)
-    ]
-    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-    if len(outer) != 1:
-        return []
-    return [f"{outer[0]}.{name}" for name, _ in model.get_submodule(outer[0]).named_children()]
+def _divided_group(model: nn.Module, styles: Mapping[str, TensorStyle]) -> ModuleGroup | None:
+    """The outermost blocks in which layers are divided; None where there are none, or several groups of them."""
+    around = modules_around(styles)
+    groups = block_groups(model)
+    found = outermost_groups(group for group in groups if any(path in around for path, _ in group.entries))
+    return found[0] if len(found) == 1 else None
 
 
 def _of_child(path: str, child: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle] | None:
@@ -121,22 +116,25 @@ def _of_child(path: str, child: nn.Module, styles: Mapping[str, TensorStyle]) ->
     return {path: "gather_sequence", ends[0]: "rowwise_sequence"}
 
 
-def _after(model: nn.Module, holder: str, problems: list[str]) -> dict[str, TensorStyle]:
-    """The norm beside the list of blocks."""
-    module = model.get_submodule(holder)
-    norms = [name for name, child in module.named_children() if _is_norm(child)]
+def _after(model: nn.Module, group: ModuleGroup, problems: list[str]) -> dict[str, TensorStyle]:
+    """The norm beside the blocks."""
+    around = model.get_submodule(group.around)
+    children = {f"{group.around}.{name}".strip("."): child for name, child in around.named_children()}
+    beside = {
+        path: child for path, child in children.items() if not any(is_in(each, path) for each, _ in group.entries)
+    }
+    norms = [path for path, child in beside.items() if _is_norm(child)]
     if len(norms) != 1:
         problems.append(f"{len(norms)} norms beside the blocks")
         return {}
-    others = [
-        name
-        for name, child in module.named_children()
-        if name not in norms
+    problems += [
+        path
+        for path, child in beside.items()
+        if path not in norms
         and not isinstance(child, nn.Embedding | nn.ModuleList)
         and any(True for _ in child.parameters())
     ]
-    problems += [f"{holder}.{name}".strip(".") for name in others]
-    return {f"{holder}.{norms[0]}".strip("."): "sequence_parallel_gather_output"}
+    return {norms[0]: "sequence_parallel_gather_output"}
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -336,16 +334,11 @@ def finds(model: nn.Module, example: object = None) -> bool:
 def declares(model: nn.Module) -> bool:
     """Return whether a model declares styles of its blocks, or has layers whose styles leave no doubt. Pure."""
     try:
-        return _divides_blocks(_declared_styles(model)) or any(
-            type(each).__name__ in _KNOWN for each in model.modules()
-        )
+        around = modules_around(_declared_styles(model))
+        divides = any(path in around for group in block_groups(model) for path, _ in group.entries)
+        return divides or any(type(each).__name__ in _KNOWN for each in model.modules())
     except PrepareError:  # styles that have no counterpart here
         return False
-
-
-def _divides_blocks(styles: Iterable[str]) -> bool:
-    """Whether some paths lead into a list of blocks."""
-    return any(name.isdecimal() for path in styles for name in path.split("."))
 
 
 def _tied(model: nn.Module, declared: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:

@@ -37,7 +37,7 @@ class ModuleGroup(NamedTuple):
 
     Attributes:
         holder: path of the list, or of the module with the attributes.
-        entries: modules with a forward by path, in the order of registration. Lists within a list are one with it.
+        entries: modules by path, in the order of registration. Lists within a list are one with it.
         kind: "list" for a ModuleList, a Sequential and a ModuleDict with numbered keys; "named" for a ModuleDict with
             other keys; "attributes" for numbered attributes.
     """
@@ -113,7 +113,7 @@ def groups_of(model: nn.Module) -> list[ModuleGroup]:
             merged.update(lists)
             found.append(ModuleGroup(path, entries, "list"))
         elif isinstance(module, nn.ModuleDict):
-            entries = tuple((name, each) for name, each in _children(module, path) if is_called(each))
+            entries = tuple((name, each) for name, each in _children(module, path) if not is_container(each))
             found.append(ModuleGroup(path, entries, "named"))
         else:
             found += [ModuleGroup(path, each, "attributes") for each in _numbered(module, path)]
@@ -149,11 +149,11 @@ def _children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 def _entries(module: nn.Module, path: str, lists: list[str]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the entries of a list and of lists within it, whose paths are appended to `lists`."""
     for name, child in _children(module, path):
-        if is_called(child):
-            yield name, child
-        elif is_container(child):
+        if is_container(child):
             lists.append(name)
             yield from _entries(child, name, lists)
+        else:
+            yield name, child
 
 
 def _is_numbered(module: nn.Module) -> bool:
@@ -173,7 +173,7 @@ def _numbered(module: nn.Module, path: str) -> list[tuple[tuple[str, nn.Module],
     """The attributes of a module that differ in a number alone, by name."""
     found: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, child in _children(module, path):
-        if (stem := _stem(name.rpartition(".")[2])) and is_called(child):
+        if (stem := _stem(name.rpartition(".")[2])) and not is_container(child):
             found.setdefault(stem, []).append((name, child))
     return [tuple(each) for each in found.values() if len(each) > 1]
 

@@ -327,7 +327,7 @@ def prepare_loader(
     global_batch: int | None = None,
     tail: Tail | None = None,
     data_parallel: tuple[int, int] | None = None,
-    replay: bool = False,
+    replay: bool | None = None,
     steps_per_message: int | None = None,
 ) -> StreamLoader: ...
 
@@ -345,7 +345,7 @@ def prepare_loader(
     batches_per_step: int | None = None,
     data_parallel: tuple[int, int] | None = None,
     seed_samples: bool | None = None,
-    replay: bool = False,
+    replay: bool | None = None,
     steps_per_message: int | None = None,
 ) -> Loader | StreamLoader:
     """Shard a DataLoader over the ranks of the context. No communication; the user's loader does not change.
@@ -371,8 +371,9 @@ def prepare_loader(
         seed_samples: whether each sample is read with its own random streams, seeded by seed, epoch and position; by
             default if the loader has workers. Augmentation then depends on neither workers nor ranks. A dataset that
             draws nothing, such as a TensorDataset, is seeded once a batch. Streams are always seeded.
-        replay: for a stream only, whether to resume by reading from the beginning even if the stream has a state. For
-            incomplete states, such as that of a Hugging Face dataset with a shuffle buffer.
+        replay: for a stream only, whether to resume by reading from the beginning even if the stream has a state. By
+            default if the state is known to be incomplete: that of a Hugging Face dataset with a shuffle buffer. With
+            False the samples in the buffer are lost at a resume.
         steps_per_message: for a stream only, largest number of small steps in one message between ranks; by default 1
             with workers, else 8, which are read at once. The first message holds one step.
 
@@ -405,8 +406,8 @@ def prepare_loader(
             replay=replay,
             steps_per_message=steps_per_message,
         )
-    if replay or steps_per_message is not None:
-        name = "replay" if replay else "steps_per_message"
+    if replay is not None or steps_per_message is not None:
+        name = "replay" if replay is not None else "steps_per_message"
         raise ConfigError(f"{name} has an effect on streams only", where="prepare_loader", fix="Leave it out.")
     source = sample_source(
         raw,

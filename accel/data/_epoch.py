@@ -25,6 +25,7 @@ from accel.errors import AccelError, ConfigError, DataError
 from accel.random import Key, capture_rng, check_seed, restore_rng, seed_rng
 
 _CPU = torch.device("cpu")
+_PASSES = 100  # over the dataset, before a sampler without a length counts as endless
 _PLAIN = {int, float, bool, str, bytes, tuple, type(None)}
 
 
@@ -51,13 +52,26 @@ def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> Sam
     given = array("q")
     bounds = [0]
     size = len(dataset) if isinstance(dataset, Sized) else None
+    limit = _PASSES * size if size is not None else None
     try:
-        most = _length(sampler)
         with _fresh_streams(sampler, cursor, dataset) as clone:
+            most = _length(clone)
+            is_announced = most is not None
             for count, each in enumerate(clone, 1):
                 if most is not None and count > most:
-                    things = "batches" if in_batches else "samples"
-                    _refuse(name, "yields more than its length", f"{most} {things}", "more", "Correct __len__.")
+                    most = _length(clone)  # which some know once they have begun
+                    is_announced = False
+                    if most is not None and count > most:
+                        things = "batches" if in_batches else "samples"
+                        _refuse(name, "yields more than its length", f"{most} {things}", "more", "Correct __len__.")
+                if not is_announced and limit is not None and len(given) > limit:
+                    _refuse(
+                        name,
+                        "has no length, and may have no end",
+                        f"at most {_PASSES} times the dataset's {size} samples",
+                        "more",
+                        "Give it a __len__, or let __iter__ end.",
+                    )
                 if in_batches:
                     given.extend(each)
                     bounds.append(len(given))
@@ -66,7 +80,7 @@ def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> Sam
     except AccelError:
         raise
     except Exception as error:  # any error of the user's code
-        raise DataError(f"the sampler failed: {type(error).__name__}: {error}", where=name) from error
+        raise _failed(sampler, error) from error
     if not given:
         _refuse(name, "yields nothing: an epoch without a batch would never end", "at least one sample", "none", "")
     if any(start == stop for start, stop in pairwise(bounds)):
@@ -83,10 +97,35 @@ def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> Sam
 
 
 def _length(sampler: Any) -> int | None:
+    """Return a sampler's length; None if it has none, or has none yet."""
     try:
         return len(sampler)
-    except (TypeError, NotImplementedError):  # as torch's documentation asks of a batch sampler without a length
+    except (TypeError, NotImplementedError, AttributeError):  # the first two as torch's documentation asks
         return None
+
+
+def _length_at(sampler: Any, epoch: int, dataset: object) -> int | None:
+    lengths: set[int | None] = set()
+    for seed in (0, 1):  # a length that depends on the run's seed is not known before the run
+        with _fresh_streams(sampler, Cursor(seed, epoch), dataset) as clone:
+            lengths.add(_length(clone))
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _follows_epoch(sampler: Any) -> bool:
+    """Whether a sampler, or one that it holds, has `set_epoch`."""
+    waiting, seen = [sampler], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if callable(getattr(each, "set_epoch", None)):
+            return True
+        seen.add(id(each))
+        held = list(getattr(each, "__dict__", {}).values())
+        for value in held.copy():
+            if isinstance(value, list | dict) and not set(map(type, cast(Any, value))) <= _PLAIN:
+                held += cast(Any, value).values() if isinstance(value, dict) else value
+        waiting += [value for value in held if isinstance(value, Sampler) and id(cast(object, value)) not in seen]
+    return False
 
 
 @contextlib.contextmanager
@@ -152,6 +191,10 @@ def _fresh_generator(value: Any, key: Key) -> Any:
     return None
 
 
+def _failed(sampler: object, error: Exception) -> DataError:
+    return DataError(f"the sampler failed: {type(error).__name__}: {error}", where=type(sampler).__name__)
+
+
 def _refuse(name: str, problem: str, expected: str, got: str, fix: str) -> None:
     raise DataError(f"the sampler {problem}", expected=expected, got=got, where=name, fix=fix)
 
@@ -215,7 +258,7 @@ class SampleSource:
     """The samples of a loader, and how every epoch orders and cuts them.
 
     Attributes:
-        samples: samples in an epoch, the length of a sampler; None if they are known only after a draw.
+        samples: samples in an epoch; None for a sampler, whose epochs may differ.
         dataset: the user's.
         size: samples in the dataset, None if it has no length.
         plan: the cut of an epoch into steps.
@@ -297,6 +340,32 @@ def plan_epoch(source: SampleSource, cursor: Cursor) -> Epoch:
         rest = DrawnOrder(source.lengths).at(torch.tensor(this.at(torch.arange(cursor.consumed, count))))
         bounds = token_bounds(rest, plan.batch_tokens, cursor.consumed)
     return Epoch(this, BatchBounds(bounds, plan.batches_per_step, plan.tail == "drop"), entered)
+
+
+def lengths_in(source: SampleSource, epochs: int) -> list[int | None]:
+    """Return the samples of each epoch, or its batches if the sampler cuts them; None where it needs a draw.
+
+    Raises `DataError` if the sampler fails.
+    """
+    sampler = source.sampler
+    if sampler is None:
+        return [source.samples] * epochs
+    try:
+        if not _follows_epoch(sampler):
+            return [_length(sampler) or None] * epochs
+        return [_length_at(sampler, epoch, source.dataset) or None for epoch in range(epochs)]
+    except Exception as error:  # any error of the user's code
+        raise _failed(sampler, error) from error
+
+
+def steps_of(source: SampleSource, length: int | None) -> int | None:
+    """Return the steps of an epoch of a length from `lengths_in`; None if it needs a draw."""
+    plan = source.plan
+    if length is None or (isinstance(plan, BatchPlan) and plan.batch_tokens is not None):
+        return None
+    if isinstance(plan, EpochPlan):
+        return msgspec.structs.replace(plan, samples=length).steps
+    return length // plan.batches_per_step if plan.tail == "drop" else -(-length // plan.batches_per_step)
 
 
 def skip_steps(epoch: Epoch, steps: int) -> Cursor:

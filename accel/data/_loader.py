@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, NoReturn, cast, overload
 
+import msgspec
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -18,7 +19,7 @@ from torch.utils.data import (
 
 from accel.context import DistContext, context_first
 from accel.data._cursor import Coordinates, Cursor, LastPass
-from accel.data._epoch import SampleSource, plan_epoch
+from accel.data._epoch import SampleSource, lengths_in, plan_epoch, steps_of
 from accel.data._requests import Workers
 from accel.data._shards import BatchPlan, EpochPlan, Tail
 from accel.data.stream._loader import StreamLoader, StreamMode, is_stream, reading_options, stream_loader
@@ -98,8 +99,8 @@ def sample_source(
         per_step = world_size if batches_per_step is None else batches_per_step
         plan = BatchPlan(per_step, cast(Any, tail), batch_tokens)
     else:
-        plan = EpochPlan(cast(int, samples), size * world_size if global_batch is None else global_batch, tail)
-    return SampleSource(
+        plan = EpochPlan(samples, size * world_size if global_batch is None else global_batch, tail)
+    source = SampleSource(
         samples=samples,
         dataset=loader.dataset,
         size=held,
@@ -110,6 +111,8 @@ def sample_source(
         in_batches=cuts_itself,
         lengths=by_length,
     )
+    steps_of(source, *lengths_in(source, 1))  # raises if a tail drops the whole epoch
+    return source
 
 
 def _check_loader(loader: Any) -> None:
@@ -142,8 +145,9 @@ def _batcher(loader: Any) -> Any:
     return loader.sampler
 
 
-def _ordered(loader: Any, sampler: Any, dataset: int | None) -> tuple[int, bool, int | None, Any]:
-    """Return the samples of an epoch, whether they are shuffled, the second seed, and the sampler to draw from."""
+def _ordered(loader: Any, sampler: Any, dataset: int | None) -> tuple[int | None, bool, int | None, Any]:
+    """Return the samples of an epoch, whether they are shuffled, the second seed, and the sampler to draw from, whose
+    epochs may differ in length."""
     generators = (getattr(sampler, "generator", None), loader.generator)
     salt = next((each.initial_seed() for each in generators if each is not None), None)
     name = type(sampler).__name__
@@ -159,8 +163,7 @@ def _ordered(loader: Any, sampler: Any, dataset: int | None) -> tuple[int, bool,
     sharded = isinstance(sampler, DistributedSampler)
     fix = "Leave it out and pass shuffle=, or pass the loader before it is wrapped."
     _refuse(sharded, "the sampler shards already", name, fix)
-    _refuse(not hasattr(sampler, "__len__"), "the sampler has no length", name, "Give it a __len__.")
-    return len(sampler), False, salt, sampler
+    return None, False, salt, sampler
 
 
 def _check_arguments(given: set[str], lengths: object, cuts_itself: bool, size: int) -> None:
@@ -251,15 +254,19 @@ class Loader:
         Raises:
             DataError: epochs differ in their steps; see `steps`.
         """
-        plan, sampler = self.source.plan, self.source.sampler
-        if isinstance(plan, EpochPlan):
-            return plan.steps
-        if plan.batch_tokens is None and hasattr(sampler, "__len__"):
-            count = len(sampler)
-            return count // plan.batches_per_step if plan.tail == "drop" else -(-count // plan.batches_per_step)
-        raise DataError(
-            "the number of steps differs from epoch to epoch", got="len(loader)", fix="Use loader.steps(state.cursor)."
-        )
+        steps = steps_of(self.source, self._length())
+        if steps is None:
+            raise DataError(
+                "the number of steps differs from epoch to epoch",
+                got="len(loader)",
+                fix="Use loader.steps(state.cursor).",
+            )
+        return steps
+
+    def _length(self) -> int | None:
+        """Return the length of every epoch, None if epochs differ or need a draw."""
+        first, second = lengths_in(self.source, 2)
+        return first if first == second else None
 
     @property
     def dataset(self) -> Any:
@@ -268,9 +275,11 @@ class Loader:
 
     @property
     def samples(self) -> int | None:
-        """Samples of an epoch that are used; None where they are known only after a draw."""
-        plan = self.source.plan
-        return plan.end if isinstance(plan, EpochPlan) else self.source.samples
+        """Samples of an epoch that are used; None if epochs differ or need a draw."""
+        length = None if self.source.in_batches else self._length()
+        if length is None or not isinstance(plan := self.source.plan, EpochPlan):
+            return length
+        return msgspec.structs.replace(plan, samples=length).end
 
     def steps(self, cursor: Cursor) -> int:
         """Return the number of steps from a cursor to the end of its epoch. Draws from the user's sampler.
@@ -318,7 +327,7 @@ def prepare_loader(
     global_batch: int | None = None,
     tail: Tail | None = None,
     data_parallel: tuple[int, int] | None = None,
-    replay: bool = False,
+    replay: bool | None = None,
     steps_per_message: int | None = None,
 ) -> StreamLoader: ...
 
@@ -336,7 +345,7 @@ def prepare_loader(
     batches_per_step: int | None = None,
     data_parallel: tuple[int, int] | None = None,
     seed_samples: bool | None = None,
-    replay: bool = False,
+    replay: bool | None = None,
     steps_per_message: int | None = None,
 ) -> Loader | StreamLoader:
     """Shard a DataLoader over the ranks of the context. No communication; the user's loader does not change.
@@ -362,8 +371,9 @@ def prepare_loader(
         seed_samples: whether each sample is read with its own random streams, seeded by seed, epoch and position; by
             default if the loader has workers. Augmentation then depends on neither workers nor ranks. A dataset that
             draws nothing, such as a TensorDataset, is seeded once a batch. Streams are always seeded.
-        replay: for a stream only, whether to resume by reading from the beginning even if the stream has a state. For
-            incomplete states, such as that of a Hugging Face dataset with a shuffle buffer.
+        replay: for a stream only, whether to resume by reading from the beginning even if the stream has a state. By
+            default if the state is known to be incomplete: that of a Hugging Face dataset with a shuffle buffer. With
+            False the samples in the buffer are lost at a resume.
         steps_per_message: for a stream only, largest number of small steps in one message between ranks; by default 1
             with workers, else 8, which are read at once. The first message holds one step.
 
@@ -396,8 +406,8 @@ def prepare_loader(
             replay=replay,
             steps_per_message=steps_per_message,
         )
-    if replay or steps_per_message is not None:
-        name = "replay" if replay else "steps_per_message"
+    if replay is not None or steps_per_message is not None:
+        name = "replay" if replay is not None else "steps_per_message"
         raise ConfigError(f"{name} has an effect on streams only", where="prepare_loader", fix="Leave it out.")
     source = sample_source(
         raw,

@@ -9,16 +9,17 @@ from numbers import Real
 from typing import Any, Literal, TextIO, TypeVar, cast, overload
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accel.collectives import gather, gather_object
 from accel.comm import Call, shared_failure
 from accel.context import DistContext, context_first
 from accel.data._batches import Batch, cursor_of
 from accel.data._cursor import Cursor, Positioned
-from accel.data._epoch import plan_epoch, skip_steps
+from accel.data._epoch import lengths_in, plan_epoch, skip_steps, steps_of
 from accel.data._loader import Lengths, Loader, prepare_loader
 from accel.data._shards import Tail
+from accel.data.stream._loader import StreamLoader, is_stream
 from accel.errors import ConfigError, DataError, TreeError
 from accel.errors._checks import check_count, check_kind
 from accel.terminal import ProgressBar
@@ -142,7 +143,7 @@ def skip_first_batches(state: P, steps: int, loader: Loader) -> P:
 
 
 def total_steps(
-    loader: Loader | DataLoader[Any],
+    loader: Loader | StreamLoader | DataLoader[Any],
     *,
     ctx: DistContext | None = None,
     global_batch: int | None = None,
@@ -152,6 +153,7 @@ def total_steps(
     batches_per_step: int | None = None,
     data_parallel: tuple[int, int] | None = None,
     seed_samples: bool | None = None,
+    steps: int | None = None,
     accumulation: int = 1,
     epochs: int = 1,
 ) -> int:
@@ -162,16 +164,19 @@ def total_steps(
     pass torch's DataLoader, with the context and the keywords that `prepare_loader` gets.
 
     Args:
-        loader: from `prepare_loader`; or a DataLoader over a map-style dataset, with `ctx`.
+        loader: from `prepare_loader`; or a DataLoader, with `ctx` if it is over a map-style dataset.
         ctx: the context, for a DataLoader alone.
         global_batch, tail, batch_tokens, lengths, batches_per_step, data_parallel, seed_samples: for a DataLoader
             alone, as for `prepare_loader`.
+        steps: batches of all ranks in one epoch, for a stream or a loader that does not know them: with `batch_tokens`,
+            or with a sampler without `__len__`. Lengths of a sampler are asked for each epoch, after its `set_epoch`.
         accumulation: micro-batches in a full window.
         epochs: passes over the loader.
 
     Raises:
-        ConfigError: a number below 1; a DataLoader without `ctx`; or arguments of a DataLoader beside a prepared one.
-        DataError: a stream, a loader that cannot be sharded, or one whose epochs have no fixed number of steps.
+        ConfigError: a number below 1; a DataLoader without `ctx`; arguments of a DataLoader with a prepared one; or
+            `steps` where they are known.
+        DataError: no `steps` for a loader that needs them; or a loader that cannot be sharded.
 
     Examples:
         >>> rows = torch.utils.data.TensorDataset(torch.arange(100))
@@ -190,8 +195,33 @@ def total_steps(
         "data_parallel": data_parallel,
         "seed_samples": seed_samples,
     }
-    prepared = _prepared(loader, ctx, {name: value for name, value in cut.items() if value is not None})
-    return epochs * -(-len(prepared) // accumulation)
+    given = {name: value for name, value in cut.items() if value is not None}
+    if steps is not None:
+        check_count(steps, "not a number of batches", where="total_steps(steps=)")
+    source = None if isinstance(loader, StreamLoader) or is_stream(loader) else _prepared(loader, ctx, given).source
+    known = [None] * epochs if source is None else [steps_of(source, each) for each in lengths_in(source, epochs)]
+    return sum(-(-_stated(each, steps) // accumulation) for each in known)
+
+
+def _stated(known: int | None, steps: int | None) -> int:
+    """Return the batches of an epoch: known ones, or the user's `steps`."""
+    if known is None and steps is None:
+        raise DataError(
+            "the number of steps of an epoch is not known before it is read",
+            expected="steps=, the batches of all ranks in one epoch",
+            got="a stream, batch_tokens=, or a sampler without a __len__ that set_epoch makes right",
+            where="total_steps",
+            fix="Estimate it: accel.total_steps(loader, steps=1000, epochs=3).",
+        )
+    if known is not None and steps is not None:
+        raise ConfigError(
+            "the loader knows its steps",
+            expected=f"{known} batches in an epoch",
+            got=f"steps={steps}",
+            where="total_steps",
+            fix="Leave steps= out.",
+        )
+    return cast(int, steps if known is None else known)
 
 
 def _prepared(loader: object, ctx: DistContext | None, cut: dict[str, Any]) -> Loader:
@@ -207,13 +237,12 @@ def _prepared(loader: object, ctx: DistContext | None, cut: dict[str, Any]) -> L
             )
         return loader
     raw = cast("DataLoader[Any]", loader) if isinstance(loader, DataLoader) else None
-    if raw is None or isinstance(cast("object", raw.dataset), IterableDataset):
+    if raw is None:
         raise DataError(
-            "only a loader over positions has a fixed number of steps",
-            expected="a loader from accel.prepare_loader, or torch's DataLoader over a map-style dataset",
+            "steps are counted of a loader",
+            expected="a loader from accel.prepare_loader, or torch's DataLoader",
             got=type(cast("object", loader)).__name__,
             where="total_steps",
-            fix="The length of a stream is for the script to know: give the schedule a number of steps.",
         )
     if ctx is None:
         raise ConfigError(

@@ -43,19 +43,21 @@ class EpochPlan(msgspec.Struct, frozen=True):
     """Plan of an epoch's global batches of one size.
 
     Attributes:
-        samples: samples in an epoch.
+        samples: samples in an epoch; None for a sampler, before a draw.
         global_batch: samples of all ranks in one step.
         tail: treatment of a last global batch that is not full: `ragged` makes ranks' batches shorter, `pad` keeps
             shapes by repeating a sample that does not count, `drop` leaves it out.
     """
 
-    samples: int
+    samples: int | None
     global_batch: int
     tail: Tail = "ragged"
 
     def __post_init__(self) -> None:
         check_choice(self.tail, get_args(Tail), "unknown way to end an epoch", where="tail=")
         check_count(self.global_batch, "not a number of samples to a step", where="global_batch=")
+        if self.samples is None:
+            return
         if self.samples < 1:
             raise DataError("the dataset is empty", expected="at least one sample", got=str(self.samples))
         if self.end == 0:
@@ -69,6 +71,7 @@ class EpochPlan(msgspec.Struct, frozen=True):
     @property
     def end(self) -> int:
         """Samples of an epoch that are used."""
+        assert self.samples is not None
         return self.samples - self.samples % self.global_batch if self.tail == "drop" else self.samples
 
     @property

@@ -263,7 +263,6 @@ REFUSED = {
     "stream": (lambda: DataLoader(Stream()), "no positions to shard.*stream="),
     "no batch": (lambda: DataLoader(DATA, batch_size=None), "batch_size=1 and a collate_fn"),
     "sharded": (lambda: DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), "shards already.*shuffle="),
-    "no sampler length": (lambda: DataLoader(DATA, sampler=Unsized()), "sampler has no length.*__len__"),
     "one pass": (lambda: DataLoader(DATA, sampler=iter(DATA)), "only once.*list_iterator"),
     "one pass of batches": (lambda: DataLoader(DATA, batch_sampler=iter([[1]])), "only once"),
     "sampler beyond": (lambda: DataLoader(DATA, sampler=SequentialSampler(range(11))), "11 positions"),

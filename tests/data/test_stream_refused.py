@@ -277,12 +277,6 @@ REFUSED = {
         DataError,
         "seed decides.*a generator",
     ),
-    "persistent": (
-        DataLoader(Stream(9), num_workers=1, persistent_workers=True),
-        {"stream": "own"},
-        DataError,
-        "persistent_workers",
-    ),
     "two ends": (
         DataLoader(Stream(9), batch_size=2, drop_last=True),
         {"stream": "own", "tail": "pad"},

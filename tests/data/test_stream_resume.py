@@ -208,6 +208,42 @@ def test_a_state_that_forgets_can_be_left_alone(caplog, workers):
         assert "6 elements are skipped, because replay=True" in caplog.records[0].getMessage()
 
 
+class Asking(Stateful):
+    """As Mosaic's: its state needs the number of samples."""
+
+    def state_dict(self, num_samples: int, *, from_beginning: bool) -> dict[str, int]:
+        raise AssertionError
+
+
+class Unable(Stateful):
+    """As a base class whose subclasses may have a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", [Asking, Unable])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stream_that_cannot_give_its_state_is_replayed(caplog, kind, workers):
+    ctx = accel.single()
+    whole = _run(ctx, Cursor(), kind, num_workers=workers)
+    assert not caplog.records
+    rest = _run(ctx, whole[2].next, kind, num_workers=workers)
+    assert [seen(b) for b in rest] == [seen(b) for b in whole[3:]]
+    assert "6 elements are skipped" in caplog.records[0].getMessage()
+
+
+@pytest.mark.slow
+def test_persistent_workers_read_each_epoch_anew():
+    ctx = accel.single()
+    raw = DataLoader(Stateful(23), batch_size=3, num_workers=2, persistent_workers=True)
+    loader = accel.prepare_loader(ctx, raw, stream="own")
+    for epoch in range(2):
+        whole = list(accel.batches(ctx, loader, Cursor(epoch=epoch)))
+        assert sorted(i for batch in whole for i in batch.data[0].tolist()) == list(range(23))
+        assert _same(list(accel.batches(ctx, loader, whole[2].next)), whole[3:])
+
+
 def test_a_count_alone_is_a_position_where_one_reader_reads_all():
     """As `Cursor(consumed=)` of data with positions; only that it must read what it skips."""
     ctx = accel.single()

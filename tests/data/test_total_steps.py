@@ -56,8 +56,12 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         accel.total_steps(plain, ctx=5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(accel.errors.ConfigError, match=r"cut already.*got ctx=, global_batch=.*Leave them out"):
         accel.total_steps(loader, ctx=accel.single(), global_batch=4)
-    with pytest.raises(accel.errors.DataError, match="give the schedule a number of steps"):
+    with pytest.raises(accel.errors.DataError, match=r"expected steps=.*accel\.total_steps\(loader, steps=1000"):
         accel.total_steps(DataLoader(Endless()), ctx=accel.single())
+    with pytest.raises(accel.errors.ConfigError, match=r"knows its steps.*expected 4 batches.*got steps=5.*Leave"):
+        accel.total_steps(loader, steps=5)
+    with pytest.raises(accel.errors.ConfigError, match=r"at total_steps\(steps=\)"):
+        accel.total_steps(loader, steps=0)
     with pytest.raises(accel.errors.DataError, match=r"from accel\.prepare_loader, or torch's DataLoader"):
         accel.total_steps([1, 2])  # pyright: ignore[reportArgumentType]
 

@@ -263,7 +263,9 @@ def stream_batches(
         reads = True
         read = _read(ctx, loader, cursor, (0,))
         readers = modes
-    prefetcher = Prefetcher(ctx, call, read, here=reads and not loader.num_workers)
+    at = cursor.stream.workers if cursor.stream is not None else ()
+    loads = not loader.replay and any(worker.state is not None for worker in at)
+    prefetcher = Prefetcher(ctx, call, read, here=reads and not loader.num_workers, loads=loads)
     if cursor.consumed:
         prefetcher.catch_up()
     # a rank that reads alone reads no step before its turn

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal, NoReturn, Protocol, cast, get_args, runtime_checkable
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel.context import DistContext
 from accel.data._cursor import Coordinates, LastPass
 from accel.data._shards import Tail
-from accel.data.stream._reader import StepPlan
+from accel.data.stream._reader import StepPlan, forgotten_samples, is_unseeded
 from accel.errors import ConfigError, DataError
 from accel.errors._checks import check_choice, check_count, check_kind
 from accel.tree import Container
@@ -47,7 +48,8 @@ class StreamLoader:
         global_batch: samples in a step of all ranks; None for a stream of batches.
         rank, world_size: data-parallel rank, and the number of these.
         prepared_for: the coordinates of its context.
-        replay: whether to resume by reading from the beginning even if the stream has a state.
+        replay: whether to resume by reading from the beginning even if the stream has a state; by default if that state
+            is known to be incomplete.
         steps_per_message: largest number of steps in one message between ranks.
         num_workers: worker processes that read ahead, on the ranks that read; 0 reads in the rank's own process.
         collate_fn: list of samples to batch.
@@ -111,7 +113,7 @@ def stream_loader(
     *,
     global_batch: int | None,
     tail: Tail | None,
-    replay: bool,
+    replay: bool | None,
     steps_per_message: int | None,
 ) -> StreamLoader:
     """Prepare a loader over a stream; see `prepare_loader`. No communication."""
@@ -140,8 +142,15 @@ def stream_loader(
     rank, world_size = place
     each, total = _sizes(world_size, batch_size, global_batch, mode)
     workers = loader.num_workers if is_torch else 0
+    source = _source(place, cast(Any, loader).dataset if is_torch else loader, mode)
+    if ctx.is_main_process and is_unseeded(source):
+        logging.getLogger("accel.data").warning(
+            "%s is shuffled without a seed: every process reads another order, so a resume would lose and repeat "
+            "samples. Pass seed= to shuffle and interleave_datasets",
+            type(source).__name__,
+        )
     return StreamLoader(
-        source=_source(place, cast(Any, loader).dataset if is_torch else loader, mode),
+        source=source,
         mode=mode,
         tail=chosen,
         batch_size=each,
@@ -149,7 +158,7 @@ def stream_loader(
         rank=rank,
         world_size=world_size,
         prepared_for=(ctx.rank, ctx.world_size, ctx.data_parallel),
-        replay=replay,
+        replay=forgotten_samples(source) > 0 if replay is None else replay,
         steps_per_message=steps_per_message or (1 if workers else _STEPS_PER_MESSAGE),
         num_workers=workers,
         collate_fn=cast(Any, loader).collate_fn if is_torch else _unchanged,
@@ -227,7 +236,6 @@ def _check_torch(loader: Any) -> None:
         error=DataError,
     )
     refused = {
-        "workers do not persist from one epoch to the next": (loader.persistent_workers, "persistent_workers=True"),
         "batches come in their order": (not getattr(loader, "in_order", True), "in_order=False"),
         "the cursor's seed decides": (loader.generator is not None, "a generator"),
         "a cursor marks the start of a pass": (

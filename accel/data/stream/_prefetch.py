@@ -18,7 +18,17 @@ from accel.context import DistContext
 from accel.data._cursor import StreamPosition
 from accel.data._requests import read_error
 from accel.data._transfer import check_movable
-from accel.data.stream._reader import LocalBatch, Resumable, Skipped, StepPlan, StreamSteps, WorkerStep, at_epoch
+from accel.data.stream._reader import (
+    REPLAY,
+    LocalBatch,
+    Skipped,
+    StepPlan,
+    StreamSteps,
+    WorkerStep,
+    at_epoch,
+    forgotten_samples,
+    resumable,
+)
 from accel.errors import AccelError, DataError, TreeError
 from accel.random import Key, isolated_rng
 from accel.tree import Container
@@ -76,7 +86,7 @@ def read_steps(
 
     A step is yielded once one more element is known to follow; with tail `drop`, one more step.
     """
-    _warn_of_replay(source, start, replay)
+    _warn_of_resume(source, start, replay)
     steps = StreamSteps(at_epoch(source, epoch), plan, collate, (key, start.workers, replay))
     loader = DataLoader(steps, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options)
     turns = _WorkerTurns(iter(loader), start)
@@ -105,15 +115,19 @@ class Prefetcher:
         call: the next message, as all ranks name it.
         steps: steps from `read_steps`; nothing on a rank that does not read.
         here: whether this process reads; its own random streams are then restored.
+        loads: whether the stream takes a state before its first step.
     """
 
-    def __init__(self, ctx: DistContext, call: Call, steps: Iterator[ReadStep | Skipped], *, here: bool) -> None:
+    def __init__(
+        self, ctx: DistContext, call: Call, steps: Iterator[ReadStep | Skipped], *, here: bool, loads: bool
+    ) -> None:
         self._guard = isolated_rng if here else contextlib.nullcontext
         self._ctx = ctx
         self._call = call
         self._steps = steps
         self._read: deque[ReadStep] = deque()
         self._failure: AccelError | None = None
+        self._loads = loads
 
     def catch_up(self) -> None:
         """Wait until all ranks have read the elements that they skip. A collective, now and then."""
@@ -150,13 +164,16 @@ class Prefetcher:
         if self._failure is not None:
             return None
         try:
-            return next(self._steps, None)
+            step = next(self._steps, None)
+            self._loads = self._loads and not isinstance(step, ReadStep)
+            return step
         except AccelError as error:
             self._failure = error
         except Exception as error:  # any error of the user's stream
             cause, place = read_error(error)
             where = f"{place}{', ' * bool(place)}rank {self._ctx.rank}, batches"
-            self._failure = DataError(f"reading the stream failed: {cause}", where=where)
+            problem = "the stream could not continue from its state" if self._loads else "reading the stream failed"
+            self._failure = DataError(f"{problem}: {cause}", where=where, fix=REPLAY if self._loads else "")
             self._failure.__cause__ = error
         return None
 
@@ -232,19 +249,29 @@ class _WorkerTurns:
         return self._waiting[worker][0]
 
 
-def _warn_of_replay(source: Iterable[Any], start: StreamPosition, replay: bool) -> None:
-    behind = [worker for worker in start.workers if (replay or worker.state is None) and not worker.ended]
+def _warn_of_resume(source: Iterable[Any], start: StreamPosition, replay: bool) -> None:
+    """Log how many samples a resume reads again, or loses."""
+    begun = [worker for worker in start.workers if worker.elements and not worker.ended]
+    behind = [worker for worker in begun if replay or worker.state is None]
     replayed = sum(worker.elements for worker in behind)
+    name = type(source).__name__
+    forgotten = forgotten_samples(source) if begun else 0
+    if forgotten and len(behind) < len(begun):
+        lost = forgotten * (len(begun) - len(behind))
+        text = "up to %d samples of %s are lost: they were in shuffle buffers, which its state leaves out. replay=True "
+        _log().warning(text + "would read it again from its beginning", lost, name)
     if not replayed:
         return
-    if replay:
+    if forgotten:
+        reason = "its state leaves out the samples in shuffle buffers"
+    elif replay:
         reason = "replay=True"
-    elif isinstance(source, Resumable):
+    elif resumable(source) is not None:
         reason = "the cursor holds no state of it"
     else:
-        reason = "it has no state_dict and load_state_dict"
+        reason = "it has no state_dict() and load_state_dict(state)"
     text = "%s is read again from its beginning and %d elements are skipped, because %s"
-    _log().warning(text, type(source).__name__, replayed, reason)
+    _log().warning(text, name, replayed, reason)
 
 
 def _unchanged(step: Any) -> Any:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import msgspec
 from torch.utils.data import IterableDataset, get_worker_info
@@ -21,6 +23,10 @@ from accel.random import Key
 from accel.tree import Container
 from accel.tree._walk import tensors
 
+REPLAY = (
+    'To read the stream again from its beginning, write accel.prepare_loader(ctx, loader, stream="dispatch", '
+    "replay=True): pass replay=True."
+)
 _REPORT_S = 10.0
 
 
@@ -35,6 +41,58 @@ class Resumable(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> object:
         """Go to a position that `state_dict` gave."""
         ...
+
+
+def resumable(source: object) -> Resumable | None:
+    """Return a source that gives its position, and goes back to it, without further arguments; None for others."""
+    if not isinstance(source, Resumable):
+        return None
+    try:
+        inspect.signature(source.state_dict).bind()
+        inspect.signature(source.load_state_dict).bind(None)
+    except TypeError:
+        return None
+    except ValueError:  # a method of an extension has no signature
+        pass
+    return source
+
+
+def forgotten_samples(source: object) -> int:
+    """Return the most samples that a stream's state leaves out: those in shuffle buffers of Hugging Face's datasets,
+    at any depth of the stream."""
+    buffers = (each for each in _parts(source) if type(each).__name__ == "BufferShuffledExamplesIterable")
+    sizes = (getattr(each, "buffer_size", 0) for each in buffers)
+    return sum(size for size in sizes if size > 1)
+
+
+def is_unseeded(source: object) -> bool:
+    """Whether a part of a stream draws from a generator of numpy that was made without a seed."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    generators = [cast(Any, each) for each in _parts(source) if isinstance(each, numpy.random.Generator)]
+    seeds = [getattr(each.bit_generator.seed_seq, "entropy", None) for each in generators]
+    return any(isinstance(seed, int) and seed >= 2**64 for seed in seeds)  # the system's entropy has 128 bits
+
+
+def _parts(source: object) -> Iterator[object]:
+    """Yield a stream and, at any depth, what it and the streams in it hold."""
+    waiting, seen = [source], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        kind = type(each)
+        if isinstance(each, list | tuple):
+            waiting += cast("list[object]", each)
+        elif isinstance(each, dict):
+            waiting += cast("dict[object, object]", each).values()
+        elif (
+            issubclass(kind, IterableDataset) or kind.__module__.startswith("datasets.") or hasattr(kind, "state_dict")
+        ):
+            waiting += cast("dict[str, object]", getattr(each, "__dict__", {})).values()
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -173,22 +231,23 @@ class _SeededElements:
 
     def __init__(self, source: Iterable[Any], begin: WorkerPosition, base: int, *, replay: bool) -> None:
         self._base = base
-        self._owner: Resumable | None = source if isinstance(source, Resumable) and not replay else None
+        self._owner = None if replay else resumable(source)
         resumes = begin.state is not None and not replay
         self.at = begin.elements if resumes else 0
         seed_streams(base, self.at)
         if resumes and self._owner is not None:
             self._owner.load_state_dict(copy.deepcopy(begin.state))
         self._elements = iter(source)
-        if self._owner is None and isinstance(self._elements, Resumable) and not replay:
-            self._owner = self._elements
-            if resumes:
+        if self._owner is None and not replay:
+            self._owner = resumable(self._elements)
+            if resumes and self._owner is not None:
                 self._owner.load_state_dict(copy.deepcopy(begin.state))
         if resumes and self._owner is None:
             raise DataError(
                 "the cursor holds a state, and the stream cannot take it",
                 expected="a stream with load_state_dict, as when it was saved",
                 got=type(source).__name__,
+                fix=REPLAY,
             )
 
     def take(self, count: int) -> list[Any]:
@@ -201,7 +260,12 @@ class _SeededElements:
 
     def state(self) -> Any:
         """Return a copy of the stream's state, which the stream goes on to change; None without one."""
-        return copy.deepcopy(self._owner.state_dict()) if self._owner is not None else None
+        if self._owner is None:
+            return None
+        try:
+            return copy.deepcopy(self._owner.state_dict())
+        except NotImplementedError:  # of a base class: it has none
+            return None
 
     def skip_to(self, elements: int, strides: tuple[int, ...]) -> Iterator[int]:
         """Read and drop elements up to a position; yield the position now and then."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel.checkpoint._manifest import Item, ItemKind
+from accel.comm import refuse_replaced_memory
 from accel.context import DistContext
 from accel.errors import ConfigError
 from accel.items._folder_files import FOLDER
@@ -111,6 +112,15 @@ def check_items(items: Mapping[str, object], where: str) -> None:
             raise ConfigError(
                 "not a name of an item", expected="an identifier, such as model", got=repr(name), where=where
             )
+
+
+def refuse_replaced_items(items: object, call: str) -> None:
+    """Raise `StepError` if a block holds other values in the tensors of modules, or in what optimizers step."""
+    if not isinstance(items, Mapping):
+        return  # refused with the other arguments
+    for name, item in without_parts(cast("Mapping[str, object]", items)).items():
+        if (tensors := handler_of(item).tensors) is not None:
+            refuse_replaced_memory(tensors(item), call, f"{call}, item {name}")
 
 
 def without_parts(items: Mapping[str, object]) -> dict[str, object]:

@@ -30,6 +30,7 @@ from accel.items._kinds import (
     check_items,
     drop_gradients,
     handler_of,
+    refuse_replaced_items,
     staged_names,
     stored_handler,
     with_engine_state,
@@ -130,6 +131,7 @@ def load_state(
             after all checks, which the error reports.
         ConfigError: no items, a name that is no identifier, or a wrong result of the transform.
         NonFiniteError: a gradient of a deferred step was not finite; nothing has been changed, and a second call loads.
+        StepError: a block, such as `Ema.applied_to`, has replaced an item's weights; nothing has been changed.
 
     Examples:
         >>> path = accel.save_state(ctx, "runs/demo", {"model": model, "best": 0.25}, step=3)
@@ -138,7 +140,7 @@ def load_state(
         0.25
     """
     options = LoadOptions(strict, cast, transform)
-    loaded = load_newest(ctx, path, lambda _: items, verify=verify, options=options, site=call_site())
+    loaded = load_newest(ctx, path, items, verify=verify, options=options, site=call_site())
     if loaded is None:
         raise CheckpointError(
             "no checkpoint in this folder",
@@ -152,19 +154,21 @@ def load_state(
 def load_newest(
     ctx: DistContext,
     path: str | os.PathLike[str] | RemotePath,
-    items_for: Callable[[Manifest], Mapping[str, object]],
+    items: Mapping[str, object],
+    more_for: Callable[[Manifest], Mapping[str, object]] | None = None,
     *,
     verify: bool = True,
     options: LoadOptions,
     site: str,
     verb: str = "load_state",
 ) -> Loaded | None:
-    """Load as `load_state`, into items that may depend on the manifest; None where there is no checkpoint. Every rank
-    calls `items_for` with the agreed manifest, and again if another checkpoint takes its place."""
+    """Load as `load_state`, into items and more that depend on the manifest; None where there is no checkpoint. Every
+    rank calls `more_for` with the agreed manifest, and again if another checkpoint takes its place."""
     ctx.comm.settle()  # the error of a deferred step is not lost with the state that it left
     folder, per_host, error = as_place(""), False, None
     try:
         folder, per_host = folder_of(path)
+        refuse_replaced_items(items, f"accel.{verb}")
     except Exception as failure:
         error = failure
     call = Call(verb, f"verify {verify}\nstrict {options.strict}", site)
@@ -175,7 +179,7 @@ def load_newest(
             if held is None:
                 return None
             loading = _Loading(ctx, held, verify, options, site, verb)
-            damage = loading.compare(items_for) or loading.check_bytes()
+            damage = loading.compare(items, more_for) or loading.check_bytes()
             if not damage:
                 return loading.apply()
             if held.is_own_choice:
@@ -214,7 +218,7 @@ class _Loading:
         self._bytes_of_files: list[int] = []
         self._matching: Matching | None = None
 
-    def compare(self, items_for: Callable[[Manifest], Mapping[str, object]]) -> str:
+    def compare(self, passed: Mapping[str, object], more_for: Callable[[Manifest], Mapping[str, object]] | None) -> str:
         """Compare items with the manifest, and open the files that this rank reads. Changes nothing. Returns the
         damage, the same on every rank, if another checkpoint may take this one's place; "" for none."""
 
@@ -222,7 +226,7 @@ class _Loading:
             saved = self._held.opened
             if isinstance(saved, CheckpointError):
                 return _Wish(damage=self._damage(saved))
-            items = items_for(saved.manifest)
+            items = passed if more_for is None else {**passed, **more_for(saved.manifest)}
             check_items(items, self._verb)
             self._matching = match_items(self._ctx, saved, items, self._options)
             wanted = self._matching.wanted()

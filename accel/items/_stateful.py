@@ -13,6 +13,7 @@ import torch
 
 from accel.checkpoint._encoding import Kept, encode
 from accel.checkpoint._manifest import Item
+from accel.comm import refuse_replaced_memory
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, fields_in, join_fields
 from accel.tensors import dtensor_like, is_dtensor, local_part
 
@@ -53,6 +54,7 @@ class StatefulLoad(ItemLoad):
         """Compare the tensors in both states; the object itself judges the rest."""
         self._before = self.live.state_dict()
         encode(self._before, self.name, self._tensors, self._kept)
+        refuse_replaced_memory(self._tensors.values(), "accel.load_state", f"item {self.name}")
         self._stored = self._own_part() if self.name in self.source.parts else self.item.value
         names = self.source.names_in(self.name, self._stored)
         self.wanted = self.source.want(names, self._tensors)

@@ -182,7 +182,8 @@ def load_newest(
             damage = loading.compare(chosen, more_for) or loading.check_bytes()
             if not damage:
                 loaded = loading.apply()
-                return Loaded({**items, **loaded}, loaded.path, loaded.skipped)
+                others = {name: item for name, item in items.items() if name not in loaded}  # left alone by `only`
+                return Loaded({**loaded, **others}, loaded.path, loaded.skipped)
             if held.is_own_choice:
                 skipped.add_held(held, damage)
 

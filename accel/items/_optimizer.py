@@ -17,8 +17,7 @@ from accel.checkpoint._manifest import Item, has_records, is_object, tensors_in
 from accel.errors import CheckpointError
 from accel.errors._checks import with_article
 from accel.items import _packed_state
-from accel.items._optimizer_change import optimizer_change, with_own_flags
-from accel.items._packed_state import is_zero, local_optimizer
+from accel.items._packed_state import is_zero, local_optimizer, optimizer_change, with_own_flags
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, is_floating
 from accel.optim import MASTER, parameters_of
 from accel.parallel._leftovers import clear_parameters
@@ -313,7 +312,7 @@ class OptimizerLoad(ItemLoad):
         and options of groups that hold the same of the parameters on both sides."""
         both = listed.keys() & stored.params.keys()
         if any(name.isdigit() for name in both):  # positions, which mean other parameters where their number differs
-            both, fitting = set[str](), set[str]()
+            both = fitting = set[str]()
         names = {id(parameter): name for name, parameter in listed.items()}
         groups: list[ParameterGroup] = []
         for group in self.live.param_groups:

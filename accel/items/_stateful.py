@@ -58,7 +58,8 @@ class StatefulLoad(ItemLoad):
         refuse_replaced_memory(self._tensors.values(), "accel.load_state", f"item {self.name}")
         self._stored = self._own_part() if self.name in self.source.parts else self.item.value
         if isinstance(self.live, LRScheduler) and not self.source.options.strict:
-            old, now = _groups_of(self._stored), _groups_of(self._before)
+            old = _groups_of(self._stored)
+            now = _groups_of(self._before)
             if old != now:
                 self.source.skipped.wrong_type(f"{self.name}: values of groups", f"{now} groups", f"{old} groups")
         names = self.source.names_in(self.name, self._stored)

@@ -104,7 +104,7 @@ def _declares(name: str, value: object) -> bool:
 
 
 def _fix(precision: Precision, narrow: Sequence[torch.Tensor], models: Sequence[nn.Module]) -> str:
-    """Write the lines that give such parameters in float32, of which the second leaves batch norms as they are."""
+    """Write the lines that give such parameters in float32. The second one does not convert batch norms."""
     compute = precision.compute
     if compute not in ("bf16", "fp16"):
         compute = "fp16" if narrow[0].dtype is torch.float16 else "bf16"

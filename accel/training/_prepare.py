@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, cast, overload
 
 import torch
@@ -239,7 +239,7 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
     """
     ctx.comm.check_open()
     check_state(optimizer, (each for each in parameters_of([optimizer]) if heir_of(each) is not None))
-    check_narrow(ctx, [optimizer])
+    _check_narrow(ctx, [optimizer])
     for group in optimizer.param_groups:
         drop_others(optimizer, group)
         # In place: whoever else holds the group's list gets the parameters of now, too.
@@ -281,10 +281,15 @@ def _convert_models(ctx: DistContext, objects: tuple[Any, ...], plan: Plan | Non
     for each in models:
         check_model(ctx, each, plan, example=example)
     _check_replaced(ctx, objects)
-    check_narrow(ctx, [each for each in objects if isinstance(each, Optimizer)], models)
+    _check_narrow(ctx, [each for each in objects if isinstance(each, Optimizer)], models)
     for each in models:
         apply_precision(ctx, unwrap_model(each))
     _check_optimizers(objects)  # fp8 may have put other parameters into a model
+
+
+def _check_narrow(ctx: DistContext, optimizers: Sequence[Optimizer], models: Sequence[nn.Module] = ()) -> None:
+    if any(is_half(current_parameter(each)) for each in parameters_of(optimizers)):
+        check_narrow(ctx, optimizers, models)
 
 
 def _prepare_stepped(ctx: DistContext, each: Any) -> Any:

@@ -28,7 +28,7 @@ from accel.errors import CheckpointError, ConfigError
 from accel.items._kinds import check_items, drop_gradients
 from accel.items._module import module_states
 from accel.items._optimizer import bare_optimizer
-from accel.items._optimizer_change import optimizer_change, with_own_flags
+from accel.items._packed_state import optimizer_change, with_own_flags
 from accel.items._rng import capture_row
 from accel.items._source import Change, ModuleState, Problems, apply_changes, facts, undo_changes
 from accel.items._stateful import Stateful

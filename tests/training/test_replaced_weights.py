@@ -196,6 +196,14 @@ def test_a_range_test_steps_its_own_weights_and_neither_saves_nor_loads_them(tmp
     _ = accel.save_state(ctx, tmp_path, {"model": run.model}, step=1)
 
 
+def test_a_step_within_the_backward_is_refused_too():
+    ctx = accel.single()
+    run = _run(ctx)
+    with run.ema.applied_to(run.model), pytest.raises(StepError, match="leave applied_to first"):
+        accel.training.fused_step(ctx, run.model(torch.ones(1, 4)).sum(), run.optimizer)
+    accel.training.fused_step(ctx, run.model(torch.ones(1, 4)).sum(), run.optimizer)
+
+
 def test_one_rank_that_is_in_a_block_is_named_on_all(tmp_path):
     def fn(ctx: accel.DistContext) -> None:
         run = _run(ctx)

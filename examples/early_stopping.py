@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop where the validation loss no longer falls, and go back to the best checkpoint.
+"""Stop where the validation loss no longer falls, and load the best checkpoint: `best_checkpoint` and `only=`.
 
     python examples/early_stopping.py
     accel launch --nproc-per-node 2 examples/early_stopping.py
 
 Two fifths of the training labels are drawn anew: a long training learns them by heart. The validation loss is that of
 all processes, so all stop at the same step, without another message. `Keep(best=1)` keeps the best checkpoint beside
-the newest. The best evaluation and those since are an item, so a resumed run stops where an uninterrupted one does.
+the newest. `best_checkpoint` finds it, and `load_state(only=("model",))` loads its weights. The best evaluation and
+those since are an item, so a resumed run stops where an uninterrupted one does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.checkpoint import Keep
+from accel.checkpoint import Keep, best_checkpoint
 
 
 class Best(msgspec.Struct, frozen=True):
@@ -71,8 +72,9 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
             now, metrics = items | {"state": state, "best": best}, {"valid_loss": values["valid_loss"]}
             accel.save_state(ctx, out, now, step=state.updates, keep=keep, metrics=metrics)
         last = evaluate(ctx, model, test_loader)
-        others = dict.fromkeys(["optimizer", "trackers", "state", "best"])  # left in the file
-        accel.load_state(ctx, f"{out}/step-{best.step:08}", {"model": model} | others)
+        found = best_checkpoint(out, by=keep.by)
+        assert found is not None  # at least one evaluation has saved
+        accel.load_state(ctx, found, {"model": model}, only=("model",))
         values = {"valid_loss": best.loss, "test_loss": evaluate(ctx, model, test_loader), "test_loss_of_last": last}
         accel.log(ctx, trackers, values, step=state.updates)
         accel.print(ctx, f"stopped at step {state.updates}, the best was {best.step}: {values}")

@@ -44,7 +44,7 @@ ELSEWHERE = {
     "torch.optim.SGD": ("_step_supports_amp_scaling",),
     "torch.optim.Optimizer": ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
     "torch.distributed.optim.ZeroRedundancyOptimizer": ("_overlap_with_ddp",),
-    "torch.optim.lr_scheduler.SequentialLR": ("_milestones", "_schedulers"),
+    "torch.optim.lr_scheduler.SequentialLR": ("_milestones", "_schedulers", "_last_lr"),
     "torch.amp.GradScaler": ("_growth_tracker",),
     "torch.utils.data.DataLoader": ("_get_iterator",),
     "torch.cuda.memory": ("_record_memory_history", "_dump_snapshot"),

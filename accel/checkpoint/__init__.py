@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from accel.checkpoint._background import Saving
     from accel.checkpoint._merge import merge
     from accel.checkpoint._recipes import Recipe
-    from accel.checkpoint._retention import Keep
+    from accel.checkpoint._retention import Keep, best_checkpoint
     from accel.storage import HostFolder, RemotePath
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Recipe",
     "RemotePath",
     "Saving",
+    "best_checkpoint",
     "merge",
 ]
 
@@ -36,7 +37,7 @@ __getattr__ = exports(
         "_background": ("Saving",),
         "_merge": ("merge",),
         "_recipes": ("Recipe",),
-        "_retention": ("Keep",),
+        "_retention": ("Keep", "best_checkpoint"),
         "accel.storage": (
             "HostFolder",
             "RemotePath",

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Set
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Literal, get_args, overload
 
 import msgspec
 
@@ -16,6 +18,8 @@ from accel.checkpoint._manifest import (
     RANKS,
     Manifest,
     TensorEntry,
+    candidates,
+    check_bytes,
     committed,
     files_here,
     is_committed,
@@ -24,10 +28,11 @@ from accel.checkpoint._manifest import (
     newest_in,
     read_manifest,
     step_of,
+    tell_skipped,
 )
 from accel.errors import AccelError, CheckpointError, ConfigError
 from accel.errors._checks import check_choice, check_count
-from accel.storage import FileEntry, OpenDirectory, Place, as_place, remove_flat
+from accel.storage import FileEntry, OpenDirectory, Place, RemotePath, as_place, remove_flat
 
 BestMode = Literal["min", "max"]
 
@@ -99,10 +104,88 @@ def plan_keep(saved: Mapping[int, Mapping[str, float]], current: int, keep: Keep
     stay = {current, *others[: keep.newest - 1]}
     if keep.every is not None:
         stay |= {step for step in saved if step % keep.every == 0}
-    sign = 1 if keep.mode == "min" else -1
-    rated = sorted((sign * metrics[keep.by], -step) for step, metrics in saved.items() if keep.by in metrics)
-    stay |= {-step for _, step in rated[: keep.best]}
-    return frozenset(stay)
+    return frozenset(stay.union(rank_by(saved, keep.by, keep.mode)[: keep.best]))
+
+
+def rank_by(saved: Mapping[int, Mapping[str, float]], by: str, mode: BestMode) -> list[int]:
+    """Return the steps with a metric, the best first, of equal ones the newer; `saved` has metrics by step."""
+    sign = 1 if mode == "min" else -1
+    rated = sorted((sign * metrics[by], -step) for step, metrics in saved.items() if by in metrics)
+    return [-step for _, step in rated]
+
+
+@overload
+def best_checkpoint(out: os.PathLike[str], *, by: str, mode: BestMode = "min", verify: bool = False) -> Path | None: ...
+
+
+@overload
+def best_checkpoint(
+    out: str | RemotePath, *, by: str, mode: BestMode = "min", verify: bool = False
+) -> Path | RemotePath | None: ...
+
+
+def best_checkpoint(
+    out: str | os.PathLike[str] | RemotePath, *, by: str, mode: BestMode = "min", verify: bool = False
+) -> Path | RemotePath | None:
+    """Return the committed checkpoint with the best metric, as `Keep(best=1, by=)` keeps it. No communication.
+
+    Of equal ones it is the newer. A checkpoint without the metric is never the best. A damaged one is skipped with a
+    warning of the logger `accel.checkpoint`.
+
+    Args:
+        out: folder or URL as for `save_state`; it need not exist.
+        by: name of the metric, one of `save_state(metrics=)`.
+        mode: "min" or "max", the best value of the metric.
+        verify: whether to read every file and skip a folder with changed bytes, as in `latest_checkpoint`.
+
+    Returns:
+        The checkpoint's folder; None if no checkpoint has the metric.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+        ConfigError: no name of a metric, or another mode.
+
+    Examples:
+        >>> for step, loss in enumerate([0.5, 0.25, 0.75]):
+        ...     path = accel.save_state(ctx, "runs/demo", items, step=step, metrics={"loss": loss})
+        >>> accel.checkpoint.best_checkpoint("runs/demo", by="loss").name
+        'step-00000001'
+    """
+    if not isinstance(by, str) or not by:  # pyright: ignore[reportUnnecessaryIsInstance]
+        fix = 'Write best_checkpoint(out, by="loss").'
+        raise ConfigError("not the name of a metric", got=repr(by), where="best_checkpoint, by=", fix=fix)
+    check_choice(mode, get_args(BestMode), "unknown mode", where="best_checkpoint, mode=")
+    folder = as_place(out)
+    best: Place | None = None
+    seen = None
+    look = folder.listed()
+    while (found := candidates(look) if look.exists() else []) != seen:  # a writer may replace or delete some meanwhile
+        best = _best_of([(step, path) for step, _, path, _ in found], by, mode, verify=verify)
+        seen = found
+        look = folder.listed()
+    return None if best is None else best.path
+
+
+def _best_of(found: Sequence[tuple[int, Place]], by: str, mode: BestMode, *, verify: bool) -> Place | None:
+    """Return the folder with the best metric that can be read."""
+    whole: dict[int, tuple[Place, Manifest]] = {}
+    for step, path in found:
+        if step in whole:
+            continue
+        try:
+            whole[step] = path, manifest_of(path, step)
+        except CheckpointError as error:
+            tell_skipped(path, error)
+    for step in rank_by({step: manifest.metrics for step, (_, manifest) in whole.items()}, by, mode):
+        path, manifest = whole[step]
+        try:
+            if verify:
+                check_bytes(path, manifest)
+        except CheckpointError as error:
+            tell_skipped(path, error)
+        else:
+            return path
+    return None
 
 
 def sweep(out: Place, spare: str = "") -> None:

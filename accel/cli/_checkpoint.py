@@ -12,18 +12,22 @@ from typing import Any, NamedTuple
 from accel.checkpoint import Keep
 from accel.checkpoint._manifest import RANKS, Manifest, manifest_of
 from accel.checkpoint._retention import (
+    BestMode,
+    FoundCheckpoint,
     all_tensors,
     check_keep,
     compare,
     describe,
     find_checkpoint,
     prune,
+    rank_by,
     survey,
     verify,
 )
 from accel.cli._parser import Parser
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
+from accel.report._series import better_of
 from accel.storage import as_place
 from accel.terminal import byte_progress, show_age, show_size, show_table, show_text
 
@@ -91,13 +95,27 @@ def _ls(args: argparse.Namespace) -> int:
         print(f"no checkpoints in {args.run}")
         return 0
     rows = [("NAME", "SIZE", "AGE", "RANKS", "HOLDS")]
+    best = _best(found, args.by, "max" if args.max else "min")
     for each in found:
         manifest = each.manifest
-        holds = f"[{each.problem}]" if manifest is None else " ".join([*manifest.items, *_metrics(manifest)])
+        marks = () if manifest is None else [f"best-{name}" for name, step in best.items() if step == manifest.step]
+        holds = f"[{each.problem}]" if manifest is None else " ".join([*manifest.items, *_metrics(manifest), *marks])
         ranks = "-" if manifest is None else str(manifest.world_size)
         rows.append((each.path.name, show_size(each.size), show_age(time.time() - each.changed), ranks, holds))
     print(show_table(rows))
     return 0
+
+
+def _best(found: Sequence[FoundCheckpoint], by: str, mode: BestMode) -> dict[str, int]:
+    """Return the step with the best value of a metric; without `by`, of each metric with a known direction."""
+    saved = {each.manifest.step: each.manifest.metrics for each in found if each.manifest is not None}
+    names = dict.fromkeys(name for metrics in saved.values() for name in metrics)
+    best = dict[str, int]()
+    for name in [by] if by else names:
+        better = mode if by else better_of(name)
+        if better and (steps := rank_by(saved, name, better)):
+            best[name] = steps[0]
+    return best
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -215,9 +233,15 @@ _VERBS = {
     "ls": Verb(
         _ls,
         "RUN",
-        "list checkpoints: size, age, ranks, items",
-        f"List a run's checkpoints. {_ONE_RUN}",
+        "list checkpoints: size, age, items, the best",
+        "List a run's checkpoints. The best by a metric is marked, such as best-loss; without --by that of each metric "
+        f"with a known direction, such as a loss. {_ONE_RUN}",
         ("run",),
+        {
+            "--by": _option("the metric to mark the best by", default="", metavar="METRIC"),
+            "--max": _option("the highest metric is best, and not the lowest", action="store_true"),
+        },
+        "[--by METRIC [--max]]",
     ),
     "show": Verb(
         _show,

@@ -5,6 +5,7 @@ A call goes from `_exchange.py` (payloads, agreements) to `_message.py` (the fir
 `_header.py` (its bytes, and the errors where ranks differ), then to `_torch.py`, which picks a collective of torch or
 rounds of pairs (`_rounds.py`). `_call.py` has the user's place of a call; `_rendezvous.py` opens a group,
 `_lost.py` names ranks that left it. `_mesh.py` and `_gradients.py` are for models: no checked message there.
+`_replaced.py` marks weights that a block has replaced.
 """
 
 from accel.comm._call import Call as Call, call_site as call_site, check_tag as check_tag, tagged as tagged
@@ -69,6 +70,12 @@ from accel.comm._message import (
     inline_bytes as inline_bytes,
     reduced_bytes as reduced_bytes,
     start as start,
+)
+from accel.comm._replaced import (
+    is_replaced as is_replaced,
+    refuse_replaced as refuse_replaced,
+    refuse_replaced_memory as refuse_replaced_memory,
+    replaced as replaced,
 )
 from accel.comm._rounds import peer_error as peer_error, receive_flat as receive_flat, send_flat as send_flat
 from accel.comm._threads import ThreadGroup as ThreadGroup, run_in_threads as run_in_threads

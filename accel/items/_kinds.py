@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from accel.checkpoint._manifest import Item, ItemKind
+from accel.comm import refuse_replaced_memory
 from accel.context import DistContext
 from accel.errors import ConfigError
+from accel.errors._checks import did_you_mean
 from accel.items._folder_files import FOLDER
 from accel.items._module import MODULE
 from accel.items._optimizer import OPTIMIZER
@@ -31,6 +33,9 @@ HANDLERS: tuple[ItemHandler, ...] = (
     RECORD,
     VALUE,
 )
+
+
+_ONLY = "load_state, only="
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,32 @@ def check_items(items: Mapping[str, object], where: str) -> None:
             raise ConfigError(
                 "not a name of an item", expected="an identifier, such as model", got=repr(name), where=where
             )
+
+
+def chosen_items(items: Mapping[str, object], only: Sequence[str] | None) -> Mapping[str, object]:
+    """Return the items that `only` names, all for None; raises `ConfigError` for a name of no item."""
+    if only is None:
+        return items
+    check_mapping(items, "load_state, items")
+    if isinstance(only, str) or not only:
+        fix = 'Write only=("model",).'
+        raise ConfigError("not names of items", expected="a tuple of names", got=repr(only), where=_ONLY, fix=fix)
+    for name in only:
+        if name not in items:
+            fix = did_you_mean(str(name), [*items])
+            raise ConfigError(
+                "no item has such a name", expected=", ".join(items), got=repr(name), where=_ONLY, fix=fix
+            )
+    return {name: items[name] for name in only}
+
+
+def refuse_replaced_items(items: object, call: str) -> None:
+    """Raise `StepError` if a block holds other values in the tensors of modules, or in what optimizers step."""
+    if not isinstance(items, Mapping):
+        return  # refused with the other arguments
+    for name, item in without_parts(cast("Mapping[str, object]", items)).items():
+        if (tensors := handler_of(item).tensors) is not None:
+            refuse_replaced_memory(tensors(item), call, f"{call}, item {name}")
 
 
 def without_parts(items: Mapping[str, object]) -> dict[str, object]:

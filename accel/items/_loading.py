@@ -28,8 +28,10 @@ from accel.errors import CheckpointError
 from accel.items._bases import Sums, differing_bases
 from accel.items._kinds import (
     check_items,
+    chosen_items,
     drop_gradients,
     handler_of,
+    refuse_replaced_items,
     staged_names,
     stored_handler,
     with_engine_state,
@@ -60,16 +62,8 @@ from accel.random import Key, RngState
 from accel.storage import RemotePath, Span, as_place, folder_of, lag_of
 from accel.tensors import local_part
 
-_OWN_RECORDS = (
-    Cursor,
-    Accumulation,
-    LossScale,
-    LocalSgd,
-    Metrics,
-    StepStatistics,
-    Key,
-    RngState,
-)  # made without a live one
+# made without a live one
+_OWN_RECORDS = (Cursor, Accumulation, LossScale, LocalSgd, Metrics, StepStatistics, Key, RngState)
 
 
 class Loaded(dict[str, Any]):
@@ -96,6 +90,7 @@ def load_state(
     strict: bool = True,
     cast: bool = False,
     transform: LoadTransform | None = None,
+    only: Sequence[str] | None = None,
 ) -> Loaded:
     """Load a checkpoint into items, all of it or nothing. A collective. Mutates modules, optimizers, random streams.
 
@@ -114,12 +109,15 @@ def load_state(
             number is returned as it was saved, int or float. None for an item leaves it in the file.
         verify: whether to compare every byte of the files to read with their digests. Ranks divide that work, so all
             nodes must share the folder.
-        strict: whether any difference is an error. Else modules are loaded by tensor and other items as a whole, where
-            they fit; differences are in the result, and logged by `accel.checkpoint`.
+        strict: whether any difference is an error. Else modules are loaded by tensor, optimizers by parameter and by
+            group, and other items as a whole, where they fit; differences are in the result, and logged by
+            `accel.checkpoint`.
         cast: whether floating-point tensors may differ in dtype; stored ones are converted to the live dtype, and so is
             optimizer state in its parameter's dtype. Devices may always differ.
         transform: maps the modules' stored tensors, by name, to the names to load them by; a pure function. Parameters
             of optimizers follow.
+        only: names of the items to load, such as ("model",); None for all. Other items and the random streams stay as
+            they are, and what else the checkpoint holds stays in the file.
 
     Returns:
         Every item: the live objects, and new records and values; with `path` and `skipped`.
@@ -128,8 +126,10 @@ def load_state(
         CheckpointError: the checkpoint is missing, deleted, damaged, half-written or of a newer format, or does not
             fit; every difference is listed. The same on every rank. Nothing has been changed, unless the disk fails
             after all checks, which the error reports.
-        ConfigError: no items, a name that is no identifier, or a wrong result of the transform.
+        ConfigError: no items, a name that is no identifier, a name in `only` of no item, or a wrong result of the
+            transform.
         NonFiniteError: a gradient of a deferred step was not finite; nothing has been changed, and a second call loads.
+        StepError: a block, such as `Ema.applied_to`, has replaced an item's weights; nothing has been changed.
 
     Examples:
         >>> path = accel.save_state(ctx, "runs/demo", {"model": model, "best": 0.25}, step=3)
@@ -137,8 +137,8 @@ def load_state(
         >>> loaded["best"]
         0.25
     """
-    options = LoadOptions(strict, cast, transform)
-    loaded = load_newest(ctx, path, lambda _: items, verify=verify, options=options, site=call_site())
+    options = LoadOptions(strict, cast, transform, only)
+    loaded = load_newest(ctx, path, items, verify=verify, options=options, site=call_site())
     if loaded is None:
         raise CheckpointError(
             "no checkpoint in this folder",
@@ -152,22 +152,26 @@ def load_state(
 def load_newest(
     ctx: DistContext,
     path: str | os.PathLike[str] | RemotePath,
-    items_for: Callable[[Manifest], Mapping[str, object]],
+    items: Mapping[str, object],
+    more_for: Callable[[Manifest], Mapping[str, object]] | None = None,
     *,
     verify: bool = True,
     options: LoadOptions,
     site: str,
     verb: str = "load_state",
 ) -> Loaded | None:
-    """Load as `load_state`, into items that may depend on the manifest; None where there is no checkpoint. Every rank
-    calls `items_for` with the agreed manifest, and again if another checkpoint takes its place."""
+    """Load as `load_state`, into items and more that depend on the manifest; None where there is no checkpoint. Every
+    rank calls `more_for` with the agreed manifest, and again if another checkpoint takes its place."""
     ctx.comm.settle()  # the error of a deferred step is not lost with the state that it left
-    folder, per_host, error = as_place(""), False, None
+    folder, per_host, error, chosen = as_place(""), False, None, items
     try:
         folder, per_host = folder_of(path)
+        chosen = chosen_items(items, options.only)
+        refuse_replaced_items(chosen, f"accel.{verb}")
     except Exception as failure:
         error = failure
-    call = Call(verb, f"verify {verify}\nstrict {options.strict}", site)
+    part = "" if options.only is None else f"\nonly {' '.join(map(str, options.only))}"
+    call = Call(verb, f"verify {verify}\nstrict {options.strict}{part}", site)
     hold = hold_on_hosts if per_host else hold_newest
     skipped = SkippedCheckpoints()
     while True:
@@ -175,9 +179,11 @@ def load_newest(
             if held is None:
                 return None
             loading = _Loading(ctx, held, verify, options, site, verb)
-            damage = loading.compare(items_for) or loading.check_bytes()
+            damage = loading.compare(chosen, more_for) or loading.check_bytes()
             if not damage:
-                return loading.apply()
+                loaded = loading.apply()
+                others = {name: item for name, item in items.items() if name not in loaded}  # left alone by `only`
+                return Loaded({**loaded, **others}, loaded.path, loaded.skipped)
             if held.is_own_choice:
                 skipped.add_held(held, damage)
 
@@ -214,7 +220,7 @@ class _Loading:
         self._bytes_of_files: list[int] = []
         self._matching: Matching | None = None
 
-    def compare(self, items_for: Callable[[Manifest], Mapping[str, object]]) -> str:
+    def compare(self, passed: Mapping[str, object], more_for: Callable[[Manifest], Mapping[str, object]] | None) -> str:
         """Compare items with the manifest, and open the files that this rank reads. Changes nothing. Returns the
         damage, the same on every rank, if another checkpoint may take this one's place; "" for none."""
 
@@ -222,7 +228,7 @@ class _Loading:
             saved = self._held.opened
             if isinstance(saved, CheckpointError):
                 return _Wish(damage=self._damage(saved))
-            items = items_for(saved.manifest)
+            items = passed if more_for is None else {**passed, **more_for(saved.manifest)}
             check_items(items, self._verb)
             self._matching = match_items(self._ctx, saved, items, self._options)
             wanted = self._matching.wanted()
@@ -277,13 +283,15 @@ class _Loading:
             raise
         with agreed(self._ctx.comm, self._call("copying")):
             matching.finish()
-        loaded = Loaded(matching.results(), self._held.place.path, matching.source.skipped.lines())
+        source = matching.source
+        skipped = Problems(found=[*source.skipped.found, *source.counted.found]).lines()
+        loaded = Loaded(matching.results(), self._held.place.path, skipped)
         for record in loaded.values():
             # A TrainState's methods have no context: guards find this one's marks by the loss scale.
             if isinstance(scaler := getattr(record, "scaler", None), LossScale):
                 self._ctx.comm.marks.watch(scaler)
         if self._ctx.is_main_process:
-            _report(self._verb, loaded)
+            _report(self._verb, loaded, [*source.skipped.lines(), *source.summaries], source.flags)
         return loaded
 
     def _call(self, step: str) -> Call:
@@ -350,7 +358,8 @@ class Matching:
                 source.problems.wrong_type(misfit.where, misfit.expected, misfit.got)
         if source.problems:
             raise source.problems.error(source.saved.path)
-        self.streams = rehearse_rng(source.ctx, source.saved, source.row)
+        if source.options.only is None:
+            self.streams = rehearse_rng(source.ctx, source.saved, source.row)
         return changes
 
     def finish(self) -> None:
@@ -369,7 +378,8 @@ class Matching:
             ) from failure
         if self.whole:
             engine_loaded(self.source.ctx, self.passed, self.whole)
-        apply_rng(self.source.ctx, self.source.saved, self.streams)
+        if self.source.options.only is None:
+            apply_rng(self.source.ctx, self.source.saved, self.streams)
         own = self._replaced()
         ended = (item for name, item in self.passed.items() if name not in own or isinstance(item, nn.Module))
         drop_gradients(ended)  # of a window that ends here; those of an engine's optimizers are gone by now
@@ -407,7 +417,7 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
     matching = Matching(source, passed, whole=whole)
     found = Problems()
     found.note(MISSING, (f"item {name}" for name in items.keys() - stored.keys()))
-    found.note(UNASKED, stored.keys() - items.keys())
+    found.note(UNASKED, stored.keys() - items.keys() if options.only is None else ())
     source.judge(found)
     for name in sorted(live.keys() & stored.keys(), key=lambda name: (handler_of(live[name]).loads_last, name)):
         if live[name] is None and stored_handler(stored[name]) is not VALUE:
@@ -421,10 +431,11 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
             result=passed[name],
             problems=Problems(options.cast),
         )
-        if _same_kind(load, live[name]):
+        same = _same_kind(load, live[name])
+        if same:
             load.compare()
-        source.judge(load.problems)
-        if not load.problems or handler.loads_partly:
+        source.judge_load(load)
+        if not load.problems or (same and handler.loads_partly):
             matching.loads.append(load)
     if source.problems:
         raise source.problems.error(saved.path)
@@ -464,14 +475,22 @@ def _check_taken(left: Sequence[Set[str]]) -> None:
         )
 
 
-def _report(verb: str, loaded: Loaded) -> None:
-    """Log a load. A resumed run reports it on stderr too, unless the script configures logging."""
+def _report(verb: str, loaded: Loaded, skipped: Sequence[str], flags: Sequence[str]) -> None:
+    """Log a load, and report it on stderr unless the script configures logging."""
     logger = logging.getLogger("accel.checkpoint")
-    if loaded.skipped:
-        lines = "".join(f"\n  {line}" for line in loaded.skipped)
+    if skipped:
+        lines = "".join(f"\n  {line}" for line in skipped)
         logger.warning("%s was not loaded in full, as strict=False:%s", loaded.path, lines)
+    for line in flags:
+        logger.info(line)
     logger.info("%s: loaded %s", verb, loaded.path)
-    if verb == "resume":
+    resumes = verb == "resume" or any(_is_position(value) for value in loaded.values())
+    if resumes:
         sys.audit("accel.checkpoint", str(loaded.path))  # for the launcher's last line
-    if verb == "resume" and not logger.hasHandlers():
-        print(f"accel: resumes from {loaded.path}", file=sys.stderr, flush=True)
+    if not logger.hasHandlers():
+        print(f"accel: {'resumes from' if resumes else 'loaded'} {loaded.path}", file=sys.stderr, flush=True)
+
+
+def _is_position(value: object) -> bool:
+    """Return whether a value is the position of a run: a cursor, or a record with one."""
+    return isinstance(value if isinstance(value, Cursor) else getattr(value, "cursor", None), Cursor)

@@ -280,6 +280,11 @@ def _load(*, live: nn.Module, name: str, source: CheckpointSource, **fields: Any
     return ModuleLoad(live=source.modules[name], name=name, source=source, **fields)
 
 
+def _live_tensors(live: nn.Module) -> list[torch.Tensor]:
+    reshard(live)
+    return [*live.parameters(), *live.buffers()]
+
+
 def _type_of(live: nn.Module) -> str:
     return type(unwrap_model(live)).__qualname__
 
@@ -301,6 +306,7 @@ MODULE = ItemHandler(
     is_part=True,
     is_staged=lambda _, live: is_divided(live),
     drop_gradients=clear_gradients,
+    tensors=_live_tensors,
     loads_partly=True,
 )
 

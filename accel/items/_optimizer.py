@@ -17,7 +17,7 @@ from accel.checkpoint._manifest import Item, has_records, is_object, tensors_in
 from accel.errors import CheckpointError
 from accel.errors._checks import with_article
 from accel.items import _packed_state
-from accel.items._packed_state import is_zero, local_optimizer
+from accel.items._packed_state import is_zero, local_optimizer, optimizer_change, with_own_flags
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, is_floating
 from accel.optim import MASTER, parameters_of
 from accel.parallel._leftovers import clear_parameters
@@ -148,21 +148,29 @@ def decode_optimizer(
     names: Names,
     tensors: Mapping[str, torch.Tensor],
     making: Making | None = None,
+    keeps: frozenset[str] | None = None,
 ) -> dict[str, Any]:
-    """Return a state dict in torch's form, for a live optimizer that fits and may keep the tensors."""
+    """Return a state dict in torch's form, for a live optimizer that fits and may keep the tensors.
+
+    `keeps`: parameters whose live state stays, of an optimizer that fits in part; its options without a stored value
+    stay too. None for one that fits.
+    """
     listed, where = named_parameters(optimizer, names), f"item {item}"
+    now = state_dict(optimizer)
     state: dict[int, Any] = {}
     for index, name in enumerate(listed):
-        if name in stored.state:
+        if keeps is not None and name in keeps and index in now["state"]:
+            state[index] = now["state"][index]
+        elif name in stored.state:
             path = f"{item}.state.{name}"
             entries = decode(stored.state[name], where, tensors, path, making)
             if not isinstance(entries, dict):
                 raise CheckpointError("not a state of a parameter", got=repr(entries), where=f"{where}, {name}")
             state[index] = _packed_state.put_together(cast("dict[str, Any]", entries), listed[name], path)
-    live = state_dict(optimizer)["param_groups"]
+    live = now["param_groups"]
     groups: list[dict[str, Any]] = []
     for i, (group, mine) in enumerate(zip(stored.groups, live, strict=True)):
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {} if keeps is None else dict(mine)
         for key, value in group.options.items():
             option = decode(value, where, tensors, f"{item}.param_groups[{i}].{key}", making)
             options[key] = _beside(option, mine.get(key))
@@ -214,6 +222,7 @@ class OptimizerLoad(ItemLoad):
         _owners: parameters of stored tensors.
         _packed: names of tensors that are parts of a packed one, and keep their dtype.
         _slots: live tensors to copy into, by the names of stored ones.
+        _keeps: parameters whose live state stays, of an optimizer that fits in part; None for one that fits.
     """
 
     live: torch.optim.Optimizer
@@ -221,6 +230,7 @@ class OptimizerLoad(ItemLoad):
     _owners: dict[str, _Owner] = field(default_factory=dict[str, _Owner])
     _packed: set[str] = field(default_factory=set[str])
     _slots: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    _keeps: frozenset[str] | None = None
 
     def compare(self) -> None:
         """Compare parameters and groups, and find the parameter of each stored tensor."""
@@ -230,11 +240,12 @@ class OptimizerLoad(ItemLoad):
         if self.name in source.parts:
             source.left |= {f"{self.name}: parameter {each}" for each in stored.params.keys() - listed.keys()}
             stored = stored.part(listed)
-        self._compare_parameters(stored, listed)
+        fitting = self._compare_parameters(stored, listed)
+        if self.problems and not source.options.strict:
+            stored = self._in_part(stored, listed, fitting)
         held = {id(parameter) for parameter in parameters_of([local_optimizer(self.live)])}
         state = {name: each for name, each in stored.state.items() if name in listed and id(listed[name]) in held}
         self._stored = stored = msgspec.structs.replace(stored, state=state)
-        self._compare_masters(state, listed)
         owned = {name: listed[name] for name in state if name in stored.params}
         for name, parameter in owned.items():
             owner = _Owner(parameter, stored.params[name].dtype)
@@ -246,6 +257,8 @@ class OptimizerLoad(ItemLoad):
 
     def read(self) -> Sequence[Change]:
         """Make the state, from new tensors and live ones."""
+        if self._keeps is not None and not self._stored.state and not any(each.options for each in self._stored.groups):
+            return []  # nothing fits
         tensors: dict[str, torch.Tensor] = {}
         for key in self.source.names_in(self.name, self._stored.encoded()):
             owner = self._owners.get(key)
@@ -260,7 +273,10 @@ class OptimizerLoad(ItemLoad):
         kept, names = Kept(), self.source.parameters
         if has_records(self._stored.encoded()):
             encode_optimizer(self.live, self.name, names, {}, kept)
-        state = decode_optimizer(self.live, self._stored, self.name, names, tensors, self.source.making(kept))
+        making = self.source.making(kept)
+        state = decode_optimizer(self.live, self._stored, self.name, names, tensors, making, self._keeps)
+        state, kept_flags = with_own_flags(self.live, state)
+        self.source.flags += [f"{self.name}: {line}" for line in kept_flags]
         wrapper = cast("torch.optim.Optimizer", self.result)
         return [optimizer_change(f"item {self.name}", self.live, wrapper, state)]
 
@@ -270,12 +286,17 @@ class OptimizerLoad(ItemLoad):
         except msgspec.ValidationError as error:
             raise CheckpointError(f"not an optimizer's state: {error}", where=f"item {self.name}") from error
 
-    def _compare_parameters(self, stored: OptimizerValue, listed: Mapping[str, torch.Tensor]) -> None:
+    def _compare_parameters(self, stored: OptimizerValue, listed: Mapping[str, torch.Tensor]) -> set[str]:
+        """Compare parameters, groups and master weights; return the parameters whose state fits."""
         problems, title = self.problems, f"{self.name}: parameter "
         problems.compare_names(listed.keys(), stored.params.keys(), title)
+        fitting = set[str]()
         for name in listed.keys() & stored.params.keys():
             old = stored.params[name]
-            problems.compare_tensor(f"{title}{name}", facts(listed[name]), (old.dtype, old.shape))
+            fits = problems.compare_tensor(f"{title}{name}", facts(listed[name]), (old.dtype, old.shape))
+            follows = self._follows_master(name, listed[name], stored.state.get(name))
+            if fits and follows:
+                fitting.add(name)
         by_id = {id(p): name for name, p in listed.items()}
         groups = [{by_id[id(p)] for p in group["params"]} for group in self.live.param_groups]
         stored_groups = [set(group.params) for group in stored.groups]
@@ -284,13 +305,36 @@ class OptimizerLoad(ItemLoad):
             expected, got = f"groups of {sizes[0]}", f"other groups, of {sizes[1]}"
             problems.wrong_type(f"{self.name}: groups of parameters", expected, got)
         problems.compare_names(set[str](), stored.state.keys() - stored.params.keys(), f"{self.name}: state of ")
+        return fitting
 
-    def _compare_masters(self, state: Mapping[str, Any], listed: Mapping[str, torch.Tensor]) -> None:
-        """Note master weights that this run would neither step nor follow."""
-        for name, entries in state.items():
-            if is_object(entries) and MASTER in entries and not has_wide_gradient(listed[name]):
-                expected = "none, as this run's precision has none: Precision(master_weights='fp32')"
-                self.problems.wrong_type(f"{self.name}: master weights of {name}", expected, "float32 copies")
+    def _in_part(self, stored: OptimizerValue, listed: Mapping[str, torch.Tensor], fitting: set[str]) -> OptimizerValue:
+        """Return what fits of a stored state, in the live groups, and summarize it: the state of `fitting` parameters,
+        and options of groups that hold the same of the parameters on both sides."""
+        both = listed.keys() & stored.params.keys()
+        if any(name.isdigit() for name in both):  # positions, which mean other parameters where their number differs
+            both = fitting = set[str]()
+        names = {id(parameter): name for name, parameter in listed.items()}
+        groups: list[ParameterGroup] = []
+        for group in self.live.param_groups:
+            own = tuple(names[id(parameter)] for parameter in group["params"])
+            common = both.intersection(own)
+            same = (each.options for each in stored.groups if common and common == both.intersection(each.params))
+            groups.append(ParameterGroup(own, next(same, dict[str, Any]())))
+        state = {name: each for name, each in stored.state.items() if name in fitting}
+        taken = sum(bool(group.options) for group in groups)
+        self._keeps = frozenset(listed.keys() - fitting)
+        loaded = f"loaded {len(state)} of {len(stored.state)} states, and options of {taken} of {len(groups)} groups"
+        kept = f"{len(self._keeps)} of {len(listed)} parameters and {len(groups) - taken} groups keep their live values"
+        self.summary = f"{self.name}: {loaded}; {kept}"
+        return OptimizerValue(tuple(groups), {name: stored.params[name] for name in fitting}, state, stored.rest)
+
+    def _follows_master(self, name: str, parameter: torch.Tensor, state: object) -> bool:
+        """Return whether this run steps or follows a parameter's stored master weights, if any; note a difference."""
+        if not is_object(state) or MASTER not in state or has_wide_gradient(parameter):
+            return True
+        expected = "none, as this run's precision has none: Precision(master_weights='fp32')"
+        self.problems.wrong_type(f"{self.name}: master weights of {name}", expected, "float32 copies")
+        return False
 
     def _fits(self, slot: torch.Tensor, key: str, owner: _Owner) -> bool:
         return slot.dtype == self._state_dtype(key, owner) and tuple(slot.shape) == self.source.facts(key)[1]
@@ -356,52 +400,10 @@ OPTIMIZER = ItemHandler(
     is_part=True,
     is_staged=lambda ctx, _: ctx.axis("pp").size > 1,  # a pipeline divides all optimizers of its mesh
     is_divided=is_zero,
+    loads_partly=True,
     drop_gradients=lambda live: clear_parameters(parameters_of([live])),
+    tensors=lambda live: parameters_of([live]),
 )
-
-
-def optimizer_change(
-    where: str, live: torch.optim.Optimizer, wrapper: torch.optim.Optimizer, state: dict[str, Any]
-) -> Change:
-    """Return the change that puts a state in torch's form into an optimizer; `live` is the one inside of the passed
-    `wrapper`."""
-    both = {id(each): each for each in (live, local_optimizer(live))}.values()
-    before = [(each, {"state": each.state, "param_groups": each.param_groups}) for each in both]
-
-    def apply() -> None:
-        if is_zero(live):
-            _packed_state.load_state_dict(live, state)
-        else:
-            live.load_state_dict(state)
-        _restore_dtypes(live, state)
-        _follow(wrapper)
-
-    def undo() -> None:
-        for optimizer, held in before:  # a load replaces these, and never changes them
-            optimizer.__dict__.update(held)
-        _follow(wrapper)
-
-    return Change(where, apply, undo)
-
-
-def _restore_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Restore the dtypes of loaded state: torch casts floating state to the parameter's dtype, which loses bits."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    held = local_optimizer(optimizer).state
-    for index, entries in state["state"].items():
-        live = held.get(params[index], {})  # nothing of what another rank holds
-        for key, value in entries.items():
-            if isinstance(value, torch.Tensor) and key in live and live[key].dtype != value.dtype:
-                live[key] = value.to(live[key].device)
-
-
-def _follow(wrapper: object) -> None:
-    """Update references of an optimizer's wrappers to its state. Mutates them."""
-    held = getattr(wrapper, "optimizer", None)
-    if isinstance(wrapper, torch.optim.Optimizer) and isinstance(held, torch.optim.Optimizer):
-        _follow(held)
-        for name in vars(wrapper).keys() & {"state", "param_groups"}:
-            vars(wrapper)[name] = getattr(held, name)
 
 
 def _loadable_in_place(

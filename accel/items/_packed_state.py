@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of optimizers that is no plain tensor by parameter: blocks of codes of torchao, and shares of torch's ZeRO."""
+"""State of optimizers that is no plain tensor by parameter: blocks of codes of torchao, and shares of torch's ZeRO; and
+the change that puts a loaded state into an optimizer, which keeps its own flags of performance."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 
 from accel.errors import CheckpointError, MissingExtraError
+from accel.items._source import Change
 from accel.optim import parameters_of
 from accel.storage import dtype_name
 from accel.tensors import dtensor_like, is_dtensor, local_part
@@ -199,3 +201,64 @@ def _places(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 def _indexed(groups: list[dict[str, Any]], place: dict[int, int]) -> list[dict[str, Any]]:
     params = [group["params"] for group in groups]
     return [group | {"params": [place[id(each)] for each in of]} for group, of in zip(groups, params, strict=True)]
+
+
+# They choose a kernel and not a result, so that they are the script's.
+_FLAGS = ("fused", "foreach", "capturable", "differentiable")
+
+
+def with_own_flags(live: torch.optim.Optimizer, state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a state in torch's form with the live groups' flags of performance, and a line for each difference."""
+    lines = dict[str, None]()
+    groups = list[dict[str, Any]]()
+    for stored, group in zip(state["param_groups"], live.param_groups, strict=True):
+        own = {key: group[key] for key in _FLAGS if key in group}
+        for key, value in own.items():
+            if key in stored and stored[key] != value:
+                lines[f"{key}={value} of the script stays; the checkpoint has {stored[key]}"] = None
+        groups.append({**stored, **own})
+    return {**state, "param_groups": groups}, list(lines)
+
+
+def optimizer_change(
+    where: str, live: torch.optim.Optimizer, wrapper: torch.optim.Optimizer, state: dict[str, Any]
+) -> Change:
+    """Return the change that puts a state in torch's form into an optimizer; `live` is the one inside of the passed
+    `wrapper`."""
+    both = {id(each): each for each in (live, local_optimizer(live))}.values()
+    before = [(each, {"state": each.state, "param_groups": each.param_groups}) for each in both]
+
+    def apply() -> None:
+        if is_zero(live):
+            load_state_dict(live, state)
+        else:
+            live.load_state_dict(state)
+        _restore_dtypes(live, state)
+        _follow(wrapper)
+
+    def undo() -> None:
+        for optimizer, held in before:  # a load replaces these, and never changes them
+            optimizer.__dict__.update(held)
+        _follow(wrapper)
+
+    return Change(where, apply, undo)
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Restore the dtypes of loaded state: torch casts floating state to the parameter's dtype, which loses bits."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    held = local_optimizer(optimizer).state
+    for index, entries in state["state"].items():
+        live = held.get(params[index], {})  # nothing of what another rank holds
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and key in live and live[key].dtype != value.dtype:
+                live[key] = value.to(live[key].device)
+
+
+def _follow(wrapper: object) -> None:
+    """Update references of an optimizer's wrappers to its state. Mutates them."""
+    held = getattr(wrapper, "optimizer", None)
+    if isinstance(wrapper, torch.optim.Optimizer) and isinstance(held, torch.optim.Optimizer):
+        _follow(held)
+        for name in vars(wrapper).keys() & {"state", "param_groups"}:
+            vars(wrapper)[name] = getattr(held, name)

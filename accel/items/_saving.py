@@ -20,7 +20,7 @@ from accel.checkpoint._manifest import Item, step_of
 from accel.checkpoint._retention import check_keep, check_metrics
 from accel.checkpoint._save import save
 from accel.checkpoint._snapshot import Content
-from accel.comm import Call, call_site, shared_failure
+from accel.comm import Call, call_site, refuse_replaced_memory, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, NonFiniteError
 from accel.errors._checks import check_choice
@@ -30,6 +30,7 @@ from accel.items._kinds import (
     check_items,
     divided_names,
     handler_of,
+    refuse_replaced_items,
     stored_handler,
     with_engine_state,
     without_parts,
@@ -174,6 +175,7 @@ def save_state(
             the disk failed; the same on every rank, nothing has changed.
         NonFiniteError: a tensor on any rank is not finite; the same on every rank, nothing has changed. In mode
             "async", `result` raises it. Or a gradient of a deferred step was not finite.
+        StepError: a block, such as `Ema.applied_to`, has replaced an item's weights; nothing has changed.
         CollectiveMismatch: ranks passed other steps or differently shaped items.
 
     Examples:
@@ -198,8 +200,11 @@ def save_state(
         rule = check_keep(keep)
         rated = check_metrics(metrics, rule)
         check_items(items, "save_state")
+        refuse_replaced_items(items, "accel.save_state")
         items = with_engine_state(ctx, items)
         content = capture(ctx, items, transform)
+        for name, tensor in {**content.own, **content.main, **content.loose}.items():  # of values and other objects
+            refuse_replaced_memory([tensor], "accel.save_state", f"accel.save_state, {name}")
         if mode == "sync" and not allow_non_finite:
             check_finite(content)
         trainable = [name for name, item in items.items() if isinstance(item, TrainableOnly)]

@@ -67,6 +67,7 @@ class LoadOptions:
     strict: bool
     cast: bool
     transform: LoadTransform | None
+    only: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +223,9 @@ class CheckpointSource:
         types: types of the live items and of accel's own records, by which stored records are made.
         problems: differences that are errors.
         skipped: differences that `strict=False` allows.
+        counted: allowed differences of items with a summary, which the log has in place of them.
+        summaries: a line for each item that was loaded in part.
+        flags: lines on flags of performance that stay the script's.
         left: entries of `Part`s that this rank does not load.
         bases: stored digests and this rank's sums of sharded frozen parameters, by name.
         rows: rows of ranks, once they have been read: this rank's, or all of another number of ranks on rank 0.
@@ -237,6 +241,9 @@ class CheckpointSource:
     types: Sequence[type]
     problems: Problems = field(default_factory=Problems)
     skipped: Problems = field(default_factory=Problems)
+    counted: Problems = field(default_factory=Problems)
+    summaries: list[str] = field(default_factory=list[str])
+    flags: list[str] = field(default_factory=list[str])
     left: set[str] = field(default_factory=set[str])
     bases: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
     rows: Sequence[Row] = ()
@@ -254,6 +261,14 @@ class CheckpointSource:
     def judge(self, found: Problems) -> None:
         """Take differences as errors, or as skipped unless the load is strict."""
         (self.problems if self.options.strict else self.skipped).found.extend(found.found)
+
+    def judge_load(self, load: ItemLoad) -> None:
+        """Judge the differences of an item; one with a summary is counted in the log."""
+        if not load.summary:
+            self.judge(load.problems)
+            return
+        self.counted.found.extend(load.problems.found)
+        self.summaries.append(load.summary)
 
     def facts(self, key: str) -> Facts:
         """Return a stored tensor's dtype and shape."""
@@ -340,6 +355,7 @@ class ItemLoad(ABC):
         problems: differences, found by `compare`.
         wanted: entries that this rank reads.
         copies: live tensors, each with the name of the stored one to copy at the end.
+        summary: with strict=False, counts of what was loaded in part, for the log; "" for none.
     """
 
     name: str
@@ -349,6 +365,7 @@ class ItemLoad(ABC):
     problems: Problems
     wanted: list[Wanted] = field(default_factory=list[Wanted])
     copies: list[tuple[torch.Tensor, str]] = field(default_factory=list[tuple[torch.Tensor, str]])
+    summary: str = ""
 
     @abstractmethod
     def compare(self) -> None:
@@ -385,6 +402,7 @@ class ItemHandler(msgspec.Struct, frozen=True, kw_only=True):
         is_staged: whether a pipeline divides a live item; None where none does.
         is_divided: whether ranks hold other parts of a live item for another reason; None where they never do.
         drop_gradients: drops the gradients of a live item; None where there are none.
+        tensors: lists the live tensors of an item, or those that an optimizer steps; None where its state shows them.
         loads_last: whether its changes come after those of other kinds, as they are not undone.
         loads_partly: whether what fits is loaded where the rest does not, with strict=False.
     """
@@ -401,6 +419,7 @@ class ItemHandler(msgspec.Struct, frozen=True, kw_only=True):
     is_staged: Callable[[DistContext, Any], bool] | None = None
     is_divided: Callable[[Any], bool] | None = None
     drop_gradients: Callable[[Any], None] | None = None
+    tensors: Callable[[Any], Iterable[torch.Tensor]] | None = None
     loads_last: bool = False
     loads_partly: bool = False
 

@@ -10,9 +10,11 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from accel.checkpoint._encoding import Kept, encode
-from accel.checkpoint._manifest import Item
+from accel.checkpoint._manifest import Item, is_list, is_object
+from accel.comm import refuse_replaced_memory
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, fields_in, join_fields
 from accel.tensors import dtensor_like, is_dtensor, local_part
 
@@ -50,10 +52,16 @@ class StatefulLoad(ItemLoad):
     _kept: Kept = field(default_factory=Kept)
 
     def compare(self) -> None:
-        """Compare the tensors in both states; the object itself judges the rest."""
+        """Compare the tensors in both states, and the groups of schedulers; the object itself judges the rest."""
         self._before = self.live.state_dict()
         encode(self._before, self.name, self._tensors, self._kept)
+        refuse_replaced_memory(self._tensors.values(), "accel.load_state", f"item {self.name}")
         self._stored = self._own_part() if self.name in self.source.parts else self.item.value
+        if isinstance(self.live, LRScheduler) and not self.source.options.strict:
+            old = _groups_of(self._stored)
+            now = _groups_of(self._before)
+            if old != now:
+                self.source.skipped.wrong_type(f"{self.name}: values of groups", f"{now} groups", f"{old} groups")
         names = self.source.names_in(self.name, self._stored)
         self.wanted = self.source.want(names, self._tensors)
         for key in names & self._tensors.keys():
@@ -63,6 +71,8 @@ class StatefulLoad(ItemLoad):
     def read(self) -> Sequence[Change]:
         """Make the state."""
         state = self.source.decode(self.name, self._stored, self._tensors, self._kept)
+        if isinstance(self.live, LRScheduler) and not self.source.options.strict:
+            state = _with_live_groups(state, self._before)
         put = self.live.load_state_dict
         is_part = self.name in self.source.parts
         before = _copies(self._before) if is_part else copy.deepcopy(self._before)
@@ -86,6 +96,27 @@ STATEFUL = ItemHandler(
     join=join_fields,
     is_part=True,
 )
+
+
+def _with_live_groups(stored: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
+    """Return a scheduler's stored state, with the live lists of a value for each group where the number differs."""
+    sizes = [_groups_of(stored), _groups_of(live)]
+    found = dict(stored)
+    for key in stored.keys() & live.keys():
+        values = stored[key], live[key]
+        if not all(map(is_list, values)):
+            continue
+        if [len(each) for each in values] == sizes and sizes[0] != sizes[1]:
+            found[key] = live[key]
+        elif all(is_object(each) for value in values for each in value):  # schedulers inside of one
+            found[key] = [_with_live_groups(*pair) for pair in zip(*values, strict=False)]
+    return found
+
+
+def _groups_of(state: Any) -> int:
+    """Return the number of parameter groups of a scheduler's state."""
+    rates = state.get("_last_lr") if is_object(state) else None
+    return len(rates) if is_list(rates) else 0
 
 
 def _copies(state: dict[str, Any]) -> dict[str, Any]:

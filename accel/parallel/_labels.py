@@ -69,6 +69,12 @@ def heir_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return heir
 
 
+def current_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter, or its replacement in the model."""
+    heir = heir_of(parameter)
+    return parameter if heir is None else heir
+
+
 def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
     """Refuse parameters whose gradients ranks cannot have exchanged, by name. No communication."""
     unused: list[str] = []

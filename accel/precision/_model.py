@@ -146,6 +146,12 @@ def apply_precision(ctx: DistContext, model: M) -> M:
     return model
 
 
+def planned_formats(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
+    """Return the dtypes that `apply_precision` will give to parameters, by `id`; of those that it converts."""
+    spared = matched(model, precision.fp32_modules, "Precision.fp32_modules")
+    return {id(parameter): dtype for _, parameter, dtype in _formats(model, precision, spared)}
+
+
 def _formats(model: nn.Module, precision: Precision, spared: set[str]) -> list[tuple[str, nn.Parameter, torch.dtype]]:
     """List parameters to convert, each once; of modules that share one, the wider format wins."""
     wanted: dict[int, torch.dtype] = {}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel.comm import refuse_replaced, replaced
 from accel.comm._group import find_mark
 from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import check_choice, check_kind
 from accel.items._module import clean_name, reshard
+from accel.optim import parameters_of
 from accel.parallel._modules import emptied_by, follow_stages, is_pipelined, stage_modules, unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import FORMATS, mesh_of, placements_of
@@ -37,8 +40,9 @@ class TwoModes(Protocol):
 def evaluating(*objects: nn.Module | Optimizer) -> Generator[None]:
     """Evaluate in this block: models in eval mode, with the averaged weights of schedule-free optimizers.
 
-    Pass the optimizers too; only schedule-free ones change. Save a model for inference in this block, and the state of
-    a run outside of it. Afterwards every submodule and optimizer is in its former mode. No communication.
+    Pass the optimizers too; only schedule-free ones change. Save a model for inference in this block, by `save_model`.
+    While averaged weights are in place, steps, saves and loads of them are errors. Afterwards every submodule and
+    optimizer is in its former mode. No communication.
 
     Args:
         objects: models and optimizers.
@@ -56,23 +60,25 @@ def evaluating(*objects: nn.Module | Optimizer) -> Generator[None]:
     # stages of a pipeline have copies of the modules around their own
     roots = [root for model in models for root in (model, *stage_modules(model))]
     trained = [module for root in roots for module in root.modules() if module.training]
-    switched = [each for each in objects if isinstance(each, TwoModes) and _trains(each)]
+    switched = [each for each in objects if isinstance(each, Optimizer) and _trains(each)]
     try:
         for model in models:
             _ = model.eval()
         for optimizer in switched:
-            _ = optimizer.eval()
-        yield
+            _ = cast(TwoModes, optimizer).eval()
+        with replaced(parameters_of(switched), "evaluating", "accel.evaluating(model, optimizer)"):
+            yield
     finally:
         # Not `model.train()`: modules that the user keeps in evaluation, such as frozen norms, stay so.
         for module in trained:
             module.training = True
         for optimizer in switched:
-            _ = optimizer.train()
+            _ = cast(TwoModes, optimizer).train()
 
 
-def _trains(each: object) -> bool:
-    return isinstance(each, Optimizer) and bool(each.param_groups[0].get("train_mode", True))
+def _trains(each: Optimizer) -> bool:
+    """Return whether an optimizer has both modes, and is in that for training."""
+    return isinstance(each, TwoModes) and bool(each.param_groups[0].get("train_mode", True))
 
 
 _torch = cast(Any, torch)  # the operations on lists have no public names
@@ -139,6 +145,7 @@ class Ema(nn.Module):
 
         Raises:
             PrepareError: another model, or one that was prepared after the average was made.
+            StepError: a block, such as `applied_to`, has replaced the model's weights.
             ConfigError: a model of steps with `nonfinite="defer"`.
         """
         if step is not None and step.stepped is False:
@@ -154,6 +161,7 @@ class Ema(nn.Module):
         # `updates` is on the CPU, so this does not wait for the device.
         weight = 1 - ema_decay(int(self.updates), self.decay, warmup=self.warmup)
         pairs = self._pairs(model)
+        refuse_replaced((live for _, live in pairs), "Ema.update_")
         with torch.no_grad():
             # One kernel for all tensors of a kind; where dtypes differ, each needs a conversion of its own.
             same = [pair for pair in pairs if pair[0].dtype == pair[1].dtype and _averaged(pair[0])]
@@ -171,10 +179,12 @@ class Ema(nn.Module):
         """Put the averaged weights into the model for the block; its own weights return at the end, also after an
         error.
 
-        Changes of the weights in the block are lost. Takes the memory of a copy of them. No communication.
+        In the block, evaluate, generate, and save the averaged model by `save_model` or `get_state_dict`. Steps, saves
+        and loads of the weights or of this average are errors there. Takes the memory of a copy of the weights. No
+        communication.
 
         Raises:
-            PrepareError: as `update_`.
+            PrepareError: another model, as in `update_`.
         """
         pairs = self._pairs(model)
         averages = [average.detach() for average, _ in pairs]
@@ -182,14 +192,15 @@ class Ema(nn.Module):
         # The copy is this block's until its end; the averages are copied in, not swapped, as optimizers hold the
         # tensors.
         own = [each.clone() for each in live]
-        try:
-            _copy(averages, live)
-            yield
-        finally:
-            # A forward in the block may have left shards gathered: a later one would compute with the gathered
-            # averages.
-            reshard(model)
-            _copy(own, live)
+        with replaced(itertools.chain(*pairs), "applied_to", "ema.applied_to(model)"):
+            try:
+                _copy(averages, live)
+                yield
+            finally:
+                # A forward in the block may have left shards gathered: a later one would compute with the gathered
+                # averages.
+                reshard(model)
+                _copy(own, live)
 
     def _live(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the model's tensors with an average."""

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from accel.comm import summed
+from accel.comm import refuse_replaced, summed
 from accel.context import DistContext, group_of
 from accel.context._dist_context import check_context
 from accel.data import SampleCount
@@ -197,6 +197,8 @@ class ExpertLoad:
         """
         check_context(ctx, "load.update_(ctx, state)")
         self._check_full(step)
+        biases = [getattr(each.holder, self._bias) for each in self._layers.values() if each.holder is not None]
+        refuse_replaced(biases, f"{_WHERE}.update_")
         counts = {path: each.counts for path, each in self._layers.items()}
         group = group_of(ctx, *WITH_OWN_TOKENS)
         if group is not None and counts:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel.comm import replaced
 from accel.context import DistContext, context_first
 from accel.data import StreamLoader
 from accel.data._batches import Batch, batches
@@ -226,14 +227,15 @@ def rewound(ctx: DistContext, model: nn.Module, optimizers: Sequence[Optimizer])
     """
     reshard(model)
     every = list(_all_optimizers(optimizers))
+    stepped = list(_stepped(model, every))
     with torch.no_grad():
         restores = [*map(_module, model.modules()), *map(_optimizer, every)]
-        restores += [_kept(each) for each in _stepped(model, every)]
+        restores += map(_kept, stepped)
         # Gradients that no optimizer clears; DDP's are views on memory that each backward writes.
         grads = [(each, _kept(each.grad)) for each in model.parameters() if each.grad is not None]
     clear_gradients(model)
     try:
-        with isolated_rng(ctx.device):
+        with isolated_rng(ctx.device), replaced(stepped, "find_lr", "accel.schedules.find_lr", steps=True):
             yield
     finally:
         # An error may have left shards gathered, gradients of half a window, and figures of its batches.

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.optim import Optimizer
 
-from accel.comm import Call, agreed
+from accel.comm import Call, agreed, refuse_replaced
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, NonFiniteError, StepError
 from accel.errors._checks import check_choice
@@ -44,7 +44,8 @@ def fused_step(
     Raises:
         ConfigError: a parameter that is not sharded on more ranks than one, fp16, or an optimizer that cannot step a
             single parameter.
-        StepError: gradients of an earlier backward are left, or a parameter got two in this one.
+        StepError: gradients of an earlier backward are left, a parameter got two in this one, or a block, such as
+            `Ema.applied_to`, has replaced the weights.
         NonFiniteError: on all ranks. A loss is not finite, and nothing was changed; or a gradient is not finite, its
             parameter was not changed, and the error has the number of parameters stepped before.
 
@@ -52,6 +53,7 @@ def fused_step(
         arXiv:2306.09782; torch.Tensor.register_post_accumulate_grad_hook.
     """
     groups = _checked(ctx, optimizer)
+    refuse_replaced(parameters_of([optimizer]), "accel.training.fused_step")
     check_choice(nonfinite, get_args(_POLICIES), "unknown policy", where="nonfinite=")
     looks = nonfinite == "raise"
     call = Call("fused_step", ordered=False)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, cast, overload
 
@@ -24,19 +23,14 @@ from accel.errors._checks import check_kind, with_article
 from accel.items._packed_state import is_zero
 from accel.optim import parameters_of
 from accel.parallel._engines import engine_of
-from accel.parallel._labels import heir_of, is_dropped, name_of
+from accel.parallel._labels import current_parameter, heir_of, is_dropped, name_of
 from accel.parallel._modules import unwrap_model
 from accel.parallel._prepare_model import check_model, compile_as_set, prepare_model, refuse_plan, replaces_parameters
 from accel.parallel._refused import check_sparse
 from accel.precision import apply_precision
 from accel.tensors import has_wide_gradient, is_dtensor, is_half, is_offloaded
-from accel.topology import Plan, data_dimension
-
-
-def current_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter, or its replacement in the model."""
-    heir = heir_of(parameter)
-    return parameter if heir is None else heir
+from accel.topology import Plan
+from accel.training._narrow import check_narrow
 
 
 def drop_others(optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -84,28 +78,6 @@ def check_masters(optimizer: Optimizer) -> None:
             expected="another optimizer, for Precision(master_weights=)",
             where="prepare_optimizer",
             fix='Pass strategy="fsdp" and precision="bf16": every rank then has a share of float32 parameters.',
-        )
-
-
-def tell_narrow(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
-    """Log on rank 0 that optimizers step shards in 16 bits, where others' FSDP makes float32 ones of such a model.
-
-    A precision that sets the format of parameters is deliberate, and other strategies leave parameters as they are.
-    """
-    narrow = ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None
-    if not narrow or data_dimension(ctx.strategy) != "shard" or not ctx.is_main_process:
-        return
-    found = [each for each in parameters_of(optimizers) if each.requires_grad and is_half(each)]
-    if found:
-        logging.getLogger("accel.training").warning(
-            "the optimizer steps %d parameters in %s, such as %s, and keeps its state so: steps below 1/256 of a "
-            "weight are lost. For float32 weights, gathered and computed in 16 bits, load the model in float32 or pass "
-            'precision=accel.precision.Precision(compute="%s", params="fp32"). If 16 bits are meant, pass '
-            'precision="pure-bf16".',
-            len(found),
-            str(found[0].dtype).removeprefix("torch."),
-            name_of(found[0]) or f"one of shape {list(found[0].shape)}",
-            ctx.precision.compute,
         )
 
 
@@ -188,8 +160,9 @@ def prepare(ctx: DistContext, /, *objects: Net | Data | Kept, plan: Plan | None 
 def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, example: Any = None) -> Any:
     """Prepare models, optimizers, schedulers and loaders, and return them in the order given. A collective.
 
-    Under the strategy `fsdp` the optimizers take the shards of the models' parameters. Shards in 16 bits that a
-    precision such as "bf16" does not ask for are logged once, by the logger `accel.training`, with the ways out.
+    Under the strategy `fsdp` the optimizers take the shards of the models' parameters. Optimizers step float32
+    parameters. Those in fp16 are refused. Those in bf16 that the precision does not ask for are logged once, by the
+    logger `accel.training`, with both fixes. An optimizer with float32 copies or stochastic rounding may step either.
 
     Args:
         ctx: the context.
@@ -206,8 +179,9 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, exampl
         keep their types. Models after other objects, or more than five objects, come back as `Any`.
 
     Raises:
-        PrepareError: an object of another kind; an optimizer of other parameters than the models', or with state of
-            parameters to be sharded; a scheduler of another optimizer. Nothing has been changed then.
+        PrepareError: an object of another kind; an optimizer of other parameters than the models', with state of
+            parameters to be sharded, or of parameters in fp16; a scheduler of another optimizer. Nothing has been
+            changed then.
         DeviceError, PrepareError, DataError: as `prepare_model` and `prepare_loader`.
         ContextClosedError: the context is closed.
 
@@ -245,7 +219,6 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, exampl
             for each in loaded
         ]
         prepared = [_prepare_stepped(ctx, each) for each in models]
-        tell_narrow(ctx, [each for each in prepared if isinstance(each, Optimizer)])
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
 
@@ -262,10 +235,11 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
 
     Raises:
         DeviceError: a parameter on another device.
-        PrepareError: the optimizer has state of parameters that were sharded since.
+        PrepareError: the optimizer has state of parameters that were sharded since, or steps weights in fp16.
     """
     ctx.comm.check_open()
     check_state(optimizer, (each for each in parameters_of([optimizer]) if heir_of(each) is not None))
+    _check_narrow(ctx, [optimizer])
     for group in optimizer.param_groups:
         drop_others(optimizer, group)
         # In place: whoever else holds the group's list gets the parameters of now, too.
@@ -307,9 +281,15 @@ def _convert_models(ctx: DistContext, objects: tuple[Any, ...], plan: Plan | Non
     for each in models:
         check_model(ctx, each, plan, example=example)
     _check_replaced(ctx, objects)
+    _check_narrow(ctx, [each for each in objects if isinstance(each, Optimizer)], models)
     for each in models:
         apply_precision(ctx, unwrap_model(each))
     _check_optimizers(objects)  # fp8 may have put other parameters into a model
+
+
+def _check_narrow(ctx: DistContext, optimizers: Sequence[Optimizer], models: Sequence[nn.Module] = ()) -> None:
+    if any(is_half(current_parameter(each)) for each in parameters_of(optimizers)):
+        check_narrow(ctx, optimizers, models)
 
 
 def _prepare_stepped(ctx: DistContext, each: Any) -> Any:

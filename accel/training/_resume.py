@@ -59,16 +59,16 @@ def resume(
         0
     """
 
-    def items_for(manifest: Manifest) -> Mapping[str, object]:
+    def state_for(manifest: Manifest) -> Mapping[str, object]:
         names = _names(manifest)
         # Before anything is loaded: data in another order would go on from a position that means nothing in it.
         _check_seed(manifest, names, start)
         parts = {"": start, "cursor": start.cursor, "accum": start.accum, "scaler": start.scaler}
-        return {**items, **{name: parts[part] for part, name in names.items()}}
+        return {name: parts[part] for part, name in names.items()}
 
     _check_items(items, start)
     options = LoadOptions(strict=True, cast=False, transform=None)
-    loaded = load_newest(ctx, out, items_for, options=options, site=call_site(), verb="resume")
+    loaded = load_newest(ctx, out, items, state_for, options=options, site=call_site(), verb="resume")
     if loaded is None:
         return start
     state = _with_settings(_joined(loaded), start)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from accel import xla
+from accel.comm import refuse_replaced
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_choice
@@ -291,8 +292,8 @@ def optimizer_step(
         The next state, with `stepped` and `grad_norm`; for the parts, a `StepResult`.
 
     Raises:
-        StepError: calls out of order, a parameter took no part in the loss, or held a gradient before the window
-            began; nothing was changed.
+        StepError: calls out of order, a parameter took no part in the loss, held a gradient before the window began, or
+            has other values in a block, such as `Ema.applied_to`; nothing was changed.
         NonFiniteError: by the policy `nonfinite`, on every rank; parameters and gradients did not change. Or a deferred
             step before this one was left out.
         ConfigError: an option outside its range, a scheduler or optimizer that needs an argument to step, a scheduler
@@ -428,9 +429,10 @@ def _stepped(scheduler: LRScheduler) -> Iterator[LRScheduler]:
 
 
 def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation | None) -> None:
-    """Raise if the launcher's settings have no effect, or the window began with gradients."""
+    """Raise if settings have no effect, a block has replaced the weights, or the window began with gradients."""
     if ctx.launched or ctx.position.opened:
         check_settings(ctx, accum, optimizers)
+    refuse_replaced(parameters_of(optimizers), "accel.optimizer_step")
     if accum is not None:
         refuse_leftovers(ctx, optimizers)
 

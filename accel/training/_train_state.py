@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import nn
 
+from accel.comm import refuse_replaced
 from accel.comm._group import find_mark
 from accel.context import DistContext, context_first
 from accel.data import SampleCount
@@ -277,6 +278,7 @@ def discard(state: TrainState, *models: nn.Module) -> TrainState:
 
     Raises:
         ConfigError: no model.
+        StepError: a block, such as `Ema.applied_to`, has replaced a model's weights.
 
     Examples:
         >>> ctx, model = accel.single(), torch.nn.Linear(2, 1)
@@ -292,6 +294,8 @@ def discard(state: TrainState, *models: nn.Module) -> TrainState:
             where="discard",
             fix="state = accel.training.discard(state, model)",
         )
+    for at, model in enumerate(models):
+        refuse_replaced(model.parameters(), "accel.training.discard", f"discard, model {at + 1}")
     clear_gradients(*models)
     return _replaced(state, accum=state.accum.reset(), valid=None)
 

@@ -45,7 +45,10 @@ with accel.session() as ctx:
         state = accel.resume(ctx, "run", {{"model": model}}, start)
         if state is start:
             accel.save_state(ctx, "run", {{"model": model, "state": state}}, step=3)
+    accel.load_state(ctx, "run", {{"model": model, "state": start}})
+    accel.load_state(ctx, "run", {{"model": model, "state": None}})
 """)
     with script_ranks(script, [{}], tmp_path, folder=tmp_path) as (rank,):
         assert rank.wait(120) == 0, rank.said()
-        assert rank.said() == ("" if setup else "accel: resumes from run/step-00000003\n")
+        resumes, loads = "accel: resumes from run/step-00000003\n", "accel: loaded run/step-00000003\n"
+        assert rank.said() == ("" if setup else resumes + resumes + loads)

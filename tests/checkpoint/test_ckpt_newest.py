@@ -39,7 +39,7 @@ def damage(path: Path, number: int = 0) -> None:
 
 
 def newest(ctx: DistContext, out: Path, x: object = 0) -> Loaded | None:
-    return load_newest(ctx, out, lambda _: {"x": x}, options=STRICT, site="")
+    return load_newest(ctx, out, {"x": x}, options=STRICT, site="")
 
 
 def without_flock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def deleting(out: Path, gone: Path, world: set[int], ctx: DistContext) -> Loaded
             shutil.rmtree(gone)
         return {"x": torch.zeros(3)}
 
-    return load_newest(ctx, out, items, options=STRICT, site="")
+    return load_newest(ctx, out, {}, items, options=STRICT, site="")
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -184,7 +184,7 @@ def test_a_step_that_is_saved_again_while_ranks_open_it_is_one_checkpoint_to_all
                 save_state(CPU, tmp_path, {"x": 2}, step=1)
             return {"x": 0}
 
-        loaded = load_newest(ctx, tmp_path, items, options=STRICT, site="")
+        loaded = load_newest(ctx, tmp_path, {}, items, options=STRICT, site="")
         return loaded and loaded["x"]
 
     assert len(set(simulate(both, 2))) == 1

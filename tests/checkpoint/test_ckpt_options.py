@@ -56,16 +56,44 @@ def test_what_fits_is_loaded_and_what_does_not_is_told(tmp_path: Path, caplog: p
     assert accel.load_state(CPU, path, run.items() | {"extra": 0}, strict=False).skipped == ()
 
 
-def test_an_optimizer_that_fits_in_part_is_left_alone(tmp_path: Path) -> None:
+FLAGS = ["fused", "foreach", "capturable", "differentiable"]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("strict", [True, False])
+def test_flags_of_performance_stay_the_scripts(flag: str, strict: bool, tmp_path: Path, caplog: Any) -> None:
     run = trained()
-    path = accel.save_state(CPU, tmp_path, {"model": run.model, "optimizer": run.optimizer}, step=0)
-    other = trained(4)
-    some = torch.optim.AdamW(list(other.model.parameters())[:2], lr=0.7)
-    loaded = accel.load_state(CPU, path, {"model": other.model, "optimizer": some}, strict=False)
-    assert some.param_groups[0]["lr"] == 0.7
-    assert not some.state
-    assert any("optimizer: parameter model.4.bias" in line for line in loaded.skipped)
-    assert equal(dict(other.model.state_dict()), dict(run.model.state_dict()))
+    items = {"model": run.model, "optimizer": run.optimizer}
+    path = accel.save_state(CPU, tmp_path, items, step=0)
+    model = network(3)
+    head = [] if strict else [nn.Parameter(torch.ones(2))]  # fits in part
+    groups = [{"params": list(model.parameters())}, {"params": head}][: 1 + len(head)]
+    optimizer = torch.optim.AdamW(groups, lr=0.7, **{flag: True})
+    with caplog.at_level(logging.INFO, "accel.checkpoint"):
+        accel.load_state(CPU, path, {"model": model, "optimizer": optimizer}, strict=strict)
+        accel.load_state(CPU, path, items)
+    own = run.optimizer.param_groups[0]
+    stored = {key: value for key, value in own.items() if key != "params"}
+    group = optimizer.param_groups[0]
+    assert {key: group[key] for key in stored} == stored | {flag: True}
+    said = [record.getMessage() for record in caplog.records if flag in record.getMessage()]
+    assert said == [f"optimizer: {flag}=True of the script stays; the checkpoint has {own[flag]}"]
+
+
+def test_a_fused_optimizer_defers_after_a_load(tmp_path: Path) -> None:
+    ctx = accel.single()
+    net = nn.Linear(2, 1)
+    plain = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    plain.step()
+    path = accel.save_state(ctx, tmp_path, {"model": net, "optimizer": plain}, step=0)
+    plain.zero_grad()
+    model, optimizer = accel.prepare(ctx, net, torch.optim.AdamW(net.parameters(), fused=True))
+    _ = accel.load_state(ctx, path, {"model": model, "optimizer": optimizer})
+    accel.backward(ctx, model(torch.ones(1, 2)).sum(), accel.loss_scale(ctx))
+    step = accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), nonfinite="defer")
+    assert step.stepped is None
+    assert optimizer.state[net.weight]["step"] == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

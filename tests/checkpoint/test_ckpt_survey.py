@@ -60,6 +60,23 @@ def test_ls_tells_whole_broken_and_unfinished_ones(tmp_path: Path, capsys: pytes
     assert told(capsys, "ls", tmp_path / "notes")[1].startswith("no checkpoints")
 
 
+def test_ls_marks_the_best_by_metrics_whose_names_tell_or_by_the_one_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = [(0.5, 0.2, 1.0), (0.25, 0.2, 3.0), (0.5, 0.1, 3.0), (0.25, 0.1, 2.0)]
+    for step, (loss, accuracy, size) in enumerate(values):
+        metrics = {"valid_loss": loss, "accuracy": accuracy, "size": size}
+        save_state(CPU, tmp_path, {"a": 1}, step=step, metrics=metrics)
+
+    def marks(*flags: str) -> list[list[str]]:
+        lines = told(capsys, "ls", tmp_path, *flags)[1].splitlines()[1:]
+        return [[word for word in line.split() if word.startswith("best-")] for line in lines]
+
+    assert marks() == [[], ["best-accuracy"], [], ["best-valid_loss"]]
+    assert marks("--by", "size", "--max") == [[], [], ["best-size"], []]
+    assert marks("--by", "size") == [["best-size"], [], [], []]
+
+
 def test_ls_leaves_out_what_a_run_deletes_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

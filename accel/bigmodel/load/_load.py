@@ -29,7 +29,7 @@ from accel.bigmodel.load._targets import (
     refusal,
 )
 from accel.checkpoint._recipes import Strided, cut
-from accel.comm import Call, Comm, agreed, agreed_values, broadcast_flat, call_site
+from accel.comm import Call, Comm, agreed, agreed_values, broadcast_flat, call_site, refuse_replaced
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError
 from accel.storage import CHUNK, Passed, RemotePath, RemoteRanges, Wanted
@@ -145,6 +145,7 @@ def load_checkpoint_in_model(
         ConfigError: no model, no weights at the path, a map of another model, a dtype that tensors with values do not
             have, or an argument that is not what it is to be.
         DeviceError: the device is not there.
+        StepError: a block, such as `Ema.applied_to`, has replaced the model's weights.
         StreamError: the model's weights are elsewhere, by `dispatch_model`.
     """
     site = call_site()
@@ -154,6 +155,7 @@ def load_checkpoint_in_model(
         def plan() -> list[str]:
             source = stack.enter_context(open_weights(path, rename=rename, readers=readers))
             targets = find_targets(model, device_map, dtype, ctx.device)
+            refuse_replaced((each.live for each in targets), "accel.load_checkpoint_in_model")
             facts = [TensorFacts(each.names, name_of(each.live.dtype), tuple(each.live.shape)) for each in targets]
             matched = match(facts, _stored(source), allow_missing)
             shared = shareable(source, targets, matched) if ctx.world_size > 1 else []

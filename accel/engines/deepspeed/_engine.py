@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel.comm import refuse_replaced, replaced
 from accel.context import DistContext, context_first
 from accel.data import StreamLoader
 from accel.data._loader import Loader
@@ -98,7 +100,9 @@ def gathered(ctx: DistContext, parameters: Iterable[torch.Tensor], *, changed_by
         changed_by: the rank whose changes all ranks get; None if nothing is changed. The optimizer's fp32 weights are
             its own, and do not follow.
     """
-    with connected().zero.GatheredParameters(list(parameters), modifier_rank=changed_by):
+    whole = list(parameters)
+    line = "gathered(ctx, parameters)"
+    with connected().zero.GatheredParameters(whole, modifier_rank=changed_by), replaced(whole, "gathered", line):
         yield
 
 
@@ -335,6 +339,7 @@ def _step(ctx: DistContext, optimizers: Sequence[Optimizer], request: StepReques
     _check_request(handles, request)
     for handle in handles:
         handle.gradients.refuse_found()
+        refuse_replaced(itertools.chain(*handle.groups), "accel.optimizer_step")
     scale = 1.0 / float(request.factor)
     norms: list[torch.Tensor] = []
     finite = True

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel.comm import is_replaced, refuse_replaced
 from accel.context import DistContext
 from accel.engines.deepspeed._package import ZeroOptimizer, flat_parameters, link_state, package
 from accel.parallel._modules import WRAPS
@@ -34,6 +36,8 @@ def whole_items(ctx: DistContext, items: Mapping[str, object]) -> Mapping[str, o
     Each rank gets all weights and all optimizer state in memory of the CPU.
     """
     handles = {id(each.engine): each for each in items.values() if isinstance(each, ZeroOptimizer)}
+    for handle in handles.values():
+        refuse_replaced(itertools.chain(*handle.groups), "accel.save_state or accel.load_state")
     made: dict[int, Whole] = {}
     found = dict(items)
     for name, each in items.items():
@@ -109,9 +113,10 @@ def _place(root: nn.Module, path: Sequence[str]) -> nn.Module:
 
 
 def _value(engine: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor, whole, on the CPU; of a trained parameter the fp32 one."""
+    """Return a copy of a tensor, whole, on the CPU; of a trained parameter the fp32 one, unless a block replaces it."""
     if isinstance(tensor, nn.Parameter):
-        if tensor.requires_grad and engine.optimizer is not None and hasattr(engine.optimizer, "loss_scale"):
+        steps = engine.optimizer is not None and hasattr(engine.optimizer, "loss_scale")
+        if tensor.requires_grad and steps and not is_replaced(tensor):
             return package().utils.safe_get_full_fp32_param(tensor).detach().to("cpu", _MASTER, copy=True)
         with package().zero.GatheredParameters([tensor]):
             return tensor.detach().to("cpu", copy=True)

@@ -22,6 +22,7 @@ from accel.data._loader import Loader
 from accel.data._progress import skip_first_batches
 from accel.engines.torchft._group import ReplicaGroup
 from accel.errors import AccelError, ConfigError, PeerError, StepError
+from accel.items._kinds import refuse_replaced_items
 from accel.optim import Accumulation, check_latest, keep_losses, parameters_of
 from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
@@ -197,9 +198,11 @@ def begin_step(group: ReplicaGroup, state: TrainState, items: Mapping[str, objec
     Raises:
         PeerError: there were too few groups until the time-out, or the lighthouse is gone.
         ConfigError: items that another group cannot adopt, or a state within a window.
+        StepError: a block, such as `Ema.applied_to`, has replaced an item's weights.
     """
     began = time.perf_counter()
     check_items(items)
+    refuse_replaced_items(items, "torchft.begin_step")
     state.check_saveable()
     manager = group.manager
     if not group.begun:

@@ -27,7 +27,8 @@ from accel.context import DistContext, context_first, single
 from accel.errors import CheckpointError, ConfigError
 from accel.items._kinds import check_items, drop_gradients
 from accel.items._module import module_states
-from accel.items._optimizer import bare_optimizer, optimizer_change
+from accel.items._optimizer import bare_optimizer
+from accel.items._packed_state import optimizer_change, with_own_flags
 from accel.items._rng import capture_row
 from accel.items._source import Change, ModuleState, Problems, apply_changes, facts, undo_changes
 from accel.items._stateful import Stateful
@@ -180,6 +181,9 @@ def _optimizer(path: Path, name: str, passed: torch.optim.Optimizer, problems: P
                 problems.compare_tensor(
                     f"{name}: {key} of parameter {index}", ("", tuple(params[index].shape)), ("", tuple(value.shape))
                 )
+    state, kept = with_own_flags(live, state)
+    for line in kept:
+        logging.getLogger("accel.checkpoint").info("%s: %s", name, line)
     changes.append(optimizer_change(f"item {name}", live, passed, state))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel.collectives import reduce
-from accel.comm import Call, adopt, call_site, exchange
+from accel.comm import Call, adopt, call_site, exchange, refuse_replaced
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.errors._checks import check_count
@@ -144,10 +144,12 @@ def local_sgd_step(
 
     Raises:
         PrepareError: a model that is wrapped or sharded, whose gradients are exchanged.
+        StepError: a block, such as `Ema.applied_to`, has replaced the weights.
         CollectiveMismatch: ranks do not average at the same step, or hold other tensors.
     """
     ctx.comm.check_open()
     _check_local(model, "local_sgd_step")
+    refuse_replaced(model.parameters(), "accel.local_sgd_step")
     taken = local.taken + 1
     if taken < local.every and not last:
         return msgspec.structs.replace(local, taken=taken)

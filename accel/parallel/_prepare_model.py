@@ -32,6 +32,7 @@ from accel.parallel._refused import (
     check_sparse,
     check_unallocated,
     refuse_foreign,
+    tell_changed_buffers,
 )
 from accel.parallel._same_batches import SHARING, compare_batches
 from accel.parallel._sharded import check_adopted, check_replicated, is_sharded
@@ -191,10 +192,16 @@ def prepare_model(
         expect_values(stage_comm(ctx), inner)
     if plan is not None and plan.micro_batches is not None:
         note_micro_batches(prepared, plan.micro_batches)
-    if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
-        watch_autocast(prepared, ctx.device.type, ctx.precision.compute)
+    _watch(ctx, prepared)
     compile_as_set(ctx, prepared)
     return prepared
+
+
+def _watch(ctx: DistContext, model: nn.Module) -> None:
+    """Look at the model's first forwards: whether autocast is on, and which buffers change."""
+    if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
+        watch_autocast(model, ctx.device.type, ctx.precision.compute)
+    tell_changed_buffers(ctx, model)
 
 
 def _check_for_engine(ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -40,6 +41,7 @@ PRIVATE = {
         "_backward_hooks",
         "_backward_pre_hooks",
     ),
+    "torch._dynamo.convert_frame": ("FRAME_COUNTER",),  # functions that torch has compiled; reset with the compiler
     "torch._subclasses.fake_tensor": ("FakeTensorMode", "FakeTensor"),
     "torch._ops": ("OpOverload",),
     "torch._C": ("_current_graph_task_id", "_autograd"),
@@ -86,6 +88,11 @@ def exchange_in(replica: object, dtype: torch.dtype) -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch compiles a module's calls."""
     return cast(Any, module)._compiled_call_impl is not None
+
+
+def has_compiled() -> bool:
+    """Return whether torch has compiled a function in this process since its compiler was reset."""
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0) > 0
 
 
 @contextlib.contextmanager

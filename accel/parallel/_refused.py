@@ -9,13 +9,14 @@ from typing import Any, Self, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - torch has no other name
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
-from accel.parallel._modules import COMPILES, named_modules, sparse_tables
+from accel.parallel._modules import COMPILES, named_modules, sparse_tables, stage_modules, unwrap_model
 from accel.parallel._private import GET_DATA, SET_DATA, is_compiled
 from accel.parallel._spread import Spread
 from accel.tensors import has_wide_gradient, is_absent, is_dtensor, local_part, packed_weights
@@ -314,36 +315,47 @@ def _is_same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
     return own.dtype == other.dtype and own.device == other.device and own.data_ptr() == other.data_ptr()
 
 
-class _ChangesWatch:
-    """Looks at the first training forward of a model for changes of its parameters."""
+class _FirstForward:
+    """Looks at the first training forward of a model, by hooks that go after it.
 
-    def __init__(self, model: nn.Module) -> None:
-        kept = frozenset(id(each) for each in model.parameters() if not is_dtensor(each))
-        self._changes = _ParameterChanges(model, kept)
+    Args:
+        model: the module.
+        wrap: makes a hook of a method.
+        prepend: whether to look before the module's other hooks.
+    """
+
+    def __init__(self, model: nn.Module, wrap: Callable[[Any], Any], *, prepend: bool = False) -> None:
         self._is_begun = self._is_over = False
-        begin, end, judge = (cast(Any, torch.compiler).disable(each) for each in (self._begin, self._end, self._judge))
         self._hooks = (
-            model.register_forward_pre_hook(begin),
-            model.register_forward_hook(end, always_call=True),
-            model.register_forward_hook(judge),
+            model.register_forward_pre_hook(wrap(self._begin), prepend=prepend),
+            model.register_forward_hook(wrap(self._end), always_call=True),
+            model.register_forward_hook(wrap(self._judge)),
         )
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
+    def begin(self, module: nn.Module) -> bool:
+        """Begin to look; False where the model is to be left alone."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Cease to look, after an error of the forward too."""
+
+    def judge(self, module: nn.Module) -> None:
+        """Report what was seen in a forward without an error."""
+        raise NotImplementedError
+
     def _begin(self, module: nn.Module, _inputs: Any) -> None:
-        if not module.training or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or self._is_over or not module.training or not torch.is_grad_enabled():
             return
-        if any(is_compiled(each) or vars(each).get(COMPILES) is not None for each in module.modules()):
+        self._is_begun = self.begin(module)
+        if not self._is_begun:
             self._remove()
-            return
-        self._is_begun = True
-        _ = self._changes.__enter__()
 
     def _end(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        """Leave the mode, after an error of the forward too."""
         if self._is_begun:
-            cast(Any, self._changes).__exit__(None, None, None)
+            self.end()
             self._is_begun = False
             self._is_over = True
 
@@ -351,10 +363,33 @@ class _ChangesWatch:
         for each in self._hooks:
             each.remove()
 
-    def _judge(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if not self._is_over:
-            return
-        self._remove()
+    def _judge(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if self._is_over:
+            self._remove()
+            self.judge(module)
+
+
+class _ChangesWatch(_FirstForward):
+    """Looks at changes of parameters that ranks divide."""
+
+    def __init__(self, model: nn.Module) -> None:
+        kept = frozenset(id(each) for each in model.parameters() if not is_dtensor(each))
+        self._changes = _ParameterChanges(model, kept)
+        super().__init__(model, cast(Any, torch.compiler).disable)
+
+    def begin(self, module: nn.Module) -> bool:
+        """Enter the mode, unless torch compiles a part of the model."""
+        if any(is_compiled(each) or vars(each).get(COMPILES) is not None for each in module.modules()):
+            return False
+        _ = self._changes.__enter__()
+        return True
+
+    def end(self) -> None:
+        """Leave the mode."""
+        cast(Any, self._changes).__exit__(None, None, None)
+
+    def judge(self, module: nn.Module) -> None:
+        """Raise for a change that is lost, and warn about bounds."""
         bounded = [name for name, way in self._changes.found.items() if way.startswith("clamp")]
         lost = {name: way for name, way in self._changes.found.items() if name not in bounded}
         if lost:
@@ -379,3 +414,58 @@ def refuse_changes(model: nn.Module) -> None:
     torch compiles are left alone.
     """
     _ = _ChangesWatch(model)
+
+
+_MOVED = (
+    "the forward changes buffers in training (%s). Like statistics of a batch norm, they change with each micro-batch, "
+    "so accumulation and pipelines change them more often than one large batch does. Each rank changes them by its "
+    "samples; rank 0's replace the others' before the next forward, unless prepare_model has broadcast_buffers=False."
+)
+
+
+class _BufferWatch(_FirstForward):
+    """Looks at changes of buffers, for one log line."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before: dict[str, tuple[torch.Tensor, int]] = {}
+        # Hooks of torch.nn.utils.spectral_norm change buffers too; those of a sharded model bring rank 0's. A graph
+        # would break at a hook that is not traced.
+        super().__init__(model, lambda hook: hook, prepend=not any(map(is_dtensor, model.parameters())))
+
+    def begin(self, module: nn.Module) -> bool:
+        """Note the buffers and their versions."""
+        self._before = {name: (each, each._version) for name, each in _statistics(module)}
+        return bool(self._before)
+
+    def judge(self, module: nn.Module) -> None:
+        """Log the buffers that the forward has changed, or replaced by others of other values."""
+        moved: list[str] = []
+        for name, each in _statistics(module):
+            before, version = self._before.get(name, (each, each._version))
+            is_same = each is before or (each.shape == before.shape and torch.equal(each, before))
+            if before._version != version or not is_same:
+                moved.append(name.removeprefix("module."))
+        self._before = {}
+        if moved:
+            more = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
+            logging.getLogger("accel.parallel").warning(_MOVED, ", ".join(moved[:_SHOWN]) + more)
+
+
+def _statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a model's buffers but for counters and those of batch norms, whose change everybody expects."""
+    for path, module in named_modules(model):
+        if not isinstance(module, _BatchNorm):
+            for name, each in module.named_buffers(path, recurse=False):
+                if (each.is_floating_point() or each.is_complex()) and not each.is_inference():
+                    yield name, each
+
+
+def tell_changed_buffers(ctx: DistContext, model: nn.Module) -> None:
+    """Let the first training forward of a prepared model log which buffers it changes, once for each stage. Mutates the
+    model, by hooks that go after it. A model that torch compiles as a whole is left alone."""
+    others = (axis for name, axis in ctx.position.axes if dimension_of(name) != "pipeline")
+    is_first = ctx.data_parallel[0] == 0 and all(axis.rank == 0 for axis in others)
+    if is_first and any(each.requires_grad for each in model.parameters()):
+        for each in stage_modules(unwrap_model(model)):
+            if any(True for _ in _statistics(each)):
+                _ = _BufferWatch(each)

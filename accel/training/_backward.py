@@ -22,6 +22,8 @@ from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation, check_scale
 from accel.parallel._engines import engine_of
 from accel.parallel._leftovers import check_kept, note_gradients
+from accel.parallel._private import has_compiled
+from accel.parallel._shared_memory import compiled_leaves, separate_gradients
 from accel.parallel._sync import exchanging, no_sync, raise_lost_peer
 from accel.precision._amp import LossScale, matmul_precision
 from accel.tensors import is_dtensor
@@ -197,7 +199,10 @@ def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Ten
         with matmul_precision(ctx):
             if engine is None:
                 loss, grad = rooted(loss, factor)
+                leaves = compiled_leaves((loss,)) if has_compiled() else ()
                 torch.autograd.backward(loss, grad, graph.retain or graph.create, graph.create, inputs=graph.inputs)
+                if leaves:
+                    separate_gradients(leaves)
             else:
                 engine.backward(ctx, times(loss, matched(factor, loss)), graph.retain)
     except RuntimeError as error:

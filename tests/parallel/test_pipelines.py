@@ -54,6 +54,30 @@ def test_a_schedule_takes_the_steps_of_one_process(
     _check(ranks, 2, plan, tied=tied, accumulation=2)
 
 
+class _Sum(nn.Module):
+    """A vector that is the sum of two; torch gives both parameters one tensor as their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * (self.first + self.second)
+
+
+class _Sums(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.linear = nn.Sequential(block.linear, _Sum().double())
+
+
+def test_backwards_in_halves_give_each_gradient_its_own_memory(ranks: Simulator) -> None:
+    plan = accel.parallel.Plan(schedule="InterleavedZeroBubble", stages_per_rank=2, micro_batches=4)
+    found = ranks.run(partial(train, make=_Sums, plan=plan, mesh="pp=2"), 2, default_group=True)
+    assert max(differences(found, by_hand(_Sums))) < FIGURES
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "per", "micro"), SCHEDULES)
 def test_four_ranks_take_the_steps_of_one_process(ranks: Simulator, schedule: Any, per: int, micro: int) -> None:

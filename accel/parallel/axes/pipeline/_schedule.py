@@ -18,6 +18,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from accel.comm import peer_error
 from accel.errors import AccelError, PeerError, StageError
+from accel.parallel._private import has_compiled
+from accel.parallel._shared_memory import compiled_leaves, separate_gradients
 from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of
 from accel.parallel.axes.pipeline._stage_plan import Layout
 
@@ -48,6 +50,20 @@ class _Stage(PipelineStage):
         """Exchange gradients along data parallelism, unless they are held back."""
         if not self.holds():
             cast(Any, super()).perform_reduce_grad(grad_scale_factor)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run the backward of a micro-batch; gradients that it leaves in shared memory get their own."""
+        fresh: Sequence[torch.Tensor] = ()
+        if backward_type == "weight":  # its outputs have no graph any more
+            fresh = [each for each in self.submod.parameters() if each.grad is None]
+        elif has_compiled():
+            outputs: Any = bwd_kwargs["stage_output"]
+            fresh = compiled_leaves((outputs,) if isinstance(outputs, torch.Tensor) else outputs)
+        result = cast(Any, super()).backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+        separate_gradients(fresh)
+        return result
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Return the gradients for a stage on this rank; none in a run without backward, which V schedules ask too."""

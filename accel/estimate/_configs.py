@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate._model import Latent, Parameter, Tower, Transformer
+from accel.opening import read_regular
 
 _LLAMA = {
     "layers": "num_hidden_layers",
@@ -78,7 +79,7 @@ def read_transformer(path: Path) -> Transformer:
 def read_fields(path: Path) -> dict[str, Any]:
     """Return the fields of a `config.json`."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(read_regular(path), type=dict[str, Any])
     except FileNotFoundError as error:
         expected = "a config.json of Hugging Face's transformers, or a folder with one"
         raise ConfigError("there is no such file", expected=expected, got=repr(str(path))) from error

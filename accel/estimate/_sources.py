@@ -194,8 +194,8 @@ def _pickled(file: Path) -> Header:
     torch: Any = import_module("torch")
     fake: Any = import_module("torch._subclasses.fake_tensor").FakeTensorMode()
     try:
-        with fake:  # tensors get no memory, and no bytes of them are read
-            loaded: object = torch.load(file, weights_only=True)
+        with open(open_regular(file), "rb") as opened, fake:  # tensors get no memory, and no bytes of them are read
+            loaded: object = torch.load(opened, weights_only=True)
     except Exception as error:  # whatever torch raises for a file that is none of its own
         fix = "Load it where you trust it, and save its tensors as safetensors."
         raise CheckpointError("cannot be read as weights", got=str(error), where=str(file), fix=fix) from error

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -245,7 +246,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_alerts(folder: Path, since_s: float = 0.0, problems: list[str] | None = None) -> list[Alert]:
-    """Return the alerts in a run's folder in order of time; lines that cannot be read are left out.
+    """Return the last 10,000 alerts in a run's folder in order of time; lines that cannot be read are left out.
 
     Args:
         folder: the run's folder.
@@ -253,18 +254,18 @@ def read_alerts(folder: Path, since_s: float = 0.0, problems: list[str] | None =
         problems: gets a line for each file that cannot be read.
     """
     found: dict[tuple[str, float, str, str], Alert] = {}
-    for path, content in read_files(folder, FOLDER, [] if problems is None else problems):
-        for line in content.splitlines():
-            try:
+    for path, lines in read_files(folder, FOLDER, [] if problems is None else problems):
+        for line in lines:
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 alert = msgspec.json.decode(line, type=Alert)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                continue
-            found[(path.name, alert.time_s, alert.title, alert.text)] = alert  # a later line has the newer count
+                found[(path.name, alert.time_s, alert.title, alert.text)] = alert  # a later line has the newer count
+            if len(found) > _MOST_READ:
+                del found[next(iter(found))]
     return sorted((each for each in found.values() if each.time_s >= since_s), key=lambda each: each.time_s)
 
 
 _MOST_TITLE, _MOST_TEXT = 200, 2_000  # characters
-_MOST_OPEN = 1_000  # alerts whose repeats are counted
+_MOST_READ, _MOST_OPEN = 10_000, 1_000  # alerts of a run, and alerts whose repeats are counted
 _MOST_WAITING = 100  # alerts that wait for their delivery
 _PATIENCE_S = 10.0  # for one try of the webhook, and for the command
 _RETRIES, _PAUSE_S = 2, 1.0  # the pause is before the first of them, and twice as long before the second

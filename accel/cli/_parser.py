@@ -99,7 +99,7 @@ def find_file(named: str | None, environ: Mapping[str, str]) -> ConfigFile | Non
         return None
     from accel.config import read_config
 
-    return read_config(DEFAULT_FILE if path is None else path)
+    return read_config(DEFAULT_FILE if path is None else path, found=path is None)
 
 
 def _help(field: Field) -> str:

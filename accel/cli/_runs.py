@@ -20,6 +20,7 @@ from accel.checkpoint._retention import survey
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, MissingExtraError
 from accel.errors._checks import did_you_mean
+from accel.opening import read_named
 from accel.report import (
     MEDIA_ROOM,
     FollowedRun,
@@ -45,6 +46,8 @@ from accel.terminal import show_size, show_text
 
 _MOST_WARNINGS = 5
 _LARGEST_PROFILE = 64_000_000  # bytes of traces that a report reads; some seconds
+_LARGEST_TOKEN = 10_000  # bytes
+_MOST_UNPACKED = 640_000_000  # bytes of the same, unpacked
 
 
 def read_run_folder(name: str, folder: Path, *, may_be_empty: bool = False) -> RunData:
@@ -87,7 +90,7 @@ def _profile(folder: Path) -> str:
         sizes = [path.stat().st_size for path in place.iterdir()]
         if sum(sizes) > _LARGEST_PROFILE:
             return f"The traces are large: run `accel profile {folder}`."
-        return describe_profile(read_traces(place)) if sizes else ""
+        return describe_profile(read_traces(place, within=folder, most=_MOST_UNPACKED)) if sizes else ""
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
@@ -269,7 +272,7 @@ def _token(path: Path) -> str:
         ):
             _ = file.write(secrets.token_urlsafe(24))
         mode = path.stat().st_mode & 0o777
-        token = path.read_text().strip()
+        token = read_named(path, _LARGEST_TOKEN).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("the token cannot be read", got=str(error), where="--token-file") from error
     if mode & 0o077:
@@ -413,7 +416,8 @@ def run_profile(words: Sequence[str], environ: Mapping[str, str]) -> int:
         raise ConfigError(
             "a run without a profile", where=str(folder), fix="Write one by `accel.profile(ctx, out=...)`."
         )
-    print(describe_profile(read_traces(inner if inner.is_dir() else folder), operators=known.operators), end="")
+    traces = read_traces(inner, within=folder) if inner.is_dir() else read_traces(folder)
+    print(describe_profile(traces, operators=known.operators), end="")
     return 0
 
 

@@ -19,26 +19,31 @@ from accel.config._schema import Field, section_values, to_text, toml_key, toml_
 from accel.config._settings import FIELDS, LaunchConfig
 from accel.errors import ConfigError
 from accel.errors._checks import check_kind, did_you_mean
+from accel.opening import read_named, read_regular
 
 DEFAULT_FILE = "accel.toml"
 _PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.S)
 _WIDTH = 100
 
 
-def read_config(path: str) -> ConfigFile:
+def read_config(path: str, *, found: bool = False) -> ConfigFile:
     """Read a file, TOML or `.json`, unchecked but for its syntax; `resolve` checks its values.
+
+    Args:
+        path: the file. One that the user named may be a pipe or a device.
+        found: whether the file was found rather than named: then it must be a regular file, or a link to one.
 
     Raises:
         ConfigError: the file is missing or malformed, with line and column; or YAML.
     """
     refuse_yaml(path, fix=f"Turn one of Accelerate's into ours with `accel config import {path}`.")
-    return ConfigFile(path=path, values=take_format(decode_values(read_text(path), path), path)[1])
+    return ConfigFile(path=path, values=take_format(decode_values(read_text(path, found=found), path), path)[1])
 
 
-def read_text(path: str) -> str:
-    """Read a small text file, or raise `ConfigError`."""
+def read_text(path: str, *, found: bool = False) -> str:
+    """Read a small text file, or raise `ConfigError`; one that was `found`, not named, must be a regular file."""
     try:
-        return Path(path).read_bytes().decode()
+        return (read_regular(path) if found else read_named(path)).decode()
     except UnicodeDecodeError as error:
         raise ConfigError("not a text file", expected="UTF-8", got=f"byte {error.start}", where=path) from None
     except FileNotFoundError:

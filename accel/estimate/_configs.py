@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +15,7 @@ from msgspec.structs import replace
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate._model import Latent, Parameter, Tower, Transformer
+from accel.opening import read_regular
 
 _LLAMA = {
     "layers": "num_hidden_layers",
@@ -76,14 +79,51 @@ def read_transformer(path: Path) -> Transformer:
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of a `config.json`."""
+    """Return the fields of a `config.json`, whose sizes are those of a model that can exist."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        fields = msgspec.json.decode(read_regular(path), type=dict[str, Any])
     except FileNotFoundError as error:
         expected = "a config.json of Hugging Face's transformers, or a folder with one"
         raise ConfigError("there is no such file", expected=expected, got=repr(str(path))) from error
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("the file cannot be read", expected="JSON", got=str(error), where=str(path)) from error
+    _check_fields(fields, str(path))
+    return fields
+
+
+# A model has at least one of each; transformers builds one with -5 layers as if it had none.
+_NEEDED = re.compile(
+    r"num_hidden_layers|n_layers?|num_layers|hidden_size|n_embd|num_attention_heads|n_heads?|vocab_size"
+)
+_LAYERS = re.compile(r".*(layers?|depths?|blocks?|stages)")
+_PARTS = re.compile(r".*(experts|heads?)")
+_SIZE = re.compile(r"(num|n)_.*|.*_(size|dim|rank)")
+_NUMBER = re.compile(r"(num|n)_.*(layers?|depths?|blocks?|stages|experts|heads?)")
+_MOST: Mapping[re.Pattern[str], int] = {_LAYERS: 4096, _PARTS: 2**16, _SIZE: 2**40}
+
+
+def _check_fields(fields: Mapping[str, Any], where: str) -> None:
+    """Refuse sizes of no model, which would take forever to build, or are built as if they were others."""
+    names = fields.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(each, str) for each in cast(Any, names))):
+        raise ConfigError(
+            "not names of classes", expected="a list", got=repr(names)[:80], where=f"{where}, architectures"
+        )
+    waiting: list[tuple[str, object]] = [("", fields)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += cast("Mapping[str, object]", value).items()
+        elif isinstance(value, list):
+            waiting += [(name, each) for each in cast("list[object]", value)]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            least = 1 if _NEEDED.fullmatch(name) else 0 if _NUMBER.fullmatch(name) else -math.inf
+            most = next((most for names, most in _MOST.items() if names.fullmatch(name)), math.inf)
+            if not least <= value <= most or (least == 1 and type(value) is not int):
+                expected = f"a whole number from {least} to {most}"
+                raise ConfigError(
+                    "not a size of a model", expected=expected, got=str(value)[:80], where=f"{where}, {name}"
+                )
 
 
 def transformer_from(fields: Mapping[str, Any], *, where: str) -> Transformer:
@@ -313,7 +353,7 @@ def _clip_encoder(fields: Mapping[str, Any], where: str) -> Transformer:
         gated=False,
         qkv_bias=True,
         biases=True,
-        inner_kept=_KEPT.get(fields.get("hidden_act", "quick_gelu"), 3),
+        inner_kept=_KEPT.get(str(fields.get("hidden_act", "quick_gelu")), 3),
         causal=False,
     )
 

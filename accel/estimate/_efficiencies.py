@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from accel.errors import ConfigError
+from accel.opening import read_named
 
 if TYPE_CHECKING:
     import torch
@@ -189,9 +190,7 @@ def read_efficiencies(path: Path) -> Efficiencies:
     """
     fix = "accel plan --calibrate FILE writes one."
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError("the file is too large for a table of speeds", got=repr(str(path)), fix=fix)
-        data = path.read_bytes()
+        data = read_named(path, _MOST_BYTES)
         version = msgspec.json.decode(data, type=_TableVersion).version
         if version != _VERSION:
             raise ConfigError(

@@ -250,7 +250,16 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def count(self) -> int:
         """The number of elements of all parameters."""
-        return sum(each.count for each in self.parameters)
+        ends = [*self.embedding(), *self.head(), *(self.tower.ends if self.tower else ())]
+        blocks = sum(each.count * times for each, times in self._repeated())
+        return sum(each.count for each in ends) + blocks + (self.tower.blocks.count if self.tower else 0)
+
+    def _repeated(self) -> Iterator[tuple[Parameter, int]]:
+        """Yield the parameters of each kind of block, and the number of equal blocks."""
+        first = min(self.dense, self.layers)
+        for dense, times in ((True, first), (False, self.layers - first)):
+            if times:
+                yield from ((each, times) for each in self.block(dense=dense))
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -285,10 +294,10 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     def active_count(self) -> int:
         """The number of elements of the matrices that a token is multiplied with."""
         count = self.width * self.vocabulary if not self.compared else 0
-        for at in range(self.layers):
-            for each in self.block(dense=at < self.dense):
-                if len(each.shape) > 1:
-                    count += each.count * self.experts_per_token // self.experts if is_expert(each) else each.count
+        for each, times in self._repeated():
+            if len(each.shape) > 1:
+                used = each.count * self.experts_per_token // self.experts if is_expert(each) else each.count
+                count += times * used
         return count
 
     def dense_among(self, begin: int, end: int) -> int:

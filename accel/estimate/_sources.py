@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import mmap
+import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -24,6 +24,7 @@ from accel.estimate._build import (
     timm_maker,
 )
 from accel.estimate._model import Model, Parameter
+from accel.opening import open_regular, read_regular
 from accel.storage import (
     DTYPE_NAMES,
     FLOATS,
@@ -32,13 +33,15 @@ from accel.storage import (
     Header,
     TensorHeader,
     decode_index,
-    read_header,
+    fetch_header,
 )
 
 _TRAINED = FLOATS | {"F8_E4M3", "F8_E5M2"}
 _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 _FOUND = (INDEX, WEIGHTS, *_PICKLED)  # the first that is there counts
 _TIMM = "timm/"
+_LARGEST_INDEX = 100_000_000  # bytes
+_LONGEST_REFERENCE = 1_000
 
 
 class ModelSource(NamedTuple):
@@ -162,7 +165,10 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
         path = next(path / name for name in _FOUND if (path / name).is_file())
     if path.suffix != ".json":
         return [path], {}
-    index = decode_index(path.read_bytes())
+    try:
+        index = decode_index(read_regular(path, _LARGEST_INDEX))
+    except OSError as error:
+        raise CheckpointError("the index cannot be read", got=error.strerror or str(error), where=str(path)) from error
     if index is None:
         raise CheckpointError("the index cannot be read", expected="an index of files of weights", where=str(path))
     return [path.parent / name for name in index.files], index.weight_map
@@ -172,14 +178,15 @@ def _header(file: Path) -> Header:
     if file.suffix in (".bin", ".pt", ".pth"):
         return _pickled(file)
     try:
-        with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            data = memoryview(mapped)
-            try:
-                return read_header(data, str(file))
-            finally:
-                data.release()
-    except (OSError, ValueError) as error:
-        raise CheckpointError("the file cannot be read", got=str(error), where=str(file)) from error
+        with open(open_regular(file), "rb") as opened:
+            number = opened.fileno()
+
+            def read(start: int, nbytes: int) -> bytes:
+                return os.pread(number, nbytes, start)
+
+            return fetch_header(read, os.fstat(number).st_size, str(file))
+    except OSError as error:
+        raise CheckpointError("the file cannot be read", got=error.strerror or str(error), where=str(file)) from error
 
 
 def _pickled(file: Path) -> Header:
@@ -187,8 +194,8 @@ def _pickled(file: Path) -> Header:
     torch: Any = import_module("torch")
     fake: Any = import_module("torch._subclasses.fake_tensor").FakeTensorMode()
     try:
-        with fake:  # tensors get no memory, and no bytes of them are read
-            loaded: object = torch.load(file, weights_only=True)
+        with open(open_regular(file), "rb") as opened, fake:  # tensors get no memory, and no bytes of them are read
+            loaded: object = torch.load(opened, weights_only=True)
     except Exception as error:  # whatever torch raises for a file that is none of its own
         fix = "Load it where you trust it, and save its tensors as safetensors."
         raise CheckpointError("cannot be read as weights", got=str(error), where=str(file), fix=fix) from error
@@ -226,7 +233,11 @@ def cached_model(name: str, environ: Mapping[str, str]) -> Path:
         )
     wanted = revision or "main"
     reference = folder / "refs" / wanted
-    snapshot = folder / "snapshots" / (reference.read_text().strip() if reference.is_file() else wanted)
+    snapshot = (
+        folder
+        / "snapshots"
+        / (read_regular(reference, _LONGEST_REFERENCE).decode().strip() if reference.is_file() else wanted)
+    )
     if not snapshot.is_dir():
         there = sorted(each.name for each in folder.glob("refs/*"))
         raise ConfigError(

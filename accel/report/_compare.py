@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from accel.errors import ConfigError
+from accel.opening import read_regular
 from accel.report._run_data import MetricCurve, RunData
 from accel.report._tables import flatten, settings_of, show_source
 from accel.run_folder import CODE, SourceState
@@ -240,9 +242,13 @@ def _code(run: RunData) -> dict[str, str]:
 def _changes(run: RunData) -> dict[str, str]:
     """Return a digest of the differences of tracked files, if the run has stored them."""
     try:
-        return {CODE: f"sha256 {hashlib.sha256((run.folder / CODE).read_bytes()).hexdigest()[:12]}"}
+        stored = read_regular(run.folder / CODE, within=run.folder)
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        problem = f"{CODE} cannot be read: {error.strerror or error}"
+        raise ConfigError(problem, where=str(run.folder)) from error
+    return {CODE: f"sha256 {hashlib.sha256(stored).hexdigest()[:12]}"}
 
 
 def _metric(name: str, a: MetricCurve, b: MetricCurve, rtol: float) -> MetricDifference | None:

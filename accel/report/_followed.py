@@ -101,7 +101,7 @@ class FollowedRun:
 
     def _read_metrics(self) -> None:
         while True:
-            lines, self._position, restarted = read_new(self._folder / METRICS, self._position)
+            lines, self._position, restarted = read_new(self._folder / METRICS, self._position, within=self._folder)
             if restarted:
                 self._curves = Curves()
             self._curves.add(map(decode_line, lines))

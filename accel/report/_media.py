@@ -8,7 +8,6 @@ import base64
 import hashlib
 import math
 import os
-import stat
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from accel.opening import open_regular
 from accel.report._run_data import MediaFile
 from accel.report._tables import NONE, Html, element, seen_text, show_number
 from accel.run_folder import MediaKind
@@ -266,11 +266,8 @@ def _reason(error: Exception) -> str:
 
 
 def _bytes_of(file: MediaFile, most: int | None = None) -> bytes:
-    """Read a file as it was listed; raise `OSError` for a link or a pipe in its place."""
-    opened = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(opened, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(opened).st_mode):
-            raise ValueError("no file")
+    """Read a file as it was listed; raise `OSError` for a link or another kind of file in its place."""
+    with open(open_regular(file.path, follow=False), "rb") as stream:
         return stream.read(file.size if most is None else min(most, file.size))
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from accel.opening import read_regular
 from accel.report import _summary, _tables
 from accel.report._media import MEDIA_ROOM, MediaShelf, PageMedia, media_section
 from accel.report._run_data import AT, MetricCurve, RunData, RunState, state_of
@@ -432,11 +433,12 @@ def _compared(title: str, runs: Sequence[RunData], rows: _tables.Rows) -> Iterat
 
 def _code(runs: Sequence[RunData]) -> Iterator[Html]:
     for run in runs:
-        path = run.folder / CODE
         try:
-            text = "" if path.is_symlink() else path.read_text(errors="replace")  # a link may lead out of the run
-        except OSError:
+            text = read_regular(run.folder / CODE, within=run.folder).decode(errors="replace")
+        except FileNotFoundError:
             continue
+        except OSError as error:
+            text = f"{CODE} cannot be read: {error.strerror or error}"
         if text:
             cut = f"\n[{len(text) - _LONGEST_CODE} characters more]" if len(text) > _LONGEST_CODE else ""
             title = f"Changes of the code of {run.name}" if len(runs) > 1 else "Changes of the code"

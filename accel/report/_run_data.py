@@ -229,7 +229,7 @@ def read_data(
         return RunData(name=name, folder=folder, curves=curves, problems=[reason])
     found = [*problems]
     with noted(found, METRICS):
-        for lines, restarted in _read_lines(folder / METRICS):
+        for lines, restarted in _read_lines(folder / METRICS, folder):
             if restarted:
                 curves = Curves()
             curves.add(lines)
@@ -259,10 +259,10 @@ def why_closed(folder: Path) -> str:
     return "".join(problems)
 
 
-def _read_lines(path: Path) -> Iterator[tuple[list[MetricsLine | None], bool]]:
+def _read_lines(path: Path, folder: Path) -> Iterator[tuple[list[MetricsLine | None], bool]]:
     """Yield lines of a file, and whether it was cut back between two reads, so that earlier ones no longer count."""
     position = Position()
-    while (new := read_new(path, position)).lines:
+    while (new := read_new(path, position, within=folder)).lines:
         yield [decode_line(line) for line in new.lines], new.restarted
         position = new.position
 
@@ -281,7 +281,7 @@ class MachineSamples:
         sources: dict[str, set[tuple[str, str]]] = {}
         for path in sorted(folder.glob("system-*.jsonl")):
             with noted(problems, path.name):
-                self._read(path)
+                self._read(path, folder)
             for line in self._lines.get(path, ()):
                 at = _step_at(clock, line.time.get(AT), line.step)
                 for name, value in line.values.items():
@@ -291,10 +291,10 @@ class MachineSamples:
                         sources.setdefault(kind, set()).add((path.name, name))
         return {kind: SpreadCurve(found, len(sources[kind])) for kind, found in points.items()}
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path, folder: Path) -> None:
         kept = self._lines.setdefault(path, [])
         while True:
-            new = read_new(path, self._positions.get(path, Position()))
+            new = read_new(path, self._positions.get(path, Position()), within=folder)
             self._positions[path] = new.position
             if new.restarted:
                 kept.clear()
@@ -389,12 +389,19 @@ def find_runs(folder: Path) -> FoundRuns:
 def _runs_in(folder: Path, depth: int, unreadable: list[str]) -> Iterator[Path]:
     inner: list[str] = []
     with noted(unreadable, str(folder)):
-        if any((folder / name).is_file() for name in (RUN, METRICS)):
+        if any(_is_there(folder / name) for name in (RUN, METRICS)):
             yield folder
         elif depth:
             inner = [each.name for each in os.scandir(folder) if each.is_dir(follow_symlinks=False)]
     for name in sorted(inner, key=natural_key):
         yield from _runs_in(folder / name, depth - 1, unreadable)
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether anything has that path, also a file of a kind that is not read."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return bool(os.lstat(path))
+    return False
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:

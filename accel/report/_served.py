@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, NamedTuple, cast
 from urllib.parse import parse_qs, urlsplit
 
@@ -68,7 +68,8 @@ class LiveReport:
         self._follow = follow
         self._every_s = every_s
         self._now_s = now_s
-        self._lock = Lock()
+        self._looking = Lock()  # held by the reader that looks; no other reader waits for it
+        self._has_first = Event()
         self._due_s = -float("inf")
         self._kept = ServedPage("", b"", b"")
         self._runs: dict[Path, tuple[FollowedRun, Stamps, RunData]] = {}
@@ -78,18 +79,30 @@ class LiveReport:
         self._seen: object = None
 
     def snapshot(self) -> ServedPage:
-        """Return the newest snapshot; look at the files first if the last look is long ago."""
-        with self._lock:
-            began_s = self._now_s()
-            if began_s >= self._due_s:
-                try:
-                    self._kept = self._look()
-                except (OSError, ConfigError) as error:
-                    self._seen = None
-                    self._kept = ServedPage("", b"", b"", f"A file of the run cannot be read: {error}")
-                ended_s = self._now_s()
-                self._due_s = ended_s + max(self._every_s, 9 * (ended_s - began_s))
-            return self._kept
+        """Return the newest snapshot; look at the files first if the last look is long ago.
+
+        One reader looks at a time. Others get the snapshot before, or wait for the first one.
+        """
+        if self._now_s() >= self._due_s and self._looking.acquire(blocking=False):
+            try:
+                began_s = self._now_s()
+                if began_s >= self._due_s:
+                    self._kept = self._look_or_say()
+                    ended_s = self._now_s()
+                    self._due_s = ended_s + max(self._every_s, 9 * (ended_s - began_s))
+                    self._has_first.set()
+            finally:
+                self._looking.release()
+        if not self._has_first.wait(_FIRST_S):
+            return ServedPage("", b"", b"", "The runs are being read. Try again in a moment.")
+        return self._kept
+
+    def _look_or_say(self) -> ServedPage:
+        try:
+            return self._look()
+        except (OSError, ConfigError) as error:
+            self._seen = None
+            return ServedPage("", b"", b"", f"A file of the run cannot be read: {error}")
 
     def _look(self) -> ServedPage:
         runs_now = self._find()
@@ -116,6 +129,7 @@ class LiveReport:
         return ServedPage(version, text, data, contents=page.contents)
 
 
+_FIRST_S = 10.0  # a reader's wait for the first snapshot
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 _PATHS = ("/", "/data", "/media")

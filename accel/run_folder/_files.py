@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from accel.errors import CheckpointError, ConfigError
+from accel.opening import open_regular, read_regular
 
 T = TypeVar("T")
 
@@ -42,20 +44,23 @@ def append_rest(path: str | os.PathLike[str], content: bytes | bytearray) -> Non
         os.close(file)
 
 
-def read_json(path: str | os.PathLike[str], type_: type[T]) -> T | None:
-    """Return the value of a file of `write_json`; None if there is nothing, or nothing of that type."""
-    return _decoded(path, type_)[0]
+def read_json(path: str | os.PathLike[str], type_: type[T], *, within: Path | None = None) -> T | None:
+    """Return the value of a file of `write_json`; None if there is nothing, or nothing of that type.
+
+    With `within`, a link that leads out of that folder is not followed.
+    """
+    return _decoded(path, type_, within)[0]
 
 
-def problem_of_json(path: str | os.PathLike[str], type_: type[Any]) -> str:
+def problem_of_json(path: str | os.PathLike[str], type_: type[Any], *, within: Path | None = None) -> str:
     """Return why a file has no value of that type; empty if it has one, or if there is no file."""
-    return _decoded(path, type_)[1]
+    return _decoded(path, type_, within)[1]
 
 
-def _decoded(path: str | os.PathLike[str], type_: type[T]) -> tuple[T | None, str]:
+def _decoded(path: str | os.PathLike[str], type_: type[T], within: Path | None) -> tuple[T | None, str]:
     """The value of a file, and why it has none of that type."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=type_), ""
+        return msgspec.json.decode(read_regular(path, within=within), type=type_), ""
     except (FileNotFoundError, NotADirectoryError):
         return None, ""
     except OSError as error:
@@ -75,20 +80,29 @@ def noted(problems: list[str], what: str) -> Generator[None]:
         problems.append(f"{what} cannot be read: {error.problem}")
 
 
-def read_files(folder: Path, name: str, problems: list[str]) -> Iterator[tuple[Path, bytes]]:
-    """Yield the files of JSON in a folder of a run's folder, in order of name, and their contents.
+def read_files(folder: Path, name: str, problems: list[str]) -> Iterator[tuple[Path, Iterator[bytes]]]:
+    """Yield the files of JSON in a folder of a run's folder, in order of name, and their lines with their newlines.
 
-    Nothing is yielded without such a folder. What cannot be read is a line more in `problems`.
+    Nothing is yielded without such a folder. What cannot be read is a line more in `problems`; the lines before count.
     """
     inside: list[str] = []
     with noted(problems, name), suppress(FileNotFoundError, NotADirectoryError):
         inside = sorted(os.listdir(folder / name))
-    for path in (folder / name / each for each in inside if each.endswith((".json", ".jsonl"))):
-        content: bytes | None = None
-        with noted(problems, f"{name}/{path.name}"), suppress(FileNotFoundError):  # it may go since it was listed
-            content = path.read_bytes()
-        if content is not None:
-            yield path, content
+    for each in inside:
+        if each.endswith((".json", ".jsonl")):
+            yield folder / name / each, _read_lines(folder, f"{name}/{each}", problems)
+
+
+def _read_lines(folder: Path, name: str, problems: list[str]) -> Iterator[bytes]:
+    with (
+        noted(problems, name),
+        suppress(FileNotFoundError),  # it may go since it was listed
+        open(open_regular(folder / name, within=folder), "rb") as file,
+    ):
+        while line := file.readline(MOST_LINE + 1):
+            if len(line) > MOST_LINE:
+                raise OSError(errno.EFBIG, _TOO_LONG)
+            yield line
 
 
 METRICS = "metrics.jsonl"  # a line for each logged step
@@ -100,6 +114,8 @@ MEDIA = "media"  # a folder of images, tables, figures, texts and histograms
 RUN_EVENT = "accel.run"  # audit event by which a rank announces the run's folder to its launcher
 
 
+MOST_LINE = 2**20  # bytes of a line
+_TOO_LONG = f"a line of more than {MOST_LINE} bytes"
 _CHUNK = 2**24
 _TAIL = 256  # bytes before the position that must still be the same
 
@@ -131,13 +147,19 @@ class NewLines(NamedTuple):
     restarted: bool
 
 
-def read_new(path: str | os.PathLike[str], position: Position = Position()) -> NewLines:  # noqa: B008 - a frozen value
+def read_new(
+    path: str | os.PathLike[str],
+    position: Position = Position(),  # noqa: B008 - a frozen value
+    *,
+    within: Path | None = None,
+) -> NewLines:
     """Return whole lines behind a position, some 16 MiB at most; no lines once all have been read.
 
-    A torn last line stays for the next read. A file that does not exist has no lines.
+    A torn last line stays for the next read. A file that does not exist has no lines. With `within`, a link that leads
+    out of that folder is not followed. Raises `OSError` where a line does not end within 1 MiB.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below
+        file = open(open_regular(path, within=within), "rb")  # noqa: SIM115 - closed below
     except FileNotFoundError:
         return NewLines([], Position(), position.offset > 0)
     with file:
@@ -147,9 +169,10 @@ def read_new(path: str | os.PathLike[str], position: Position = Position()) -> N
             position = Position()
             _ = file.seek(0)
         data = file.read(_CHUNK)
-        while b"\n" not in data and (more := file.read(_CHUNK)):
-            data += more
-    data = data[: data.rfind(b"\n") + 1]
+    end = data.rfind(b"\n") + 1
+    if not end and len(data) > MOST_LINE:
+        raise OSError(errno.EFBIG, _TOO_LONG, os.fspath(path))
+    data = data[:end]
     moved = Position(position.offset + len(data), (position.tail + data)[-_TAIL:])
     return NewLines(data.splitlines() if b"\r" not in data else data.split(b"\n")[:-1], moved, restarted)
 
@@ -186,6 +209,8 @@ def encode_line(step: int, values: Mapping[str, float], time: Mapping[str, float
 
 def decode_line(line: bytes) -> MetricsLine | None:
     """Return the values of a line; None if it is damaged. Values of other kinds than numbers are left out."""
+    if len(line) > MOST_LINE:
+        return None
     try:
         found: Any = msgspec.json.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

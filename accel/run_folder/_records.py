@@ -7,8 +7,10 @@ import platform
 import re
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -326,24 +328,27 @@ _MOST_ATTEMPTS = 100
 _MOST_EVENTS = 250  # of the first, and of the newest
 
 
-def fold_log(log: bytes) -> LaunchRecord | None:
+def fold_log(log: Iterable[bytes]) -> LaunchRecord | None:
     """Return the record that a launch's log adds up to; None for other content.
 
-    A line that cannot be read is skipped and counted, as is a torn last one.
+    Args:
+        log: its lines with their newlines. A line that cannot be read is skipped and counted, as is a torn last one.
     """
     decoder = msgspec.json.Decoder(LogLine)
-    *whole, torn = log.split(b"\n")
-    damaged = int(bool(torn))
+    damaged = 0
+    restarts = 0
     launch = None
-    attempts: list[Attempt] = []
-    events: list[LaunchEvent] = []
-    for text in whole:
+    attempts: deque[Attempt] = deque(maxlen=_MOST_ATTEMPTS)
+    first: list[LaunchEvent] = []
+    newest: deque[LaunchEvent] = deque(maxlen=_MOST_EVENTS)
+    for text in log:
         try:
-            line: LogLine = decoder.decode(text)
+            line: LogLine | None = decoder.decode(text) if text.endswith(b"\n") else None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            damaged += 1
-            continue
+            line = None
         match line:
+            case None:
+                damaged += 1
             case LaunchLine():
                 launch = line.launch
             case AttemptLine():
@@ -351,17 +356,13 @@ def fold_log(log: bytes) -> LaunchRecord | None:
                     _ = attempts.pop()
                 attempts.append(line.attempt)
             case EventLine():
-                events.append(line.event)
+                restarts += line.event.kind == "restart"
+                if len(newest) == _MOST_EVENTS and len(first) < _MOST_EVENTS:
+                    first.append(newest[0])
+                newest.append(line.event)
     if launch is None:
         return None
-    first, newest = events[:-_MOST_EVENTS], events[-_MOST_EVENTS:]
-    return replace(
-        launch,
-        attempts=tuple(attempts[-_MOST_ATTEMPTS:]),
-        events=(*first[:_MOST_EVENTS], *newest),
-        restarts=sum(event.kind == "restart" for event in events),
-        damaged=damaged,
-    )
+    return replace(launch, attempts=tuple(attempts), events=(*first, *newest), restarts=restarts, damaged=damaged)
 
 
 def launch_file(host: str, pid: int, started_s: float) -> str:
@@ -377,12 +378,18 @@ def read_launches(folder: Path) -> list[LaunchRecord]:
 
 def _read_launches(folder: Path, problems: list[str]) -> list[LaunchRecord]:
     found: list[LaunchRecord] = []
-    for path, content in read_files(folder, LAUNCHES, problems):
-        # before logs had lines, a file was one record
-        launch = fold_log(content) if path.suffix == ".jsonl" else read_json(path, LaunchRecord)
+    for path, lines in read_files(folder, LAUNCHES, problems):
+        before = len(problems)
+        if path.suffix == ".json":  # before logs had lines, a file was one record
+            launch = read_json(path, LaunchRecord, within=folder)
+            is_whole = bool(problem_of_json(path, LaunchRecord, within=folder))
+        else:
+            start = next(lines, b"")
+            launch = fold_log(chain([start] if start else [], lines))
+            is_whole = start.endswith(b"\n")
         if launch is not None:
             found.append(launch)
-        elif b"\n" in content or path.suffix == ".json":  # a line that is still being written is no problem
+        elif is_whole and len(problems) == before:  # a line that is still being written is no problem
             problems.append(f"{LAUNCHES}/{path.name} is no log of a launch")
     return sorted(found, key=lambda each: (each.started_s, each.host))
 
@@ -436,7 +443,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_run(folder: Path, launches: Sequence[LaunchRecord] | None = None) -> RunRecord | None:
     """Return the record of a run, with the error that ended it from the launch's log; None if the folder has none."""
-    run = read_json(folder / RUN, RunRecord)
+    run = read_json(folder / RUN, RunRecord, within=folder)
     return run and _with_error(run, read_launches(folder) if launches is None else launches)
 
 
@@ -459,7 +466,7 @@ def read_records(folder: Path) -> FolderRecords:
     problems: list[str] = []
     launches = _read_launches(folder, problems)
     run = read_run(folder, launches)
-    if run is None and (problem := problem_of_json(folder / RUN, RunRecord)):
+    if run is None and (problem := problem_of_json(folder / RUN, RunRecord, within=folder)):
         problems.insert(0, f"{RUN} cannot be read: {problem}")
     return FolderRecords(run, launches, problems)
 

@@ -51,7 +51,7 @@ from accel.storage._safetensors import (
     TensorHeader as TensorHeader,
     dtype_name as dtype_name,
     encode_tensors as encode_tensors,
-    header_size as header_size,
+    fetch_header as fetch_header,
     memory_of as memory_of,
     read_header as read_header,
     read_reference as read_reference,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import stat
 import threading
 import zlib
 from collections import Counter
@@ -16,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from accel.errors import CheckpointError
+from accel.opening import open_regular
 from accel.storage._files import disk_errors
 from accel.storage._ranges import (
     CHUNK,
@@ -31,7 +31,6 @@ from accel.storage._ranges import (
     plan_requests,
 )
 
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in place of a file must not hang
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _NOT_CACHED = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)
@@ -53,19 +52,16 @@ class OpenFile:
         self.counts = Counter[str]()
         self._guard = threading.Lock()
         with disk_errors(path):
-            self._buffered = os.open(path, _READ_FLAGS)
+            self._buffered = open_regular(path)
         self._direct: int | None = None
         found = os.fstat(self._buffered)
         self.size = found.st_size
         self._written = found.st_mtime_ns, found.st_size
         self._touched = found.st_ctime_ns
         self._sample: dict[tuple[int, int], int] = {}  # checksums by range
-        if not stat.S_ISREG(found.st_mode):
-            self.close()
-            raise CheckpointError("not a regular file", where=str(path))
         if direct and _DIRECT:
             try:  # the same file, even if the path has another one by now
-                self._direct = os.open(f"/proc/self/fd/{self._buffered}", _READ_FLAGS | _DIRECT)
+                self._direct = os.open(f"/proc/self/fd/{self._buffered}", os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
             except OSError:  # the file system has no such reads
                 self._direct = None
         self.is_direct = self._direct is not None

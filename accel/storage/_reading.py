@@ -8,18 +8,17 @@ import errno
 import hashlib
 import mmap
 import os
-import stat
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from accel.errors import CheckpointError
+from accel.opening import open_regular
 from accel.storage._files import Span, disk_errors, is_file_name, try_flock, unlock
 from accel.storage._objects import RemotePath
 
 _HASHERS = 4
 _HASH_BYTES = 1 << 18  # stays in a core's cache between being read and being hashed
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in place of a file must not hang
 
 
 class OpenDirectory:
@@ -141,13 +140,11 @@ class OpenDirectory:
     def _opened(self, name: str) -> Generator[int]:
         self._check_name(name)
         try:
-            file = os.open(name, _READ_FLAGS, dir_fd=self._file)
+            file = open_regular(name, dir_fd=self._file, follow=False)
         except OSError as error:
             reasons = {errno.ENOENT: "missing", errno.ELOOP: "a symbolic link, which is never followed"}
             raise self.refusal(name, reasons.get(error.errno or 0, str(error.strerror))) from error
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise self.refusal(name, "not a regular file")
             with disk_errors(self.path / name):
                 yield file
         finally:

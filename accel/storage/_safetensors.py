@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -144,6 +144,12 @@ def read_header(data: memoryview, where: str, names: Collection[str] | None = No
     if position != payload:
         raise _broken("bytes after the last tensor", where)
     return Header(tensors, metadata, after)
+
+
+def fetch_header(read: Callable[[int, int], bytes], size: int, where: str) -> Header:
+    """Read the header of a file of `size` bytes; `read` takes a position and a number of bytes."""
+    end = header_size(read(0, min(_WORD, size)), size, where)
+    return read_header(memoryview(read(0, end)), where, size=size)
 
 
 def _bound(text: memoryview, names: Collection[str] | None, where: str) -> None:

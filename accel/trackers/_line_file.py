@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from accel.opening import open_regular
+from accel.run_folder._files import MOST_LINE
 from accel.trackers._tracker import Run
 
 _BLOCK = 1 << 16
@@ -138,10 +140,10 @@ def kept_size(fd: int, step: int | None, lines: int, step_of: StepOf, begin: int
 def first_step(path: Path, step_of: StepOf, *, skip: int = 0) -> int | None:
     """Return the step of a file's first line after `skip` lines; None for none."""
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             for _ in range(skip):
-                _ = file.readline()
-            return step_of(file.readline().removesuffix(b"\n"))
+                _ = file.readline(MOST_LINE)
+            return step_of(file.readline(MOST_LINE).removesuffix(b"\n"))
     except OSError:
         return None
 

@@ -64,7 +64,7 @@ def _start(run: Run, config: Config, fields: dict[str, Any], now_s: float, *, co
     source = ask_git(_script_folder())
     folder = run.folder_for(RUN)
     folder.mkdir(parents=True, exist_ok=True)
-    before = read_json(folder / RUN, RunRecord)
+    before = read_json(folder / RUN, RunRecord, within=folder)
     times: dict[str, Any] = {"started_s": now_s}
     if before is not None and before.id == run.id:
         times = {"started_s": before.started_s, "resumed_s": (*before.resumed_s, now_s), "lost": before.lost}

@@ -4,20 +4,29 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
+from hypothesis.strategies import DataObject
 from torch import nn
 
 from accel.cli._estimate import run
 from accel.errors import AccelError, CheckpointError, ConfigError, MissingExtraError
+from accel.estimate import _build
+from accel.estimate._build import from_config
+from accel.estimate._configs import transformer_from
 from accel.estimate._sources import cached_model, from_headers
-from accel.storage import parse_size
+from accel.storage import TensorHeader, parse_size
+from accel.storage._safetensors import encode_header
 
 
 def _estimate(capsys: pytest.CaptureFixture[str], *words: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
@@ -108,3 +117,131 @@ def test_a_model_of_timm_is_built_by_name(monkeypatch: pytest.MonkeyPatch, capsy
 def test_sizes_may_have_decimals(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_size("1.5GB", "--memory") == 1_500_000_000
     assert parse_size("0.5 GiB", "--memory") == 2**29
+
+
+TENSORS = {
+    "a.0.weight": TensorHeader(dtype="F32", shape=(2, 3), data_offsets=(0, 24)),
+    "b": TensorHeader(dtype="BF16", shape=(4,), data_offsets=(24, 32)),
+}
+FILE = encode_header(TENSORS, {"format": "pt"}) + bytes(32)
+HEADER = len(FILE) - 32
+
+
+def test_a_whole_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(FILE)
+    assert from_headers(path).count == 10
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "model.safetensors").symlink_to(path)  # as in the Hub's cache
+    assert from_headers(tmp_path / "linked").count == 10
+
+
+def test_a_file_that_is_cut_anywhere_is_a_typed_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    for end in range(len(FILE)):
+        path.write_bytes(FILE[:end])
+        with pytest.raises(CheckpointError):
+            from_headers(path)
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_a_header_with_other_bytes_is_read_or_a_typed_error(tmp_path_factory: Any, data: DataObject) -> None:
+    path = tmp_path_factory.getbasetemp() / "changed.safetensors"
+    changed = bytearray(FILE)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, HEADER - 1))
+        changed[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+    path.write_bytes(changed)
+    with suppress(CheckpointError):
+        assert from_headers(path).count >= 0
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "config.json"]
+)
+def test_a_source_that_is_no_file_is_a_typed_error(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(AccelError):
+        (from_config if name == "config.json" else from_headers)(tmp_path / name)
+
+
+_DECODER = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 100,
+}  # fmt: skip
+_ENCODER = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 64,
+    "patch_size": 16, "depth": 2, "num_heads": 2, "embed_dim": 32, "mlp_ratio": 4, "hidden_act": "gelu",
+}  # fmt: skip
+_CONFIGURATIONS: list[dict[str, Any]] = [
+    {"model_type": "llama", **_DECODER},
+    {"model_type": "mistral", "sliding_window": 5, "layer_types": ["sliding_attention"], **_DECODER},
+    {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 10, "n_positions": 4},
+    {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1, **_DECODER},
+    {
+        "model_type": "deepseek_v3", "moe_intermediate_size": 4, "n_routed_experts": 2, "q_lora_rank": 3,
+        "kv_lora_rank": 4, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_experts_per_tok": 1, **_DECODER,
+    },
+    {"model_type": "llava", "text_config": {"model_type": "llama", **_DECODER}, "vision_config": _ENCODER},
+    {"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2", **_DECODER}, "vision_config": _ENCODER},
+    {"model_type": "clip", "text_config": _DECODER, "vision_config": _ENCODER, "projection_dim": 4},
+]  # fmt: skip
+_ABSURD = [-5, 0, 10**6, 10**20, 1.5, "x", [1], [], True, None, {}, {"a": [{}]}]
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_absurd_values_of_a_configuration_are_typed_errors_in_little_time(
+    tmp_path_factory: pytest.TempPathFactory, data: DataObject
+) -> None:
+    fields = json.loads(json.dumps(data.draw(st.sampled_from(_CONFIGURATIONS))))
+    part = data.draw(st.sampled_from([fields, *(each for each in fields.values() if isinstance(each, dict))]))
+    name = data.draw(st.sampled_from([*part, "architectures", "torch_dtype", "head_dim"]))
+    part[name] = data.draw(st.sampled_from(_ABSURD))
+    path = tmp_path_factory.getbasetemp() / "config.json"
+    path.write_text(json.dumps(fields))
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patched, suppress(AccelError):
+        patched.setattr(_build, "find_spec", lambda _: None)  # no fallback to transformers
+        assert from_config(path).count > 0
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("value", [-5, 0, 10**6, 10**20, 2.0])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "vision_config"])
+def test_layers_that_no_model_has_are_refused_by_name(value: float, name: str, tmp_path: Path) -> None:
+    at = value if name == "num_hidden_layers" else {"num_hidden_layers": value}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt", name: at}))
+    with pytest.raises(ConfigError, match="a whole number from 1 to 4096") as caught:
+        from_config(tmp_path / "config.json")
+    assert "num_hidden_layers" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"model_type": "llama", "vocab_size": NaN}', '{"hidden_size": 1e999}', "[" * 100_000]
+)
+def test_what_is_no_json_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError):
+        from_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("fields", _CONFIGURATIONS, ids=lambda fields: fields["model_type"])
+def test_equal_blocks_are_counted_once_and_as_often_as_they_are_there(fields: dict[str, Any]) -> None:
+    sizes = transformer_from(fields, where="here")
+    assert sizes.count == sum(each.count for each in sizes.parameters)
+    for other in ({"pad_token_id": -1}, {"rope_theta": 1e40}, {"num_hidden_layers": 4096}):
+        assert transformer_from({**fields, **other}, where="here").count >= sizes.count
+
+
+def test_numbers_that_are_no_sizes_are_left_alone(tmp_path: Path) -> None:
+    others = {
+        "pad_token_id": -1,
+        "rope_theta": 1e40,
+        "vision_feature_layer": -2,
+        "num_images": -1,
+        "num_experts": 16384,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**_CONFIGURATIONS[0], **others}))
+    assert from_config(tmp_path / "config.json").count > 0

@@ -229,18 +229,18 @@ def test_a_log_grows_by_whole_lines_and_reads_wherever_it_is_cut(did: list[Act])
             assert kept.log.endswith(b"\n")
             sizes.append(len(kept.log))
         log = kept.log
-        whole = fold_log(log)
+        whole = fold_log(log.splitlines(keepends=True))
         assert whole is not None
         assert (whole, whole.damaged) == (only(kept.folder), 0)
         first = log.index(b"\n") + 1
         expected = None
         for cut in range(len(log)):
             if log[cut - 1 : cut] == b"\n":
-                expected = fold_log(log[:cut])
+                expected = fold_log(log[:cut].splitlines(keepends=True))
                 assert expected is not None
                 assert expected.damaged == 0
             is_torn = cut > first and log[cut - 1 : cut] != b"\n"
-            found = fold_log(log[:cut])
+            found = fold_log(log[:cut].splitlines(keepends=True))
             assert found == (None if cut < first else replace(expected, damaged=int(is_torn)))
 
 
@@ -321,12 +321,12 @@ def test_damaged_lines_and_lines_of_a_newer_version_are_counted(tmp_path: Path) 
     kept.journal.see({0: 1})
     first, attempt, start, *ends = kept.log.splitlines()
     bad = [b"{", b"\xff\xfe", b"[" * 100_000, b'{"kind":"mood","mood":1}', b'{"kind":"event"}', b""]
-    record = fold_log(b"\n".join([first, *bad, attempt, start, *bad, *ends, b""]))
+    record = fold_log(each + b"\n" for each in [first, *bad, attempt, start, *bad, *ends])
     assert record is not None
     assert record == replace(only(tmp_path), damaged=2 * len(bad))
     kept.path.write_bytes(b"\n".join([first, b"", start, b'{"kind"']))
     assert (only(tmp_path).damaged, only(tmp_path).attempts) == (2, ())
-    assert fold_log(b"\n".join([attempt, start, b""])) is None
+    assert fold_log([attempt + b"\n", start + b"\n"]) is None
 
 
 @pytest.mark.multiprocess

@@ -521,12 +521,12 @@ def test_runs_stand_in_their_natural_order_beside_a_folder_without_permission_th
         write_metrics(tmp_path / name, 20)
     (tmp_path / "other" / "metrics.jsonl").rename(tmp_path / "other" / "kept")
     assert [path.name for path in find_runs(tmp_path).folders] == ["run1", "run2", "run10"]
-    is_file, scandir, listdir = Path.is_file, os.scandir, os.listdir
+    lstat, scandir, listdir = os.lstat, os.scandir, os.listdir
 
-    def refuse(path: Path) -> bool:  # as the system does for all but root
-        if path.parent.name == "run2":
+    def refuse(path: Any) -> os.stat_result:  # as the system does for all but root
+        if Path(path).parent.name == "run2":
             raise PermissionError(13, "Permission denied", str(path))
-        return is_file(path)
+        return lstat(path)
 
     def refuse_to_list(by: Any) -> Any:
         def refuse(path: Any) -> Any:
@@ -536,10 +536,11 @@ def test_runs_stand_in_their_natural_order_beside_a_folder_without_permission_th
 
         return refuse
 
-    monkeypatch.setattr(Path, "is_file", refuse)
     monkeypatch.setattr("accel.report._run_data.os.scandir", refuse_to_list(scandir))
     monkeypatch.setattr("accel.report._run_data.os.listdir", refuse_to_list(listdir))
-    assert main(["report", str(tmp_path)]) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr("accel.report._run_data.os.lstat", refuse)
+        assert main(["report", str(tmp_path)]) == 0
     told = capsys.readouterr().err
     page = Texts((tmp_path / "report.html").read_text())
     assert "2 runs" in page.text

@@ -175,7 +175,7 @@ def test_links_pipes_and_folders_are_refused_by_name(tmp_path: Path) -> None:
         assert bytes(folder.read("real")) == b"x"
         for name, reason in {
             "link": "symbolic link",
-            "folder": "not a regular file",
+            "folder": "Is a directory",
             "pipe": "not a regular file",
             "gone": "missing",
             "../real": "not a name",

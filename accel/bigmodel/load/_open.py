@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -33,8 +34,7 @@ from accel.storage import (
     RemoteRanges,
     as_place,
     decode_index,
-    header_size,
-    read_header,
+    fetch_header,
 )
 
 Kind = Literal["safetensors", "pickled", "checkpoint"]
@@ -209,9 +209,7 @@ def merged(files: Iterable[Mapping[str, Strided]], where: str) -> dict[str, Stri
 
 
 def _header(ranges: ByteRanges, name: str, where: str) -> Header:
-    size = ranges.sizes[name]
-    end = header_size(ranges.read_bytes(name, 0, min(8, size)), size, where)
-    return read_header(memoryview(ranges.read_bytes(name, 0, end)), where, size=size)
+    return fetch_header(partial(ranges.read_bytes, name), ranges.sizes[name], where)
 
 
 def _in_storage(name: str, tensor: torch.Tensor, path: Path) -> Strided:

@@ -7,7 +7,6 @@ import json
 import os
 import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import msgspec
@@ -17,6 +16,7 @@ from accel.config._files import decode_values
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
 from accel.formats import Precision
+from accel.opening import read_named
 from accel.terminal import show_text
 
 Auto = Literal["auto", "default"]
@@ -178,7 +178,7 @@ def read_deepspeed(config: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSp
         return from_json(config, source="the DeepSpeed settings")
     path = os.fspath(config)
     try:
-        text = Path(path).read_bytes().decode()
+        text = read_named(path).decode()
     except (OSError, ValueError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else error)
         raise ConfigError("DeepSpeed's configuration cannot be read", got=reason, where=path) from None

@@ -28,6 +28,7 @@ from accel.items._optimizer import OptimizerValue, ParameterGroup, ParamFacts
 from accel.items._rng import capture_row
 from accel.items._source import facts
 from accel.items.foreign._described import Described, describe_pickle
+from accel.opening import read_regular
 from accel.storage import (
     OpenDirectory,
     RemotePath,
@@ -43,6 +44,7 @@ from accel.storage import (
 )
 
 METADATA = ".metadata"
+_MOST_METADATA = 1_000_000_000  # bytes
 
 _PLACE = "torch.distributed.checkpoint."
 
@@ -61,7 +63,7 @@ def read_dcp(path: Path) -> dict[str, Any]:
     pickle, is read as data; the rest by torch's weights-only loader."""
     metadata = path / METADATA
     try:
-        data = metadata.read_bytes()
+        data = read_regular(metadata, _MOST_METADATA)
     except OSError as error:
         raise CheckpointError(
             "no folder of torch.distributed.checkpoint", expected=f"a folder with {METADATA}", where=str(path)

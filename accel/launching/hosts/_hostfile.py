@@ -22,6 +22,7 @@ from accel.errors._checks import did_you_mean
 from accel.launching._target import LaunchTarget
 from accel.launching.local._signals import STOPPING, Signals, listening
 from accel.launching.reports._report import notify
+from accel.opening import read_named
 
 _LINE = re.compile(r"(?P<name>[^\s#]+)(?:\s+slots\s*=\s*(?P<slots>[0-9]{1,4}))?\s*(?:#.*)?")
 _FILTER = re.compile(r"(?P<name>[^:@\s]+)(?::(?P<slots>[0-9]+(?:,[0-9]+)*))?")
@@ -211,7 +212,7 @@ _KILL_AFTER_S = 20.0  # over the grace of the launchers themselves
 def read_hostfile(path: str) -> str:
     """Return the text of a file of hosts."""
     try:
-        return Path(path).read_bytes().decode()
+        return read_named(path).decode()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise LaunchError("the file of hosts cannot be read", got=str(reason), where=path) from None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 
 from accel.errors import ConfigError
+from accel.opening import open_regular
 
 Span = tuple[float, float]
 
@@ -56,6 +58,7 @@ def length(spans: Iterable[Span]) -> float:
     return sum(end - start for start, end in spans)
 
 
+MOST_TRACE = 2_000_000_000  # bytes of the traces of a profile
 DATA = "accel.data"
 _LOADER = "enumerate(DataLoader)"
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -146,15 +149,28 @@ class _File(msgspec.Struct, frozen=True):
     accel: _TracedRank = _TracedRank()
 
 
-def read_traces(folder: Path) -> list[Trace]:
-    """Read the traces in a folder in order of their ranks; raise `ConfigError` unless all are traces of one run, one a
-    rank."""
+def read_traces(folder: Path, *, within: Path | None = None, most: int = MOST_TRACE) -> list[Trace]:
+    """Read the traces in a folder in order of their ranks.
+
+    Args:
+        folder: the folder of the traces.
+        within: folder of the run, which links must not leave; None follows links.
+        most: bytes of all traces, unpacked.
+
+    Raises:
+        ConfigError: They are not traces of one run, one for each rank, or they are larger than `most`.
+    """
     files = sorted(path for path in folder.iterdir() if _TRACE.fullmatch(path.name))
     if not files:
         raise ConfigError(
             "no traces", expected="files *.json or *.json.gz", where=str(folder), fix="Write some by `accel.profile`."
         )
-    traces = sorted((parse_trace(path.name, _content(path)) for path in files), key=lambda trace: trace.rank)
+    traces: list[Trace] = []
+    for path in files:
+        content = _content(path, within, most)
+        most -= len(content)
+        traces.append(parse_trace(path.name, content))
+    traces.sort(key=lambda trace: trace.rank)
     ranks = [trace.rank for trace in traces]
     if len(set(ranks)) < len(ranks):
         twice = next(rank for rank in ranks if ranks.count(rank) > 1)
@@ -270,9 +286,23 @@ def _group(event: _Event) -> str:
     return str(args.get("Process Group Ranks") or args.get("Process Group Name") or "")
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path, within: Path | None, most: int) -> bytes:
     try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+        with open(open_regular(path, within=within), "rb") as file:
+            if os.fstat(file.fileno()).st_size > most:
+                raise _too_large(path, most)
+            is_packed = file.read(2) == b"\x1f\x8b"
+            _ = file.seek(0)
+            with gzip.open(file) if is_packed else file as unpacked:
+                content = unpacked.read(most + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError("a trace cannot be read", got=str(error), where=str(path)) from error
+        got = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise ConfigError("a trace cannot be read", got=got, where=str(path)) from error
+    if len(content) > most:
+        raise _too_large(path, most)
+    return content
+
+
+def _too_large(path: Path, most: int) -> ConfigError:
+    fix = "Profile fewer steps, or fewer ranks."
+    return ConfigError("a trace is too large", expected=f"{most / 1e6:g} MB or less", where=str(path), fix=fix)

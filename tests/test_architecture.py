@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent / "accel"
 
 # A line may import only lines above it; neighbours on a line never import each other.
 LAYERS = [
-    {"errors", "lazy"},
+    {"errors", "lazy", "system"},
     {"brought", "endpoints", "formats", "migrate", "run_folder", "terminal", "topology", "xla"},
     {"alerts"},
     {"config"},
@@ -46,6 +46,7 @@ TORCH_FREE = {
     "alerts",
     "errors",
     "lazy",
+    "system",
     "formats",
     "xla",
     "schedules",

@@ -58,6 +58,7 @@ from accel.parallel._engines import ENGINES, engine_loaded
 from accel.precision._amp import LossScale
 from accel.random import Key, RngState
 from accel.storage import RemotePath, Span, as_place, folder_of, lag_of
+from accel.system import tell
 from accel.tensors import local_part
 
 _OWN_RECORDS = (
@@ -474,4 +475,4 @@ def _report(verb: str, loaded: Loaded) -> None:
     if verb == "resume":
         sys.audit("accel.checkpoint", str(loaded.path))  # for the launcher's last line
     if verb == "resume" and not logger.hasHandlers():
-        print(f"accel: resumes from {loaded.path}", file=sys.stderr, flush=True)
+        tell(f"accel: resumes from {loaded.path}\n")

@@ -20,8 +20,9 @@ from accel.config._settings import FIELDS
 from accel.errors import ConfigError, LaunchError
 from accel.errors._checks import did_you_mean
 from accel.launching._target import LaunchTarget
-from accel.launching.local._signals import STOPPING, Signals, listening
+from accel.launching.local._signals import Signals, listening
 from accel.launching.reports._report import notify
+from accel.system import STOPPING
 
 _LINE = re.compile(r"(?P<name>[^\s#]+)(?:\s+slots\s*=\s*(?P<slots>[0-9]{1,4}))?\s*(?:#.*)?")
 _FILTER = re.compile(r"(?P<name>[^:@\s]+)(?::(?P<slots>[0-9]+(?:,[0-9]+)*))?")

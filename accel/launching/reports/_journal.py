@@ -48,6 +48,7 @@ from accel.run_folder import (
     launch_file,
     read_new,
 )
+from accel.system import absolute, current_folder
 from accel.terminal import show_size
 
 _REFUSED = 2
@@ -56,7 +57,7 @@ _PATIENCE_S = 1.0  # at the end, for the answer of git in a large tree
 
 def first_record(target: LaunchTarget, config: LaunchConfig, sources: Mapping[str, Source]) -> LaunchRecord:
     """Return the record of a launch that has not started a rank; settings without a source come from the caller."""
-    kept = config.log_dir and os.path.abspath(config.log_dir)
+    kept = config.log_dir and absolute(config.log_dir)
     settings = {
         field.name: Setting(
             _storable(hide_in_text(to_text(getattr(config, field.name)))), _source(field, config, sources)
@@ -68,7 +69,7 @@ def first_record(target: LaunchTarget, config: LaunchConfig, sources: Mapping[st
         host=socket.gethostname(),
         pid=os.getpid(),
         command=tuple(map(_storable, (*words, *hide_in_words(target.args)))),
-        folder=_storable(os.getcwd()),
+        folder=_storable(current_folder()),
         started_s=time.time(),
         settings=settings,
         log_dir=_storable(kept),
@@ -376,5 +377,5 @@ class Description(threading.Thread):
 
 def open_journal(target: LaunchTarget, record: LaunchRecord, config: LaunchConfig) -> Journal:
     """Return the journal of a launch with its first record."""
-    code = os.path.dirname(os.path.abspath(target.name)) if target.kind == "script" else "."
+    code = os.path.dirname(absolute(target.name)) if target.kind == "script" else "."
     return Journal(record, code, alerts=None if config.alerts == "none" else LaunchAlerts(config.alerts))

@@ -31,7 +31,7 @@ from typing import Self
 
 from accel.errors import LaunchError
 from accel.run_folder import hide_in_words
-from accel.system import NOTICES, REPEATED, SAME_REQUEST_S, STOPPING, not_ignored, open_streams
+from accel.system import NOTICES, REPEATED, SAME_REQUEST_S, STOPPING, Helpers, not_ignored, open_streams
 
 LOOK_S = 5.0  # the longest wait between two looks at the children, as a signal may be lost
 _DEAF_S = 3.5  # a launcher that has not read a request to stop for so long, or does not go on after it, is stuck
@@ -179,8 +179,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Orphans:
     """Descendants of this process without a parent of their own; the kernel gives them to this one from now on."""
 
-    def __init__(self, grace_s: float = GRACE_S) -> None:
+    def __init__(self, grace_s: float = GRACE_S, helpers: Helpers | None = None) -> None:
         self._grace_s = grace_s
+        self._helpers = helpers or Helpers()
         self._adopts = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
     def __enter__(self) -> Self:
@@ -194,9 +195,9 @@ class Orphans:
     def reap(self, own: Collection[int]) -> None:
         """Reap orphans that have ended, as a long run can have many; `own` children are left to their `Popen`."""
         while self._adopts:
-            with suppress(ChildProcessError):  # there is no child
+            with suppress(ChildProcessError), self._helpers.held() as helpers:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if ended is not None and _is_orphan(ended.si_pid, own):
+                if ended is not None and _is_orphan(ended.si_pid, {*own, *helpers}):
                     _ = os.waitpid(ended.si_pid, os.WNOHANG)
                     continue
             return
@@ -234,9 +235,11 @@ class Orphans:
         """Return each orphan that runs, with its command line."""
         self.reap(own)
         found: dict[int, str] = {}
-        for entry in os.scandir("/proc") if self._adopts else ():
-            if entry.name.isdecimal() and _parent(entry.name) == os.getpid() and _is_orphan(int(entry.name), own):
-                found[int(entry.name)] = _words(entry.name)
+        with self._helpers.held() as helpers:
+            for entry in os.scandir("/proc") if self._adopts else ():
+                pid = int(entry.name) if entry.name.isdecimal() else 0
+                if pid and _parent(entry.name) == os.getpid() and _is_orphan(pid, {*own, *helpers}):
+                    found[pid] = _words(entry.name)
         return found
 
 

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from accel.cli._parser import HOSTS, Parser, add_fields, resolve_flags, value_flags
+from accel.cli._parser import HOSTS, Parser, add_fields, resolve_flags, tell_file, value_flags
 from accel.config._resolve import Resolved
 from accel.errors import ConfigError, LaunchError
 from accel.launching import run_launch
@@ -48,6 +48,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     own, rest = split_words(words)
     known = parser().read(own)
     resolved = resolve_flags(known, environ)
+    tell_file(resolved)
     config = on_pod(resolved, environ)
     target = _target(known, rest)
     if late := [word for word in target.args if word.partition("=")[0] in _OURS_ALONE]:

@@ -29,6 +29,7 @@ from accel.endpoints import post_json
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice, check_count, nearest_metrics
 from accel.run_folder import append_rest, bounded, hide_in_text, read_files
+from accel.system import Helpers, run_helper
 
 FOLDER = "alerts"  # of a run's folder, with a file for each process that has alerts
 AlertLevel = Literal["info", "warning", "error"]
@@ -285,6 +286,7 @@ class AlertLog:
         folders: folders of runs to write to.
         post: sends a body to a URL.
         clock: returns the time, in seconds since the epoch.
+        helpers: takes note of a running command.
     """
 
     def __init__(
@@ -297,9 +299,11 @@ class AlertLog:
         folders: Sequence[str] = (),
         post: Post | None = None,
         clock: Callable[[], float] = time.time,
+        helpers: Helpers | None = None,
     ) -> None:
         self._settings = settings
         self._source = source
+        self._helpers = helpers
         self._report = report
         self._run = run
         self._folders = list(folders)
@@ -444,11 +448,14 @@ class AlertLog:
     def _deliver(self, alert: Alert) -> None:
         body = msgspec.json.encode({**msgspec.to_builtins(alert), "line": alert.line})
         for name, used, send in (
-            ("command", self._settings.command, lambda: run_command(self._settings.command, alert, body)),
+            ("command", self._settings.command, lambda: self._run_command(alert, body)),
             ("webhook", self._settings.webhook, lambda: self._send(body)),
         ):
             if used and (problem := send()):
                 _ = self._report("warning", f"the {name} did not get the alert {alert.title!r}: {problem}")
+
+    def _run_command(self, alert: Alert, body: bytes) -> str:
+        return run_command(self._settings.command, alert, body, self._helpers)
 
     def _send(self, body: bytes) -> str:
         """Send to the webhook, with two more tries; return the last problem, without the URL."""
@@ -471,27 +478,17 @@ class AlertLog:
         return f"{1 + _RETRIES} tries, {problem}"
 
 
-def run_command(words: Sequence[str], alert: Alert, body: bytes) -> str:
+def run_command(words: Sequence[str], alert: Alert, body: bytes, helpers: Helpers | None = None) -> str:
     """Run a command with an alert on its standard input; return the problem, or nothing."""
-    import subprocess  # no launch without a command needs it
-
     fields = {"{title}": alert.title, "{text}": alert.text, "{level}": alert.level}
     filled = [re.sub(r"\{(title|text|level)\}", lambda found: fields[found[0]], word) for word in words]
     try:
-        ended = subprocess.run(
-            filled,
-            input=body,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=_PATIENCE_S,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no end in {_PATIENCE_S:g} s"
+        ended = run_helper(filled, limit_s=_PATIENCE_S, stdin=body, helpers=helpers)
     except (OSError, ValueError) as error:
         return _plain(str(error), _MOST_TITLE)
-    last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return _plain(f"exit status {ended.returncode} {last}".strip(), _MOST_TITLE) if ended.returncode else ""
+    if ended.status is None:
+        return f"no end in {_PATIENCE_S:g} s"
+    return _plain(f"exit status {ended.status} {ended.last_line()}".strip(), _MOST_TITLE) if ended.status else ""
 
 
 def _plain(text: str, most: int) -> str:

@@ -18,10 +18,9 @@ from typing import Any
 from accel.comm import Call, agreed, call_site, reduce_ints
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
+from accel.system import REPEATED, SAME_REQUEST_S, STOPPING, not_ignored
 
 __all__ = ["Stop", "StopRequests", "stop_agreed", "stop_requests"]
-
-_SAME_REQUEST_S = 0.3  # a scheduler may signal the ranks and the launcher, which forwards the signal
 
 _NUMBERS = 1 << 16  # more than there are signals
 _NONE = 1 << 62
@@ -67,6 +66,7 @@ class StopRequests:
         self._at_s = 0.0
         self._process = os.getpid()
         self._former: dict[int, _Handler] = {}
+        self._mask: set[int] = set()
 
     def take_over(self, signals: Sequence[int]) -> None:
         """Handle these signals from now on.
@@ -77,6 +77,8 @@ class StopRequests:
         try:
             for number in set(signals):
                 self._former[number] = signal.signal(number, self._handle)
+            # Once they are handled, as one may be pending; a scheduler may start its jobs with a mask.
+            self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._former)
         except ValueError as error:
             raise ConfigError(
                 "only the main thread can change what signals do",
@@ -86,16 +88,19 @@ class StopRequests:
             ) from error
 
     def give_back(self) -> None:
-        """Restore the former handlers."""
+        """Restore the former handlers and mask."""
+        _ = signal.pthread_sigmask(signal.SIG_BLOCK, self._mask & self._former.keys())
         for number, former in self._former.items():
             _ = signal.signal(number, signal.SIG_DFL if former is None else former)  # None: not set from python
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._process or (self.received and time.monotonic() - self._at_s > _SAME_REQUEST_S):
+        if os.getpid() != self._process:
             self._end(number)
         elif not self.received:
             self.received = number
             self._at_s = time.monotonic()
+        elif number not in REPEATED and time.monotonic() - self._at_s > SAME_REQUEST_S:
+            self._end(number)
 
     def _end(self, number: int) -> None:
         """Run the former handler: for a second request, and in processes forked from this one."""
@@ -106,17 +111,17 @@ class StopRequests:
 
 @context_first
 @contextlib.contextmanager
-def stop_requests(
-    ctx: DistContext, signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1)
-) -> Generator[StopRequests]:
+def stop_requests(ctx: DistContext, signals: Sequence[int] | None = None) -> Generator[StopRequests]:
     """Record signals in this block as a stop request for `stop_agreed`. A collective at the start.
 
     The first signal is only recorded. A second one, more than 0.3 s later, runs the former handler, which ends the
-    process. The block restores the former handlers at its end, without communication.
+    process; SIGHUP and SIGXCPU, which the system repeats, do not. Signals that were blocked arrive in the block. The
+    block restores handlers and mask at its end, without communication.
 
     Args:
         ctx: the context.
-        signals: signals that request a stop.
+        signals: signals that request a stop; None for SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGXCPU and SIGUSR1, without
+            those that this process ignores, such as SIGHUP under `nohup`.
 
     Returns:
         A context manager that gives the requests.
@@ -127,7 +132,7 @@ def stop_requests(
     requests = StopRequests()
     try:
         with agreed(ctx.comm, Call("stop_requests", site=call_site())):
-            requests.take_over(_checked(signals))
+            requests.take_over(not_ignored((*STOPPING, signal.SIGUSR1)) if signals is None else _checked(signals))
         yield requests
     finally:
         requests.give_back()

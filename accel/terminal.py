@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import stat
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 _BAR_WIDTH = 24
@@ -131,7 +132,7 @@ class ProgressBar:
 
     def __init__(
         self,
-        file: TextIO,
+        file: TextIO | None,
         total: int | None,
         *,
         show: Callable[[float], str],
@@ -140,6 +141,7 @@ class ProgressBar:
         patience_s: float = 0.0,
         columns: int = 0,
     ) -> None:
+        file = io.StringIO() if file is None else file  # Python has no stderr if it was closed at the start
         self._file = file
         self._columns = columns if columns and _is_pipe(file) else 0
         self._total = total
@@ -193,8 +195,9 @@ class ProgressBar:
         return f"{head}{bar}{tail}"[:longest]
 
     def _write(self, text: str) -> None:
-        _ = self._file.write(text)
-        self._file.flush()
+        with suppress(OSError):  # a terminal that is gone ends no checkpoint's write
+            _ = self._file.write(text)
+            self._file.flush()
 
 
 @contextmanager
@@ -218,11 +221,11 @@ def byte_progress(label: str, total: int) -> Generator[Callable[[int], None]]:
         bar.close(erase=True)
 
 
-def terminal_columns(file: TextIO) -> int:
-    """Return the width of a terminal, or of a notebook's cell; 0 for another stream."""
+def terminal_columns(file: TextIO | None) -> int:
+    """Return the width of a terminal, or of a notebook's cell; 0 for another stream, or none."""
     if is_notebook_stream(file):
         return _COLUMNS
-    return _columns(file) if file.isatty() else 0
+    return _columns(file) if file is not None and file.isatty() else 0
 
 
 def _is_pipe(file: TextIO) -> bool:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent / "accel"
 
 # A line may import only lines above it; neighbours on a line never import each other.
 LAYERS = [
-    {"errors", "lazy", "opening"},
+    {"errors", "lazy", "opening", "system"},
     {"brought", "endpoints", "formats", "migrate", "run_folder", "terminal", "topology", "xla"},
     {"alerts"},
     {"config"},
@@ -47,6 +47,7 @@ TORCH_FREE = {
     "errors",
     "lazy",
     "opening",
+    "system",
     "formats",
     "xla",
     "schedules",

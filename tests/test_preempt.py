@@ -62,11 +62,11 @@ def test_a_signal_sent_twice_at_once_is_one_request_and_a_later_one_ends(monkeyp
     before = signal.signal(signal.SIGTERM, lambda number, _frame: ended.append(number))
     try:
         with accel.preempt.stop_requests(accel.single()) as requests:
-            monkeypatch.setattr(preempt, "_SAME_REQUEST_S", 60.0)
+            monkeypatch.setattr(preempt, "SAME_REQUEST_S", 60.0)
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGUSR1)
             assert (requests.received, ended) == (signal.SIGTERM, [])
-            monkeypatch.setattr(preempt, "_SAME_REQUEST_S", 0.0)
+            monkeypatch.setattr(preempt, "SAME_REQUEST_S", 0.0)
             signal.raise_signal(signal.SIGTERM)
             assert ended == [signal.SIGTERM]
     finally:

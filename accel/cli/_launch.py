@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from accel.cli._parser import HOSTS, Parser, add_fields, resolve_flags, value_flags
+from accel.cli._parser import HOSTS, Parser, add_fields, resolve_flags, tell_file, value_flags
 from accel.config._resolve import Resolved
 from accel.errors import ConfigError, LaunchError
 from accel.launching import run_launch
@@ -29,6 +28,7 @@ from accel.launching.hosts._hosts import check_endpoint, check_tasks
 from accel.launching.local._launch_plan import HostPosition, LaunchPlan
 from accel.launching.local._machine import describe_cores, on_pod
 from accel.run_folder import hide_in_text
+from accel.system import current_folder, tell
 
 _USAGE = "accel launch [flags] script.py [args...]"
 _OURS_ALONE = ("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--gpu-ids")
@@ -48,10 +48,11 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     own, rest = split_words(words)
     known = parser().read(own)
     resolved = resolve_flags(known, environ)
+    tell_file(resolved)
     config = on_pod(resolved, environ)
     target = _target(known, rest)
     if late := [word for word in target.args if word.partition("=")[0] in _OURS_ALONE]:
-        print(f"accel: {late[0]} goes to the script: flags of accel launch come before it", file=sys.stderr, flush=True)
+        tell(f"accel: {late[0]} goes to the script: flags of accel launch come before it\n")
     if known.hostfile:
         return _run_on_hosts(known, target, resolved, environ)
     if idle := [flag for flag in _HOST_FLAGS[1:] if getattr(known, flag)]:
@@ -127,7 +128,7 @@ def _run_on_hosts(
     given = [name for name, source in resolved.sources.items() if source.kind != "default"]
     exports = exported(environ, [name for name in (known.export or "").split(",") if name])
     commands = host_commands(
-        hosts, target, resolved.config, given, python=sys.executable, folder=os.getcwd(), exports=exports
+        hosts, target, resolved.config, given, python=sys.executable, folder=current_folder(), exports=exports
     )
     shell = shlex.split(known.shell or "ssh")
     if known.dry_run:

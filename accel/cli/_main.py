@@ -12,6 +12,7 @@ from typing import NamedTuple
 from accel import __version__
 from accel.errors import AccelError, ConfigError
 from accel.errors._checks import did_you_mean
+from accel.system import open_streams, tell
 from accel.terminal import show_text
 
 
@@ -46,11 +47,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command that the words name, by default those of the command line; return the exit status, 2 for invalid
     words."""
     words = sys.argv[1:] if words is None else words
+    open_streams()
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - Python has none if it was closed at the start
     try:
         status = _dispatch(words)
         sys.stdout.flush()
     except AccelError as error:
-        print("\n".join(map(show_text, f"accel: error: {error}".split("\n"))), file=sys.stderr)
+        tell("".join(f"{show_text(line)}\n" for line in f"accel: error: {error}".split("\n")))
         return 2
     except BrokenPipeError:  # the reader has seen enough, and Python would flush the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -18,6 +18,7 @@ from accel.config._settings import FIELDS
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
 from accel.formats import precision_fix
+from accel.system import absolute, tell
 
 CONFIG_FLAG = "--config"
 HOSTS = "several hosts"
@@ -93,13 +94,19 @@ def resolve_flags(known: argparse.Namespace, environ: Mapping[str, str]) -> Reso
 
 
 def find_file(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
-    """Read the file that a flag names, or a variable, or the default one if it exists; raise as `read_config`."""
+    """Read the file that a flag names, or a variable, or the default one if it exists; raise as `read_found`."""
     path = named if named is not None else environ.get(CONFIG_VARIABLE) or None
     if path is None and not os.path.exists(DEFAULT_FILE):
         return None
-    from accel.config import read_config
+    from accel.config._files import read_config, read_found
 
-    return read_config(DEFAULT_FILE if path is None else path, found=path is None)
+    return read_found() if path is None else read_config(path)
+
+
+def tell_file(resolved: Resolved) -> None:
+    """Print the file that a launch follows, if it follows one."""
+    if resolved.file:
+        tell(f"accel: settings of {absolute(resolved.file)}\n")
 
 
 def _help(field: Field) -> str:

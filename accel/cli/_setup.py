@@ -24,7 +24,7 @@ import accel
 from accel.cli._config import SUBCOMMANDS
 from accel.cli._launch import parser, split_words
 from accel.cli._main import COMMANDS
-from accel.cli._parser import CONFIG_FLAG, Parser, add_fields, find_file, resolve_flags, value_flags
+from accel.cli._parser import CONFIG_FLAG, Parser, add_fields, find_file, resolve_flags, tell_file, value_flags
 from accel.config import resolve
 from accel.config._schema import to_text
 from accel.config._settings import FIELDS
@@ -102,7 +102,9 @@ class _ReportedCheck(msgspec.Struct, frozen=True):
 def run_test(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Launch the self-check; return 0 if all is well, 1 if a check failed, else the status of the launch."""
     known = test_parser().read(words)
-    config = resolve_flags(known, environ).config
+    resolved = resolve_flags(known, environ)
+    tell_file(resolved)
+    config = resolved.config
     timeout_s = _PATIENCE_S if config.timeout_s == "auto" else config.timeout_s
     config = msgspec.structs.replace(config, prefix=False, timeout_s=timeout_s)
     with tempfile.TemporaryDirectory(prefix="accel-test-", ignore_cleanup_errors=True) as folder:
@@ -221,7 +223,7 @@ def _torch() -> dict[str, Any]:
 def _configuration(named: str | None, environ: Mapping[str, str]) -> dict[str, str]:
     try:
         file = find_file(named, environ)
-        config, sources = resolve({}, environ, file)
+        config, sources, _ = resolve({}, environ, file)
     except AccelError as error:
         return {"problem": hide_in_text(str(error))}
     shown = {"file": file.path if file else "none"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from datetime import timedelta
 from typing import Any, cast
@@ -19,6 +18,7 @@ from accel.endpoints import probe, retry
 from accel.env import LaunchEnv, meeting_file
 from accel.errors import EnvError, PeerError
 from accel.errors._base import ErrorRecord, describe, rebuild
+from accel.system import tell
 
 _RETRY_S = 10.0
 _LOOK_S = 0.1
@@ -160,7 +160,7 @@ def _await_server(env: LaunchEnv, timeout_s: float) -> None:
         if env.local_rank or waited_s < silent_s:
             return False
         where = f"{env.master_addr}:{env.master_port}, up to {timeout_s:g} s"
-        _ = sys.stderr.write(f"accel: rank {env.rank} waits for rank 0 at {where}: {error}\n")
+        tell(f"accel: rank {env.rank} waits for rank 0 at {where}: {error}\n")
         return True
 
     try:

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import grp
 import json
+import os
+import pwd
 import re
+import shlex
+import stat
 import textwrap
 import tomllib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -20,8 +26,11 @@ from accel.config._settings import FIELDS, LaunchConfig
 from accel.errors import ConfigError
 from accel.errors._checks import check_kind, did_you_mean
 from accel.opening import read_named, read_regular
+from accel.system import absolute
 
 DEFAULT_FILE = "accel.toml"
+# Keys that name a command, an address, options of another program, or a place to write to.
+_NAMED_ONLY = ("alerts", "rdzv_endpoint", "slurm_options", "log_dir")
 _PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.S)
 _WIDTH = 100
 
@@ -38,6 +47,63 @@ def read_config(path: str, *, found: bool = False) -> ConfigFile:
     """
     refuse_yaml(path, fix=f"Turn one of Accelerate's into ours with `accel config import {path}`.")
     return ConfigFile(path=path, values=take_format(decode_values(read_text(path, found=found), path), path)[1])
+
+
+def read_found(path: str = DEFAULT_FILE) -> ConfigFile:
+    """Read a file that nobody has named, as `read_config` does.
+
+    Raises:
+        ConfigError: also if another user can write the file, and it has keys by which it could act as this user.
+    """
+    file = read_config(path, found=True)
+    held = [name for name in _NAMED_ONLY if name in file.values]
+    if held and (stranger := _stranger(path)):
+        raise ConfigError(
+            "another user can write this file, and some of its keys count only in a file that you name",
+            expected=f"a file of yours or root's that nobody else can write, or none of {', '.join(_NAMED_ONLY)}",
+            got=f"{', '.join(held)} in a file {stranger}",
+            where=absolute(path),
+            fix=f"Read it, and name it if you trust it: `--config {shlex.quote(path)}`.",
+        )
+    return file
+
+
+def _stranger(path: str) -> str:
+    """Return how another user can write a file; empty if none can."""
+    mine = os.geteuid()
+    for found in (os.lstat(path), os.stat(path)):  # a link too, which chooses the file
+        if found.st_uid not in (mine, 0):
+            return f"of user {_name(pwd.getpwuid, found.st_uid)}"
+    if found.st_mode & stat.S_IWOTH:
+        return "that every user can write"
+    if found.st_mode & stat.S_IWGRP and (found.st_gid not in _private_groups(mine) or _has_acl(path)):
+        return f"that group {_name(grp.getgrgid, found.st_gid)} can write"
+    return ""
+
+
+def _private_groups(user: int) -> set[int]:
+    """Return root's group, and the group with a user's name and no other member, as systems make one for each user."""
+    groups = {0}
+    with contextlib.suppress(KeyError):  # a user without a name
+        account = pwd.getpwuid(user)
+        group = grp.getgrgid(account.pw_gid)
+        if group.gr_name == account.pw_name and set(group.gr_mem) <= {account.pw_name}:
+            groups.add(group.gr_gid)
+    return groups
+
+
+def _has_acl(path: str) -> bool:
+    """Return whether a file has an access control list; the group's mode is its mask then."""
+    with contextlib.suppress(OSError, AttributeError):  # a file system, or an operating system, without them
+        return "system.posix_acl_access" in os.listxattr(path)
+    return False
+
+
+def _name(look_up: Callable[[int], Sequence[Any]], number: int) -> str:
+    try:
+        return str(look_up(number)[0])
+    except KeyError:
+        return str(number)
 
 
 def read_text(path: str, *, found: bool = False) -> str:

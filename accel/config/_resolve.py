@@ -210,10 +210,11 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Resolved(NamedTuple):
-    """A record, and for each of its fields the place that sets it."""
+    """A record, for each of its fields the place that sets it, and the path of the file that was read, if any."""
 
     config: LaunchConfig
     sources: Mapping[str, Source]
+    file: str = ""
 
     def sources_variable(self) -> dict[str, str]:
         """Return the variable with the flag or file behind each setting, for the ranks; none if no setting has one."""
@@ -257,7 +258,7 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFi
             values[field.name] = value
             sources[field.name] = source
     refuse_clash(values, {name: source.at(name) for name, source in sources.items()})
-    return Resolved(LaunchConfig(**values), sources)
+    return Resolved(LaunchConfig(**values), sources, file.path if file else "")
 
 
 def _check_names(values: Mapping[str, object], problem: str, where: str) -> None:

@@ -30,6 +30,7 @@ from accel.launching.local._signals import Orphans, listening
 from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts
 from accel.launching.reports._journal import first_record, open_journal
 from accel.launching.reports._report import notify, warn_of_stranger
+from accel.system import Helpers
 from accel.terminal import terminal_columns
 
 WORKER_PATH = str(Path(__file__).with_name("local") / "_worker.py")
@@ -80,12 +81,13 @@ def run_launch(
         return _launch_on_hosts(target, config, environ, sources, summary=summary, is_command=is_command)
     check_tasks(sources, environ)
     first = first_record(target, config, sources)
+    helpers = Helpers()
     # In this order: the journal still reads what ranks announced in `folder`, and orphans are released last.
     with (
-        Orphans() if is_command else contextlib.nullcontext() as orphans,
+        Orphans(helpers=helpers) if is_command else contextlib.nullcontext() as orphans,
         record_dir() as folder,
         listening(is_guarded=is_command) as signals,
-        open_journal(target, first, config) as journal,
+        open_journal(target, first, config, helpers) as journal,
     ):
 
         def start(failed: int, _last: LaunchEnd) -> tuple[LaunchPlan, Peers]:

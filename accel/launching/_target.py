@@ -19,6 +19,7 @@ from accel.config._schema import to_text
 from accel.config._settings import SETTINGS
 from accel.errors import LaunchError
 from accel.errors._checks import did_you_mean
+from accel.system import current_folder
 
 
 class LaunchTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,12 +57,12 @@ def _check_script(script: str) -> None:
         problem, got, fix = "the script cannot be read", script, "Check its type and permissions with `ls -l`."
     else:
         problem, got, fix = "there is no such script", script, _nearest(path)
-    raise LaunchError(problem, expected="the path of a Python file", got=repr(got), where=os.getcwd(), fix=fix)
+    raise LaunchError(problem, expected="the path of a Python file", got=repr(got), where=current_folder(), fix=fix)
 
 
 def _check_module(module: str) -> None:
     """Look a module up without importing its packages, which may take seconds and print."""
-    places: list[str] | None = [os.getcwd(), *sys.path]
+    places: list[str] | None = [current_folder(), *sys.path]
     spec = None
     for at, part in enumerate(parts := module.split(".")):
         name = ".".join(parts[: at + 1])
@@ -72,7 +73,7 @@ def _check_module(module: str) -> None:
                 "there is no such module",
                 expected="a module's dotted name",
                 got=repr(module),
-                where=os.getcwd(),
+                where=current_folder(),
                 fix="Leave `.py` out." if module.endswith(".py") else f"Python finds no `{name}`; check PYTHONPATH.",
             )
         found = spec.submodule_search_locations
@@ -99,7 +100,7 @@ def _check_program(program: str, environ: Mapping[str, str]) -> None:
         problem, fix = "the program may not be executed", f"Allow it with `chmod +x {program}`."
     else:
         problem, fix = "there is no such program", "Check the path, or PATH."
-    raise LaunchError(problem, expected="an executable file", got=repr(program), where=os.getcwd(), fix=fix)
+    raise LaunchError(problem, expected="an executable file", got=repr(program), where=current_folder(), fix=fix)
 
 
 def _nearest(path: Path) -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import platform
 import re
-import subprocess
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -20,18 +18,29 @@ from msgspec.structs import replace
 import accel
 from accel.run_folder._files import LAUNCHES, RUN, problem_of_json, read_files, read_json
 from accel.run_folder._secrets import hide_in_diff
+from accel.system import HelperEnd, Helpers, run_helper
 
 _DISTRIBUTION = "accel-torch"  # of this package; `accel` on the index is a stranger's
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "datasets", "torchao", "torchdata")
 _STRANGER = re.compile(r"accel-[^-]+\.(dist|egg)-info", re.IGNORECASE)
 _PATIENCE_S = 5.0  # a status of a large tree on a slow disk
-_GIT = ("git", "--no-optional-locks")
+_MOST_STATUS = 64_000_000  # bytes of its output
+_MOST_NAMES = 1_000_000
+# Variables, as a repository's own settings override those of a command line that are less specific. Nothing is
+# fetched, by a program of the repository, for a partial clone.
+_GIT_ENVIRON = ("GIT_OPTIONAL_LOCKS=0", "GIT_NO_LAZY_FETCH=1", "GIT_ALLOW_PROTOCOL=none", "GIT_TERMINAL_PROMPT=0")
+# A repository can name programs in its settings, and whoever wrote the folder may not be this user.
+_GIT_SETTINGS = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "core.pager=cat", "diff.autoRefreshIndex=false")
+_FILTER = re.compile(r"filter\.([^=\n]+)\.[^.=\n]+")
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # git's name for a folder without files
 _DIFF_PATIENCE_S = 20.0
 _MOST_DIFF = 1_000_000  # bytes that are stored
 _MOST_READ = 16_000_000  # bytes that git may write, most of which is left out
 # no program of the repository's settings, and one form whatever the user's settings are
-_DIFF = "diff --no-ext-diff --no-textconv --no-color --no-relative --src-prefix=a/ --dst-prefix=b/"
+_DIFF = (
+    "diff --no-ext-diff --no-textconv --no-color --no-relative --ignore-submodules=dirty"
+    " --src-prefix=a/ --dst-prefix=b/"
+)
 
 
 class SourceState(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,31 +64,39 @@ class SourceState(msgspec.Struct, frozen=True, kw_only=True):
         return self.changed == 0
 
 
-def ask_git(folder: str) -> Callable[[], SourceState | None]:
-    """Ask git for the state of the repository around a folder; return a function that waits, 5 seconds at most.
+def ask_git(folder: str, helpers: Helpers | None = None) -> SourceState | None:
+    """Ask git for the state of the repository around a folder, 5 seconds at most.
 
-    That returns None without git, without a repository or an answer in time.
+    Changes within submodules do not count, as their own settings could name programs. Returns None without git, without
+    a repository or an answer in time.
     """
-    command = [*_GIT, "-C", folder or ".", "status", "--porcelain=v2", "--branch", "-z"]
+    command = ("status", "--porcelain=v2", "--branch", "--ignore-submodules=dirty", "-z")
     try:
-        asked = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+        ended = _run_git(folder, command, limit_s=_PATIENCE_S, most_out=_MOST_STATUS, helpers=helpers)
     except OSError:
-        return lambda: None
+        return None
+    # if the parent reaps all of its children, a failure has status 0 and no lines
+    is_state = ended.status == 0 and ended.out.startswith(b"# branch.oid ")
+    return parse_status(ended.out.decode(errors="replace")) if is_state else None
 
-    def answer() -> SourceState | None:
-        try:
-            said, _ = asked.communicate(timeout=_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            asked.kill()
-            _ = asked.communicate()
-            return None
-        # where the parent reaps all of its children, as a launcher does, a failure has status 0 and no lines
-        is_state = asked.returncode == 0 and said.startswith(b"# branch.oid ")
-        return parse_status(said.decode(errors="replace")) if is_state else None
 
-    return answer
+def _run_git(
+    folder: str, command: Sequence[str], *, limit_s: float, most_out: int, helpers: Helpers | None = None
+) -> HelperEnd:
+    """Run git in a folder, without any program that its settings name, and without a change of the index."""
+    git = ("env", *_GIT_ENVIRON, "git", "-C", folder or ".")
+    ask = (*git, "config", "-z", "--name-only", "--get-regexp", r"^filter\.")
+    listed = run_helper(ask, limit_s=limit_s, most_out=_MOST_NAMES, helpers=helpers)
+    names = listed.out.decode(errors="surrogateescape").split("\0")[:-1]
+    found = [_FILTER.fullmatch(name) for name in names if name.count(".") > 1]
+    if listed.status is None or listed.is_cut or None in found:
+        raise OSError("git's filters cannot be turned off")
+    filters = sorted({each[1] for each in found if each})
+    # An empty command is none, and a filter that is not required passes content on.
+    off = ("clean=", "smudge=", "process=", "required=false")
+    settings = [*_GIT_SETTINGS, *(f"filter.{name}.{each}" for name in filters for each in off)]
+    flags = [word for setting in settings for word in ("-c", setting)]
+    return run_helper((*git, *flags, *command), limit_s=limit_s, most_out=most_out, helpers=helpers)
 
 
 def read_diff(folder: str, source: SourceState) -> str:
@@ -87,25 +104,15 @@ def read_diff(folder: str, source: SourceState) -> str:
 
     Files beyond 1 MB in all are left out; the last line has their number. Raises `OSError` where git gives no answer.
     """
-    command = [*_GIT, "-C", folder or ".", *_DIFF.split(), source.commit or _EMPTY_TREE, "--"]
-    asked = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    watchdog = threading.Timer(_DIFF_PATIENCE_S, asked.kill)
-    watchdog.daemon = True
-    watchdog.start()
-    assert asked.stdout is not None
-    with asked.stdout as stream:
-        said = stream.read(_MOST_READ + 1)
-    is_cut = len(said) > _MOST_READ
-    if is_cut:
-        asked.kill()
-    status = asked.wait()
-    watchdog.cancel()
-    if status != 0 and not is_cut:
-        raise OSError(f"git diff ended with status {status}" + f", after {_DIFF_PATIENCE_S:g} s" * (status < 0))
-    files = re.split(r"(?m)^(?=diff --git )", said.decode(errors="replace"))
-    return _bounded_diff([each for each in files if each], is_cut=is_cut)
+    command = [*_DIFF.split(), source.commit or _EMPTY_TREE, "--"]
+    ended = _run_git(folder, command, limit_s=_DIFF_PATIENCE_S, most_out=_MOST_READ)
+    if ended.status is None:
+        raise OSError(f"git diff has not ended after {_DIFF_PATIENCE_S:g} s")
+    if ended.status != 0 and not ended.is_cut:
+        raise OSError(f"git diff ended with status {ended.status}")
+    files = re.split(r"(?m)^(?=diff --git )", ended.out.decode(errors="replace"))
+    # A file with its first line alone has another time, and the same content: the index is not refreshed.
+    return _bounded_diff([each for each in files if "\n" in each.rstrip("\n")], is_cut=ended.is_cut)
 
 
 def _bounded_diff(files: Sequence[str], *, is_cut: bool) -> str:

@@ -18,6 +18,7 @@ import msgspec
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.storage import AFTER_WRITE
+from accel.system import NOTICES, STOPPING
 from accel.testing._process import CURRENT, Killed, RankSignals
 from accel.testing._scheduler import Scheduler
 from accel.testing._sites import FaultNotReached, InjectedFault
@@ -25,7 +26,7 @@ from accel.testing._sites import FaultNotReached, InjectedFault
 CallAction = Literal["raise", "vanish", "delay", "terminate"]
 WriteAction = Literal["drop", "cut", "corrupt", "full"]
 
-_STOP_REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_STOP_REQUESTS = tuple(number.name for number in (*STOPPING, *NOTICES))
 
 
 class Fault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
@@ -37,7 +38,7 @@ class Fault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         action: "raise" raises `InjectedFault`. "vanish" ends the rank without a word to the others, save that its
             `finally` blocks still run. "delay" lets the rank go on only when no other rank can. "terminate" delivers a
             signal: the rank's own handler is called on its thread; without one, the rank ends as by "vanish".
-        signal: the one that "terminate" delivers: SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2.
+        signal: the one that "terminate" delivers: SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGXCPU, SIGUSR1 or SIGUSR2.
     """
 
     rank: int

@@ -61,14 +61,13 @@ def run_file(ctx: DistContext, hidden: Sequence[str], *, code: bool) -> Tracker:
 
 
 def _start(run: Run, config: Config, fields: dict[str, Any], now_s: float, *, code: bool) -> _OpenRunFile:
-    source = ask_git(_script_folder())
+    state = ask_git(_script_folder())
     folder = run.folder_for(RUN)
     folder.mkdir(parents=True, exist_ok=True)
     before = read_json(folder / RUN, RunRecord, within=folder)
     times: dict[str, Any] = {"started_s": now_s}
     if before is not None and before.id == run.id:
         times = {"started_s": before.started_s, "resumed_s": (*before.resumed_s, now_s), "lost": before.lost}
-    state = source()
     facts: dict[str, Any] = {"config": dict(config), "versions": installed_versions(), "source": state}
     if code:
         facts["code"] = _store_code(folder / CODE, state)

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from processes import patience, wait_for
 
 ACCEL = (sys.executable, "-m", "accel.cli")
+FRESH = ("env", "--default-signal")  # a shell that runs the tests in the background lets them ignore SIGINT
 
 _MISSED_BACKWARD = """
 import os, sys, time, torch, accel
@@ -57,10 +59,10 @@ class Workspace:
             errors="surrogateescape",
         )
 
-    def start(self, *words: str | Path) -> subprocess.Popen[str]:
-        """Start `accel` and come back at once."""
+    def start(self, *words: str | Path, within: Sequence[str] = FRESH) -> subprocess.Popen[str]:
+        """Start `accel`, `within` another program, and come back at once."""
         popen = subprocess.Popen(
-            [*ACCEL, *map(str, words)],
+            [*within, *ACCEL, *map(str, words)],
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -159,7 +159,7 @@ def test_no_repository_is_no_commit_where_another_takes_the_status_of_children(t
     program = (
         "import os, signal, sys; from accel.run_folder import ask_git\n"
         "signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as if all children were reaped elsewhere\n"
-        f"sys.exit(ask_git({str(tmp_path)!r})() is not None)"
+        f"sys.exit(ask_git({str(tmp_path)!r}) is not None)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -170,19 +170,19 @@ def test_git_tells_commit_and_changes(tmp_path: Path) -> None:
         command = ["git", "-C", str(tmp_path), *identity, *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    assert ask_git(str(tmp_path / "nowhere"))() is None
+    assert ask_git(str(tmp_path / "nowhere")) is None
     _ = git("init")
     (tmp_path / "a").write_text("1")
     (tmp_path / "b").write_text("1\n2\n3\n")
     _ = git("add", ".")
     _ = git("commit", "-m", "first")
-    state = ask_git(str(tmp_path))()
+    state = ask_git(str(tmp_path))
     assert state is not None
     assert (state.commit, state.branch, state.clean, state.untracked) == (git("rev-parse", "HEAD"), "trunk", True, 0)
     (tmp_path / "a").write_text("2")
     (tmp_path / "c d").write_text("new")
     _ = git("mv", "b", "e")
-    state = ask_git(str(tmp_path))()
+    state = ask_git(str(tmp_path))
     assert state is not None
     assert (state.clean, state.changed, state.untracked) == (False, 2, 1)
 
@@ -198,7 +198,7 @@ def make_repository(folder: Path, files: dict[str, str]) -> None:
 
 def test_differences_from_the_commit_are_those_of_tracked_files_without_credentials(tmp_path: Path) -> None:
     make_repository(tmp_path, {"a.py": "lr = 1\n", "huge.txt": "", "z.py": ""})
-    state = ask_git(str(tmp_path))()
+    state = ask_git(str(tmp_path))
     assert state is not None
     assert read_diff(str(tmp_path), state) == ""
     (tmp_path / "a.py").write_text('lr = 2\napi_key = "Zq7Vx9Lw3Kj"\n')
@@ -217,11 +217,65 @@ def test_differences_from_the_commit_are_those_of_tracked_files_without_credenti
         _ = read_diff(str(tmp_path / "nowhere"), state)
 
 
+PLANTED = {
+    "core.fsmonitor": "{}",
+    "core.hooksPath": "hooks",
+    "core.pager": "{}",
+    "core.sshCommand": "{}",
+    "diff.external": "{}",
+    "diff.planted.command": "{}",
+    "diff.planted.textconv": "{}",
+    "filter.planted.clean": "{}",
+    "filter.planted.smudge": "{}",
+    "filter.planted.process": "{}",
+    "filter.planted.required": "true",
+    "filter.a.b c.clean": "{}",
+    "filter.plain": "1",
+    "protocol.ext.allow": "always",
+    "remote.origin.url": "ext::{}",
+    "remote.origin.promisor": "true",
+    "extensions.partialClone": "origin",
+    "pager.diff": "{}",
+    "submodule.recurse": "true",
+}
+
+
+def test_git_runs_no_program_of_a_repositorys_settings_and_leaves_its_index(tmp_path: Path) -> None:
+    inside, ran = tmp_path / "repository", tmp_path / "ran"
+    inside.mkdir()
+    make_repository(inside, {"a.py": "lr = 1\n", "b.dat": "1\n", "c.dat": "1\n"})
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {ran}\ncat\n")
+    program.chmod(0o755)
+    (inside / ".git/hooks/post-index-change").write_bytes(program.read_bytes())
+    (inside / ".git/hooks/post-index-change").chmod(0o755)
+    (inside / ".git/info/attributes").write_text('*.dat filter=planted diff=planted\n*.py filter="a.b c"\n')
+    for key, text in PLANTED.items():
+        _ = subprocess.run(["git", "-C", str(inside), "config", key, text.format(program)], check=True)
+    (inside / "b.dat").write_text("2\n")
+    (inside / "c.dat").touch()  # another time, the same content
+    (inside / "a.py").write_text("lr = 2\n")
+    index = (inside / ".git/index").read_bytes()
+    state = ask_git(str(inside))
+    assert state is not None
+    assert state.changed == 2
+    diff = read_diff(str(inside), state)
+    assert "+lr = 2" in diff
+    assert "+2" in diff
+    assert "c.dat" not in diff
+    assert (inside / ".git/index").read_bytes() == index
+    for path in inside.joinpath(".git/objects").glob("??/*"):  # a blob is missing, as in a partial clone
+        path.unlink()
+    with pytest.raises(OSError, match="git diff"):
+        _ = read_diff(str(inside), state)
+    assert not ran.exists()
+
+
 def test_differences_before_the_first_commit_are_all_tracked_files(tmp_path: Path) -> None:
     _ = subprocess.run(["git", "-C", str(tmp_path), "init"], check=True, capture_output=True)
     (tmp_path / "a.py").write_text("lr = 1\n")
     _ = subprocess.run(["git", "-C", str(tmp_path), "add", "."], check=True)
-    state = ask_git(str(tmp_path))()
+    state = ask_git(str(tmp_path))
     assert state is not None
     assert "+lr = 1" in read_diff(str(tmp_path), state)
 

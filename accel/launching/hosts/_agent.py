@@ -44,6 +44,7 @@ from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts
 from accel.launching.local._worker import die_with
 from accel.launching.reports._journal import Journal, open_journal
 from accel.launching.reports._report import notify, stop_report
+from accel.system import Helpers
 
 _JOB = "accel"
 _RUNNING = "accel/running"  # terms of the hosts that run; a later host must fit them, or all would end
@@ -209,7 +210,8 @@ def run(order: AgentOrder) -> int:
     if text := os.environ.get(ALERTS.variable):
         config = msgspec.structs.replace(config, alerts=from_text(ALERTS, text, where=ALERTS.variable))
     environ = {name: value for name, value in os.environ.items() if name not in order.added}
-    orphans = Orphans() if order.is_command else None
+    helpers = Helpers()
+    orphans = Orphans(helpers=helpers) if order.is_command else None
     with listening(is_guarded=True) as signals, record_dir() as folder:
 
         def plan(position: HostPosition, port: int) -> LaunchPlan:
@@ -243,7 +245,8 @@ def run(order: AgentOrder) -> int:
                 notify(f"accel: {describe_hosts(peers.hosts, processes)}{again}\n")
             return plan(position, port), peers
 
-        with open_journal(order.target, order.record, config) if order.record else Journal() as journal:
+        opened = open_journal(order.target, order.record, config, helpers) if order.record else Journal()
+        with opened as journal:
             ending = run_attempts(
                 start,
                 signals,

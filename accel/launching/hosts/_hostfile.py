@@ -20,9 +20,10 @@ from accel.config._settings import FIELDS
 from accel.errors import ConfigError, LaunchError
 from accel.errors._checks import did_you_mean
 from accel.launching._target import LaunchTarget
-from accel.launching.local._signals import STOPPING, Signals, listening
+from accel.launching.local._signals import Signals, listening
 from accel.launching.reports._report import notify
 from accel.opening import read_named
+from accel.system import STOPPING, run_helper
 
 _LINE = re.compile(r"(?P<name>[^\s#]+)(?:\s+slots\s*=\s*(?P<slots>[0-9]{1,4}))?\s*(?:#.*)?")
 _FILTER = re.compile(r"(?P<name>[^:@\s]+)(?::(?P<slots>[0-9]+(?:,[0-9]+)*))?")
@@ -282,6 +283,8 @@ def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
         _ = process.wait()
 
 
+_SUBMIT_S = 120.0  # a busy controller makes `sbatch` try again
+_MOST_ANSWER = 1_000_000
 _SETTLED_THERE = {"nnodes", "node_rank", "rdzv_endpoint", "slurm_options"}
 # A port that two jobs on a node are unlikely to share.
 _ENDPOINT = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 10000))'
@@ -326,8 +329,21 @@ def submit(script: str, environ: Mapping[str, str]) -> str:
             expected="`sbatch` in PATH",
             fix="Submit from a node of the cluster, or see the script with --dry-run.",
         )
-    done = subprocess.run([sbatch], input=script, env=dict(environ), capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = " ".join(done.stderr.split()).replace("sbatch: error: ", "")
+    ended = run_helper(
+        [sbatch],
+        limit_s=_SUBMIT_S,
+        stdin=script.encode(errors="surrogateescape"),
+        most_out=_MOST_ANSWER,
+        environ=environ,
+    )
+    if ended.status is None:
+        raise LaunchError(
+            "Slurm does not answer",
+            expected=f"an answer of `sbatch` within {_SUBMIT_S:g} s",
+            got=ended.last_line(),
+            fix="See with `squeue --me` whether the job was submitted.",
+        )
+    if ended.status or ended.is_cut:
+        said = " ".join(ended.err.decode(errors="replace").split()).replace("sbatch: error: ", "")
         raise LaunchError("Slurm refuses the job", got=said, fix="--slurm-options has the request to Slurm.")
-    return done.stdout
+    return ended.out.decode(errors="replace")

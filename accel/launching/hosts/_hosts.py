@@ -24,9 +24,10 @@ from accel.endpoints import probe, retry, split_endpoint, unresolved
 from accel.env import read_tasks
 from accel.errors import LaunchError
 from accel.launching._target import LaunchTarget
-from accel.launching.local._signals import NOTICES, STOPPING, Signals
+from accel.launching.local._signals import LOOK_S, Signals
 from accel.launching.reports._report import notify
 from accel.run_folder import LaunchRecord
+from accel.system import NOTICES, STOPPING
 
 ALERTS = next(field for field in FIELDS if field.name == "alerts")
 _AGENT = str(Path(__file__).with_name("_agent.py"))
@@ -159,14 +160,19 @@ def run_agent(
     )
     command = [sys.executable, _AGENT, msgspec.json.encode(order).decode()]
     # Another process, as torch takes a second to import, and this one must answer signals from the start.
-    agent = subprocess.Popen(command, env={**environ, **added, **hidden}, start_new_session=True)
+    # Blocked until the agent listens: before, a notice would end it, and SIGINT would print a traceback.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, *NOTICES))
+    try:
+        agent = subprocess.Popen(command, env={**environ, **added, **hidden}, start_new_session=True)
+    finally:
+        _ = signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return _wait(agent, signals, config.stop_grace_s + _KILL_AFTER_S)
 
 
 def _wait(agent: subprocess.Popen[bytes], signals: Signals, patience_s: float) -> int:
     deadline = None
     while agent.poll() is None:
-        number = signals.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        number = signals.wait(LOOK_S if deadline is None else max(0.0, deadline - time.monotonic()))
         if number in (*STOPPING, *NOTICES):
             agent.send_signal(number)
         if number in STOPPING and deadline is None:

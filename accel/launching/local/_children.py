@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import selectors
@@ -24,6 +25,7 @@ from accel.terminal import LastStates
 
 _CHUNK_BYTES = 1 << 16
 _QUIET_S = 0.2
+_KILLED_S = 1.5  # a process that waits for a device may outlive SIGKILL
 _ABANDONED_S = 5.0  # a progress bar without a change gives its line to another rank's
 
 
@@ -188,9 +190,12 @@ class Pipe:
         lines, self._rest = split_lines(self._rest + chunk)
         try:
             self._write(lines)
-        except OSError:  # nobody reads: closing our end ends the child's writes, as its own stream would have
+        except OSError as error:
             self._rest = b""
-            chunk = b""
+            # Nobody reads: closing our end ends the child's writes, as its own stream would have. With a terminal that
+            # is gone, SIGHUP has come as well, and the child must not fail at a line of output before it has saved.
+            if error.errno != errno.EIO:
+                chunk = b""
         if not chunk:
             self.close()
         return bool(chunk)
@@ -336,7 +341,11 @@ class Children:
     def _abandon(self) -> None:
         _ = self.signal_groups(signal.SIGKILL)
         for _, popen in self._processes:
-            _ = popen.communicate()
+            for pipe in (popen.stdout, popen.stderr):
+                if pipe is not None:
+                    pipe.close()  # a process that left the group may hold the other end
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _ = popen.wait(_KILLED_S)
 
     def _relay(self, plan: LaunchPlan, logs: Mapping[int, Log]) -> Relay:
         return start_relay(

@@ -1,5 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals as values to wait for, and processes that ranks leave behind, which the launcher adopts and ends."""
+"""Signals as values to wait for, and processes that ranks leave behind, which the launcher adopts and ends.
+
+    state                        stop request                        notice              who waits
+    settings are checked         the default action                  the default action  nobody
+    ranks are started            waits in the socket                 waits in the socket `Supervisor._supervise`
+    a host is awaited            ends the launch                     is dropped          `_await`, `Rendezvous.join`
+    an agent imports torch       stays blocked until it listens      the same            `_hosts._wait`
+    ranks run                    forwarded, then their grace         forwarded           `Supervisor._supervise`
+    ranks stop, or are ended     kills; no restart                   is dropped          `Supervisor._wait`
+    output and alerts are left   ends the process, by `Guard`        is dropped          `Supervisor._drain`
+
+No wait relies on a signal: each looks at its children every `LOOK_S` at the latest, and none has a limit in all.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +31,9 @@ from typing import Self
 
 from accel.errors import LaunchError
 from accel.run_folder import hide_in_words
+from accel.system import NOTICES, REPEATED, SAME_REQUEST_S, STOPPING, Helpers, not_ignored, open_streams
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # their meaning is the script's own
+LOOK_S = 5.0  # the longest wait between two looks at the children, as a signal may be lost
 _DEAF_S = 3.5  # a launcher that has not read a request to stop for so long, or does not go on after it, is stuck
 _LOOK_S = 1.0
 _PAUSE_S = 0.1
@@ -43,19 +55,31 @@ class Signals:
         self.is_waiting = False
         self.asked = 0
         self.abandon: Callable[[], object] = lambda: None
+        self._asked_s = 0.0
+        self._notices: list[int] = []
 
-    def wait(self, timeout_s: float | None) -> int:
-        """Wait for any signal, a child's end included; None waits for ever.
+    def wait(self, timeout_s: float = LOOK_S) -> int:
+        """Wait for any signal, a child's end included, `LOOK_S` at most.
 
         Returns the first that asks to stop, else a notice, else 0."""
         self.is_waiting = True
-        ready, _, _ = select.select([self._source], [], [], timeout_s)
+        ready, _, _ = select.select([self._source], [], [], 0 if self._notices else min(timeout_s, LOOK_S))
         self.looks += 1
         self.is_waiting = False
         arrived = self._source.recv(4096) if ready else b""
-        number = next((number for kind in (STOPPING, NOTICES) for number in arrived if number in kind), 0)
-        self.asked = number if number in STOPPING else self.asked
-        return number
+        self._notices += dict.fromkeys(number for number in arrived if number in NOTICES)
+        if number := next(filter(self._asks, arrived), 0):
+            self.asked = number
+            self._asked_s = time.monotonic()
+            return number
+        return self._notices.pop(0) if self._notices else 0
+
+    def _asks(self, number: int) -> bool:
+        """Return whether a signal asks to stop, and does not only repeat an earlier request."""
+        if number not in STOPPING or not self.asked:
+            return number in STOPPING
+        is_same = number != self.asked and time.monotonic() - self._asked_s < SAME_REQUEST_S
+        return number not in REPEATED and not is_same
 
     def stop(self, timeout_s: float) -> int:
         """Wait for any signal; return one that asks to stop, else 0."""
@@ -106,9 +130,11 @@ class Guard(threading.Thread):
 
 @contextmanager
 def listening(*, is_guarded: bool = False) -> Generator[Signals]:
-    """Collect SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGCHLD in the block; afterwards all is as it was.
+    """Collect stop requests, notices and SIGCHLD in the block; afterwards handlers and mask are as they were.
 
-    With `is_guarded`, a request to stop ends the process even if the main thread is stuck."""
+    Signals that this process ignores stay ignored, save SIGCHLD. None stays blocked, and closed standard streams are
+    opened. With `is_guarded`, a request to stop ends the process even if the main thread is stuck."""
+    open_streams()
     source, sink = socket.socketpair()
     with source, sink:
         source.setblocking(False)
@@ -121,7 +147,9 @@ def listening(*, is_guarded: bool = False) -> Generator[Signals]:
                 got="a call from another thread",
                 fix="Call it from the main thread, or start `accel launch` as a process.",
             ) from error
-        before = {number: signal.signal(number, _ignore) for number in (*STOPPING, *NOTICES, signal.SIGCHLD)}
+        collected = [*not_ignored((*STOPPING, *NOTICES)), signal.SIGCHLD]
+        before = {number: signal.signal(number, _ignore) for number in collected}
+        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, collected)  # once handled, as one may be pending
         signals = Signals(source)
         guard = Guard(source, signals, os._exit)
         try:
@@ -130,8 +158,9 @@ def listening(*, is_guarded: bool = False) -> Generator[Signals]:
             yield signals
         finally:
             guard.end()
+            _ = signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for number, handler in before.items():
-                _ = signal.signal(number, handler)
+                _ = signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from python
             _ = signal.set_wakeup_fd(woken)
 
 
@@ -150,8 +179,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Orphans:
     """Descendants of this process without a parent of their own; the kernel gives them to this one from now on."""
 
-    def __init__(self, grace_s: float = GRACE_S) -> None:
+    def __init__(self, grace_s: float = GRACE_S, helpers: Helpers | None = None) -> None:
         self._grace_s = grace_s
+        self._helpers = helpers or Helpers()
         self._adopts = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
     def __enter__(self) -> Self:
@@ -165,9 +195,9 @@ class Orphans:
     def reap(self, own: Collection[int]) -> None:
         """Reap orphans that have ended, as a long run can have many; `own` children are left to their `Popen`."""
         while self._adopts:
-            with suppress(ChildProcessError):  # there is no child
+            with suppress(ChildProcessError), self._helpers.held() as helpers:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if ended is not None and _is_orphan(ended.si_pid, own):
+                if ended is not None and _is_orphan(ended.si_pid, {*own, *helpers}):
                     _ = os.waitpid(ended.si_pid, os.WNOHANG)
                     continue
             return
@@ -205,9 +235,11 @@ class Orphans:
         """Return each orphan that runs, with its command line."""
         self.reap(own)
         found: dict[int, str] = {}
-        for entry in os.scandir("/proc") if self._adopts else ():
-            if entry.name.isdecimal() and _parent(entry.name) == os.getpid() and _is_orphan(int(entry.name), own):
-                found[int(entry.name)] = _words(entry.name)
+        with self._helpers.held() as helpers:
+            for entry in os.scandir("/proc") if self._adopts else ():
+                pid = int(entry.name) if entry.name.isdecimal() else 0
+                if pid and _parent(entry.name) == os.getpid() and _is_orphan(pid, {*own, *helpers}):
+                    found[pid] = _words(entry.name)
         return found
 
 

@@ -15,7 +15,7 @@ from accel.launching._target import describe_hosts
 from accel.launching.local._children import Children, log_path
 from accel.launching.local._hang import Watch, Whereabouts, absent_report, locate
 from accel.launching.local._launch_plan import LaunchPlan
-from accel.launching.local._signals import NOTICES, STOPPING, Orphans, Signals, listening
+from accel.launching.local._signals import LOOK_S, Orphans, Signals, listening
 from accel.launching.reports._failure import Failure, culprit, exit_code, newest_checkpoint, repeats, stop_number
 from accel.launching.reports._journal import Journal
 from accel.launching.reports._report import (
@@ -27,6 +27,7 @@ from accel.launching.reports._report import (
     reason,
     stop_report,
 )
+from accel.system import NOTICES, STOPPING
 
 SETTLE_S = 0.3  # for the records of other ranks: one may have failed first
 FAILED_GRACE_S = 2.5  # nothing of a failed run is left after 3 s, or 4 where a rank does not answer
@@ -160,9 +161,9 @@ class Supervisor:
             return self._stop(stop_number(failures[0]))
         return self._fail()
 
-    def _patience_s(self) -> float | None:
+    def _patience_s(self) -> float:
         times = [each for each in (self._watch.left_s(), self._peers.tick_s) if each is not None]
-        return min(times, default=None)
+        return min(times, default=LOOK_S)
 
     def _fail(self) -> LaunchEnd:
         self._journal.see(self._children.statuses())  # before others end

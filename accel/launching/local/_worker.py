@@ -23,6 +23,7 @@ from types import ModuleType, TracebackType
 
 from accel.launching.reports._failure import STACK_SIGNAL, FailureRecord, file_beside, frames_below, is_users
 from accel.run_folder import RUN_EVENT, bounded, write_json
+from accel.system import current_folder
 
 _PR_SET_PDEATHSIG = 1
 _MOST_TEXT = 100_000  # characters of a message, and of a traceback, that the launcher reads
@@ -48,7 +49,7 @@ def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> Non
     rank = int(os.environ["RANK"])
     sys.argv = [name, *args]
     if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(name))
+        sys.path[0] = current_folder() if kind == "module" else os.path.dirname(os.path.realpath(name))
 
     started = os.getpid()  # what the script forks comes through here as well, but is no rank
 
@@ -73,6 +74,7 @@ def show_stacks(record: str) -> None:
     partial = f"{path}.partial"
     # The fault handler gives a signal back as it was when the interpreter ends; by default this one would kill.
     _ = signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+    _ = signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])  # whatever mask the launcher began with
     with contextlib.suppress(OSError):
         faulthandler.register(STACK_SIGNAL, open(partial, "ab"), all_threads=False)  # noqa: SIM115 - open until the end
         os.replace(partial, path)

@@ -48,6 +48,7 @@ from accel.run_folder import (
     launch_file,
     read_new,
 )
+from accel.system import Helpers, absolute, current_folder
 from accel.terminal import show_size
 
 _REFUSED = 2
@@ -56,7 +57,7 @@ _PATIENCE_S = 1.0  # at the end, for the answer of git in a large tree
 
 def first_record(target: LaunchTarget, config: LaunchConfig, sources: Mapping[str, Source]) -> LaunchRecord:
     """Return the record of a launch that has not started a rank; settings without a source come from the caller."""
-    kept = config.log_dir and os.path.abspath(config.log_dir)
+    kept = config.log_dir and absolute(config.log_dir)
     settings = {
         field.name: Setting(
             _storable(hide_in_text(to_text(getattr(config, field.name)))), _source(field, config, sources)
@@ -68,7 +69,7 @@ def first_record(target: LaunchTarget, config: LaunchConfig, sources: Mapping[st
         host=socket.gethostname(),
         pid=os.getpid(),
         command=tuple(map(_storable, (*words, *hide_in_words(target.args)))),
-        folder=_storable(os.getcwd()),
+        folder=_storable(current_folder()),
         started_s=time.time(),
         settings=settings,
         log_dir=_storable(kept),
@@ -98,15 +99,17 @@ class LaunchAlerts:
     Args:
         settings: settings of alerts.
         look_s: seconds between two looks at the disks.
+        helpers: takes note of running commands.
     """
 
-    def __init__(self, settings: Alerts, look_s: float = _LOOK_S) -> None:
+    def __init__(self, settings: Alerts, look_s: float = _LOOK_S, helpers: Helpers | None = None) -> None:
         self._settings = settings
         self._look_s = look_s
         self._log = AlertLog(
             settings,
             source="launch",
             report=lambda level, text: notify(f"accel: {text}\n"),
+            helpers=helpers,
         )
         self._folders: list[str] = []
         self._full: set[int] = set()
@@ -192,6 +195,7 @@ class Journal:
         code: str = ".",
         clock: Callable[[], float] = time.time,
         alerts: LaunchAlerts | None = None,
+        helpers: Helpers | None = None,
     ) -> None:
         self._alerts = alerts
         self._launch = record
@@ -203,7 +207,7 @@ class Journal:
         self._known = set(self._folders)
         self._reported: set[str] = set()
         self._announced: dict[str, Position] = {}
-        self._description = Description(code)
+        self._description = Description(code, helpers)
 
     def __enter__(self) -> Self:
         return self
@@ -363,18 +367,26 @@ class Description(threading.Thread):
         answer: both, once they are known; the journal takes them away.
     """
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str, helpers: Helpers | None = None) -> None:
         super().__init__(name="accel-launch-versions", daemon=True)
         self._code = code
+        self._helpers = helpers
         self.answer: tuple[dict[str, str], SourceState | None] | None = None
 
     def run(self) -> None:
-        source = ask_git(self._code)
-        self.answer = (installed_versions(), source())
+        source = ask_git(self._code, self._helpers)
+        self.answer = (installed_versions(), source)
         os.kill(os.getpid(), signal.SIGCHLD)
 
 
-def open_journal(target: LaunchTarget, record: LaunchRecord, config: LaunchConfig) -> Journal:
-    """Return the journal of a launch with its first record."""
-    code = os.path.dirname(os.path.abspath(target.name)) if target.kind == "script" else "."
-    return Journal(record, code, alerts=None if config.alerts == "none" else LaunchAlerts(config.alerts))
+def open_journal(
+    target: LaunchTarget, record: LaunchRecord, config: LaunchConfig, helpers: Helpers | None = None
+) -> Journal:
+    """Return the journal of a launch with its first record; `helpers` takes note of the programs that it runs."""
+    code = os.path.dirname(absolute(target.name)) if target.kind == "script" else "."
+    return Journal(
+        record,
+        code,
+        alerts=None if config.alerts == "none" else LaunchAlerts(config.alerts, helpers=helpers),
+        helpers=helpers,
+    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from accel.errors._base import escaped
 from accel.launching.reports._failure import WORKER, Failure, FailureRecord, is_users, without_own
 from accel.run_folder import bounded, found_stranger
+from accel.system import tell
 from accel.terminal import show_clock
 
 _MOST_OTHERS = 8
@@ -26,8 +26,7 @@ _HINTS = (
 
 def notify(text: str) -> None:
     """Write to stderr, at once; what terminals would act on is escaped, as an exception may hold anything."""
-    _ = sys.stderr.write(escaped(text.expandtabs(4)))
-    sys.stderr.flush()
+    tell(escaped(text.expandtabs(4)))
 
 
 def warn_of_stranger() -> None:

@@ -35,7 +35,7 @@ from accel.parallel.axes.shard._options import (
     wide_parameters,
     wire_format,
 )
-from accel.parallel.axes.shard._running import note_units, reduce_in_one_order
+from accel.parallel.axes.shard._running import note_units, reach_outputs, reduce_in_one_order
 from accel.parallel.axes.shard._units import (
     ignored_ids,
     ignored_parameters,
@@ -215,6 +215,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
         sum_in_one_format(each[-1])
     for each in named:
         note_units(ctx.comm, each)
+        reach_outputs(each)
     if options.find_unused_parameters:
         for each in units:
             sum_unused(each[-1])

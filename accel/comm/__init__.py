@@ -4,8 +4,8 @@
 A call goes from `_exchange.py` (payloads, agreements) to `_message.py` (the first message of every call) and
 `_header.py` (its bytes, and the errors where ranks differ), then to `_torch.py`, which picks a collective of torch or
 rounds of pairs (`_rounds.py`). `_call.py` has the user's place of a call; `_rendezvous.py` opens a group,
-`_lost.py` names ranks that left it. `_mesh.py` and `_gradients.py` are for models: no checked message there.
-`_replaced.py` marks weights that a block has replaced.
+`_lost.py` names ranks that left it, `_units.py` the units that ranks run. `_mesh.py` and `_gradients.py` are for
+models: no checked message there. `_replaced.py` marks weights that a block has replaced.
 """
 
 from accel.comm._call import Call as Call, call_site as call_site, check_tag as check_tag, tagged as tagged
@@ -77,7 +77,14 @@ from accel.comm._replaced import (
     refuse_replaced_memory as refuse_replaced_memory,
     replaced as replaced,
 )
-from accel.comm._rounds import peer_error as peer_error, receive_flat as receive_flat, send_flat as send_flat
+from accel.comm._rounds import (
+    in_unit as in_unit,
+    lost_rank as lost_rank,
+    peer_error as peer_error,
+    receive_flat as receive_flat,
+    send_flat as send_flat,
+    unit_of as unit_of,
+)
 from accel.comm._threads import ThreadGroup as ThreadGroup, run_in_threads as run_in_threads
 from accel.comm._torch import (
     ReduceOp as ReduceOp,
@@ -88,3 +95,4 @@ from accel.comm._torch import (
     gather_bytes as gather_bytes,
     start_all_reduce as start_all_reduce,
 )
+from accel.comm._units import SUM_OF as SUM_OF, UnitLog as UnitLog, parting as parting, way_out as way_out

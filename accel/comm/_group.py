@@ -19,6 +19,7 @@ from accel import xla
 from accel.comm._call import Met, StepLog
 from accel.comm._lost import Alarm, RollCall, StoreAlarm, await_idle_threads
 from accel.comm._rendezvous import meeting_of, open_store
+from accel.comm._units import UnitLog
 from accel.devices import backend_of, select_device
 from accel.env import LaunchEnv
 from accel.errors import ConfigError, ContextClosedError, PeerError
@@ -145,6 +146,7 @@ class Comm:
         steps: decisions about optimizer steps that all ranks take together.
         deferred: reads the outcome of a step that the device alone knows, and raises its error; None without.
         defers: whether parameters of a step are marked as "deferred".
+        units: units of sharded models that this rank has run.
     """
 
     __slots__ = (
@@ -175,6 +177,7 @@ class Comm:
         "spare",
         "steps",
         "unfinished",
+        "units",
     )
 
     def __init__(
@@ -215,6 +218,7 @@ class Comm:
         self.bell: Alarm | None = None
         self.lost = ""
         self.steps = StepLog()
+        self.units = UnitLog()
         self.later_batches: dict[dist.ProcessGroup | None, Any] = {}
         self.seen_loss: float | torch.Tensor | None = None
 
@@ -254,6 +258,7 @@ class Comm:
         """Continue with a group that was opened again, over a store without notes."""
         self._group = group
         self._number = 0
+        self.units = UnitLog()
         self.met = self.deferred = None
         self.right_orders.clear()
         self.steps.clear()

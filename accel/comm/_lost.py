@@ -10,14 +10,16 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from accel.comm._call import public_call
+from accel.comm._units import RankPlace, UnitLog, described, read_place, way_out
 from accel.errors import PeerError
 
 T = TypeVar("T")
@@ -64,11 +66,13 @@ class Notes(NamedTuple):
         waited: seconds that each rank waited in it, by rank; 0 if it was cut off earlier. Missing ranks have none.
         left: ranks whose context is closed.
         answered: whether the store could be read to the end.
+        places: places of the ranks that wait in this or another call.
     """
 
     waited: dict[int, float]
     left: set[int]
     answered: bool
+    places: Mapping[int, RankPlace] = MappingProxyType({})
 
 
 class RollCall:
@@ -92,13 +96,13 @@ class RollCall:
             with contextlib.suppress(RuntimeError):  # no rank is left to read it
                 append_note(self._store, "left", str(self._rank))
 
-    def ask(self, number: int, waited_s: float) -> Notes:
+    def ask(self, number: int, waited_s: float, place: RankPlace | None = None) -> Notes:
         """Note that this rank reached a collective, and waited so long; 0 if it was cut off earlier. Return the notes
-        of all ranks, within 3 s."""
+        of all ranks, within 3 s. `place`: where it waited, for ranks that wait elsewhere."""
         notes = [Notes({}, set(), answered=False)]
         if self._store is not None:
             store = self._store
-            _ = answer_of(lambda: self._ask(store, number, waited_s, notes), _GRACE_S + SILENCE_S)
+            _ = answer_of(lambda: self._ask(store, number, waited_s, place, notes), _GRACE_S + SILENCE_S)
         # a store that did not answer once would cost 3 s at every later error
         if not notes[-1].answered:
             self._store = None
@@ -117,6 +121,15 @@ class RollCall:
             _ = answer_of(lambda: self._exchange_notes(store, subject, note, found), _GRACE_S + SILENCE_S)
         return dict(found)
 
+    def exchange_places(self, place: RankPlace) -> Mapping[int, RankPlace]:
+        """Leave this rank's place; return those of all ranks that leave theirs within 1 s of this one, by rank."""
+        found = {self._rank: place.word()}
+        if self._store is not None:
+            store = self._store
+            _ = answer_of(lambda: self._exchange_notes(store, _PLACES, found[self._rank], found), _GRACE_S + SILENCE_S)
+            time.sleep(2 * _LOOK_S)  # the store may end with this rank: the others still read
+        return {rank: read_place(word) for rank, word in dict(found).items()}
+
     def _exchange_notes(self, store: Store, subject: str, note: str, found: dict[int, str]) -> None:
         until = time.monotonic() + _GRACE_S
         if not _is_served(store):
@@ -124,26 +137,37 @@ class RollCall:
         with contextlib.suppress(RuntimeError):
             append_note(store, subject, f"{self._rank}:{note}")
             while len(found) < self._size and time.monotonic() < until:
-                found.update(
-                    {int(rank): text for rank, text in (each.split(":") for each in read_notes(store, subject))}
-                )
+                found.update(_by_rank(read_notes(store, subject)))
                 if len(found) < self._size:
                     time.sleep(_LOOK_S * max(1.0, self._size / _LOOKS_IN_TURN))
 
-    def _ask(self, store: Store, number: int, waited_s: float, notes: list[Notes]) -> None:
+    def _ask(self, store: Store, number: int, waited_s: float, place: RankPlace | None, notes: list[Notes]) -> None:
         until = time.monotonic() + _GRACE_S
         if not _is_served(store):
             return
         with contextlib.suppress(RuntimeError):
+            if place is not None:
+                append_note(store, _PLACES, f"{self._rank}:{place.word()}")
             append_note(store, f"came to {number}", f"{self._rank}:{waited_s:.3f}")
             while not notes[-1].answered and _is_served(store):
-                pairs = [note.split(":") for note in read_notes(store, f"came to {number}")]
-                waited = {int(rank): float(seconds) for rank, seconds in pairs}
+                came = _by_rank(read_notes(store, f"came to {number}"))
+                waited = {rank: float(seconds) for rank, seconds in came.items()}
                 # a rank may reach the failed call and close its context before we look
                 left = set(map(int, read_notes(store, "left"))) - set(waited)
-                complete = len(waited) + len(left) == self._size or time.monotonic() > until
-                notes.append(Notes(waited, left, answered=complete))
+                places = {rank: read_place(word) for rank, word in _by_rank(read_notes(store, _PLACES)).items()}
+                known = waited.keys() | left | places.keys()
+                complete = len(known) == self._size or time.monotonic() > until
+                notes.append(Notes(waited, left, answered=complete, places=places))
                 time.sleep(_LOOK_S * max(1.0, self._size / _LOOKS_IN_TURN))
+
+
+_PLACES = "places"
+
+
+def _by_rank(notes: Sequence[str]) -> dict[int, str]:
+    """Return the texts of notes such as "3:text" by rank."""
+    pairs = [note.split(":") for note in notes]
+    return {int(rank): text for rank, text in pairs}
 
 
 def _is_served(store: Store) -> bool:
@@ -158,20 +182,26 @@ def _is_served(store: Store) -> bool:
 
 
 def absence(
-    roll: RollCall | None, rank: int, size: int, number: int, waited_s: float, error: BaseException
+    roll: RollCall | None, rank: int, size: int, number: int, waited_s: float, error: BaseException, units: UnitLog
 ) -> PeerError:
-    """Make the error of a collective that did not complete; it names the missing ranks where a store knows them."""
+    """Make the error of a collective that did not complete; it names the missing ranks where a store knows them, and
+    what each of them waits for instead. `units`: those that this rank has run."""
     label = public_call()
     # a rank that was cut off waited for less than the time-out, which proves nothing about the missing rank
     timed_out = "imed out" in str(error) or isinstance(error, dist.DistBackendError)
-    notes = roll.ask(number, waited_s if timed_out else 0.0) if roll is not None else Notes({}, set(), answered=True)
-    waited = max([waited_s if timed_out else 0.0, *notes.waited.values()])
+    here = units.at(f"in {label}")
+    seconds = waited_s if timed_out else 0.0
+    notes = roll.ask(number, seconds, here) if roll is not None else Notes({}, set(), answered=True)
+    waited = max([seconds, *notes.waited.values()])
+    came = f"{_names(sorted(notes.waited))} only" if notes.waited else str(error).splitlines()[0]
+    elsewhere: Mapping[int, RankPlace] = notes.places if notes.places.keys() - notes.waited.keys() else {}
     return PeerError(
         _problem(notes, size, waited, known=roll is not None),
         expected=f"all {size} ranks in collective {number}",
-        got=f"{_names(sorted(notes.waited))} only" if notes.waited else str(error).splitlines()[0],
+        got=f"{came}; {described(elsewhere)}" if elsewhere else came,
         where=f"rank {rank}, {label}",
-        fix="See what the missing rank did last: its error, its other branch, or what it waits for.",
+        fix=way_out(elsewhere)
+        or "See what the missing rank did last: its error, its other branch, or what it waits for.",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from accel.comm._call import public_call
 from accel.comm._group import Comm
 from accel.comm._lost import absence
+from accel.comm._units import UnitLog, described, users_line, way_out
 from accel.errors import AccelError, PeerError
 
 
@@ -102,6 +104,7 @@ _LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
+    "Application timeout caused pair closure",  # gloo's, after a time-out of another call
     "NCCL error",
     "NCCL communicator",
 )
@@ -134,7 +137,8 @@ def start_rounds(comm: Comm, rounds: Iterator[list[Any]], *, cuts: bool = True) 
             # a peer that waits for this rank in a later round would notice nothing of the lost one
             if cuts and comm.alarm is not None:
                 comm.alarm.cut()
-            raise absence(comm.roll, comm.rank, comm.size, number, time.monotonic() - began, error) from error
+            waited_s = time.monotonic() - began
+            raise absence(comm.roll, comm.rank, comm.size, number, waited_s, error, comm.units) from error
 
     nothing: list[Any] = []
     first = run(lambda: next(rounds, nothing))
@@ -174,6 +178,48 @@ def peer_error(error: BaseException, name: str) -> PeerError | None:
         expected="every rank in this call",
         fix="Another rank has left or hangs; look for its error first.",
     )
+
+
+def lost_rank(comm: Comm, error: BaseException, name: str) -> PeerError | None:
+    """Convert the error of a lost connection in the call `name` to a `PeerError` with the places of all ranks that wait
+    in a call; return None for any other error. Peers that wait for this rank raise, too."""
+    lost = peer_error(error, name)
+    # a search for a batch size rings: its caller handles the error, and no rank is missing
+    if lost is None or comm.size == 1 or comm.roll is None or (comm.bell is not None and comm.bell.rung()):
+        return lost
+    if comm.bell is not None:
+        comm.bell.cut()
+    places = comm.roll.exchange_places(comm.units.at(f"in {name}{users_line(error)}"))
+    if len(places) == 1:
+        return lost
+    return PeerError(
+        f"{name} did not complete",
+        expected="every rank in this call",
+        got=described(places),
+        where=f"rank {comm.rank}",
+        fix=way_out(places) or lost.fix,
+    )
+
+
+def in_unit(comm: Comm, name: str, action: Callable[..., T], *args: object) -> T:
+    """Run a call of torch in which a unit communicates, such as "the gather of see.0".
+
+    A lost connection becomes the `PeerError` of `lost_rank`. A simulation reads `name` from this frame.
+    """
+    try:
+        return action(*args)
+    except RuntimeError as error:
+        if (lost := lost_rank(comm, error, name)) is not None:
+            raise lost from error
+        raise
+
+
+def unit_of(frame: FrameType) -> tuple[str, UnitLog] | None:
+    """Return the call of `in_unit` that runs in a frame, and the units that its rank has run; None of another frame."""
+    if frame.f_code is not in_unit.__code__:
+        return None
+    comm: Comm = frame.f_locals["comm"]
+    return frame.f_locals["name"], comm.units
 
 
 def _wait_for(works: list[Any]) -> None:

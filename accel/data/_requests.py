@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_wor
 from accel.data._cursor import Cursor
 from accel.data._epoch import DrawnOrder, Epoch, Order
 from accel.data._shards import BatchBounds, EpochPlan, Shard, shard
+from accel.errors._checks import is_users
 from accel.random import Key, isolated_rng
 
 _FIRST, _LOOKAHEAD = 1024, 16384  # positions of the order evaluated at once: few at first, which a batch waits for
@@ -265,9 +266,6 @@ def seed_streams(base: int, position: int) -> None:
 
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)')
 _IN_WORKER = re.compile(r"Caught \w+ in (?:DataLoader )?(worker process \d+)\.\nOriginal Traceback ")
-_LIBRARIES = tuple(
-    folder + os.sep for folder in (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))
-)
 
 
 class ReadError(NamedTuple):
@@ -302,7 +300,6 @@ def read_error(error: BaseException) -> ReadError:
 def _users(frames: list[tuple[str, str, str]]) -> str:
     """Return the innermost frame of the user's own code."""
     for file, number, name in reversed(frames):
-        installed = {"site-packages", "dist-packages"} & set(file.split(os.sep))
-        if not installed and not file.startswith(("<", *_LIBRARIES)):
+        if is_users(file):
             return f"{os.path.basename(file)}:{number} in {name}"
     return ""

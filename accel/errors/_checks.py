@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import UnionType
@@ -35,6 +36,16 @@ def not_unpickled(error: Exception, where: str) -> ConfigError:
         if prepared
         else "Let every rank be able to import its class.",
     )
+
+
+ACCEL_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = (os.path.dirname(os.__file__) + os.sep, ACCEL_FOLDER)
+
+
+def is_users(file: str) -> bool:
+    """Return whether a source file is the user's: not this package, an installed one or Python's."""
+    installed = not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))
+    return not (installed or file.startswith(("<", *_LIBRARIES)))
 
 
 # "a one", "a European", "a unit" and "a user" begin with a consonant

@@ -36,7 +36,7 @@ class Shards(NamedTuple):
 
 def shards_of(module: nn.Module) -> Iterator[Shards]:
     """Yield the parameters that `fully_shard` took when it was called on a module; not those of modules below it."""
-    for group in _groups(module):
+    for group in unit_groups(module):
         for each in group.fsdp_params:
             whole = getattr(each, "_unsharded_param", None)
             held = (None if whole is None else whole.grad, each.unsharded_accumulated_grad)
@@ -47,7 +47,7 @@ def drop_unsharded(module: nn.Module) -> list[torch.Tensor]:
     """Drop the gradients held for a module of `fully_shard`, not for modules below it; return its parameters as an
     optimizer has them."""
     parameters: list[torch.Tensor] = []
-    for group in _groups(module):
+    for group in unit_groups(module):
         group._partial_reduce_output = None  # of replicas that wait for set_requires_all_reduce
         for each in group.fsdp_params:
             each.unsharded_accumulated_grad = None
@@ -67,7 +67,7 @@ def sum_unused(unit: nn.Module) -> None:
 
     for each in unit.modules():
         if isinstance(each, FSDPModule):
-            for group in _groups(each):
+            for group in unit_groups(each):
                 group.post_backward = functools.partial(_with_zeros, group, group.post_backward)
 
 
@@ -78,7 +78,7 @@ def sum_in_one_format(unit: nn.Module) -> None:
 
     for each in unit.modules():
         if isinstance(each, FSDPModule):
-            for group in _groups(each):
+            for group in unit_groups(each):
                 group.post_backward = functools.partial(_widened, group, group.post_backward)
 
 
@@ -109,7 +109,8 @@ def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: object)
     post_backward(*unused)
 
 
-def _groups(module: nn.Module) -> list[Any]:
+def unit_groups(module: nn.Module) -> list[Any]:
+    """Return the groups of parameters that `fully_shard` made when it was called on a module."""
     state = cast(Any, module)._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)  # older torch has at most one
     if several is not None:

@@ -71,9 +71,9 @@ def _holds_modules(value: Any) -> bool:
 
 
 def matching(paths: Iterable[str], pattern: str) -> list[str]:
-    """Return the paths that a pattern matches, where `*` is one component."""
-    rule = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
-    return [path for path in paths if rule.fullmatch(path)]
+    """Return the paths that a pattern matches, where `*` is one component, or any part of one, as in "vision*"."""
+    rule = re.compile(r"[^.]*".join(map(re.escape, pattern.split("*"))))
+    return [path for path in paths if rule.fullmatch(path) and (path or not pattern)]
 
 
 def written_class(module: nn.Module) -> type:

@@ -50,7 +50,12 @@ PRIVATE = {
     "torch.distributed.tensor.DTensor": ("_spec", "_local_tensor"),  # and the arguments of its constructor
     "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("_fsdp_param_groups", "_fsdp_param_group"),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": (
+        "_fsdp_param_groups",
+        "_fsdp_param_group",
+        "_register_pre_backward_hook",
+        "_register_root_post_backward_final_callback",
+    ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": ("_partial_reduce_output",),
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": ("_unsharded_param",),
     "torch.ops.aten": (

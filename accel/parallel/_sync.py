@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm import peer_error
+from accel.comm import Comm, lost_rank
 from accel.context import DistContext, context_first
 from accel.errors import PrepareError
 from accel.parallel._engines import engine_of
@@ -62,7 +62,7 @@ def no_sync(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None
             where=f"rank {ctx.rank}",
             fix="Leave static_graph out, or use train_state(ctx, sync_each_batch=True).",
         )
-    return _Holding(replicas, sharded)
+    return _Holding(ctx.comm, replicas, sharded)
 
 
 def exchanging(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None]:
@@ -75,7 +75,7 @@ def exchanging(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[N
         return engine.hold(ctx, models, True)
     if ctx.world_size == 1:
         return contextlib.nullcontext()
-    return _Exchanging(_exchangers(ctx, models), ctx.rank)
+    return _Exchanging(ctx.comm, _exchangers(ctx, models))
 
 
 @context_first
@@ -109,7 +109,7 @@ def trigger_sync_in_backward(ctx: DistContext, model: nn.Module, loss: torch.Ten
             )
     for each in exchangers:
         _arm(each, loss)
-    with _Exchanging(exchangers, ctx.rank):
+    with _Exchanging(ctx.comm, exchangers):
         yield
 
 
@@ -159,9 +159,10 @@ def _arm(exchanger: Exchanger, loss: torch.Tensor | None) -> None:
 class _Holding:
     """Holds gradients back for one block."""
 
-    __slots__ = ("_before", "_replicas", "_sharded")
+    __slots__ = ("_before", "_comm", "_replicas", "_sharded")
 
-    def __init__(self, replicas: Sequence[DistributedDataParallel], sharded: Sequence[Sharded]) -> None:
+    def __init__(self, comm: Comm, replicas: Sequence[DistributedDataParallel], sharded: Sequence[Sharded]) -> None:
+        self._comm = comm
         self._replicas = replicas
         self._sharded = sharded
         self._before: list[bool] = []
@@ -180,32 +181,32 @@ class _Holding:
             each.require_backward_grad_sync = before
         for each in self._sharded:
             each.set_requires_gradient_sync(True)  # fully_shard does not return its former value
-        raise_lost_peer(error, "forward or backward")
+        raise_lost_peer(self._comm, error, "forward or backward")
 
 
 class _Exchanging:
     """Checks after one block that gradients were exchanged in it."""
 
-    __slots__ = ("_exchangers", "_rank")
+    __slots__ = ("_comm", "_exchangers")
 
-    def __init__(self, exchangers: Sequence[Exchanger], rank: int) -> None:
+    def __init__(self, comm: Comm, exchangers: Sequence[Exchanger]) -> None:
+        self._comm = comm
         self._exchangers = exchangers
-        self._rank = rank
 
     def __enter__(self) -> None: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        raise_lost_peer(error, "forward or backward")
+        raise_lost_peer(self._comm, error, "forward or backward")
         if error is None:
             for each in self._exchangers:
-                _check_exchanged(self._rank, each)
+                _check_exchanged(self._comm.rank, each)
 
 
-def raise_lost_peer(error: BaseException | None, name: str) -> None:
+def raise_lost_peer(comm: Comm, error: BaseException | None, name: str) -> None:
     """Raise `PeerError` if the error of a call means a lost rank, where torch ran its collectives."""
-    if isinstance(error, RuntimeError) and (lost := peer_error(error, name)) is not None:
+    if isinstance(error, RuntimeError) and (lost := lost_rank(comm, error, name)) is not None:
         raise lost from error
 
 

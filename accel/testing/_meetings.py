@@ -14,7 +14,7 @@ from accel.testing._faults import Injector
 from accel.testing._networks import Network
 from accel.testing._process import outside_of_modes
 from accel.testing._scheduler import Outage, Scheduler, SimulatedAlarm, Stopped, Waitable, name_ranks
-from accel.testing._sites import SimulationError, Site, call_site
+from accel.testing._sites import SimulationError, Site, call_site, units_differ
 
 
 class Members:
@@ -289,7 +289,7 @@ class MeetingPoint:
             f"ranks disagree about collective #{meeting.number}{self.members.label}",
             expected=f"{meeting.call} as rank {other} called at {meeting.sites[other]}",
             got=f"{call} from rank {rank}",
-            fix=_SAME_CALLS,
+            fix=units_differ(meeting.sites) or _SAME_CALLS,
         )
         self._refuse(error, str(meeting.sites[rank]))
 

@@ -9,12 +9,14 @@ import itertools
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType
 from typing import Literal, NamedTuple
 
 import torch
 
+from accel.comm import UnitLog, parting, unit_of, way_out
 from accel.errors import AccelError
 
 _HERE = Path(__file__).resolve().parent
@@ -36,16 +38,28 @@ class CodeLine(NamedTuple):
 
 
 class Site(NamedTuple):
-    """The line that made a call, and accel's function that it called if that made the call on its behalf."""
+    """The line that made a call.
+
+    Attributes:
+        line: of the user's code.
+        function: accel's function that the line called, if that made the call on its behalf.
+        unit: call of an FSDP unit, as in "the gather of blocks.0".
+        units: units that the rank has run, if `unit` is one of them.
+    """
 
     line: CodeLine
     function: str | None
+    unit: str | None = None
+    units: UnitLog | None = None
 
     def __str__(self) -> str:
-        return str(self.line) if self.function is None else f"{self.line}, in {self.function}"
+        inside = self.unit or self.function
+        return str(self.line) if inside is None else f"{self.line}, in {inside}"
 
     def calls(self, call: object) -> str:
         """Say that the line made a call: what the user called comes first."""
+        if self.unit is not None:
+            return f"{call} at {self}"
         return f"{call} at {self.line}" if self.function is None else f"{self.function} at {self.line} ({call})"
 
 
@@ -53,14 +67,27 @@ def call_site() -> Site:
     """Return the nearest line outside of torch and accel; the outermost of theirs if there is none outside."""
     frame = outermost = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     called: CodeType | None = None
+    unit: tuple[str, UnitLog] | None = None
     while frame is not None and (owner := _owner(frame.f_code.co_filename)) != "user":
         if owner != "simulator":
             outermost = frame
             if owner == "accel":
                 called = frame.f_code
+                unit = unit or unit_of(frame)
         frame = frame.f_back
     found = frame or outermost
-    return Site(CodeLine(found.f_code, found.f_lineno), f"accel.{called.co_name}" if called is not None else None)
+    function = f"accel.{called.co_name}" if called is not None else None
+    name, units = unit or (None, None)
+    return Site(CodeLine(found.f_code, found.f_lineno), function, name, units)
+
+
+def units_differ(sites: Mapping[int, Site]) -> str:
+    """Return where ranks began to run different FSDP units, by their sites, and what to write; empty if units explain
+    nothing."""
+    places = {rank: site.units.at(site.unit or "") for rank, site in sites.items() if site.units is not None}
+    parted = parting(places)
+    fix = way_out(places)
+    return fix if parted is None else f"R{str(parted)[1:]}. {fix}"
 
 
 @functools.lru_cache(maxsize=1024)

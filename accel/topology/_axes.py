@@ -249,6 +249,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         experts: expert-parallel styles by pattern; "model" for the model's own declaration.
         units: modules that `fully_shard` shards one by one: "auto" for the repeated blocks and what the model names in
             `_no_split_modules`; patterns or class names; or the least number of parameters of a module.
+        together: patterns or class names of modules without units inside, for parts that only some ranks run; the unit
+            around them gathers their parameters.
         ignored: patterns of modules that sharding leaves alone; every rank along dp holds them whole.
         reshard_after_forward: whether the parameters of a unit are resharded after its forward; a number for the ranks
             that share the parts then; None for True in all units but the last.
@@ -270,6 +272,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: Count | None = None
     experts: Mapping[str, str] | FromModel = "model"
     units: Literal["auto"] | Patterns | Count = "auto"
+    together: Patterns = ()
     ignored: Patterns = ()
     reshard_after_forward: bool | Count | None = None
     gather_dtype: WireDtype = "auto"
@@ -299,7 +302,7 @@ _KINDS: Mapping[str, str] = {  # of fields that have no choices
     "stages": "tuples of paths, one for each stage, or None",
     "stages_per_rank": "an integer from 1",
     "units": '"auto", a tuple of patterns, or an integer from 1',
-    "ignored": "a tuple of patterns",
+    **dict.fromkeys(("together", "ignored"), "a tuple of patterns"),
     "reshard_after_forward": "a bool, an integer from 1, or None",
 }
 

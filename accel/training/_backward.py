@@ -206,7 +206,7 @@ def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Ten
             else:
                 engine.backward(ctx, times(loss, matched(factor, loss)), graph.retain)
     except RuntimeError as error:
-        raise_lost_peer(error, "backward")
+        raise_lost_peer(ctx.comm, error, "backward")
         _raise_marked_twice(error)
         if ctx.world_size > 1:
             _raise_mixed(error)

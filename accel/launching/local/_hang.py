@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from accel.errors._checks import is_users
 from accel.launching.local._children import Children, Relay
-from accel.launching.reports._failure import DECORATOR, STACK_SIGNAL, WORKER, EnteredCollective, file_beside, is_users
+from accel.launching.reports._failure import DECORATOR, STACK_SIGNAL, WORKER, EnteredCollective, file_beside
 from accel.run_folder import read_json
 
 _ANSWER_S = 1.0

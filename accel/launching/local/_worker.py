@@ -21,7 +21,8 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType, TracebackType
 
-from accel.launching.reports._failure import STACK_SIGNAL, FailureRecord, file_beside, frames_below, is_users
+from accel.errors._checks import is_users
+from accel.launching.reports._failure import STACK_SIGNAL, FailureRecord, file_beside, frames_below
 from accel.run_folder import RUN_EVENT, bounded, write_json
 from accel.system import current_folder
 

@@ -18,9 +18,11 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
+from accel.errors._checks import ACCEL_FOLDER, is_users
 from accel.run_folder import read_json, write_json
 
-_LOST = ("gloo/transport/", "Connection closed by peer", "NCCL error")  # torch's words for a peer that is gone
+# torch's words for a peer that is gone
+_LOST = ("gloo/transport/", "Connection closed by peer", "Application timeout caused pair closure", "NCCL error")
 STACK_SIGNAL = signal.SIGRTMAX - 1  # asks a rank for its Python stack; far from those that scripts use
 
 
@@ -118,16 +120,8 @@ def _echo(failure: Failure) -> int:
 
 
 WORKER = "/launching/local/_worker.py"  # end of the path of what each process executes
-_ACCEL = f"{Path(__file__).parents[2]}{os.sep}"
 DECORATOR = "wrapper"  # c10d's name for the function around each of its own
-_LIBRARIES = (f"{os.path.dirname(os.__file__)}{os.sep}", _ACCEL)
 _ENTRY = re.compile(r'  File "([^"\n]+)", line \d+')
-
-
-def is_users(file: str) -> bool:
-    """Return whether a source file is the user's."""
-    installed = not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))
-    return not (installed or file.startswith(("<", *_LIBRARIES)))
 
 
 def frames_below(trace: TracebackType | None, file: str) -> TracebackType | None:
@@ -160,7 +154,7 @@ def _short(stack: Sequence[tuple[str, list[str]]], *, is_accels: bool) -> list[s
     shown: list[str] = []
     omitted = 0
     for at, (file, lines) in enumerate(stack):
-        is_omitted = at < until and file.startswith(_ACCEL)
+        is_omitted = at < until and file.startswith(ACCEL_FOLDER)
         omitted += is_omitted
         if omitted and not is_omitted:
             shown.append(_count(omitted))

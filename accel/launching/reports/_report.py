@@ -8,7 +8,8 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 
 from accel.errors._base import escaped
-from accel.launching.reports._failure import WORKER, Failure, FailureRecord, is_users, without_own
+from accel.errors._checks import is_users
+from accel.launching.reports._failure import WORKER, Failure, FailureRecord, without_own
 from accel.run_folder import bounded, found_stranger
 from accel.system import tell
 from accel.terminal import show_clock

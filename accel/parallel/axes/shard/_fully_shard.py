@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +35,15 @@ from accel.parallel.axes.shard._options import (
     wide_parameters,
     wire_format,
 )
-from accel.parallel.axes.shard._units import ignored_ids, ignored_parameters, plan_units, units_in
+from accel.parallel.axes.shard._running import note_units, reach_outputs, reduce_in_one_order
+from accel.parallel.axes.shard._units import (
+    ignored_ids,
+    ignored_parameters,
+    modules_named,
+    plan_units,
+    together_ids,
+    units_in,
+)
 from accel.parallel.axes.shard._whole import keep_whole, see_plain, undivided
 from accel.tensors import is_dtensor, local_part
 
@@ -146,8 +154,13 @@ def _check(ctx: DistContext, model: nn.Module, options: ShardOptions) -> None:
         lambda: check_quantized(inner, _WHERE, left_out=ignored_ids(inner, options.ignored)),
         lambda: check_formats(options.gather_dtype, ctx.precision),
         lambda: ignored_parameters(inner, options.ignored),
+        lambda: modules_named(inner, options.together, where="Plan.together"),
         lambda: plan_units(
-            inner, units=options.units, wide=wide_parameters(inner), ignored=ignored_ids(inner, options.ignored)
+            inner,
+            units=options.units,
+            wide=wide_parameters(inner),
+            ignored=ignored_ids(inner, options.ignored),
+            together=together_ids(inner, options.together),
         ),
         lambda: check_mesh(ctx, inner, options.reshard_after_forward),
     )
@@ -182,7 +195,8 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
         return model
     below = ignored_ids(inner, options.ignored)
     ignored = [each for each in inner.parameters() if id(each) in below]
-    units = [_shard(ctx, inner, root, mesh, stage, options, is_empty=is_empty) for root in stage_modules(inner)]
+    named = [_shard(ctx, inner, root, mesh, stage, options, is_empty=is_empty) for root in stage_modules(inner)]
+    units = [list(each.values()) for each in named]
     if is_empty:
         if options.offload:  # shards alone: the device computes with all else where it is
             taken = {id(part.parameter) for each in units for unit in each for part in shards_of(unit)}
@@ -199,10 +213,14 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
     label_parameters(inner, needed=not options.find_unused_parameters, spared=listed_prefixes(inner))
     for each in units:
         sum_in_one_format(each[-1])
+    for each in named:
+        note_units(ctx.comm, each)
+        reach_outputs(each)
     if options.find_unused_parameters:
         for each in units:
             sum_unused(each[-1])
             watch_used(each)
+            reduce_in_one_order(each)
     if not is_empty:
         begin_alike(ctx, stage, mesh, inner.buffers())
     if ctx.data_parallel[1] > 1:
@@ -242,8 +260,8 @@ def _shard(
     options: ShardOptions,
     *,
     is_empty: bool,
-) -> Sequence[nn.Module]:
-    """Shard one unit after another, so that the device needs room for one whole one at a time, and return them."""
+) -> Mapping[str, nn.Module]:
+    """Shard one unit after another, so that the device needs room for one whole one at a time; return them by path."""
     # its import takes most of a second
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -292,7 +310,7 @@ def _shard(
         _move(alone, ctx.device)
         begin_alike(ctx, stage, mesh, alone)
     keep_whole(root, mesh, plain, below, watch=options.find_unused_parameters)
-    return [root.get_submodule(name) for name in names]
+    return {name: root.get_submodule(name) for name in names}
 
 
 def _unit_names(
@@ -305,7 +323,14 @@ def _unit_names(
 ) -> tuple[str, ...]:
     """The names of the units of a model, or of one of its stages."""
     if not is_traced(model):
-        return plan_units(root, experts, units=units_in(root, model, options.units), wide=wide, ignored=ignored)
+        return plan_units(
+            root,
+            experts,
+            units=units_in(root, model, options.units),
+            wide=wide,
+            ignored=ignored,
+            together=together_ids(model, options.together),
+        )
     names = plan_units(root, units=(), wide=wide, ignored=ignored)
     if len(names) > 1:  # hooks of inner units do not run in the graph of a stage
         raise PrepareError(

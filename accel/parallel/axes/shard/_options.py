@@ -39,6 +39,7 @@ class ShardOptions(SpreadOptions, frozen=True, kw_only=True):
     gather_dtype: WireDtype = "auto"
     reduce_dtype: WireDtype = "auto"
     units: Literal["auto"] | tuple[str, ...] | int = "auto"
+    together: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     reshard_after_forward: bool | int | None = None
     prefetch: int | None = None

@@ -44,6 +44,12 @@ def ignored_ids(model: nn.Module, ignored: Sequence[str]) -> frozenset[int]:
     return frozenset(id(each) for module in modules for each in module.parameters())
 
 
+def together_ids(model: nn.Module, together: Sequence[str]) -> frozenset[int]:
+    """Return the `id` of each module that a plan keeps in the unit around it, and of those below."""
+    held = [module for entry in together for module in _matches(model, entry).values()]
+    return frozenset(id(each) for module in held for each in module.modules())
+
+
 def _matches(model: nn.Module, entry: str) -> dict[str, nn.Module]:
     """Return the modules that a pattern of paths or the name of a class means, by name."""
     named = dict(named_modules(model))
@@ -120,21 +126,23 @@ def plan_units(
     units: Literal["auto"] | Sequence[str] | int = "auto",
     wide: frozenset[int] = frozenset(),
     ignored: frozenset[int] = frozenset(),
+    together: frozenset[int] = frozenset(),
 ) -> tuple[str, ...]:
     """Return the names of the modules to shard, inner ones first and the model itself, "", last. No communication.
 
     `apart`: further units, with no unit inside. `wide`, `ignored`: the `id` of parameters in wider formats, and of
-    those not sharded.
+    those not sharded. `together`: the `id` of modules that are no units.
     """
     _check_model(model, ignored)
     paths = _paths(model, wide)
     apart_ids = ignored | {id(each) for each in model.parameters() if each.ndim == 0}
     inside = tuple(f"{name}." for name in apart)
-    chosen = [name for name in _chosen(model, units, paths) if not name.startswith(inside)]
+    chosen = [name for name in _chosen(model, units, paths, together) if not name.startswith(inside)]
     blocks = [name for name in chosen if _parameter_ids(model, name) - apart_ids]
     # gradients of a unit travel together, in one dtype
     inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, (*blocks, *apart), paths)]
     names = {*inner, *blocks, *apart} - {""}
+    _check_together(model, names, together)
     return (*sorted(names, key=lambda name: (-name.count("."), name)), "")
 
 
@@ -142,16 +150,32 @@ def _parameter_ids(model: nn.Module, name: str) -> set[int]:
     return {id(each) for each in model.get_submodule(name).parameters()}
 
 
-def _chosen(model: nn.Module, units: Literal["auto"] | Sequence[str] | int, paths: _Paths) -> list[str]:
+def _chosen(
+    model: nn.Module, units: Literal["auto"] | Sequence[str] | int, paths: _Paths, together: frozenset[int]
+) -> list[str]:
     """Return the names of the blocks to shard one by one."""
     if isinstance(units, int):
-        return units_of_size(model, units, lambda module: is_called(module) and _is_closed(module, paths))
+        return units_of_size(
+            model, units, lambda module: is_called(module) and _is_closed(module, paths) and id(module) not in together
+        )
     if units != "auto":
         return units_named(model, units, lambda module: _unit_problem(module, paths))
     declared = {name for module in model.modules() for name in _declared(module)}
     found = _blocks(model, declared, {id(block.module) for block in blocks_of(model, nested=True)})
     # a block whose parameters are used outside of it too stays with the model
-    return [name for name, module in found if _is_closed(module, paths)]
+    return [name for name, module in found if _is_closed(module, paths) and id(module) not in together]
+
+
+def _check_together(model: nn.Module, names: Iterable[str], together: frozenset[int]) -> None:
+    """Raise `PrepareError` for units in modules that a plan keeps in the unit around them."""
+    if inside := sorted(name for name in names if id(model.get_submodule(name)) in together):
+        raise PrepareError(
+            "parts that are kept together cannot hold units",
+            expected="one dtype in these modules, no experts along ep, and none of them in Plan.units",
+            got=", ".join(inside),
+            where="Plan.together",
+            fix="Convert them to the dtype of the unit around them, or leave them out of Plan.units.",
+        )
 
 
 def _unit_problem(module: nn.Module, paths: _Paths) -> str:

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What units do while they run: they note themselves for the errors of other ranks, and gather again for backward."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from accel.comm import SUM_OF, Comm, in_unit
+from accel.parallel._leftovers import shards_of, unit_groups
+from accel.parallel._modules import written_class
+from accel.parallel._private import runs_in_backward
+
+# methods of torch's groups of parameters in which a rank waits for others
+_CALLS = {"unshard": "the gather of", "wait_for_unshard": "the gather of", "post_backward": SUM_OF}
+
+
+def note_units(comm: Comm, units: Mapping[str, nn.Module]) -> None:
+    """Note from now on each unit that this rank runs, and name it in errors of lost connections. Mutates the units, by
+    path."""
+    for path, unit in units.items():
+        name = path or written_class(unit).__name__
+        for at, group in enumerate(unit_groups(unit)):
+            if at == 0:
+                group.pre_forward = partial(_enter, comm, name, group.pre_forward)
+            for method, call in _CALLS.items():
+                setattr(group, method, partial(in_unit, comm, f"{call} {name}", getattr(group, method)))
+
+
+def _enter(comm: Comm, name: str, pre_forward: Callable[..., Any], *inputs: Any) -> Any:
+    comm.units.add(name)
+    return pre_forward(*inputs)
+
+
+def reduce_in_one_order(units: Sequence[nn.Module]) -> None:
+    """Let ranks sum the gradients of units in one order, also if the inputs of a unit need a gradient on some ranks
+    only. The model itself is the last unit.
+
+    torch sums a unit's gradients when its backward reaches the inputs, but at the end of the backward if none of them
+    needs a gradient.
+    """
+    for unit in units[:-1]:
+        _ = unit.register_forward_pre_hook(
+            cast(Any, torch.compiler).disable(_need_gradient), prepend=True, with_kwargs=True
+        )
+
+
+def _need_gradient(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not torch.is_grad_enabled() or not any(each.requires_grad for each in unit.parameters()):
+        return None
+    inputs = (args, tuple(kwargs.values()))
+    if any(each.requires_grad for each in _tensors(inputs)) or (found := _with_gradient(inputs)) is None:
+        return None
+    return found[0], dict(zip(kwargs, found[1], strict=True))
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (tuple, list):
+        for each in cast("Sequence[object]", value):
+            yield from _tensors(each)
+
+
+def _with_gradient(value: Any) -> Any:
+    """Return a value whose first tensor with a derivative requires a gradient; None without such a tensor."""
+    if isinstance(value, torch.Tensor):
+        differentiable = value.is_floating_point() or value.is_complex()
+        return value.detach().requires_grad_() if differentiable else None
+    for at, each in enumerate(cast("tuple[Any, ...]", value) if type(value) is tuple else ()):
+        if (found := _with_gradient(each)) is not None:
+            return (*value[:at], found, *value[at + 1 :])
+    return None
+
+
+_LOG = logging.getLogger("accel.parallel")
+_KEPT = "accel_kept_gathered"  # of a unit: its parameters are not resharded after a forward
+_REACHED = "accel_reached"  # of a tensor: a unit is gathered again when its gradient comes
+_DEEPEST = 16
+_ATOMS = (str, bytes, int, float, complex, torch.dtype, torch.device, type, nn.Module)
+_LATER = (Iterator, FunctionType, MethodType, partial)  # what may read parameters after the forward
+
+
+class _Output:
+    """What a unit returned, as torch and as we see it.
+
+    Attributes:
+        reached: whether torch finds a tensor that requires a gradient, in containers that it knows.
+        hidden: tensors that require a gradient, in other objects.
+        opaque: whether there are such objects.
+        later: whether something in it may compute after the forward.
+    """
+
+    def __init__(self, value: object) -> None:
+        self.reached = self.opaque = self.later = False
+        self.hidden: list[torch.Tensor] = []
+        self._seen: set[int] = set()
+        self._look(value, depth=0, inside=False)
+
+    def _look(self, value: object, depth: int, inside: bool) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad and not inside:
+                self.reached = True
+                self._seen.add(id(value))
+            elif value.requires_grad and id(value) not in self._seen and not hasattr(value, _REACHED):
+                self.hidden.append(value)
+        elif value is None or isinstance(value, _ATOMS) or depth == _DEEPEST or id(value) in self._seen:
+            return
+        elif isinstance(value, _LATER):
+            self.later = True
+        else:
+            self._seen.add(id(value))
+            known = _known_parts(value)
+            self.opaque = self.opaque or known is None
+            for each in known or ():
+                self._look(each, depth + 1, inside)
+            for each in () if type(value) in (dict, list, tuple) else _other_parts(value):
+                self._look(each, depth + 1, inside=True)
+
+
+def _known_parts(value: object) -> Iterable[object] | None:
+    """Return the parts of a container in which torch looks for tensors; None of another object."""
+    if is_dataclass(value):
+        return [getattr(value, each.name) for each in fields(value)]
+    if isinstance(value, dict):
+        return cast("dict[object, object]", value).values()
+    return cast("Sequence[object]", value) if isinstance(value, list | tuple) else None
+
+
+def _other_parts(value: object) -> Iterator[object]:
+    if isinstance(value, Mapping):
+        yield from cast("Mapping[object, object]", value).values()
+    elif isinstance(value, Sequence | Set | deque):
+        yield from cast("Iterable[object]", value)
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        yield from (getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
+
+
+def reach_outputs(units: Mapping[str, nn.Module]) -> None:
+    """Let units return objects in which torch finds no tensors, such as a cache or an output class. Mutates the units,
+    by path, the model itself last.
+
+    torch gathers a unit for its backward when a gradient of its output comes. It looks for outputs in dicts, lists,
+    tuples and dataclasses alone.
+    """
+    for path, unit in units.items():
+        look = partial(_reach, path or written_class(unit).__name__)
+        _ = unit.register_forward_hook(cast(Any, torch.compiler).disable(look), prepend=True)
+
+
+def _reach(name: str, unit: nn.Module, _inputs: Any, value: Any) -> None:
+    listed: Sequence[object] = cast("tuple[object, ...]", value) if type(value) is tuple else (value,)
+    if all(each is None or type(each) is torch.Tensor for each in listed):
+        return  # as most modules do: a look at others takes microseconds
+    found = _Output(value)
+    trains = torch.is_grad_enabled()
+    if found.later or (trains and found.opaque and not (found.reached or found.hidden)):
+        _keep_gathered(name, unit)
+    elif trains and found.hidden and not runs_in_backward():
+        for each in found.hidden:
+            setattr(each, _REACHED, True)
+        cast(Any, unit)._get_fsdp_state()._register_pre_backward_hook(tuple(found.hidden))
+
+
+def _keep_gathered(name: str, unit: nn.Module) -> None:
+    """Let a unit keep its parameters after the forward, from this one on."""
+    if _KEPT not in vars(unit):
+        vars(unit)[_KEPT] = True
+        cast(Any, unit).set_reshard_after_forward(False, recurse=False)
+        state = cast(Any, unit)._get_fsdp_state()
+        for _, whole, _ in shards_of(unit):
+            if whole is not None and whole.requires_grad:
+                # a gradient of the output does it elsewhere: torch sums what is left at the end of the backward
+                _ = cast(Any, whole).register_hook(partial(_end_backward, state))
+        _LOG.warning(
+            "%s returns an object whose tensors cannot be found, as a generator: its parameters stay gathered between "
+            "forward and backward. Return tensors, or containers of them, to save the memory.",
+            name,
+        )
+
+
+def _end_backward(state: Any, _grad: torch.Tensor) -> None:
+    state._register_root_post_backward_final_callback()

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP units that return other objects than tensors: each trains as one process does, or is named."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import accel
+from accel.parallel import Plan
+from accel.parallel.axes.shard._running import _KEPT
+from accel.testing import Simulator
+
+
+class Pair(NamedTuple):
+    hidden: torch.Tensor
+    number: int
+
+
+@dataclasses.dataclass
+class Record:
+    hidden: torch.Tensor
+    more: Any = None
+
+
+class Subclass(dict[str, torch.Tensor]):
+    """A dict that holds a tensor as an attribute."""
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+
+
+class Struct(msgspec.Struct):
+    hidden: torch.Tensor
+
+
+class Tree:
+    """Tensors in lists of an object in an object."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.layers = [SimpleNamespace(keys=[None, hidden])]
+        self.owner = self
+
+
+def _slotted(hidden: torch.Tensor) -> Slotted:
+    made = Slotted()
+    made.hidden = hidden
+    return made
+
+
+def _with_attribute(hidden: torch.Tensor) -> Subclass:
+    made = Subclass()
+    made.hidden = hidden  # type: ignore[attr-defined]
+    return made
+
+
+class Kind(NamedTuple):
+    """An output: made of a block's result, and read by the caller."""
+
+    make: Callable[[torch.Tensor], Any]
+    read: Callable[[Any], torch.Tensor]
+
+
+def _later(hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield hidden
+
+
+KINDS = {
+    "tensor": Kind(lambda hidden: hidden, lambda out: out),
+    "tuple": Kind(lambda hidden: (hidden, 1), lambda out: out[0]),
+    "list": Kind(lambda hidden: [[hidden], None], lambda out: out[0][0]),
+    "namedtuple": Kind(lambda hidden: Pair(hidden, 1), lambda out: out.hidden),
+    "dict subclass": Kind(lambda hidden: collections.OrderedDict(a=hidden), lambda out: out["a"]),
+    "dataclass": Kind(lambda hidden: Record(hidden), lambda out: out.hidden),
+    "object": Kind(lambda hidden: SimpleNamespace(hidden=hidden), lambda out: out.hidden),
+    "slots": Kind(_slotted, lambda out: out.hidden),
+    "msgspec": Kind(Struct, lambda out: out.hidden),
+    "nested object": Kind(Tree, lambda out: out.layers[0].keys[1]),
+    "object in a dataclass": Kind(
+        lambda hidden: Record(hidden.sum(), Tree(hidden)), lambda out: out.more.owner.layers[0].keys[1]
+    ),
+    "beside a tensor": Kind(lambda hidden: (hidden.sum(), Tree(hidden)), lambda out: out[1].layers[0].keys[1]),
+    "attribute of a dict": Kind(_with_attribute, lambda out: out.hidden),
+    "mapping": Kind(lambda hidden: collections.UserDict(a=hidden), lambda out: out["a"]),
+    "deque": Kind(lambda hidden: collections.deque([hidden]), lambda out: out[0]),
+    "generator": Kind(_later, next),
+    "map": Kind(lambda hidden: map(torch.tanh, [hidden]), next),
+    "function": Kind(lambda hidden: lambda: hidden * 2, lambda out: out()),
+}
+NEVER_KEPT = KINDS.keys() - {"generator", "map", "function"}
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.make = KINDS[kind].make
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.make(inputs + self.down(torch.tanh(self.up(inputs))))
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
+        self.head = nn.Linear(4, 2)
+        self.kind = kind
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        for block in self.blocks:
+            inputs = KINDS[self.kind].read(block(inputs))
+        return KINDS[self.kind].make(self.head(inputs))
+
+
+class Lazy(Net):
+    """A block whose forward is a generator: it computes when it is read."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("tensor")
+        for block in self.blocks:
+            block.forward = lambda inputs, run=block.forward: (run(each) for each in [inputs])
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        for block in self.blocks:
+            inputs = next(block(inputs))
+        return self.head(inputs)
+
+
+def _train(
+    ctx: accel.DistContext, kind: str, plan: Plan | None = None, *, recompute: bool = False, lazy: bool = False
+) -> tuple[Any, list[str]]:
+    torch.manual_seed(0)
+    net = (Lazy if lazy else Net)(kind).double()
+    if recompute:
+        net = accel.checkpoint_activations(net, Block)
+    model, sgd = accel.prepare(ctx, net, torch.optim.SGD(net.parameters(), lr=0.1), plan=plan)
+    state = accel.train_state(ctx, accumulation=2)
+    read = KINDS[kind].read if not lazy else lambda out: out
+    data = torch.randn(16, 4, dtype=torch.float64)
+    loader = accel.prepare_loader(ctx, torch.utils.data.DataLoader(data, batch_size=4), global_batch=4)
+    with torch.no_grad():
+        read(model(data[:2]))
+    for batch in accel.batches(ctx, loader, state):
+        state = state.next(batch)
+        with accel.accumulate(ctx, state, model):
+            state = accel.backward(ctx, read(model(batch.data)).square().mean(), state)
+        if state.sync:
+            state = accel.optimizer_step(ctx, sgd, state)
+    kept = [name for name, each in model.named_modules() if isinstance(each, FSDPModule) and _KEPT in vars(each)]
+    return accel.get_state_dict(ctx, model, dst=None), kept
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "units": {},
+    "recomputed": {"recompute": True},
+    "kept": {"plan": Plan(reshard_after_forward=False)},
+    "resharded, the model too": {"plan": Plan(reshard_after_forward=True)},
+    "one unit": {"plan": Plan(units=())},
+    "nested units": {"plan": Plan(units=("blocks.*", "Linear"), reshard_after_forward=True)},
+}
+QUICK = {
+    ("object", "units"),
+    ("generator", "units"),
+    ("nested object", "resharded, the model too"),
+    ("object", "recomputed"),
+}
+
+
+def _case(kind: str, way: str) -> Any:
+    return pytest.param(kind, way, marks=[] if (kind, way) in QUICK else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("kind", "way"), [_case(kind, way) for kind in KINDS for way in WAYS])
+def test_any_output_of_a_unit_trains_as_one_process_does(ranks: Simulator, kind: str, way: str) -> None:
+    how = WAYS[way]
+    alone, _ = _train(accel.single(), kind, **how)
+    fsdp = ranks.run(lambda ctx: _train(accel.replace(ctx, strategy="fsdp"), kind, **how), 2, default_group=True)
+    for found, kept in fsdp:
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+        assert not kept or kind not in NEVER_KEPT
+
+
+def test_a_forward_that_computes_later_keeps_its_unit_and_says_so(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone, _ = _train(accel.single(), "tensor", lazy=True)
+    with caplog.at_level(logging.WARNING, logger="accel.parallel"):
+        fsdp = ranks.run(
+            lambda ctx: _train(accel.replace(ctx, strategy="fsdp"), "tensor", lazy=True), 2, default_group=True
+        )
+    torch.testing.assert_close(fsdp[0][0], alone, rtol=0, atol=1e-12)
+    assert fsdp[0][1] == ["blocks.0", "blocks.1"]
+    told = [each.getMessage() for each in caplog.records]
+    assert len(told) == 4  # once for each unit on each rank
+    assert told[0].startswith("blocks.0 returns an object whose tensors cannot be found")

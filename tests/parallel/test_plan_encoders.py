@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of transformers' encoder-decoders are called by themselves on any mesh of dp, and so is `generate`."""
+"""Encoders of transformers are called by themselves and by their models' own `generate`; accel's refuses these."""
 
 from __future__ import annotations
 
@@ -138,3 +138,81 @@ def test_padding_is_masked_by_generate_of_a_sharded_model_in_bf16(ranks: Simulat
             return net.generate(input_ids=padded, max_new_tokens=4, do_sample=False).tolist()
 
     assert ranks.run(run, 2, default_group=True)[0] == run(accel.single())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_of_accel_names_the_call_of_an_encoder_decoders_own(family: str) -> None:
+    ctx = accel.single()
+    net = _made(family)
+    with pytest.raises(accel.errors.ConfigError, match="encoder-decoder") as raised:
+        _ = accel.training.generate(ctx, net, IDS, max_new_tokens=4)
+    names = {"accel": accel, "model": net, "ids": IDS, "input_features": FRAMES}
+    with torch.no_grad():
+        found = eval(raised.value.fix.partition(": ")[2], names).tolist()
+    assert found == _alone(_generated, family)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_named_call_works_on_several_ranks(ranks: Simulator, strategy: Any) -> None:
+    def run(ctx: accel.DistContext) -> Any:
+        model = accel.prepare_model(accel.replace(ctx, strategy=strategy), _made("bart"))
+        mask = torch.ones_like(IDS)
+        with pytest.raises(accel.errors.ConfigError, match="encoder-decoder") as raised:
+            _ = accel.training.generate(ctx, model, IDS, attention_mask=mask, max_new_tokens=4)
+        names = {"accel": accel, "model": model, "ids": IDS, "attention_mask": mask}
+        with torch.no_grad():
+            return eval(raised.value.fix.partition(": ")[2], names).tolist()
+
+    assert ranks.run(run, 2, default_group=True)[0] == _alone(_generated, "bart")
+
+
+def test_tokens_of_a_decoder_can_be_added_by_its_inputs() -> None:
+    net = _made("t5")
+    start = torch.zeros(len(IDS), 1, dtype=torch.long)
+
+    def inputs_of(ids: torch.Tensor) -> Any:
+        return {"input_ids": IDS, "decoder_input_ids": ids}
+
+    found = accel.training.generate(
+        accel.single(), net, start, max_new_tokens=4, cache=False, inputs_of=inputs_of, select=lambda out: out.logits
+    )
+    with torch.no_grad():
+        own = net.generate(input_ids=IDS, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert found.tolist() == own.tolist()
+
+
+_LLAMA = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def _without_head() -> Any:
+    return transformers.LlamaModel(transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, **_LLAMA))
+
+
+def _bert(*, is_decoder: bool) -> Any:
+    return transformers.BertLMHeadModel(transformers.BertConfig(**_BERT, is_decoder=is_decoder)).eval()
+
+
+def test_models_without_a_language_head_are_refused() -> None:
+    net = _without_head()
+    with pytest.raises(accel.errors.ConfigError, match=r"can_generate\(\) is False"):
+        _ = accel.training.generate(accel.single(), net, IDS, max_new_tokens=2)
+    table = torch.randn(8, 64)
+    select = lambda output: output.last_hidden_state @ table  # noqa: E731 - a head of the caller's own
+    assert accel.training.generate(accel.single(), net, IDS, max_new_tokens=2, select=select).shape == (4, 8)
+
+
+def test_a_model_that_attends_to_later_tokens_is_refused() -> None:
+    with pytest.raises(accel.errors.ConfigError, match="later tokens"):
+        _ = accel.training.generate(accel.single(), _bert(is_decoder=False), IDS, max_new_tokens=2)
+    _same_as_its_own(_bert(is_decoder=True))
+    sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    _same_as_its_own(transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, intermediate_size=16)).eval())
+    config = transformers.BartConfig(**_LAYERS, **_TOKENS, forced_eos_token_id=None)
+    _same_as_its_own(transformers.BartForCausalLM(config).eval())
+
+
+def _same_as_its_own(net: Any) -> None:
+    found = accel.training.generate(accel.single(), net, IDS, max_new_tokens=3)
+    with torch.no_grad():
+        own = net.generate(input_ids=IDS, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert found.tolist() == own.tolist()

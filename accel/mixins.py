@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from types import FunctionType
@@ -84,6 +86,8 @@ class _Mixed:
         words = [each for each in settings.values() if isinstance(each, str)]
         label = re.sub(r"\W+", "_", "_".join([behind.__name__, *words]))
         copies = {name: _own_code(each, label) for name, each in _functions(mixin).items()}
+        if "forward" in copies:
+            _show_arguments(copies["forward"], cast(Any, behind).forward)
         self.made: type[Any] = type(behind.__name__, (mixin, behind), {**copies, **names, **settings, _MARK: self})
 
     @property
@@ -117,6 +121,12 @@ def _own_code(function: FunctionType, label: str) -> FunctionType:
     made.__doc__, made.__module__, made.__qualname__ = function.__doc__, function.__module__, function.__qualname__
     made.__annotations__ = function.__annotations__
     return made
+
+
+def _show_arguments(made: FunctionType, behind: Any) -> None:
+    """Let `inspect.signature` see the arguments of the function behind, by which transformers' `generate` goes."""
+    with contextlib.suppress(TypeError, ValueError):
+        made.__signature__ = inspect.signature(behind)
 
 
 def _description(kind: type) -> _Mixed | None:

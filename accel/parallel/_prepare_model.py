@@ -17,6 +17,7 @@ from accel.formats import Compile
 from accel.parallel._compile import compile_model
 from accel.parallel._empty import allocate_empty, expect_values, move_model, stays_empty
 from accel.parallel._engines import engine_of
+from accel.parallel._entries import add_entries, check_methods, lead_entries
 from accel.parallel._labels import label_parameters, name_of, note_micro_batches, watch_autocast
 from accel.parallel._modules import unwrap_model
 from accel.parallel._private import is_compiled
@@ -185,7 +186,7 @@ def prepare_model(
         label_parameters(model)
     is_empty = _is_empty(ctx, model)
     if ctx.world_size > 1:
-        prepared = _spread(ctx, model, zip(spreads, options, strict=True), is_empty=is_empty)
+        prepared = _spread(ctx, model, zip(spreads, options, strict=True), plan, is_empty=is_empty)
     if is_empty and allocate:
         inner = unwrap_model(prepared)
         allocate_empty(inner, ctx.device)
@@ -254,17 +255,35 @@ def compile_as_set(ctx: DistContext, model: nn.Module) -> None:
 
 
 def _spread(
-    ctx: DistContext, model: nn.Module, spreads: Iterable[tuple[Spread, SpreadOptions]], *, is_empty: bool
+    ctx: DistContext,
+    model: nn.Module,
+    spreads: Iterable[tuple[Spread, SpreadOptions]],
+    plan: Plan | None,
+    *,
+    is_empty: bool,
 ) -> nn.Module:
-    """Spread a model along each dimension along which it is not spread yet. A collective."""
+    """Spread a model along each dimension along which it is not spread yet, with entries for methods. A collective."""
     spread: list[Dimension] = []
+    inner = unwrap_model(model)
+    methods = () if plan is None else plan.methods
+    has_entries = bool(methods) or (hasattr(inner, "get_encoder") and not _apart(ctx))
+    if has_entries:
+        add_entries(inner, methods)
     for each, options in spreads:
         if not each.is_done(ctx, model):
             model = each.spread(ctx, model, options, is_empty=is_empty)
             spread.append(each.dimension)
+    if has_entries:
+        lead_entries(inner, model, methods)
     if not SHARING.isdisjoint(spread):
         compare_batches(ctx, model)
     return model
+
+
+def _apart(ctx: DistContext) -> list[str]:
+    """Return the axes of several ranks along which nothing but a forward of the whole model can run."""
+    axes = ctx.position.axes
+    return [name for name, axis in axes if axis.size > 1 and dimension_of(name) in ("pipeline", "context", "sequence")]
 
 
 def _is_empty(ctx: DistContext, model: nn.Module) -> bool:
@@ -305,6 +324,8 @@ def check_model(
         "parameters that are sharded already": is_sharded(model),
     }
     check_sparse(model, obstacles, "prepare_model")
+    if methods := _checked_plan(plan).methods:
+        check_methods(unwrap_model(model), methods, _apart(ctx))
     if waiting:
         check_shapes(model)
         check_axes(ctx)

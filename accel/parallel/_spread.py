@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import torch
@@ -45,6 +48,56 @@ def follow_first_(comm: Comm, tensors: Iterable[torch.Tensor]) -> None:
         return flat
 
     _in_flat(tensors, receive)
+
+
+class _Awaited:
+    """A backward that is to come; alive as long as the graph that it begins from."""
+
+    __slots__ = ("__weakref__",)
+
+
+class PendingForward:
+    """Knows whether a backward is to come for an earlier forward, whose saved tensors may be the model's buffers.
+
+    Buffers are not replaced in place meanwhile: several calls of a model may share a backward.
+    """
+
+    __slots__ = ("_awaited",)
+
+    def __init__(self) -> None:
+        self._awaited: weakref.ref[_Awaited] | None = None
+
+    def keeps_buffers(self) -> bool:
+        """Return whether buffers must stay as they are."""
+        return self._awaited is not None and self._awaited() is not None and torch.is_grad_enabled()
+
+    def note(self, outputs: object) -> None:
+        """Note the outputs of a forward."""
+        tensor = _with_gradient(outputs) if torch.is_grad_enabled() else None
+        if tensor is not None:
+            awaited = _Awaited()
+            self._awaited = weakref.ref(awaited)
+            _ = cast(Any, tensor).register_hook(functools.partial(self._end, awaited))
+
+    def _end(self, _awaited: _Awaited, _gradient: torch.Tensor) -> None:
+        self._awaited = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PendingForward, ()
+
+
+def _with_gradient(value: object) -> torch.Tensor | None:
+    """Return a tensor among outputs that a backward may begin from; None if there is none."""
+    if isinstance(value, torch.Tensor):
+        return value if value.requires_grad else None
+    parts: Iterable[object] = ()
+    if isinstance(value, Mapping):
+        parts = cast("Mapping[object, object]", value).values()
+    elif isinstance(value, list | tuple):
+        parts = cast("Iterable[object]", value)
+    elif dataclasses.is_dataclass(value):
+        parts = vars(value).values()
+    return next((found for each in parts if (found := _with_gradient(each)) is not None), None)
 
 
 def begin_with_rank_0_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> None:

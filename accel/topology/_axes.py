@@ -258,6 +258,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         reduce_dtype: dtype in which gradients are summed over ranks; "auto" for fp32.
         prefetch: number of units whose parameters are gathered ahead; None for torch's choice.
         offload: whether sharded parameters, gradients and optimizer state are in the host's memory between uses.
+        methods: methods of the model, and paths of its submodules, that the script calls beside `model(...)`, as in
+            ("encode", "model.encoder"). Each call gathers parameters and exchanges gradients as a forward does.
     """
 
     tensor: Mapping[str, TensorStyle] | FromModel = "model"
@@ -279,6 +281,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     reduce_dtype: WireDtype = "auto"
     prefetch: Count | None = None
     offload: bool = False
+    methods: Patterns = ()
 
     def __post_init__(self) -> None:
         check_styles(self.tensor, get_args(TensorStyle), where="plan.tensor")
@@ -303,6 +306,7 @@ _KINDS: Mapping[str, str] = {  # of fields that have no choices
     "stages_per_rank": "an integer from 1",
     "units": '"auto", a tuple of patterns, or an integer from 1',
     **dict.fromkeys(("together", "ignored"), "a tuple of patterns"),
+    "methods": "a tuple of names of methods and paths of submodules",
     "reshard_after_forward": "a bool, an integer from 1, or None",
 }
 

@@ -235,7 +235,8 @@ def _raise_marked_twice(error: RuntimeError) -> None:
             expected="all of them in each backward",
             got=str(error).partition(". ")[0],
             where="backward",
-            fix="Add the losses and call backward once: (first + second).",
+            fix="Add the losses and call backward once: (first + second). With find_unused_parameters=True"
+            " also call the model once in each: DDP looks for unused parameters from the outputs of the last call.",
         ) from error
 
 

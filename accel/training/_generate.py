@@ -308,8 +308,8 @@ def generate(
         Prompts and new tokens, int64 of shape [rows, length + new].
 
     Raises:
-        ConfigError: a mesh with `cp`, an engine, arguments out of range, a mask that is not for prompts padded in
-            front, or a cache of a model that has none.
+        ConfigError: an encoder-decoder, a model without a language head, a mesh with `cp`, an engine, arguments out of
+            range, a mask that is not for prompts padded in front, or a cache of a model that has none.
         StageError, PeerError: as of `forward`.
 
     Examples:
@@ -320,6 +320,9 @@ def generate(
         tensor([[3, 4, 0, 1]])
     """
     ctx.comm.check_open()
+    _check_causal(
+        model, max_new_tokens, attention_mask, by_inputs=inputs_of is not None, by_select=select is not first_tensor
+    )
     if select is first_tensor:
         select = partial(first_tensor, containers=ctx.containers)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -416,6 +419,52 @@ def _check(
         got, fix = f"shape {list(mask.shape)}", 'Tokenize with padding_side="left".'
     if problem:
         raise ConfigError(problem, expected=expected, got=got, where=_WHERE, fix=fix)
+
+
+def _check_causal(model: nn.Module, count: int, mask: Tensor | None, *, by_inputs: bool, by_select: bool) -> None:
+    """Raise `ConfigError` for a model of transformers that adds no tokens to its inputs, unless the caller says how it
+    is called and what its logits are. No communication."""
+    inner = unwrap_model(model)
+    config: Any = getattr(inner, "config", None)
+    can_generate: Any = getattr(inner, "can_generate", None)
+    named = type(inner).__name__
+    if getattr(config, "is_encoder_decoder", False) and not by_inputs:
+        main = str(getattr(inner, "main_input_name", "input_ids"))
+        given = f"{main}={'ids' if main == 'input_ids' else main}" + ", attention_mask=attention_mask" * (
+            mask is not None
+        )
+        whole = pipeline_of(inner) is None
+        line = f"accel.unwrap_model(model).generate({given}, max_new_tokens={count})"
+        raise ConfigError(
+            "an encoder-decoder does not add tokens to its inputs",
+            expected="a causal model, or inputs_of= with cache=False, which gives the decoder's tokens",
+            got=f"{with_article(named)}, whose config has is_encoder_decoder=True",
+            where=_WHERE,
+            fix=f"Call the model's own: {line}" if whole else f"On a mesh without pp call the model's own: {line}",
+        )
+    if _sees_later_tokens(inner, config) and not by_inputs:
+        raise ConfigError(
+            "the model attends to later tokens, so tokens that are added change what it made of those before",
+            expected="a causal model, whose config has is_decoder=True",
+            got=f"{with_article(named)}, whose config has is_decoder=False",
+            where=_WHERE,
+            fix=f"Make the model with config.is_decoder = True: {named}(config).",
+        )
+    if callable(can_generate) and not by_select and not can_generate():
+        raise ConfigError(
+            "transformers does not generate from this model: its outputs are no logits of a causal model",
+            expected="a model with a language head, or select=, which maps its outputs to logits",
+            got=f"{with_article(named)}, whose can_generate() is False",
+            where=_WHERE,
+            fix=f"Build the class with a head in the place of {named}, such as AutoModelForCausalLM's.",
+        )
+
+
+def _sees_later_tokens(model: nn.Module, config: Any) -> bool:
+    """Return whether a model of transformers is configured as an encoder, as BERT is without is_decoder=True."""
+    # GPT-NeoX inherits is_decoder=False, and its attention is causal all the same
+    causal = [each for module in model.modules() if isinstance(each := getattr(module, "is_causal", None), bool)]
+    return getattr(config, "is_decoder", True) is False and bool(causal) and not any(causal)
 
 
 def _pads_in_front(mask: Tensor) -> bool:

@@ -22,7 +22,7 @@ from accel.parallel._modules import sparse_tables, unwrap_model, wrapped_name
 from accel.parallel._private import exchange_in, rebuild_buckets
 from accel.parallel._refused import check_sparse
 from accel.parallel._sharded import is_sharded
-from accel.parallel._spread import Spread, begin_with_rank_0_, compare_models, replicated_tensors
+from accel.parallel._spread import PendingForward, Spread, begin_with_rank_0_, compare_models, replicated_tensors
 from accel.parallel.axes.replicate._comm_hooks import ReplicateOptions, gather_sparse, register_hook
 from accel.tensors import has_wide_gradient, packed_weights
 
@@ -67,9 +67,19 @@ class Replica(DistributedDataParallel):
         if any(has_wide_gradient(parameter) for _, parameter in self.exchanged):
             exchange_in(self, torch.float32)
         self._has_buffers = any(True for _ in module.buffers())
+        self._pending = PendingForward()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; without DDP's own forward where that would only look, at the cost of a small layer."""
+        if not self._has_buffers or torch.compiler.is_compiling():
+            return self._run(*inputs, **kwargs)
+        if self._pending.keeps_buffers():
+            self.require_forward_param_sync = False  # DDP sets it again behind a forward that exchanges gradients
+        outputs = self._run(*inputs, **kwargs)
+        self._pending.note(outputs)
+        return outputs
+
+    def _run(self, *inputs: Any, **kwargs: Any) -> Any:
         buffers_due = self._has_buffers and self.require_forward_param_sync
         if not self.bare or self.require_backward_grad_sync or buffers_due or torch.compiler.is_compiling():
             return super().forward(*inputs, **kwargs)  # pyright: ignore - torch leaves its type open

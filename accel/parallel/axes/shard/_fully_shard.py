@@ -15,12 +15,13 @@ from accel.comm import Comm, adopt, broadcast_flat
 from accel.context import DistContext
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
+from accel.parallel._entries import refuse_parts
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._leftovers import shards_of, sum_in_one_format, sum_unused, watch_used
 from accel.parallel._modules import is_pipelined, layerdrops, stage_modules, unwrap_model, written_class
 from accel.parallel._refused import check_all, check_quantized, refuse_changes
 from accel.parallel._sharded import GatheredFormat, is_sharded, sharded_roots, spans_all
-from accel.parallel._spread import Spread, compare_models, follow_first_, stage_comm
+from accel.parallel._spread import PendingForward, Spread, compare_models, follow_first_, stage_comm
 from accel.parallel.axes.experts import exchange_mesh, expert_modules, listed_prefixes, shard_experts
 from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, is_traced, pipeline_of
 from accel.parallel.axes.replicate._ddp import replica_of
@@ -60,6 +61,29 @@ def prefetch(units: Sequence[nn.Module], ahead: int) -> None:
     for at, unit in enumerate(order):
         unit.set_modules_to_forward_prefetch(order[at + 1 : at + 1 + ahead])
         unit.set_modules_to_backward_prefetch(order[max(at - ahead, 0) : at][::-1])
+
+
+def begin_with_root(units: Sequence[nn.Module]) -> None:
+    """Let a unit be called before the model: torch takes the first unit that is called for the outermost one, which
+    is the last of the list."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    root = cast(Any, units[-1])
+    handles: list[Any] = []
+
+    def begin(module: nn.Module, _inputs: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+        if module is not root:
+            root.accel_begin = lambda: None
+            register_fsdp_forward_method(root, "accel_begin")
+            root.accel_begin()
+            del root.accel_begin
+            root.reshard()
+
+    hook = cast(Any, torch.compiler).disable(begin)
+    handles += [unit.register_forward_pre_hook(hook, prepend=True) for unit in units]
 
 
 def gather_outside_of_inference(unit: nn.Module) -> None:
@@ -110,16 +134,23 @@ def refuse_layerdrop(model: nn.Module, units: Sequence[nn.Module]) -> None:
 
 
 def follow_first(stage: Comm, model: nn.Module) -> None:
-    """Replace buffers by those of the stage's first rank, as DDP does: before each forward, or a pipeline's batch."""
+    """Replace buffers by those of the stage's first rank, as DDP does: before the first forward of each backward and
+    those without gradients, or a pipeline's batch."""
+    pending = PendingForward()
 
     def follow(module: nn.Module, _inputs: Any = None) -> None:
-        follow_first_(stage, filterfalse(is_dtensor, module.buffers()))
+        if not pending.keeps_buffers():
+            follow_first_(stage, filterfalse(is_dtensor, module.buffers()))
+
+    def note(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        pending.note(outputs)
 
     if hasattr(model, "before_batch"):
         # not before each forward: a micro-batch's backward may need what the next forward would replace
         cast(Any, model).before_batch = functools.partial(follow, model)
         return
-    _ = model.register_forward_pre_hook(cast(Any, torch.compiler).disable(follow))
+    for hook, register in ((follow, model.register_forward_pre_hook), (note, model.register_forward_hook)):
+        _ = register(cast(Any, torch.compiler).disable(hook))
 
 
 def begin_alike(ctx: DistContext, stage: Comm, mesh: DeviceMesh, tensors: Iterable[torch.Tensor]) -> None:
@@ -227,6 +258,9 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
         refuse_layerdrop(inner, [unit for each in units for unit in each])
     for each in units:
         refuse_changes(each[-1])
+        begin_with_root(each)
+        if not is_pipelined(inner):
+            refuse_parts(each[-1], {id(part.parameter) for part in shards_of(each[-1])}, options.methods)
         if options.prefetch is not None:
             prefetch(each, options.prefetch)
         reshard_after_evaluation(each)

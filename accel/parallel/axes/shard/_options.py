@@ -44,6 +44,7 @@ class ShardOptions(SpreadOptions, frozen=True, kw_only=True):
     reshard_after_forward: bool | int | None = None
     prefetch: int | None = None
     offload: bool = False
+    methods: tuple[str, ...] = ()
 
 
 def check_reshard(option: bool | int | None, shards: int, ranks: int, world_size: int) -> None:

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods and submodules of a spread model that are called beside its forward.
+
+Each of them runs inside a call of the prepared model, so that gathers of parameters, exchanges of gradients, buffers
+and hooks are those of a forward. A submodule of a sharded model that is called otherwise raises an error with the line
+to write.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
+from types import CodeType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.errors import PrepareError
+from accel.errors._checks import did_you_mean
+from accel.mixins import Mixin, add_mixin
+from accel.parallel._compile import add_within
+from accel.parallel._modules import named_modules, written_class
+from accel.parallel._private import is_compiled, runs_in_backward
+from accel.tensors import is_dtensor, mesh_of
+
+_GATE = "accel_gate"  # attribute of a model with entries, and of the modules that have them: its `_Gate`
+_WHERE = "Plan.methods"
+
+
+class _Gate:
+    """The way into a spread model, shared by its entries.
+
+    Attributes:
+        is_open: whether a call of the model runs; its parts are called as they are then.
+    """
+
+    __slots__ = ("_needs_grad", "_outer", "is_open")
+
+    def __init__(self) -> None:
+        self._outer: weakref.ref[nn.Module] | None = None
+        self._needs_grad = False
+        self.is_open = False
+
+    def lead_to(self, outer: nn.Module, *, needs_grad: bool) -> None:
+        """Set the module whose call leads into the model; `needs_grad`: forwards without gradients do not need it."""
+        self._outer = weakref.ref(outer)
+        self._needs_grad = needs_grad
+
+    def outer(self) -> nn.Module | None:
+        """Return the module to call; None where a part can be called as it is."""
+        if self.is_open or self._outer is None or runs_in_backward():
+            return None
+        if self._needs_grad and not torch.is_grad_enabled():
+            return None
+        return self._outer()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Gate:
+        copied = _Gate()
+        outer = None if self._outer is None else memo.get(id(self._outer()))
+        if outer is not None:  # a part that is copied alone leads nowhere
+            copied.lead_to(outer, needs_grad=self._needs_grad)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Gate, ()
+
+
+class _Entered(Mixin, nn.Module):
+    """Stands before the class of a model with entries; the keyword `accel_entry` of its call names one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if vars(self)[_GATE].is_open:
+            return self.accel_again(*args, **kwargs)
+        if "accel_entry" in kwargs and is_compiled(self):
+            return cast(Any, self)._call_impl(
+                *args, **kwargs
+            )  # torch compiles the forward, and a method may be a whole loop
+        return super().__call__(*args, **kwargs)
+
+    def accel_again(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model within its call, as `generate` does; the outer call goes on with gathered parameters."""
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            if hasattr(self, "unshard"):
+                cast(Any, self).unshard()
+
+    def forward(self, *args: Any, accel_entry: str | None = None, **kwargs: Any) -> Any:
+        """Run the model's own forward, or the entry of a name."""
+        gate = vars(self)[_GATE]
+        before = gate.is_open
+        gate.is_open = True
+        try:
+            if accel_entry is None:
+                return super().forward(*args, **kwargs)
+            return attrgetter(accel_entry)(self)(*args, **kwargs)
+        finally:
+            gate.is_open = before
+
+
+class _Part(Mixin, nn.Module):
+    """Stands before the class of a submodule that is an entry.
+
+    Attributes:
+        accel_path: its path in the model.
+    """
+
+    accel_path = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer = vars(self)[_GATE].outer()
+        if outer is None:
+            return super().__call__(*args, **kwargs)
+        return outer(*args, accel_entry=self.accel_path, **kwargs)
+
+
+class _Method:
+    """A method that is an entry. The class that has it as an attribute gets a function, which torch.compile follows.
+
+    Args:
+        path: of the method in the model.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __set_name__(self, owner: Any, name: str) -> None:
+        path = self._path
+
+        def entered(module: Any, *args: Any, **kwargs: Any) -> Any:
+            outer = cast(_Gate, vars(module)[_GATE]).outer()
+            if outer is None:
+                return getattr(cast(Any, super(owner, module)), name)(*args, **kwargs)
+            return outer(*args, accel_entry=path, **kwargs)
+
+        kinds = cast(type, owner).__mro__[1:]
+        behind: Any = next(vars(each)[name] for each in kinds if name in vars(each))
+        setattr(owner, name, functools.wraps(behind)(entered))
+
+
+class _Shown:
+    """An attribute of a wrapper in the place of a method of the module inside of it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: Any, kind: type) -> Any:
+        return self if wrapper is None else getattr(wrapper.module, self._name)
+
+
+class _Shows(Mixin, nn.Module):
+    """Stands before the class of a wrapper that has the methods of the module inside."""
+
+
+def check_methods(model: nn.Module, methods: Sequence[str], apart: Sequence[str]) -> None:
+    """Raise `PrepareError` for what `Plan.methods` cannot name. No communication.
+
+    `apart`: axes of several ranks whose ranks run parts of a forward alone.
+    """
+    for path in methods:
+        if problem := _problem(model, path):
+            raise PrepareError(
+                "the plan names what is no method or submodule to call",
+                expected="methods of the model, as 'encode'; paths of its submodules, as 'model.encoder'; or both",
+                got=f"{path!r}: {problem}",
+                where=_WHERE,
+                fix=did_you_mean(path, _callables(model)) or "Name what the script calls beside model(...).",
+            )
+    if apart:
+        raise PrepareError(
+            "ranks along these axes divide forwards of the whole model alone",
+            expected="no methods, or a mesh of dp and tp",
+            got=f"{', '.join(map(repr, methods))}, and {', '.join(apart)}",
+            where=_WHERE,
+            fix="Let forward do it, by an argument; or leave the axis out of the mesh.",
+        )
+
+
+def _problem(model: nn.Module, path: str) -> str:
+    """Return the reason that keeps an attribute from being an entry; empty if there is none."""
+    try:
+        found: Any = attrgetter(path)(model)
+        owner: Any = attrgetter(path.rpartition(".")[0])(model) if "." in path else model
+    except AttributeError:
+        return "no such attribute"
+    name = path.rpartition(".")[2]
+    if isinstance(found, nn.Module):
+        has_forward = type(found).forward is not nn.Module.forward
+        return "" if has_forward else f"{type(found).__name__} has no forward"
+    if not callable(found) or not isinstance(owner, nn.Module):
+        return f"{type(found).__name__} is not a method of a module"
+    if name in vars(owner):
+        return "an attribute of the object, and no method of its class"
+    if name == "forward":
+        return "calls of a module run its forward"
+    if hasattr(DistributedDataParallel, name):
+        return "a method that modules of torch have, and no entry of the model"
+    return "a generator, which runs after its call" if inspect.isgeneratorfunction(inspect.unwrap(found)) else ""
+
+
+def _callables(model: nn.Module) -> list[str]:
+    methods = (name for name, each in inspect.getmembers_static(type(model)) if callable(each))
+    names = [name for name in methods if not name.startswith("_") and not hasattr(nn.Module, name)]
+    return [*names, *(name for name, _ in named_modules(model) if name)]
+
+
+def add_entries(model: nn.Module, methods: Sequence[str]) -> None:
+    """Let methods and submodules of a model, and the encoder of an encoder-decoder, run in calls of it. Mutates the
+    model, before it is spread; `lead_entries` ends it."""
+    paths = dict.fromkeys([*methods, *_encoders(model)])
+    if not paths or _GATE in vars(model):
+        return
+    gate = _Gate()
+    owned: dict[nn.Module, dict[str, object]] = {}
+    for path in paths:
+        found = attrgetter(path)(model)
+        if isinstance(found, nn.Module):
+            vars(found)[_GATE] = gate
+            add_mixin([found], _Part, accel_path=path)
+        else:
+            owner = attrgetter(path.rpartition(".")[0])(model) if "." in path else model
+            owned.setdefault(owner, {})[path.rpartition(".")[2]] = _Method(path)
+    vars(model)[_GATE] = gate
+    # behind all that a forward has around it, such as autocast and recomputation
+    add_within([model], _Entered)
+    for owner, entries in owned.items():
+        vars(owner)[_GATE] = gate
+        add_mixin([owner], _HasMethods, **entries)
+
+
+class _HasMethods(Mixin, nn.Module):
+    """Stands before the class of a module with methods that are entries, which are its attributes."""
+
+
+def lead_entries(model: nn.Module, prepared: nn.Module, methods: Sequence[str]) -> None:
+    """Let entries of a model lead to what `prepare_model` returns: the model itself, or the wrapper around it, which
+    shows the methods. Mutates both."""
+    gate = cast("_Gate | None", vars(model).get(_GATE))
+    if gate is None:
+        return
+    is_wrapped = isinstance(prepared, DistributedDataParallel)
+    # without gradients a replica has nothing to exchange, and one rank may run alone
+    gate.lead_to(prepared if is_wrapped else model, needs_grad=is_wrapped)
+    shown = {each: _Shown(each) for each in methods if "." not in each}
+    if is_wrapped and shown:
+        add_mixin([prepared], _Shows, **shown)
+
+
+def _encoders(model: nn.Module) -> Iterator[str]:
+    """Yield the path of the encoder that an encoder-decoder of transformers has, which its `generate` calls first."""
+    config: Any = getattr(model, "config", None)
+    find: Any = getattr(model, "get_encoder", None)
+    if find is None or not getattr(config, "is_encoder_decoder", False):
+        return
+    try:
+        encoder = find()
+    except (AttributeError, NotImplementedError, TypeError):  # of another meaning
+        return
+    for name, module in named_modules(model):
+        if name and module is encoder:
+            yield name
+
+
+class _ShardedCall:
+    """A hook of a submodule that raises for a call of it while its parameters are shards.
+
+    Args:
+        model: the module that `fully_shard` gathers first.
+        sharded: dimensions of the meshes of the module's own parameters that are gathered with the model, by name.
+        methods: entries of the model's plan.
+    """
+
+    def __init__(self, model: nn.Module, sharded: Mapping[str, int], methods: Sequence[str]) -> None:
+        self._model = weakref.ref(model)
+        self._sharded = sharded
+        self._methods = methods
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for name, ndim in self._sharded.items():
+            parameter = getattr(module, name)
+            if type(parameter) is nn.Parameter or not is_dtensor(parameter) or parameter.device_mesh.ndim != ndim:
+                continue  # gathered; along tp as a DTensor of fewer dimensions
+            if not any(map(is_dtensor, (*args, *kwargs.values()))):  # which computes with shards
+                raise self._error(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ShardedCall:
+        model = self._model()
+        return _ShardedCall(memo.get(id(model), model), self._sharded, self._methods)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ShardedCall, (nn.Module(), {}, ())  # what is read from a file is not sharded
+
+    def _error(self, module: nn.Module) -> PrepareError:
+        model = self._model() or module
+        paths = {id(each): name for name, each in named_modules(model)}
+        path = _called(paths) or paths.get(id(module), "")
+        is_forward = path == "forward"
+        methods = ", ".join(f'"{each}"' for each in dict.fromkeys([*self._methods, path]))
+        line = f"accel.prepare_model(ctx, model, plan=accel.parallel.Plan(methods=({methods},)))"
+        return PrepareError(
+            "a part of a sharded model is called alone, while its parameters are shards",
+            expected="a call of the model, which gathers them, or of an entry that the plan names",
+            got=f"a call of {path!r}, which runs {paths.get(id(module), '')!r}",
+            where=f"{written_class(model).__name__}, {path}",
+            fix="Call the model itself: model(...), not model.forward(...)." if is_forward else f"Name it: {line}",
+        )
+
+
+def refuse_parts(model: nn.Module, gathered: Collection[int], methods: Sequence[str]) -> None:
+    """Let submodules of a sharded model raise `PrepareError` when they are called alone. Mutates them by hooks.
+
+    `gathered`: the `id` of each parameter that torch gathers with the model itself. Modules inside of other units have
+    no hook, as their forwards are most of a step.
+    """
+    for _, module in named_modules(model):
+        own = {name: each for name, each in module.named_parameters(recurse=False) if id(each) in gathered}
+        sharded = {name: mesh.ndim for name, each in own.items() if (mesh := mesh_of(each)) is not None}
+        if sharded and module is not model:
+            _ = module.register_forward_pre_hook(_ShardedCall(model, sharded, methods), with_kwargs=True)
+
+
+def _called(paths: Mapping[int, str]) -> str:
+    """Return the outermost method or submodule of a model that the caller's stack runs, by its path; the model's own
+    forward as "forward"."""
+    found = ""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+        if isinstance(first, nn.Module) and (path := paths.get(id(first))) is not None:
+            name = _method_name(type(first), frame.f_code)
+            if name == "forward" and path:
+                found = path
+            elif name:
+                found = f"{path}.{name}" if path else name
+        frame = frame.f_back
+    return found
+
+
+def _method_name(kind: type, code: CodeType) -> str:
+    """Return the name of a module's method by its code, "forward" for those that a call of it runs; empty for
+    another's."""
+    for each in kind.__mro__:
+        for name, value in vars(each).items():
+            if getattr(inspect.unwrap(value) if callable(value) else None, "__code__", None) is code:
+                return "forward" if each is nn.Module or issubclass(each, Mixin) else name
+    return ""

@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from accel.errors import StepError
 from accel.parallel._modules import held_by, is_pipelined, stage_modules
 from accel.parallel._spread import stage_comm
 from accel.tensors import integers, local_part, mesh_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Shards(NamedTuple):
@@ -41,6 +44,21 @@ def shards_of(module: nn.Module) -> Iterator[Shards]:
             whole = getattr(each, "_unsharded_param", None)
             held = (None if whole is None else whole.grad, each.unsharded_accumulated_grad)
             yield Shards(each.sharded_param, whole, [grad for grad in held if grad is not None])
+
+
+def meshes_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, DeviceMesh]]:
+    """Yield owner, name and mesh of the parameters that `fully_shard` took when it was called on a module.
+
+    By name, as a load may put other parameters in their places. Along the mesh the parameter is gathered and its
+    gradient is reduced.
+    """
+    for group in _groups(module):
+        for each in group.fsdp_params:
+            info = each._module_info
+            mesh = each.mesh_info.mesh
+            yield info.module, info.param_name, mesh
+            for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                yield owner, name, mesh
 
 
 def drop_unsharded(module: nn.Module) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import check_kind
 from accel.formats import Compile
+from accel.parallel._brought_shards import check_divided, sum_each_backward
 from accel.parallel._compile import compile_model
 from accel.parallel._empty import allocate_empty, expect_values, move_model, stays_empty
 from accel.parallel._engines import engine_of
@@ -36,7 +37,7 @@ from accel.parallel._refused import (
     tell_changed_buffers,
 )
 from accel.parallel._same_batches import SHARING, compare_batches
-from accel.parallel._sharded import check_adopted, check_replicated, is_sharded
+from accel.parallel._sharded import check_adopted, check_replicated, holds_dtensors, is_sharded
 from accel.parallel._spread import Spread, SpreadOptions, stage_comm
 from accel.parallel.axes.context import CONTEXT
 from accel.parallel.axes.experts import EXPERT
@@ -144,8 +145,9 @@ def prepare_model(
     Raises:
         DeviceError: a parameter or buffer on another device; named. Or a GPU that is not the current one, for `fsdp`.
         PrepareError: not a module, one that is wrapped or spread already beside options that it would need to be
-            wrapped with, one with a wrapper inside, a sharded one whose gradients would not reach every rank, one that
-            the plan cannot spread, `allocate=False` beside replicas or shards, or what `fully_shard` cannot take.
+            wrapped with, one with a wrapper inside, a sharded one whose gradients would not reach every rank, parts of
+            one tensor on ranks that get different samples, a model that the plan cannot spread, `allocate=False` beside
+            replicas or shards, or what `fully_shard` cannot take.
         StageError: a model to be cut by tracing that torch cannot export, whose path depends on values, or with hooks.
         ConfigError: options outside their range, that contradict each other, or that the strategy does not have.
         MissingExtraError: PowerSGD without numpy.
@@ -207,6 +209,8 @@ def _watch(ctx: DistContext, model: nn.Module) -> None:
 
 def _check_for_engine(ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions) -> None:
     """Raise the errors of a model that an engine prepares."""
+    if holds_dtensors(model):
+        check_divided(ctx, model)
     _check_used(ctx, keywords, ())
     refuse_plan(ctx, plan)
     check_sparse(model, {f"the engine {ctx.settings.strategy}": True}, "prepare_model")
@@ -305,6 +309,8 @@ def check_model(
     example: Any = None,
 ) -> None:
     """Raise the errors of `prepare_model` for a model, before anything changes. No communication."""
+    if holds_dtensors(model):
+        check_divided(ctx, model)
     if (replica := replica_of(model)) is not None:
         if not isinstance(replica, Replica):
             check_replicated(ctx, replica)
@@ -394,6 +400,7 @@ def _adopt(ctx: DistContext, model: nn.Module) -> None:
     replica = replica_of(model)
     if replica is None:
         check_adopted(ctx, model)
+        sum_each_backward(model)
         if not all(map(name_of, model.parameters())):
             label_parameters(model)
     elif not isinstance(replica, Replica):

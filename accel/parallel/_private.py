@@ -57,7 +57,7 @@ PRIVATE = {
         "_register_root_post_backward_final_callback",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": ("_partial_reduce_output",),
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": ("_unsharded_param",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": ("_unsharded_param", "_module_info"),
     "torch.ops.aten": (
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",

@@ -93,6 +93,7 @@ _WRAPPERS = frozenset(
 )
 _COMPOSED = "torch.distributed._composable.replicate"  # DDP as a class put before the module's
 _FABRIC = "_FabricModule"
+_STAGES = "transformers.distributed.pipeline_parallel"  # module of the class of layers that other stages have
 _REPLACED = ("_original_forward", "forward")  # attributes of a model whose forward Accelerate has replaced
 
 
@@ -109,6 +110,14 @@ def check_bare(model: nn.Module) -> None:
                 where=f"prepare_model, {name or 'the model'}",
                 fix="Pass the model before it is wrapped"
                 + ("." if fabric else ", or accelerator.unwrap_model(model, keep_fp32_wrapper=False)."),
+            )
+        if type(module).__module__ == _STAGES:
+            raise PrepareError(
+                "transformers has cut the model into stages of a pipeline, and they cannot be trained",
+                expected="a model with all of its layers",
+                got="DistributedConfig(pp_size=...)",
+                where=f"prepare_model, {name}",
+                fix="Load it without pp_size=, and let prepare cut it: accel.replace(ctx, mesh='pp=2').",
             )
         kinds = type(module).__mro__
         if any(kind.__name__ in _WRAPPERS or kind.__module__ == _COMPOSED for kind in kinds):

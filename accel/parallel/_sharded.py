@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -58,6 +59,11 @@ def is_sharded(model: nn.Module) -> bool:
     return any(map(is_dtensor, model.parameters())) or bool(sharded_roots(model))
 
 
+def holds_dtensors(model: nn.Module) -> bool:
+    """Return whether a parameter or a buffer of a model is a DTensor."""
+    return any(map(is_dtensor, chain(model.parameters(), model.buffers())))
+
+
 def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
     """Return the outermost modules that `fully_shard` was called on; none for tensor parallelism alone."""
     if is_pipelined(model):
@@ -103,7 +109,7 @@ def check_adopted(ctx: DistContext, model: nn.Module) -> None:
         mesh = mesh_of(parameter)
         if mesh is None or not parameter.requires_grad or mesh.size() != ctx.world_size or ranks is None:
             continue
-        if (found := _ranks(cast(Any, mesh).mesh)) != ranks:
+        if (found := ranks_of_mesh(mesh)) != ranks:
             raise _unreached(
                 ctx,
                 name,
@@ -181,7 +187,7 @@ def _left_out(ctx: DistContext, model: nn.Module) -> tuple[str, int | None] | No
         elif parameter.requires_grad and mesh.size() != ctx.world_size:
             if mesh not in known:
                 ranks = _replica_ranks(ctx)
-                known[mesh] = ranks is not None and ranks <= _ranks(cast(Any, mesh).mesh)
+                known[mesh] = ranks is not None and ranks <= ranks_of_mesh(mesh)
             if not known[mesh]:
                 return name, mesh.size()
     return None
@@ -199,6 +205,21 @@ def _replica_ranks(ctx: DistContext, *, named_alone: bool = False) -> frozenset[
     own = [dimension_of(name) in apart for name in mesh.mesh_dim_names]
     place = tuple(at if is_own else slice(None) for at, is_own in zip(here, own, strict=True))
     return _ranks(cast(Any, mesh).mesh[place])
+
+
+def sample_ranks(ctx: DistContext) -> frozenset[int] | None:
+    """Return the ranks that get the same samples as this one on the context's mesh; None without a mesh."""
+    if ctx.mesh is None:
+        return None
+    here = ctx.mesh.get_coordinate()
+    assert here is not None  # this rank is on its context's mesh
+    own = ctx.position.data_dims
+    return _ranks(cast(Any, ctx.mesh.mesh)[tuple(at if dim in own else slice(None) for dim, at in enumerate(here))])
+
+
+def ranks_of_mesh(mesh: DeviceMesh) -> frozenset[int]:
+    """Return the ranks of a mesh, as the default group counts them."""
+    return _ranks(cast(Any, mesh.mesh))
 
 
 def _ranks(grid: Any) -> frozenset[int]:

@@ -359,11 +359,13 @@ class MeshPosition:
         axes: index and size along each named axis, in the mesh's order; not part of equality, as the mesh is not.
         opened: whether a text such as "dp=2,cp=2" named the mesh, so that its axes are used by their names; a mesh of
             the user's may serve other ends. Not part of equality.
+        data_dims: numbers of the mesh's dimensions along which ranks have samples of their own. Not part of equality.
     """
 
     data: tuple[int, int]
     axes: tuple[tuple[str, Axis], ...] = dataclasses.field(compare=False)
     opened: bool = dataclasses.field(default=False, compare=False)
+    data_dims: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
     def find(self, name: str, data: Dimension = "data") -> tuple[str, ...]:
         """Return the mesh's own names of an axis, which may be others of the same dimension; none without one.
@@ -408,17 +410,21 @@ def mesh_position(
     """
     data = _known(names, len(shape)) if data_dims is None else _stated(names or (), len(shape), data_dims)
     axes = tuple(Axis(here, size) for here, size in zip(coordinate, shape, strict=True))
-    share = _joint(axis for is_data, axis in zip(data, axes, strict=True) if is_data)
-    named = ("dp",) if names is None else tuple(names)
-    return MeshPosition((share.rank, share.size), tuple(zip(named, axes, strict=False)))
+    own = tuple(at for at, is_data in enumerate(data) if is_data)
+    share = _joint(axes[at] for at in own)
+    named = ("dp",) * len(own) if names is None else tuple(names)
+    return MeshPosition((share.rank, share.size), tuple(zip(named, axes, strict=False)), data_dims=own)
 
 
 def axes_position(axes: Axes, names: Iterable[str], rank: int) -> MeshPosition:
     """Return a rank's position on a mesh of axes, with `names` listed in their order."""
     at = coordinates(axes, rank)
     listed = tuple((name, Axis(at[name], getattr(axes, name))) for name in names)
-    share = _joint(axis for name, axis in listed if name in ("dp", "dp_replicate", "dp_shard"))
-    return MeshPosition((share.rank, share.size), listed, opened=True)
+    own = ("dp", "dp_replicate", "dp_shard")
+    share = _joint(axis for name, axis in listed if name in own)
+    factors = [name for name, _ in listed if name in FACTORS]  # `ep` is no dimension of the mesh
+    data_dims = tuple(number for number, name in enumerate(factors) if name in own)
+    return MeshPosition((share.rank, share.size), listed, opened=True, data_dims=data_dims)
 
 
 def _joint(axes: Iterable[Axis]) -> Axis:

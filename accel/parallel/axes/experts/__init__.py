@@ -9,6 +9,7 @@ from accel.parallel.axes.experts._expert_plan import (
     exchange_mesh as exchange_mesh,
     expert_modules as expert_modules,
     expert_plan as expert_plan,
+    holds_experts as holds_experts,
     is_expert_parameter as is_expert_parameter,
     is_sorted_experts as is_sorted_experts,
     listed_prefixes as listed_prefixes,

@@ -71,7 +71,7 @@ def is_sorted_experts(module: nn.Module) -> bool:
 
 def moe_modules(model: nn.Module) -> dict[str, int]:
     """Return the number of experts by path of the modules of experts: spread ones, and those of `expert_plan`."""
-    spread = [path for path, module in named_modules(model) if getattr(module, STYLE, "")]
+    spread = [path for path, module in named_modules(model) if holds_experts(module)]
     counts = {path: _number(model.get_submodule(path)) for path in dict.fromkeys((*expert_plan(model), *spread))}
     return {path: count for path, count in counts.items() if count}
 
@@ -300,6 +300,11 @@ def gradient_ranks(ctx: DistContext) -> int:
 def is_expert_parameter(parameter: torch.Tensor) -> bool:
     """Return whether a parameter is spread along `ep`. No communication."""
     return is_dtensor(parameter) and EP in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Return whether `prepare` has divided a module's experts along `ep`. No communication."""
+    return bool(getattr(module, STYLE, ""))
 
 
 def expert_modules(model: nn.Module) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def replaced(tensors: Iterable[torch.Tensor], name: str, line: str, *, steps: bo
 
 def is_replaced(tensor: torch.Tensor) -> bool:
     """Return whether a block holds other values in a tensor."""
-    return any(True for _ in _blocks(tensor))
+    return next(_blocks(tensor), None) is not None
 
 
 def refuse_replaced(tensors: Iterable[torch.Tensor], call: str, where: str = "") -> None:

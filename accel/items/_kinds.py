@@ -137,7 +137,7 @@ def chosen_items(items: Mapping[str, object], only: Sequence[str] | None) -> Map
 
 def refuse_replaced_items(items: object, call: str) -> None:
     """Raise `StepError` if a block holds other values in the tensors of modules, or in what optimizers step."""
-    if not isinstance(items, Mapping):
+    if not hasattr(items, "keys"):
         return  # refused with the other arguments
     for name, item in without_parts(cast("Mapping[str, object]", items)).items():
         if (tensors := handler_of(item).tensors) is not None:

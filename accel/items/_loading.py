@@ -171,7 +171,7 @@ def load_newest(
         refuse_replaced_items(chosen, f"accel.{verb}")
     except Exception as failure:
         error = failure
-    part = "" if options.only is None else f"\nonly {' '.join(map(str, options.only))}"
+    part = "" if options.only is None or error is not None else f"\nonly {' '.join(chosen)}"
     call = Call(verb, f"verify {verify}\nstrict {options.strict}{part}", site)
     hold = hold_on_hosts if per_host else hold_newest
     skipped = SkippedCheckpoints()
@@ -180,7 +180,7 @@ def load_newest(
             if held is None:
                 return None
             loading = _Loading(ctx, held, verify, options, site, verb)
-            damage = loading.compare(chosen, more_for) or loading.check_bytes()
+            damage = loading.compare(items, more_for) or loading.check_bytes()
             if not damage:
                 loaded = loading.apply()
                 others = {name: item for name, item in items.items() if name not in loaded}  # left alone by `only`
@@ -398,7 +398,8 @@ class Matching:
 
 def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], options: LoadOptions) -> Matching:
     """Compare a checkpoint's manifest with items; the error lists every difference. Changes nothing."""
-    passed, stored = without_parts(items), saved.manifest.items
+    stored = saved.manifest.items
+    passed = without_parts(chosen_items(items, options.only))
     whole: Mapping[str, object] = {}
     if ctx.settings.strategy in ENGINES:
         items = with_engine_state(ctx, items)
@@ -417,10 +418,10 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
     )
     matching = Matching(source, passed, whole=whole)
     found = Problems()
-    found.note(MISSING, (f"item {name}" for name in items.keys() - stored.keys()))
+    found.note(MISSING, (f"item {name}" for name in passed.keys() - stored.keys()))
     found.note(UNASKED, stored.keys() - items.keys() if options.only is None else ())
     source.judge(found)
-    for name in sorted(live.keys() & stored.keys(), key=lambda name: (handler_of(live[name]).loads_last, name)):
+    for name in sorted(passed.keys() & stored.keys(), key=lambda name: (handler_of(live[name]).loads_last, name)):
         if live[name] is None and stored_handler(stored[name]) is not VALUE:
             continue  # it stays in the file
         handler = handler_of(live[name])

@@ -92,7 +92,7 @@ def _keeps_precision(optimizer: Optimizer) -> bool:
 
 def _options(optimizer: Optimizer) -> Iterator[tuple[str, object]]:
     yield from vars(optimizer).items()
-    yield from optimizer.defaults.items()
+    yield from getattr(optimizer, "defaults", {}).items()  # some wrappers have none
     for group in optimizer.param_groups:
         yield from group.items()
 

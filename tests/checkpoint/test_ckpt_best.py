@@ -96,6 +96,10 @@ def test_a_part_is_loaded_and_all_else_stays(ranks: int, tmp_path: Path) -> None
         with pytest.raises(CheckpointError, match="missing in the checkpoint:\n    item new"):
             accel.load_state(ctx, path, items, only=("new",))
         assert accel.load_state(ctx, path, items, only=("new", "best"), strict=False)["best"] == 0.5
+        weights = {name: each.clone() for name, each in other.model.state_dict().items()}
+        _ = accel.load_state(ctx, path, items, only=("optimizer",))  # by the names that the model gives
+        assert equal(other.optimizer.state_dict(), run.optimizer.state_dict())
+        assert equal(dict(other.model.state_dict()), weights)
 
     simulate(body, ranks)
 

@@ -19,8 +19,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import accel
+from accel.comm import replaced
 from accel.engines.deepspeed import _package
 from accel.engines.deepspeed._package import PRIVATE
+from accel.engines.deepspeed._whole import _value
 from accel.testing import simulate
 
 HELPER = Path(__file__).parent.parent / "helpers" / "deepspeed_runs.py"
@@ -166,6 +168,18 @@ def test_what_deepspeed_alone_finds_is_quoted(monkeypatch: pytest.MonkeyPatch) -
         _ = _package.initialized(AssertionError("LOCAL_RANK is not set"))
     with pytest.raises(torch.OutOfMemoryError):
         _ = _package.initialized(torch.OutOfMemoryError("CUDA out of memory"))
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_an_applied_average_is_what_is_saved_and_not_deepspeeds_copy() -> None:
+    pytest.importorskip("deepspeed")
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    engine = SimpleNamespace(optimizer=SimpleNamespace(loss_scale=1.0))
+    with replaced([weight], "applied_to", "ema.applied_to(model)"):
+        assert torch.equal(_value(engine, weight), weight)
+    with pytest.raises(AttributeError):  # as there is no copy of DeepSpeed's to read
+        _ = _value(engine, weight)
 
 
 def test_one_process_gets_the_group_that_deepspeed_communicates_by() -> None:

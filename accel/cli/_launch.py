@@ -145,7 +145,9 @@ def _submit(target: LaunchTarget, resolved: Resolved, environ: Mapping[str, str]
     config, idle = plan_job(target, resolved.config, given, environ)
     if idle:
         tell(f"accel: {idle}\n")
-    script = batch_script(target, config, given | {"nproc_per_node"}, python=sys.executable)
+    script = batch_script(
+        target, config, given | {"nproc_per_node"}, python=sys.executable, has_file=bool(resolved.file)
+    )
     return script if dry_run else submit(script, environ)
 
 

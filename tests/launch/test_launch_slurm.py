@@ -15,7 +15,9 @@ from hypothesis import given, settings, strategies as st
 from accel.cli import main
 from accel.config import LaunchConfig
 from accel.config._settings import FIELDS
+from accel.errors import LaunchError
 from accel.launching._target import LaunchTarget
+from accel.launching.hosts import _slurm
 from accel.launching.hosts._slurm import batch_script
 
 Submits = Callable[..., tuple[int, str, str]]
@@ -92,6 +94,22 @@ def test_what_slurm_could_not_do_is_one_line_and_status_2(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert told in err
+
+
+@pytest.mark.parametrize(("option", "limited"), [("--wait", False), ("-W", False), ("--requeue", True)])
+def test_a_submission_waits_for_the_jobs_end_if_it_is_asked_to(
+    option: str, limited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nsleep 0.3\necho Submitted batch job 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setattr(_slurm, "_SUBMIT_S", 0.1)
+    text = script(LaunchConfig(slurm_options=f"--time=5 {option}"))
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    if limited:
+        with pytest.raises(LaunchError, match="squeue --me"):
+            _slurm.submit(text, environ)
+    else:
+        assert _slurm.submit(text, environ) == "Submitted batch job 1\n"
 
 
 def test_a_job_that_slurm_refuses_is_told_in_its_words(
@@ -189,6 +207,17 @@ def test_a_job_that_cannot_run_is_refused_before_it_is_submitted(
     status, out, err = submits(*words, options=options)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert told in err
+
+
+def test_the_launchers_of_a_job_need_no_file(submits: Submits) -> None:
+    """A named file that another user can write would be found again, and refused, on each node."""
+    Path("accel.toml").write_text('log_dir = "logs"\n')
+    Path("accel.toml").chmod(0o666)
+    assert submits("--cpu")[0] == 2
+    status, out, err = submits("--cpu", "--config", "accel.toml")
+    assert (status, err) == (0, f"accel: settings of {os.getcwd()}/accel.toml\n")
+    assert " --config=/dev/null " in out
+    assert " --log-dir=logs " in out
 
 
 def test_a_missing_script_is_refused_before_it_is_submitted(submits: Submits) -> None:

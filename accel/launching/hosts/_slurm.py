@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
@@ -151,8 +152,12 @@ _SETTLED_THERE = {"nnodes", "node_rank", "rdzv_endpoint", "slurm_options"}
 _ENDPOINT = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 10000))'
 
 
-def batch_script(target: LaunchTarget, config: LaunchConfig, given: Collection[str], *, python: str) -> str:
-    """Return a script for `sbatch` that launches on the job's nodes; fields in `given` become the launchers' flags."""
+def batch_script(
+    target: LaunchTarget, config: LaunchConfig, given: Collection[str], *, python: str, has_file: bool = False
+) -> str:
+    """Return a script for `sbatch` that launches on the job's nodes; fields in `given` become the launchers' flags.
+
+    With `has_file`, some come from a file of settings, which the launchers then need not read again."""
     fewest, most = config.hosts
     lines = [
         "#!/bin/bash",
@@ -163,7 +168,8 @@ def batch_script(target: LaunchTarget, config: LaunchConfig, given: Collection[s
     ]
     lines += ["#SBATCH --no-kill"] if fewest != most else []  # the job outlives a node that dies
     lines += [f"#SBATCH {config.slurm_options}"] if config.slurm_options else []
-    told = [
+    told = ["--config=/dev/null"] if has_file else []
+    told += [
         f"{field.flag}={to_text(getattr(config, field.name))}"
         for field in FIELDS
         if field.name in given and field.name not in _SETTLED_THERE
@@ -190,9 +196,10 @@ def submit(script: str, environ: Mapping[str, str]) -> str:
             expected="`sbatch` in PATH",
             fix="Submit from a node of the cluster, or see the script with --dry-run.",
         )
+    waits = "SBATCH_WAIT" in environ or re.search(r"(?m)^#SBATCH\b.*\s(--wait|-W)\b", script)  # for the job's end
     ended = run_helper(
         [sbatch],
-        limit_s=_SUBMIT_S,
+        limit_s=math.inf if waits else _SUBMIT_S,
         stdin=script.encode(errors="surrogateescape"),
         most_out=_MOST_ANSWER,
         environ=environ,

@@ -355,7 +355,7 @@ sys.exit(7)
     out, err = launcher.communicate(timeout=patience(20))
     assert launcher.returncode == 7
     assert out.count("printed") == (0 if 1 in closed else ranks)
-    assert ("accel: rank 0" in err) == (2 not in closed and ranks > 0)
+    assert ("accel: rank " in err) == (2 not in closed)
 
 
 @pytest.mark.multiprocess

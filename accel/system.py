@@ -115,7 +115,7 @@ def run_helper(
 
     Args:
         words: the program and its arguments.
-        limit_s: seconds.
+        limit_s: seconds; `math.inf` for no limit.
         stdin: its standard input.
         most_out: bytes of standard output to keep, beyond which it is killed; 0 discards the output.
         environ: its environment; that of this process by default.
@@ -137,9 +137,20 @@ def run_helper(
         pids.add(process.pid)
     try:
         return _Streams(process, stdin, most_out).follow(time.monotonic() + limit_s)
+    except BaseException:  # Ctrl-C, which does not reach another session
+        _kill(process)
+        raise
     finally:
         with (helpers or Helpers()).held() as pids:
             pids.discard(process.pid)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a helper program and what it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        _ = process.wait(_KILLED_S)
 
 
 class _Streams:
@@ -164,10 +175,7 @@ class _Streams:
             is_cut = len(self._out) > self._most_out
             is_late = time.monotonic() >= deadline and process.poll() is None
         if is_late or is_cut:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                _ = process.wait(_KILLED_S)
+            _kill(process)
         # What it has written before its end; more may come from others for ever.
         while not is_late and len(self._out) <= self._most_out and self._discarded < _FLOOD_BYTES and self._turn(0.0):
             pass

@@ -131,3 +131,13 @@ def test_every_helper_program_is_started_by_one_runner() -> None:
     starts = re.compile(r"^\s*(import|from) subprocess\b|\bos\.(system|popen|spawn\w*|posix_spawn\w*)\(", re.MULTILINE)
     found = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if starts.search(path.read_text())}
     assert found == SUPERVISED
+
+
+def test_an_interrupt_ends_a_helper_in_its_other_session(tmp_path: Path) -> None:
+    words = ["sh", "-c", f"echo $$ > {tmp_path}/partial; mv {tmp_path}/partial {tmp_path}/pid; sleep 300"]
+    program = f"import math; from accel.system import run_helper; run_helper({words!r}, limit_s=math.inf)"
+    popen = subprocess.Popen(["env", "--default-signal", sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    wait_for((tmp_path / "pid").exists)
+    popen.send_signal(signal.SIGINT)
+    assert popen.wait(patience(10)) != 0
+    wait_for(lambda: not members(int((tmp_path / "pid").read_text())))

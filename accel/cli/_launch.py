@@ -15,16 +15,15 @@ from accel.launching import run_launch
 from accel.launching._launch import plan_here
 from accel.launching._target import LaunchTarget, check_target
 from accel.launching.hosts._hostfile import (
-    batch_script,
     choose_hosts,
     exported,
     host_commands,
     read_hostfile,
     read_hosts,
     run_on_hosts,
-    submit,
 )
 from accel.launching.hosts._hosts import check_endpoint, check_tasks
+from accel.launching.hosts._slurm import batch_script, plan_job, submit
 from accel.launching.local._launch_plan import HostPosition, LaunchPlan
 from accel.launching.local._machine import describe_cores, on_pod
 from accel.run_folder import hide_in_text
@@ -142,8 +141,13 @@ def _submit(target: LaunchTarget, resolved: Resolved, environ: Mapping[str, str]
     if resolved.config.node_rank != "auto":
         where = str(resolved.sources["node_rank"])
         raise ConfigError("Slurm numbers the nodes by itself", where=where, fix="Leave node_rank out with --slurm.")
-    given = [name for name, source in resolved.sources.items() if source.kind != "default"]
-    script = batch_script(target, resolved.config, given, python=sys.executable)
+    given = {name for name, source in resolved.sources.items() if source.kind != "default"}
+    config, idle = plan_job(target, resolved.config, given, environ)
+    if idle:
+        tell(f"accel: {idle}\n")
+    script = batch_script(
+        target, config, given | {"nproc_per_node"}, python=sys.executable, has_file=bool(resolved.file)
+    )
     return script if dry_run else submit(script, environ)
 
 
@@ -165,6 +169,7 @@ def describe_plan(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
     """Return a plan as commands for a shell: the variables that differ from its environment, and the program of each
     process."""
     text = [f"# not bound to cores: {plan.unbound}\n"] if plan.unbound else []
+    text += [f"# {plan.idle}\n"] if plan.idle else []
     for process in plan.processes:
         unset = [f"-u {name}" for name in environ if name not in process.environ]
         changed = [

@@ -134,6 +134,7 @@ class _Same(NamedTuple):
 
 _PROCESSES = _Same("--nproc-per-node", note="It counts the processes of one host.")
 _ENDPOINT = _Same("--rdzv-endpoint", "HOST:PORT", "One host alone needs none.")
+_OF_SLURM = _Same("--slurm-options", '"--gpus-per-node=8"', "It goes to sbatch.")
 _FREE = _Same("", note="Leave it out: ranks of one host meet at a free port.")
 _SHARDS = _Same("--strategy", "fsdp", "`accel.prepare` finds the blocks to shard.")
 _OTHERS = {
@@ -142,6 +143,8 @@ _OTHERS = {
     "num_processes": _PROCESSES,
     "nproc": _PROCESSES,
     "nproc_per_node": _PROCESSES,
+    "gpus_per_node": _OF_SLURM,
+    "gres": _OF_SLURM,
     "num_machines": _Same("--nnodes"),
     "machine_rank": _Same("--node-rank"),
     "main_process_ip": _ENDPOINT,
@@ -207,6 +210,20 @@ def memory_limit(memory: str, reserve: str) -> int:
     return left
 
 
+_FOREIGN = ("--slurm-options", "--shell")  # their values are options of other programs
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Return the words with each foreign option joined to its flag, as it may begin with a dash."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in _FOREIGN and word.startswith("-"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 _CLOSE = 0.8  # likeness of a misspelt flag; one of a script may be as like as 0.75
 
 
@@ -228,7 +245,7 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse all words; raise `ConfigError` for an unknown flag, or one without a valid value."""
-        known, unknown = self.parse_known_args(words)
+        known, unknown = self.parse_known_args(_joined(words))
         for word in unknown:
             name = word.partition("=")[0]
             fix = other_flag(word, self.flags()) or self._advice(name)

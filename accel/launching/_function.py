@@ -39,7 +39,7 @@ from accel.launching.local._machine import read_machine
 from accel.launching.local._signals import listening
 from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts, run_to_end
 from accel.launching.reports._journal import first_record, open_journal
-from accel.launching.reports._report import notify, warn_of_stranger
+from accel.launching.reports._report import notify, warn_of_surroundings
 from accel.terminal import is_notebook_stream
 from accel.xla import has_begun, not_installed
 
@@ -168,7 +168,7 @@ def launch(
     _refuse_without_effect(config, "nnodes")
     hosted = read_hosted(environ)
     config = choose_device(config, hosted, sys.modules)
-    warn_of_stranger()
+    warn_of_surroundings()
     # Before a process starts: a function that cannot be pickled is an error of this call, not of N ranks.
     call = _packed(fn, args)
     with record_dir() as folder:

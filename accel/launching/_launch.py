@@ -29,7 +29,7 @@ from accel.launching.local._machine import on_pod, read_machine
 from accel.launching.local._signals import Orphans, listening
 from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts
 from accel.launching.reports._journal import first_record, open_journal
-from accel.launching.reports._report import notify, warn_of_stranger
+from accel.launching.reports._report import notify, warn_of_surroundings
 from accel.system import Helpers
 from accel.terminal import terminal_columns
 
@@ -76,7 +76,7 @@ def run_launch(
         config = on_pod(resolved, environ)
         sources = resolved.sources
     check_target(target, environ)
-    warn_of_stranger()
+    warn_of_surroundings()
     if config.hosts[1] > 1:
         return _launch_on_hosts(target, config, environ, sources, summary=summary, is_command=is_command)
     check_tasks(sources, environ)

@@ -391,7 +391,8 @@ def _end_writers(writers: Sequence[Writer], ending: Ending, patience_s: float) -
     late = [writer.tracker.name for writer in writers if not writer.has_ended(began + min(_SILENT_S, patience_s))]
     if late and patience_s > _SILENT_S:
         reason = f"{ending.error}; " if ending.error else ""
-        text = "%swaiting up to %g s for %s to finish"
+        # Among the launcher's lines, if logging is not configured.
+        text = "accel: %swaiting up to %g s for %s to finish"
         logging.getLogger("accel.trackers").warning(text, reason, patience_s - _SILENT_S, ", ".join(late))
     for writer in writers:
         _ = writer.has_ended(began + patience_s)

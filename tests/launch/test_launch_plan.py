@@ -143,6 +143,23 @@ def test_auto_is_one_process_a_gpu(gpus: int, processes: int) -> None:
     assert len(plan("auto", machine=with_gpus(gpus)).processes) == processes
 
 
+@pytest.mark.parametrize(
+    ("config", "idle"),
+    [
+        (LaunchConfig(), "3 of 4 GPUs of a host stay idle"),
+        (LaunchConfig(nproc_per_node=3), "1 of 4 GPUs of a host stay idle"),
+        (LaunchConfig(nproc_per_node="auto"), ""),
+        (LaunchConfig(nproc_per_node="auto", gpu_ids=(0, 2)), ""),  # chosen
+        (LaunchConfig(gpu_ids=(0, 2)), "1 of 2 GPUs of a host stay idle"),
+        (LaunchConfig(device="cpu"), ""),
+        (LaunchConfig(device="cuda:1", nproc_per_node=2), ""),
+    ],
+)
+def test_gpus_that_stay_idle_are_counted(config: LaunchConfig, idle: str) -> None:
+    assert plan(config=config, machine=with_gpus(4)).idle == idle
+    assert plan(config=config, machine=Machine(cores=8, gpus=None)).idle in ("", idle)
+
+
 def test_auto_counts_what_is_visible_and_chosen() -> None:
     machine, hidden = with_gpus(4), {"CUDA_VISIBLE_DEVICES": "3,1,GPU-7"}
     assert len(plan("auto", machine=machine, environ=hidden).processes) == 3

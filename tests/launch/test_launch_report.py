@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+import accel
 from accel.launching.reports._failure import Failure, FailureRecord, culprit, exit_code, file_beside, read_failure
 from accel.launching.reports._report import failure_report, last_line, stop_report
 from accel.run_folder import write_json
@@ -129,3 +131,11 @@ def test_a_record_comes_back_whole_and_a_damaged_one_not_at_all(tmp_path: Path) 
 )
 def test_the_last_line_has_the_end_the_time_and_the_files(end: dict[str, Any], text: str) -> None:
     assert last_line(**({"status": 0, "ranks": 8} | end), seconds=3665.2) == f"accel: {text}\n"
+
+
+def test_every_line_that_a_launch_prints_begins_with_its_name() -> None:
+    """Reports of several lines have it in front of each; tracebacks and stacks are Python's own."""
+    plain = re.compile(r'\b(?:notify|tell)\(\s*(?:\w+ := )?f?"(?!accel: |")')
+    rooms = [Path(accel.__file__).parent / name for name in ("launching", "cli", "comm", "items", "trackers")]
+    found = [path.name for room in rooms for path in room.rglob("*.py") if plain.search(path.read_text())]
+    assert found == []

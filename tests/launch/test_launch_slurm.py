@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,12 @@ from hypothesis import given, settings, strategies as st
 from accel.cli import main
 from accel.config import LaunchConfig
 from accel.config._settings import FIELDS
+from accel.errors import LaunchError
 from accel.launching._target import LaunchTarget
-from accel.launching.hosts._hostfile import batch_script
+from accel.launching.hosts import _slurm
+from accel.launching.hosts._slurm import batch_script
+
+Submits = Callable[..., tuple[int, str, str]]
 
 SRUN = """#!/bin/sh
 while [ "${1#--kill}" != "$1" ] || [ "${1#--cpus}" != "$1" ]; do shift; done
@@ -76,7 +81,7 @@ def test_every_field_that_was_set_is_told_to_the_launchers_or_settled_by_the_job
     [
         (["--slurm", "--node-rank", "0"], "Slurm numbers the nodes by itself - at flag --node-rank"),
         (["--slurm", "--slurm-options", "a\nb"], "invalid slurm_options"),
-        (["--slurm"], "there is no Slurm here: expected `sbatch` in PATH"),
+        (["--slurm", "--nproc-per-node", "2"], "there is no Slurm here: expected `sbatch` in PATH"),
     ],
 )
 def test_what_slurm_could_not_do_is_one_line_and_status_2(
@@ -91,6 +96,22 @@ def test_what_slurm_could_not_do_is_one_line_and_status_2(
     assert told in err
 
 
+@pytest.mark.parametrize(("option", "limited"), [("--wait", False), ("-W", False), ("--requeue", True)])
+def test_a_submission_waits_for_the_jobs_end_if_it_is_asked_to(
+    option: str, limited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nsleep 0.3\necho Submitted batch job 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setattr(_slurm, "_SUBMIT_S", 0.1)
+    text = script(LaunchConfig(slurm_options=f"--time=5 {option}"))
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    if limited:
+        with pytest.raises(LaunchError, match="squeue --me"):
+            _slurm.submit(text, environ)
+    else:
+        assert _slurm.submit(text, environ) == "Submitted batch job 1\n"
+
+
 def test_a_job_that_slurm_refuses_is_told_in_its_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,8 +120,122 @@ def test_a_job_that_slurm_refuses_is_told_in_its_words(
     (tmp_path / "train.py").touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    assert main(["launch", "--slurm", "train.py"]) == 2
+    assert main(["launch", "--slurm", "--cpu", "train.py"]) == 2
     assert "Slurm refuses the job: got invalid partition: x." in capsys.readouterr().err
+
+
+EIGHT = ["--gpus-per-node=8", "--gpus-per-node 8", "--gpus-per-node=a100:8", "--gpus-per-node=a100:4,v100:4"]
+EIGHT += ["--gres=gpu:8", "--gres gpu:8", "--gres=gpu:a100:8", "--gres=gpu:3090:8", "--gres=gpu:a100:8(S:0-1)"]
+EIGHT += ["--gres=shard:2,gpu:4,gpu:v100:4", "--gres=gpu:2 --gres=gpu:8", "--gpus-per-task=8", "--gpus-per-task=h100:8"]
+EIGHT += ["--tres-per-node=gres/gpu:8", "--tres-per-node=gres:gpu:h100:8", "--gpus=16", "-G 16", "-G16", "-G h100:16"]
+EIGHT += ["--requeue --gres=gpu:8 --time 5", "--gpus-per-node=8 --gres=gpu:4"]
+
+
+@pytest.fixture
+def submits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Submits:
+    """Return the status, output and errors of a dry run with these words and Slurm's options."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+    def submit(*words: str, options: str = "", script: str = "train.py") -> tuple[int, str, str]:
+        foreign = ["--slurm-options", options] if options else []
+        status = main(["launch", "--slurm", "--dry-run", *words, *foreign, script])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return submit
+
+
+@pytest.mark.parametrize("options", EIGHT)
+def test_a_node_starts_a_rank_for_each_gpu_that_the_job_asks_for(submits: Submits, options: str) -> None:
+    for words, count, idle in (([], 8, 0), (["--nproc-per-node", "3"], 3, 5), (["--nproc-per-node=auto"], 8, 0)):
+        status, out, err = submits("--nnodes", "2", *words, options=options)
+        assert status == 0
+        assert f" --nproc-per-node={count} " in out
+        assert f"#SBATCH {options}\n" in out
+        assert err == (f"accel: {idle} of 8 GPUs of a host stay idle\n" if idle else "")
+
+
+@pytest.mark.parametrize("options", ["", "--requeue", "--gres=shard:2", "--gres=none", "--gpus=3", "--gpus-per-node=0"])
+def test_a_node_of_unknown_gpus_is_refused_with_the_flag_to_write(submits: Submits, options: str) -> None:
+    status, out, err = submits("--nnodes", "2", options=options)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    flag = err[err.index("`--nproc") :].split("`")[1]
+    assert flag == "--nproc-per-node 8"
+    if options != "--gpus-per-node=0":
+        status, out, _ = submits("--nnodes", "2", *flag.split(), options=options)
+        assert status == 0
+        assert " --nproc-per-node=8 " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "count", "idle"),
+    [
+        (["--cpu"], "", 1, ""),
+        (["--cpu", "--nproc-per-node", "4"], "", 4, ""),
+        (["--cpu"], "--gres=gpu:4", 1, "4 of 4"),
+        (["--gpu-ids", "0,1"], "--gres=gpu:4", 2, "2 of 4"),
+        (["--device", "cuda:0"], "--gres=gpu:4", 1, "3 of 4"),
+        (["--nnodes", "1:3", "--mesh", "dp=-1,tp=8"], "--gres=gpu:8", 8, ""),
+        (["--nnodes", "2", "--mesh", "dp=4,tp=4"], "--gres=gpu:8", 8, ""),
+        (["--mesh", "dp=4,tp=8"], "--gres=gpu:8 --nodes=4", 8, ""),
+        ([], "--ntasks-per-node=1 --gpus-per-task=2", 2, ""),
+    ],
+)
+def test_a_job_that_can_run_is_written(submits: Submits, words: list[str], options: str, count: int, idle: str) -> None:
+    status, out, err = submits(*words, options=options)
+    assert status == 0, err
+    assert f" --nproc-per-node={count} " in out
+    assert err == (f"accel: {idle} GPUs of a host stay idle\n" if idle else "")
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "told"),
+    [
+        (["--nnodes", "2", "--mesh", "dp=3,tp=4"], "--gres=gpu:8", "the mesh does not fit the ranks"),
+        (["--nnodes", "2", "--mesh", "tp=3,dp=-1"], "--gres=gpu:8", "the mesh does not fit the ranks"),
+        (["--nnodes", "2:3", "--mesh", "tp=16,dp=-1"], "--gres=gpu:8", "the mesh does not fit the ranks"),
+        (["--nproc-per-node", "9"], "--gres=gpu:8", "more processes than GPUs: expected at most 8"),
+        (["--gpu-ids", "7,9"], "--gres=gpu:8", "there is no such GPU"),
+        ([], "--ntasks-per-node=8 --gpus-per-task=1", "Leave it out, and write `--nproc-per-node 8`"),
+        (["--nproc-per-node", "2"], "--comment='a", "not options of sbatch"),
+    ],
+)
+def test_a_job_that_cannot_run_is_refused_before_it_is_submitted(
+    submits: Submits, words: list[str], options: str, told: str
+) -> None:
+    status, out, err = submits(*words, options=options)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+
+
+def test_the_launchers_of_a_job_need_no_file(submits: Submits) -> None:
+    """A named file that another user can write would be found again, and refused, on each node."""
+    Path("accel.toml").write_text('log_dir = "logs"\n')
+    Path("accel.toml").chmod(0o666)
+    assert submits("--cpu")[0] == 2
+    status, out, err = submits("--cpu", "--config", "accel.toml")
+    assert (status, err) == (0, f"accel: settings of {os.getcwd()}/accel.toml\n")
+    assert " --config=/dev/null " in out
+    assert " --log-dir=logs " in out
+
+
+def test_a_missing_script_is_refused_before_it_is_submitted(submits: Submits) -> None:
+    assert "there is no such script" in submits("--nproc-per-node", "2", script="trian.py")[2]
+
+
+@pytest.mark.parametrize("option", ["--requeue", "-Jname", "--quiet", "--gres=gpu:2", "--help"])
+def test_a_single_option_of_slurm_begins_with_a_dash(submits: Submits, option: str) -> None:
+    for options in ([f"--slurm-options={option}"], ["--slurm-options", option]):
+        status, out, err = submits("--nproc-per-node", "2", *options)
+        assert status == 0, err
+        assert f"#SBATCH {option}\n" in out
+
+
+def test_an_option_of_slurm_as_a_flag_of_ours_is_named(submits: Submits) -> None:
+    err = submits("--gpus-per-node", "8")[2]
+    words = shlex.split(err[err.index("`--slurm") :].split("`")[1])
+    assert " --nproc-per-node=8 " in submits(*words)[1]
 
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]"}

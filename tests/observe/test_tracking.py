@@ -185,7 +185,7 @@ def test_a_wait_at_the_end_is_told_with_the_error(
     accel.log(accel.single(), trackers, {"loss": 1.0}, step=1)
     accel.end_trackers(accel.single(), trackers, error=ValueError("boom"), finish_s=0.1)
     gate.set()
-    assert caplog.messages[0] == "ValueError: boom; waiting up to 0.05 s for recorded to finish"
+    assert caplog.messages[0] == "accel: ValueError: boom; waiting up to 0.05 s for recorded to finish"
 
 
 def test_a_run_that_failed_before_its_first_record_leaves_its_error(tmp_path: Path) -> None:

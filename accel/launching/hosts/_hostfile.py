@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches on the hosts of a file by a remote shell, or as a job of Slurm: hosts, slots, and commands."""
+"""Launches on the hosts of a file by a remote shell: hosts, slots, and commands."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import time
@@ -23,7 +22,7 @@ from accel.launching._target import LaunchTarget
 from accel.launching.local._signals import Signals, listening
 from accel.launching.reports._report import notify
 from accel.opening import read_named
-from accel.system import STOPPING, run_helper
+from accel.system import STOPPING
 
 _LINE = re.compile(r"(?P<name>[^\s#]+)(?:\s+slots\s*=\s*(?P<slots>[0-9]{1,4}))?\s*(?:#.*)?")
 _FILTER = re.compile(r"(?P<name>[^:@\s]+)(?::(?P<slots>[0-9]+(?:,[0-9]+)*))?")
@@ -281,69 +280,3 @@ def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in started:
         process.kill()
         _ = process.wait()
-
-
-_SUBMIT_S = 120.0  # a busy controller makes `sbatch` try again
-_MOST_ANSWER = 1_000_000
-_SETTLED_THERE = {"nnodes", "node_rank", "rdzv_endpoint", "slurm_options"}
-# A port that two jobs on a node are unlikely to share.
-_ENDPOINT = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 10000))'
-
-
-def batch_script(target: LaunchTarget, config: LaunchConfig, given: Collection[str], *, python: str) -> str:
-    """Return a script for `sbatch` that launches on the job's nodes; fields in `given` become the launchers' flags."""
-    fewest, most = config.hosts
-    lines = [
-        "#!/bin/bash",
-        f"#SBATCH --job-name={shlex.quote(Path(target.name).stem)}",
-        f"#SBATCH --nodes={fewest if fewest == most else f'{fewest}-{most}'}",
-        # A task is a launcher, which starts the ranks of its node.
-        "#SBATCH --ntasks-per-node=1",
-    ]
-    lines += ["#SBATCH --no-kill"] if fewest != most else []  # the job outlives a node that dies
-    lines += [f"#SBATCH {config.slurm_options}"] if config.slurm_options else []
-    told = [
-        f"{field.flag}={to_text(getattr(config, field.name))}"
-        for field in FIELDS
-        if field.name in given and field.name not in _SETTLED_THERE
-    ]
-    kind = {"script": [], "module": ["--module"], "program": ["--no-python"]}[target.kind]
-    nodes = "$SLURM_NNODES" if fewest == most else f"{fewest}:$SLURM_NNODES"
-    endpoint = shlex.quote(config.rdzv_endpoint) if config.rdzv_endpoint else _ENDPOINT
-    lines += [
-        "",
-        f"endpoint={endpoint}",
-        "exec srun --kill-on-bad-exit=0 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK} \\",
-        f'    {shlex.join([python, "-m", "accel.cli", "launch"])} --nnodes="{nodes}" --rdzv-endpoint="$endpoint" \\',
-        f"    {shlex.join([*told, *kind, '--', target.name, *target.args])}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def submit(script: str, environ: Mapping[str, str]) -> str:
-    """Submit a script by `sbatch`; return its output."""
-    sbatch = shutil.which("sbatch", path=environ.get("PATH"))
-    if sbatch is None:
-        raise LaunchError(
-            "there is no Slurm here",
-            expected="`sbatch` in PATH",
-            fix="Submit from a node of the cluster, or see the script with --dry-run.",
-        )
-    ended = run_helper(
-        [sbatch],
-        limit_s=_SUBMIT_S,
-        stdin=script.encode(errors="surrogateescape"),
-        most_out=_MOST_ANSWER,
-        environ=environ,
-    )
-    if ended.status is None:
-        raise LaunchError(
-            "Slurm does not answer",
-            expected=f"an answer of `sbatch` within {_SUBMIT_S:g} s",
-            got=ended.last_line(),
-            fix="See with `squeue --me` whether the job was submitted.",
-        )
-    if ended.status or ended.is_cut:
-        said = " ".join(ended.err.decode(errors="replace").split()).replace("sbatch: error: ", "")
-        raise LaunchError("Slurm refuses the job", got=said, fix="--slurm-options has the request to Slurm.")
-    return ended.out.decode(errors="replace")

@@ -250,6 +250,8 @@ class Children:
         logs = open_logs(plan)
         if plan.unbound and not plan.restarts:
             notify(f"accel: processes are not bound to cores: {plan.unbound}\n")
+        if plan.idle and not plan.restarts:
+            notify(f"accel: {plan.idle}\n")
         piped = not alone or bool(logs) or plan.hang_timeout_s is not None or plan.redraw_s > 0
         for process in plan.processes:
             pipe = subprocess.PIPE if piped else None

@@ -86,6 +86,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         restarts: number of times that all ranks have started again.
         hang_timeout_s: seconds without output until ranks are asked where they are; None for never.
         unbound: reason why processes are not bound to cores although they should be; empty for none.
+        idle: GPUs that no process uses, in words; empty for none.
         redraw_s: least number of seconds between two states of a progress bar that are shown.
     """
 
@@ -97,6 +98,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     hang_timeout_s: float | None = None
     unbound: str = ""
+    idle: str = ""
     redraw_s: float = 0.0
 
 
@@ -160,7 +162,13 @@ def plan_launch(
         restarts=position.restarts,
         hang_timeout_s=None if config.hang_timeout_s == "never" else config.hang_timeout_s,
         unbound=binding.unbound,
+        idle=idle_gpus(len(gpus), count),
     )
+
+
+def idle_gpus(gpus: int, used: int) -> str:
+    """Return a sentence about the GPUs of a host that no process uses; empty if all are used."""
+    return f"{gpus - used} of {gpus} GPUs of a host stay idle" if gpus > used else ""
 
 
 def check_mesh(config: LaunchConfig, world_size: int) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from accel.errors._base import escaped
 from accel.errors._checks import is_users
 from accel.launching.reports._failure import WORKER, Failure, FailureRecord, without_own
 from accel.run_folder import bounded, found_stranger
-from accel.system import tell
+from accel.system import current_folder, tell
 from accel.terminal import show_clock
 
 _MOST_OTHERS = 8
@@ -30,10 +31,12 @@ def notify(text: str) -> None:
     tell(escaped(text.expandtabs(4)))
 
 
-def warn_of_stranger() -> None:
-    """Warn on stderr if the package was installed into the folder of another distribution."""
+def warn_of_surroundings() -> None:
+    """Warn on stderr if the package was installed into the folder of another distribution, or of a deleted folder."""
     if warning := found_stranger():
         notify(f"accel: {warning}\n")
+    if not os.path.isdir(folder := current_folder()):  # in which torch may not compute, as MKL then fails to load
+        notify(f"accel: the working directory is gone: {folder}\n")
 
 
 def failure_report(

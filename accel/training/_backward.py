@@ -27,6 +27,7 @@ from accel.parallel._shared_memory import compiled_leaves, separate_gradients
 from accel.parallel._sync import exchanging, no_sync, raise_lost_peer
 from accel.precision._amp import LossScale, matmul_precision
 from accel.tensors import is_dtensor
+from accel.training._refused import refuse_in_closure
 from accel.training._train_state import TrainState, after_backward, begun_window, weight_of
 from accel.training._window import check_alone, check_records, mark_followed, note_loss, times
 
@@ -410,6 +411,8 @@ def backward(
     graph = Graph(retain_graph, create_graph, inputs)
     graph.check(ctx)
     check_records(scaler, accum, "backward")
+    if ctx.comm.closure is not None:
+        refuse_in_closure(ctx, scaler, accum)
     check_loss(loss, "backward", "Take the mean over what `weight=` counts: loss.mean().")
     if loss.dtype in (torch.float16, torch.bfloat16):
         loss = loss.float()  # weight times scale does not fit into 16 bits

@@ -70,6 +70,7 @@ def check_between(window: Accumulation, call: str) -> None:
 
 def dropped(window: Accumulation, call: str) -> StepError:
     """Make the error for a call before the one that the window waits for, or after its result was dropped."""
+    check_latest(window, call)
     if is_begun(window):
         missing, line = "the backward of this batch", "state = accel.backward(ctx, loss, state)"
     else:

@@ -128,7 +128,9 @@ def _check_spread(rank: int, parameter: torch.Tensor) -> None:
             expected="parameters of a model from accel.prepare_model",
             got=f"a plain one of shape {list(parameter.shape)}",
             where=f"rank {rank}, optimizer",
-            fix="Prepare the model before the loop: model = accel.prepare_model(ctx, model).",
+            fix="Prepare the module that holds it before the loop, a criterion too: "
+            "model = accel.prepare_model(ctx, model)."
+            ' Register a lone one before: model.register_parameter("scale", parameter)',
         )
 
 

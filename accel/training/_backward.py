@@ -23,7 +23,7 @@ from accel.optim import Accumulation, check_scale
 from accel.parallel._engines import engine_of
 from accel.parallel._leftovers import check_kept, note_gradients
 from accel.parallel._private import has_compiled
-from accel.parallel._shared_memory import compiled_leaves, separate_gradients
+from accel.parallel._shared_memory import compiled_leaves, reaches, separate_gradients
 from accel.parallel._sync import exchanging, no_sync, raise_lost_peer
 from accel.precision._amp import LossScale, matmul_precision
 from accel.tensors import is_dtensor
@@ -208,7 +208,7 @@ def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Ten
                 engine.backward(ctx, times(loss, matched(factor, loss)), graph.retain)
     except RuntimeError as error:
         raise_lost_peer(error, "backward")
-        _raise_marked_twice(error)
+        _raise_marked_twice(error, loss)
         if ctx.world_size > 1:
             _raise_mixed(error)
         raise
@@ -229,15 +229,24 @@ def rooted(loss: torch.Tensor, factor: float | torch.Tensor) -> tuple[torch.Tens
     return loss, None if factor == 1.0 else torch.full_like(loss, factor)
 
 
-def _raise_marked_twice(error: RuntimeError) -> None:
-    if "ready only once" in str(error):
+def _raise_marked_twice(error: RuntimeError, loss: torch.Tensor) -> None:
+    if "ready only once" not in str(error):
+        return
+    if reaches(loss, "CheckpointFunctionBackward"):
         raise StepError(
-            "DDP saw some gradients twice and others not at all in one forward",
-            expected="all of them in each backward",
-            got=str(error).partition(". ")[0],
+            "a block that reentrant checkpointing runs several times gives DDP its gradients several times",
+            expected="checkpoint(block, hidden, use_reentrant=False)",
+            got="use_reentrant=True, around parameters that the forward uses more than once",
             where="backward",
-            fix="Add the losses and call backward once: (first + second).",
+            fix="hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)",
         ) from error
+    raise StepError(
+        "DDP saw some gradients twice and others not at all in one forward",
+        expected="all of them in each backward",
+        got=str(error).partition(". ")[0],
+        where="backward",
+        fix="Add the losses and call backward once: (first + second).",
+    ) from error
 
 
 # DDP's error for a gradient that is sparse and should not be, or the reverse

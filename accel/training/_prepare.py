@@ -124,6 +124,8 @@ def check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None:
         )
 
 
+_REGISTER = 'A lone parameter belongs into a module, before prepare: model.register_parameter("scale", parameter)'
+
 Net: TypeAlias = nn.Module  # not a type variable: on several ranks DDP's wrapper comes back
 Data: TypeAlias = DataLoader[Any]
 Kept: TypeAlias = Optimizer | LRScheduler | Loader | StreamLoader | None
@@ -331,7 +333,9 @@ def _check_kinds(objects: tuple[Any, ...]) -> None:
             "cannot prepare this",
             expected="a module, torch optimizer, torch scheduler or DataLoader",
             where=f"prepare, argument {at + 1}",
-            fix="Use it as it is; only these four kinds need preparing.",
+            fix=_REGISTER
+            if isinstance(each, nn.Parameter)
+            else "Use it as it is; only these four kinds need preparing.",
             error=PrepareError,
         )
 
@@ -354,7 +358,9 @@ def _check_optimizers(objects: tuple[Any, ...]) -> None:
                     expected="parameters of the models passed along",
                     got=f"{len(strangers)} of {len(group['params'])} that belong to none of them",
                     where=f"prepare, argument {at + 1}, param_groups[{group_at}]['params'][{strangers[0]}]",
-                    fix="Build the optimizer from model.parameters() of the very model that is prepared.",
+                    fix="Build the optimizer from model.parameters() of the very model that is prepared. "
+                    f"If a criterion holds them: model, criterion, optimizer = accel.prepare(ctx, model, criterion, "
+                    f"optimizer). {_REGISTER}",
                 )
 
 

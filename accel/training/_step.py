@@ -304,13 +304,13 @@ def optimizer_step(
         (1, True)
     """
     ctx.comm.settle()
+    optimizers = listed(optimizer, Optimizer, "optimizer_step, optimizer", evaluates=closure is not None)
     state = None
     if isinstance(scaler, TrainState):
         check_alone(accum, "optimizer_step")
         state, scaler = scaler, scaler.scaler
         if closure is None:
             accum = ended_window(state.accum, "accel.optimizer_step")
-    optimizers = listed(optimizer, Optimizer, "optimizer_step, optimizer", evaluates=closure is not None)
     schedulers = [] if scheduler is None else listed(scheduler, LRScheduler, "optimizer_step, scheduler=")
     _check_not_exhausted(schedulers)
     check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")

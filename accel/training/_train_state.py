@@ -15,7 +15,7 @@ from accel.data import SampleCount
 from accel.data._batches import Batch
 from accel.data._cursor import Cursor
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation, check_latest, next_micro_batch
+from accel.optim import CLOSURE_LINE, Accumulation, check_latest, next_micro_batch
 from accel.parallel._leftovers import clear_gradients
 from accel.precision._amp import LossScale, loss_scale
 from accel.training._deferred import Deferred
@@ -73,14 +73,16 @@ def dropped(window: Accumulation, call: str) -> StepError:
     check_latest(window, call)
     if is_begun(window):
         missing, line = "the backward of this batch", "state = accel.backward(ctx, loss, state)"
+        closures = f" If the optimizer evaluates the loss, as LBFGS does: {CLOSURE_LINE}."
     else:
         missing, line = "the optimizer step of this window", "state = accel.optimizer_step(ctx, optimizer, state)"
+        closures = ""
     return StepError(
         f"the state does not know of {missing}",
         expected=line,
         got=f"micro-batch {window.micro} of {window.steps}",
         where=call,
-        fix=f"Keep the result: {line}. To abandon the window: state = accel.training.discard(state, model).",
+        fix=f"Keep the result: {line}. To abandon the window: state = accel.training.discard(state, model).{closures}",
     )
 
 

@@ -293,7 +293,11 @@ def _without_closure(ctx: accel.DistContext, optimizer: Any, state: accel.TrainS
     accel.optimizer_step(ctx, optimizer, accel.backward(ctx, loss_of(), state))
 
 
-@pytest.mark.parametrize("way", [_raw, _with_keyword, _scaled, _without_closure])
+def _without_backward(ctx: accel.DistContext, optimizer: Any, state: accel.TrainState, _loss_of: Any) -> None:
+    accel.optimizer_step(ctx, optimizer, state)
+
+
+@pytest.mark.parametrize("way", [_raw, _with_keyword, _scaled, _without_closure, _without_backward])
 def test_each_wrong_way_leads_to_the_closure(way: Callable[..., None]) -> None:
     ctx = accel.single()
     model, optimizer, state, loss_of = begun(ctx)
@@ -307,6 +311,14 @@ def test_each_wrong_way_leads_to_the_closure(way: Callable[..., None]) -> None:
     exec(line, scope)
     assert scope["state"].updates == 1
     assert not torch.equal(whole(model), before)
+
+
+def test_a_batch_whose_backward_an_unprepared_lbfgs_dropped_leads_to_the_closure() -> None:
+    ctx = accel.single()
+    model, _, state, loss_of = begun(ctx)
+    _raw(ctx, torch.optim.LBFGS(model.parameters(), max_iter=1), state, loss_of)
+    with pytest.raises(StepError, match="as LBFGS does: state = accel.optimizer_step.*closure=closure"):
+        state.check_pass()
 
 
 def test_lbfgs_that_would_decide_by_one_ranks_loss_is_refused(ranks: Simulator) -> None:

@@ -424,9 +424,9 @@ def guard_closures(comm: Comm, optimizer: Optimizer) -> None:
                 fix=CLOSURE_LINE,
             )
         guarded = partial(_called, comm, closure)
-        return (args[0], guarded, *args[2:]) if len(args) > 1 else args, (
-            {**kwargs, "closure": guarded} if "closure" in kwargs else kwargs
-        )
+        if len(args) > 1:
+            return (args[0], guarded, *args[2:]), kwargs
+        return args, {**kwargs, "closure": guarded}
 
     with contextlib.suppress(AttributeError):  # a wrapper that is an Optimizer by name alone
         _ = optimizer.register_step_pre_hook(cast(Any, look))

@@ -142,13 +142,13 @@ def _checked(
         "master weights": ctx.precision.master_weights is not None,
     }
     if found := [each for each, holds in refused.items() if holds]:
+        mesh = f'mesh="dp={ctx.world_size}", ' if ctx.world_size > 1 else ""
         raise ConfigError(
             "a step with a closure is for one optimizer of parameters that each rank holds in full",
             expected='strategy="ddp" or one rank, in fp32, fp64 or bf16',
             got=", ".join(found),
             where=_WHERE,
-            fix="Before prepare: "
-            f'ctx = accel.replace(ctx, mesh="dp={ctx.world_size}", strategy="ddp", precision="fp32")',
+            fix=f'Before prepare: ctx = accel.replace(ctx, {mesh}strategy="ddp", precision="fp32")',
         )
     if clips or nonfinite not in ("raise", "ignore"):
         raise ConfigError(

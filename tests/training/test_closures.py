@@ -235,8 +235,10 @@ def test_what_a_closure_cannot_have_is_refused(name: str) -> None:
     assert accel.optimizer_step(ctx, optimizer, state, closure=loss_of).updates == 1  # the right call still works
 
 
-@pytest.mark.parametrize(("strategy", "precision"), [("fsdp", "fp32"), ("ddp", "fp16"), ("ddp", "tp")])
-def test_shards_and_loss_scales_are_refused(ranks: Simulator, strategy: Any, precision: Any) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "precision", "world"), [("fsdp", "fp32", 2), ("ddp", "fp16", 2), ("ddp", "fp16", 1), ("ddp", "tp", 2)]
+)
+def test_shards_and_loss_scales_are_refused(ranks: Simulator, strategy: Any, precision: Any, world: int) -> None:
     def rank(ctx: accel.DistContext) -> str:
         if precision == "tp":
             ctx = accel.replace(ctx, mesh="tp=2")
@@ -256,7 +258,7 @@ def test_shards_and_loss_scales_are_refused(ranks: Simulator, strategy: Any, pre
         assert accel.optimizer_step(scope["ctx"], optimizer, state, closure=loss_of).updates == 1
         return error.value.got
 
-    got = ranks.run(rank, 2, default_group=True)[0]
+    got = ranks.run(rank, world, default_group=True)[0]
     assert got == ("a loss scale, as of fp16" if precision == "fp16" else "parameters that ranks divide")
 
 
@@ -317,7 +319,7 @@ def test_a_batch_whose_backward_an_unprepared_lbfgs_dropped_leads_to_the_closure
     ctx = accel.single()
     model, _, state, loss_of = begun(ctx)
     _raw(ctx, torch.optim.LBFGS(model.parameters(), max_iter=1), state, loss_of)
-    with pytest.raises(StepError, match="as LBFGS does: state = accel.optimizer_step.*closure=closure"):
+    with pytest.raises(StepError, match=r"as LBFGS does: state = accel.optimizer_step.*closure=closure"):
         state.check_pass()
 
 

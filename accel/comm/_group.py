@@ -143,6 +143,7 @@ class Comm:
         bell: ends the wait of all ranks; see `alarm`.
         later_batches: figures of batches that ranks of further groups share, by group.
         seen_loss: finite if the losses of backward passes without a window were; None before one.
+        closure: call whose closure runs now, "closure=" or "optimizer.step"; None outside of one.
         steps: decisions about optimizer steps that all ranks take together.
         deferred: reads the outcome of a step that the device alone knows, and raises its error; None without.
         defers: whether parameters of a step are marked as "deferred".
@@ -158,6 +159,7 @@ class Comm:
         "backend",
         "bell",
         "beside",
+        "closure",
         "control",
         "deferred",
         "defers",
@@ -221,6 +223,7 @@ class Comm:
         self.units = UnitLog()
         self.later_batches: dict[dist.ProcessGroup | None, Any] = {}
         self.seen_loss: float | torch.Tensor | None = None
+        self.closure: str | None = None
 
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, size={self.size}, {'closed' if self._closed else 'open'})"

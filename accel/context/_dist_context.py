@@ -184,6 +184,7 @@ def context_first(function: F) -> F:
             return function(*args, **kwargs)
         except TypeError as error:
             raise_unknown(function, kwargs, error)
+            _raise_missing(function, error)
             raise
 
     # Reports name the outermost frame of this package as the public call.
@@ -201,8 +202,35 @@ def check_context(ctx: object, call: str) -> None:
 
 def forgotten(call: str, got: str) -> ConfigError:
     """Make the error of a call without the context."""
-    fix = "The context is the `ctx` of `with accel.session() as ctx`."
+    if got == "_GeneratorContextManager":
+        got = "a session that was not entered"
+    fix = "The context is the `ctx` of a block: with accel.session() as ctx:"
     return ConfigError("pass the context first", expected=f"`{call}`", got=got, fix=fix)
+
+
+class _CallError(ConfigError, TypeError):
+    """A call without an argument that has no default."""
+
+
+_SOURCES = {"trackers": 'with accel.tracking(ctx, "demo", to=[accel.trackers.jsonl()], dir="runs/demo") as trackers:'}
+
+
+def _raise_missing(function: Callable[..., Any], error: TypeError) -> None:
+    """Raise a `ConfigError` with the line to write if a call failed for a missing argument; else return."""
+    if error.__traceback__ is None or error.__traceback__.tb_next is not None or " missing " not in str(error):
+        return
+    needed: list[str] = []
+    for name, each in inspect.signature(function).parameters.items():
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            name = {"scaler": "state"}.get(name, name)
+            needed.append(f"{name}={name}" if each.kind is each.KEYWORD_ONLY else name)
+    sources = [f", in the block {line}" for name, line in _SOURCES.items() if name in needed]
+    raise _CallError(
+        "a call without all of its arguments",
+        got=str(error).partition("() ")[2],
+        where=function.__name__,
+        fix=f"{_public_place(function)}.{function.__name__}({', '.join(needed)}){''.join(sources)}",
+    ) from None
 
 
 def _refuse(function: Callable[..., Any], args: tuple[Any, ...]) -> None:

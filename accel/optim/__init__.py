@@ -13,6 +13,7 @@ from accel.optim._accumulation import (
     next_micro_batch as next_micro_batch,
 )
 from accel.optim._gradients import (
+    CLOSURE_LINE as CLOSURE_LINE,
     MASTER as MASTER,
     Carried as Carried,
     KeptNorms as KeptNorms,
@@ -20,6 +21,7 @@ from accel.optim._gradients import (
     elements_of as elements_of,
     first_nonfinite as first_nonfinite,
     gradients as gradients,
+    guard_closures as guard_closures,
     norms as norms,
     parameters_of as parameters_of,
     reduce_power as reduce_power,
@@ -27,4 +29,5 @@ from accel.optim._gradients import (
     step_masters as step_masters,
     total_norm as total_norm,
     wide_norm as wide_norm,
+    within_closure as within_closure,
 )

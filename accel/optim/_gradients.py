@@ -8,8 +8,10 @@ compares all with plain loops.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from accel.comm import Comm, adopt, all_gather_flat, all_reduce_flat
+from accel.errors import ConfigError
 from accel.tensors import has_wide_gradient, is_dtensor, is_partial, local_part, local_parts, split_dims, summed
 
 if TYPE_CHECKING:
@@ -388,3 +391,47 @@ def _round(pairs: Sequence[_Pair]) -> None:
 def _versions(parameter: torch.Tensor, master: torch.Tensor) -> tuple[int, int]:
     """Return torch's counts of changes in place."""
     return parameter._version, master._version
+
+
+CLOSURE_LINE = "state = accel.optimizer_step(ctx, optimizer, state, closure=closure)"
+
+
+@contextlib.contextmanager
+def within_closure(comm: Comm, whose: str) -> Generator[None]:
+    """Let `backward` know that it is called within a closure: of "closure=", or of "optimizer.step"."""
+    before = comm.closure
+    comm.closure = whose
+    try:
+        yield
+    finally:
+        comm.closure = before
+
+
+def guard_closures(comm: Comm, optimizer: Optimizer) -> None:
+    """Let `optimizer.step(closure)` of a prepared optimizer note that backward passes are a closure's. Mutates it by a
+    hook."""
+
+    def look(_optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
+        if closure is None or comm.closure is not None:
+            return None
+        if comm.size > 1 and isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS would decide by the loss of one rank",
+                expected="a closure whose loss is the mean over all ranks",
+                got="optimizer.step(closure)",
+                where=f"rank {comm.rank}",
+                fix=CLOSURE_LINE,
+            )
+        guarded = partial(_called, comm, closure)
+        if len(args) > 1:
+            return (args[0], guarded, *args[2:]), kwargs
+        return args, {**kwargs, "closure": guarded}
+
+    with contextlib.suppress(AttributeError):  # a wrapper that is an Optimizer by name alone
+        _ = optimizer.register_step_pre_hook(cast(Any, look))
+
+
+def _called(comm: Comm, closure: Callable[[], Any]) -> Any:
+    with within_closure(comm, "optimizer.step"):
+        return closure()

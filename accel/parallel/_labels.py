@@ -8,12 +8,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from accel.errors import PrepareError, StepError
 from accel.parallel._modules import has_parameters, unwrap_model, wrapped_name
 from accel.parallel._private import is_view
 from accel.tensors import is_dtensor
-from accel.topology import Dimension
+from accel.topology import Dimension, dimension_of
+from accel.topology._axes import Axis
 
 _LABEL = "accel_label"  # holds plain values, so that a pickled model needs nothing of accel
 _HEIR = "accel_heir"
@@ -134,7 +136,9 @@ def _check_spread(rank: int, parameter: torch.Tensor) -> None:
             expected="parameters of a model from accel.prepare_model",
             got=f"a plain one of shape {list(parameter.shape)}",
             where=f"rank {rank}, optimizer",
-            fix="Prepare the model before the loop: model = accel.prepare_model(ctx, model).",
+            fix="Prepare the module that holds it before the loop, a criterion too: "
+            "model = accel.prepare_model(ctx, model)."
+            ' Register a lone one before: model.register_parameter("scale", parameter)',
         )
 
 
@@ -172,6 +176,14 @@ def let_step_alone_(parameters: Iterable[torch.Tensor], *, alone: bool = True) -
 def steps_alone(parameter: torch.Tensor) -> bool:
     """Return whether ranks may decide differently about a parameter's steps."""
     return hasattr(parameter, _ALONE)
+
+
+def decide_apart(axes: Iterable[tuple[str, Axis]], optimizers: Iterable[Optimizer]) -> bool:
+    """Return whether a rank may skip a step that others take: its parameters, or those along an axis, are its own."""
+    if any(axis.size > 1 and dimension_of(name) is None for name, axis in axes):
+        return True
+    groups = [group["params"] for each in optimizers for group in each.param_groups]
+    return any(params and steps_alone(params[0]) for params in groups)
 
 
 _MICRO_BATCHES = "accel_micro_batches"

@@ -22,21 +22,31 @@ def compiled_leaves(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
     Without a compiled part the list is empty. Call it where `has_compiled` is true alone, as it walks the graph.
     """
-    waiting: list[Any] = [each.grad_fn for each in roots if each.grad_fn is not None]
-    seen = set(waiting)
     leaves: list[torch.Tensor] = []
     has_compiled_part = False
+    for node in _nodes(roots):
+        has_compiled_part = has_compiled_part or type(node).__name__ == _COMPILED
+        if not node.next_functions and (leaf := getattr(node, "variable", None)) is not None and leaf.grad is None:
+            leaves.append(leaf)
+    return leaves if has_compiled_part else []
+
+
+def reaches(root: torch.Tensor, kind: str) -> bool:
+    """Return whether a backward from `root` reaches a node of a class. Walks the graph."""
+    return any(type(node).__name__ == kind for node in _nodes([root]))
+
+
+def _nodes(roots: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes that a backward reaches, each once."""
+    waiting: list[Any] = [each.grad_fn for each in roots if each.grad_fn is not None]
+    seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        edges = node.next_functions
-        has_compiled_part = has_compiled_part or type(node).__name__ == _COMPILED
-        for following, _ in edges:
+        yield node
+        for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-        if not edges and (leaf := getattr(node, "variable", None)) is not None and leaf.grad is None:
-            leaves.append(leaf)
-    return leaves if has_compiled_part else []
 
 
 def separate_gradients(parameters: Iterable[torch.Tensor]) -> None:

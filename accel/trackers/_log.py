@@ -413,7 +413,8 @@ def _taking(trackers: Trackers, verb: str, kind: str, step: int) -> bool:
 def _check_trackers(trackers: Trackers, where: str) -> None:
     if not isinstance(trackers, Trackers):  # pyright: ignore[reportUnnecessaryIsInstance]
         expected = f"accel.{where}(ctx, trackers, ..., step=), with the trackers that accel.tracking gives"
-        raise ConfigError("not trackers", expected=expected, got=type(trackers).__name__, where=where)
+        fix = 'with accel.tracking(ctx, "demo", to=[accel.trackers.jsonl()], dir="runs/demo") as trackers:'
+        raise ConfigError("not trackers", expected=expected, got=type(trackers).__name__, where=where, fix=fix)
 
 
 def _writing(tracker: Tracker, made: StepValues, step: int) -> Write:

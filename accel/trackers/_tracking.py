@@ -214,8 +214,8 @@ def init_trackers(
 
     A tracker starts with its first record, so that a checkpoint loaded before decides which run goes on.
     """
-    if not isinstance(to, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-        fix = "Pass a list, as in to=[accel.trackers.jsonl()]."
+    if isinstance(to, str) or not isinstance(to, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        fix = f"Pass a list of trackers: {_line_of(to)}"
         raise ConfigError("not a list of trackers", got=type(to).__name__, where="tracking, to=", fix=fix)
     names = [tracker.name for tracker in to if isinstance(tracker, Tracker)]  # pyright: ignore[reportUnnecessaryIsInstance]
     detail = f"project {project!r}, to {', '.join(names)}, strict {strict}, debug {debug}"
@@ -357,10 +357,22 @@ def _make_folder(folder: str) -> None:
         raise ConfigError("the run's folder cannot be written", got=str(error), where=where, fix=fix) from error
 
 
+_FUNCTIONS = (
+    "aim", "clearml", "comet_ml", "csv", "dvclive", "jsonl", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
+)  # fmt: skip
+
+
+def _line_of(given: object) -> str:
+    """Return `to=` with the tracker that somebody has named, by a text or by its function; else with `jsonl`."""
+    name = given if isinstance(given, str) else getattr(given, "__name__", "")
+    return f"to=[accel.trackers.{name if name in _FUNCTIONS else 'jsonl'}()]"
+
+
 def _check(project: str, to: Sequence[Tracker], run: str | None, room_bytes: int) -> None:
     for tracker in to:
         expected = "records such as accel.trackers.jsonl()"
-        check_kind(tracker, Tracker, "not a tracker", expected=expected, where="tracking, to=")
+        fix = f"Call the tracker's function: {_line_of(tracker)}"
+        check_kind(tracker, Tracker, "not a tracker", expected=expected, where="tracking, to=", fix=fix)
     names = [tracker.name for tracker in to]
     if len(set(names)) < len(names):
         fix = 'Give one another name: msgspec.structs.replace(tracker, name="second").'

@@ -23,10 +23,11 @@ from accel.optim import Accumulation, check_scale
 from accel.parallel._engines import engine_of
 from accel.parallel._leftovers import check_kept, note_gradients
 from accel.parallel._private import has_compiled
-from accel.parallel._shared_memory import compiled_leaves, separate_gradients
+from accel.parallel._shared_memory import compiled_leaves, reaches, separate_gradients
 from accel.parallel._sync import exchanging, no_sync, raise_lost_peer
 from accel.precision._amp import LossScale, matmul_precision
 from accel.tensors import is_dtensor
+from accel.training._refused import refuse_in_closure
 from accel.training._train_state import TrainState, after_backward, begun_window, weight_of
 from accel.training._window import check_alone, check_records, mark_followed, note_loss, times
 
@@ -207,7 +208,7 @@ def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Ten
                 engine.backward(ctx, times(loss, matched(factor, loss)), graph.retain)
     except RuntimeError as error:
         raise_lost_peer(ctx.comm, error, "backward")
-        _raise_marked_twice(error)
+        _raise_marked_twice(error, loss)
         if ctx.world_size > 1:
             _raise_mixed(error)
         raise
@@ -228,16 +229,25 @@ def rooted(loss: torch.Tensor, factor: float | torch.Tensor) -> tuple[torch.Tens
     return loss, None if factor == 1.0 else torch.full_like(loss, factor)
 
 
-def _raise_marked_twice(error: RuntimeError) -> None:
-    if "ready only once" in str(error):
+def _raise_marked_twice(error: RuntimeError, loss: torch.Tensor) -> None:
+    if "ready only once" not in str(error):
+        return
+    if reaches(loss, "CheckpointFunctionBackward"):
         raise StepError(
-            "DDP saw some gradients twice and others not at all in one forward",
-            expected="all of them in each backward",
-            got=str(error).partition(". ")[0],
+            "a block that reentrant checkpointing runs several times gives DDP its gradients several times",
+            expected="checkpoint(block, hidden, use_reentrant=False)",
+            got="use_reentrant=True, around parameters that the forward uses more than once",
             where="backward",
-            fix="Add the losses and call backward once: (first + second). With find_unused_parameters=True"
-            " also call the model once in each: DDP looks for unused parameters from the outputs of the last call.",
+            fix="hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)",
         ) from error
+    raise StepError(
+        "DDP saw some gradients twice and others not at all in one forward",
+        expected="all of them in each backward",
+        got=str(error).partition(". ")[0],
+        where="backward",
+        fix="Add the losses and call backward once: (first + second). With find_unused_parameters=True"
+        " also call the model once in each: DDP looks for unused parameters from the outputs of the last call.",
+    ) from error
 
 
 # DDP's error for a gradient that is sparse and should not be, or the reverse
@@ -411,6 +421,8 @@ def backward(
     graph = Graph(retain_graph, create_graph, inputs)
     graph.check(ctx)
     check_records(scaler, accum, "backward")
+    if ctx.comm.closure is not None:
+        refuse_in_closure(ctx, scaler, accum)
     check_loss(loss, "backward", "Take the mean over what `weight=` counts: loss.mean().")
     if loss.dtype in (torch.float16, torch.bfloat16):
         loss = loss.float()  # weight times scale does not fit into 16 bits

@@ -19,6 +19,7 @@ from accel.parallel._leftovers import drop_unused
 from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
 from accel.training._backward import backward
+from accel.training._refused import cannot_step
 
 _POLICIES = Literal["raise", "ignore"]
 
@@ -169,11 +170,12 @@ def _checked(ctx: DistContext, optimizer: Optimizer) -> dict[int, dict[str, Any]
         ),
         "an overflow of fp16 must be seen before any parameter moves": ctx.precision.compute == "fp16",
         "master weights need all gradients of a step": ctx.precision.master_weights is not None,
-        "LBFGS evaluates the loss within its step": isinstance(optimizer, torch.optim.LBFGS),
     }
     for problem, holds in refused.items():
         if holds:
             raise ConfigError(problem, where="fused_step", fix="Use accel.backward and accel.optimizer_step.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise cannot_step(optimizer, Optimizer, "fused_step, optimizer")
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     left = sum(each.grad is not None for each in parameters_of([optimizer]))
     if left:

@@ -21,7 +21,7 @@ from accel.data._loader import Loader, prepare_loader, unwrapped_loader
 from accel.errors import DeviceError, PrepareError
 from accel.errors._checks import check_kind, with_article
 from accel.items._packed_state import is_zero
-from accel.optim import parameters_of
+from accel.optim import guard_closures, parameters_of
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import current_parameter, heir_of, is_dropped, name_of
 from accel.parallel._modules import unwrap_model
@@ -95,6 +95,8 @@ def check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None:
             " state.",
         )
 
+
+_REGISTER = 'A lone parameter belongs into a module, before prepare: model.register_parameter("scale", parameter)'
 
 Net: TypeAlias = nn.Module  # not a type variable: on several ranks DDP's wrapper comes back
 Data: TypeAlias = DataLoader[Any]
@@ -257,6 +259,7 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
     if ctx.precision.master_weights is not None:
         check_masters(optimizer)
     move_state(optimizer)
+    guard_closures(ctx.comm, optimizer)
     return optimizer
 
 
@@ -310,7 +313,9 @@ def _check_kinds(objects: tuple[Any, ...]) -> None:
             "cannot prepare this",
             expected="a module, torch optimizer, torch scheduler or DataLoader",
             where=f"prepare, argument {at + 1}",
-            fix="Use it as it is; only these four kinds need preparing.",
+            fix=_REGISTER
+            if isinstance(each, nn.Parameter)
+            else "Use it as it is; only these four kinds need preparing.",
             error=PrepareError,
         )
 
@@ -333,7 +338,9 @@ def _check_optimizers(objects: tuple[Any, ...]) -> None:
                     expected="parameters of the models passed along",
                     got=f"{len(strangers)} of {len(group['params'])} that belong to none of them",
                     where=f"prepare, argument {at + 1}, param_groups[{group_at}]['params'][{strangers[0]}]",
-                    fix="Build the optimizer from model.parameters() of the very model that is prepared.",
+                    fix="Build the optimizer from model.parameters() of the very model that is prepared. "
+                    f"If a criterion holds them: model, criterion, optimizer = accel.prepare(ctx, model, criterion, "
+                    f"optimizer). {_REGISTER}",
                 )
 
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accel.comm import MERGED, Call, adopt, all_reduce_flat, exchange_values, notes_of_ranks
 from accel.context import DistContext, group_of
-from accel.errors import ConfigError, NonFiniteError
-from accel.optim import Accumulation, first_nonfinite, parameters_of
+from accel.errors import ConfigError, NonFiniteError, StepError
+from accel.optim import CLOSURE_LINE, Accumulation, first_nonfinite, parameters_of
 from accel.parallel._engines import ENGINES
 from accel.parallel._labels import name_of, runs_without_autocast
 from accel.parallel.axes.context import check_context_used
@@ -166,3 +167,40 @@ def _names(optimizers: Sequence[Optimizer]) -> Iterator[str]:
                 name = known[at] if known else name_of(parameter)
                 place = f"optimizer {which}, " if len(optimizers) > 1 or not name else ""
                 yield place + (name or f"param_groups[{group_at}]['params'][{at}]")
+
+
+def cannot_step(found: object, kind: type, where: str) -> ConfigError:
+    if isinstance(found, torch.optim.LBFGS):
+        return ConfigError(
+            "LBFGS evaluates the loss within its step",
+            expected="closure=, a function that returns the loss and calls no backward",
+            where=where,
+            fix=CLOSURE_LINE,
+        )
+    if isinstance(found, ReduceLROnPlateau):
+        return ConfigError(
+            "ReduceLROnPlateau needs a metric",
+            where=where,
+            fix="Call scheduler.step(metric) yourself, with a metric from accel.reduce, the same on every rank.",
+        )
+    return ConfigError("cannot be stepped", expected=f"a torch {kind.__name__}", got=type(found).__name__, where=where)
+
+
+def refuse_in_closure(ctx: DistContext, scaler: LossScale, accum: Accumulation | None) -> None:
+    """Raise `StepError` for a backward within a closure that would leave gradients undivided, or scaled."""
+    if ctx.comm.closure == "closure=":
+        raise StepError(
+            "the closure calls backward, which optimizer_step does itself",
+            expected="a closure that returns the loss",
+            got="a backward in the closure",
+            where="optimizer_step, closure=",
+            fix="Leave backward and zero_grad out of it, and return the loss: `return loss`, or `return loss, weight`.",
+        )
+    if accum is not None or scaler.scale != 1.0:
+        raise StepError(
+            "the optimizer would step with gradients that nothing has divided",
+            expected="a closure that returns the loss and calls no backward",
+            got="accel.backward in the closure of optimizer.step",
+            where="backward",
+            fix=CLOSURE_LINE,
+        )

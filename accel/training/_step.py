@@ -20,11 +20,11 @@ from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_choice
 from accel.optim import Accumulation, KeptNorms, clamp_, parameters_of, scale_, step_masters
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
-from accel.parallel._labels import steps_alone
+from accel.parallel._labels import decide_apart
 from accel.precision._amp import LossScale
-from accel.topology import dimension_of
+from accel.training._closure import Closure, step_by_closure
 from accel.training._deferred import Deferred, check_deferrable, defer, give_found_inf, mark_deferred
-from accel.training._refused import check_overflow, check_settings
+from accel.training._refused import cannot_step, check_overflow, check_settings
 from accel.training._train_state import TrainState, after_step, ended_window
 from accel.training._window import (
     as_tensor,
@@ -34,6 +34,7 @@ from accel.training._window import (
     check_limits,
     check_real,
     checked_window,
+    clear_here,
     division,
     in_format_of,
     read_outcome,
@@ -116,16 +117,6 @@ def step_by(
     return engine.step(ctx, optimizers, request)
 
 
-def clear_here(optimizers: list[Optimizer]) -> None:
-    """Clear gradients as `zero_grad` does, without its records for the profiler, which take most of its time."""
-    for optimizer in optimizers:
-        if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:  # overridden, or wrapped
-            optimizer.zero_grad()
-            continue
-        for each in parameters_of([optimizer]):
-            each.grad = None
-
-
 def _parts(
     ctx: DistContext, optimizers: list[Optimizer], window: Accumulation, *, joint: bool
 ) -> list[list[torch.Tensor]]:
@@ -187,7 +178,6 @@ NonFinite = Literal["raise", "skip", "ignore", "defer"]
 MaxNorm = float | Sequence[float | None] | None
 
 _POLICIES = get_args(NonFinite)
-_NEED_MORE = (torch.optim.LBFGS, ReduceLROnPlateau)
 
 
 class StepResult(NamedTuple, Generic[A]):
@@ -219,6 +209,7 @@ def optimizer_step(
     norm_type: float = 2.0,
     max_value: float | None = None,
     nonfinite: NonFinite = "raise",
+    closure: Closure | None = None,
 ) -> TrainState: ...
 
 
@@ -264,6 +255,7 @@ def optimizer_step(
     norm_type: float = 2.0,
     max_value: float | None = None,
     nonfinite: NonFinite = "raise",
+    closure: Closure | None = None,
 ) -> TrainState | StepResult[Accumulation] | StepResult[None]:
     """Divide, check, clip, step, and clear the gradients. Mutates parameters; a collective if gradients are sharded.
 
@@ -276,7 +268,8 @@ def optimizer_step(
     Args:
         ctx: the context.
         optimizer: an optimizer, or several that take this step together, with one norm and one decision.
-        scaler: a `TrainState` whose window has ended; or the loss scale that `backward` used.
+        scaler: a `TrainState` whose window has ended, or, with a closure, one from `state.next(batch)`; or the loss
+            scale that `backward` used.
         accum: beside a loss scale, the window that has ended; None if `backward` had none.
         scheduler: scheduler or schedulers, stepped once after the optimizer, on any number of ranks.
         max_norm: largest norm of the gradients. A number is for all optimizers together, a list has one for each. None
@@ -287,6 +280,10 @@ def optimizer_step(
             fused=True leave the step out on the device, and a later call raises; or `ignore`. The last two do not wait
             for the device, and a window without weight is a step with zero gradients. Under a dynamic loss scale an
             overflow is always skipped.
+        closure: function that computes the loss of the batch and calls no backward, for an optimizer that evaluates
+            the loss in its step, such as LBFGS. It returns the mean loss, shape [], or the loss and its weight; the
+            default weight is `batch.valid`. Each evaluation is a window: its gradient is divided, and the optimizer
+            gets the mean loss over all ranks. It takes the place of `backward`.
 
     Returns:
         The next state, with `stepped` and `grad_norm`; for the parts, a `StepResult`.
@@ -308,14 +305,18 @@ def optimizer_step(
         (1, True)
     """
     ctx.comm.settle()
+    optimizers = listed(optimizer, Optimizer, "optimizer_step, optimizer", evaluates=closure is not None)
     state = None
     if isinstance(scaler, TrainState):
         check_alone(accum, "optimizer_step")
-        state, scaler, accum = scaler, scaler.scaler, ended_window(scaler.accum, "accel.optimizer_step")
-    optimizers = _listed(optimizer, Optimizer, "optimizer_step, optimizer")
-    schedulers = [] if scheduler is None else _listed(scheduler, LRScheduler, "optimizer_step, scheduler=")
+        state, scaler = scaler, scaler.scaler
+        if closure is None:
+            accum = ended_window(state.accum, "accel.optimizer_step")
+    schedulers = [] if scheduler is None else listed(scheduler, LRScheduler, "optimizer_step, scheduler=")
     _check_not_exhausted(schedulers)
     check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
+    if closure is not None:
+        return _step_by_closure(ctx, optimizers, schedulers, state, closure, (max_norm, max_value, nonfinite))
     limits = check_limits(optimizers, max_norm, norm_type, max_value)
     window = checked_window(ctx, scaler, accum, accum if state is None else state)
     _check_begin(ctx, optimizers, accum)
@@ -342,7 +343,7 @@ def optimizer_step(
     else:
         outcome, deferred = step_by(engine, ctx, optimizers, weight, request), None
     if not outcome.finite and (nonfinite == "raise" or scaler.dynamic):
-        check_overflow(ctx, scaler, accum, optimizers, apart=_decide_apart(ctx, optimizers))
+        check_overflow(ctx, scaler, accum, optimizers, apart=decide_apart(ctx.position.axes, optimizers))
     _end(ctx, engine, optimizers, schedulers, stepped=outcome.stepped)
     step = _result(ctx, optimizers, outcome, accum, scaler, deferred)
     if state is None:
@@ -352,11 +353,28 @@ def optimizer_step(
     return after_step(ctx, state, step.accum, step.scaler, stepped=stepped, grad_norm=step.grad_norm)
 
 
+def _step_by_closure(
+    ctx: DistContext,
+    optimizers: list[Optimizer],
+    schedulers: list[LRScheduler],
+    given: TrainState | None,
+    closure: Closure,
+    options: tuple[object, object, str],
+) -> TrainState:
+    """Take a step with a closure, which every rank takes; return the state after it."""
+    state, norm = step_by_closure(ctx, optimizers, given, closure, options)
+    _end(ctx, None, optimizers, schedulers, stepped=True)
+    outcome = EngineOutcome(stepped=True, finite=True, grad_norm=norm)
+    step = _result(ctx, optimizers, outcome, state.accum, state.scaler, None)
+    assert step.accum is not None
+    return after_step(ctx, state, step.accum, step.scaler, stepped=True, grad_norm=norm)
+
+
 def _deferring(
     ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation | None, scaler: LossScale
 ) -> Callable[..., Deferred]:
     """Return `defer` with the facts of a step."""
-    apart, updates = _decide_apart(ctx, optimizers), None if accum is None else accum.updates
+    apart, updates = decide_apart(ctx.position.axes, optimizers), None if accum is None else accum.updates
     note = partial(_note, ctx, updates, scaler, apart=apart)
     losses = seen_losses(ctx, accum)
     return partial(defer, ctx, optimizers=optimizers, step=updates, losses=losses, apart=apart, note=note)
@@ -453,7 +471,7 @@ def _result(
         ctx.comm.deferred = deferred.read
     elif ctx.world_size > 1:
         updates = None if accum is None else accum.updates
-        _note(ctx, updates, after, apart=_decide_apart(ctx, optimizers), stepped=stepped, finite=finite)
+        _note(ctx, updates, after, apart=decide_apart(ctx.position.axes, optimizers), stepped=stepped, finite=finite)
     known = stepped if deferred is None else None
     if accum is None:
         ctx.comm.seen_loss = None
@@ -464,37 +482,17 @@ def _result(
     return StepResult(known, closed, after, norm)
 
 
-def _decide_apart(ctx: DistContext, optimizers: list[Optimizer]) -> bool:
-    """Return whether a rank may skip a step that others take: its parameters, or those along an axis, are its own."""
-    for name, axis in ctx.position.axes:
-        if axis.size > 1 and dimension_of(name) is None:
-            return True
-    for each in optimizers:
-        for group in each.param_groups:
-            if group["params"] and steps_alone(group["params"][0]):
-                return True
-    return False
+def listed(objects: T | Sequence[T], kind: type[T], where: str, *, evaluates: bool = False) -> list[T]:
+    """List the optimizers or schedulers of a step: each once, and of a kind that steps without arguments.
 
-
-def _listed(objects: T | Sequence[T], kind: type[T], where: str) -> list[T]:
-    """List the optimizers or schedulers of a step: each once, and of a kind that steps without arguments."""
+    `evaluates`: the step has a closure, for an optimizer that evaluates the loss.
+    """
     alone = isinstance(objects, kind) or not isinstance(objects, Sequence)
-    listed = [cast(T, objects)] if alone else list(cast("Sequence[T]", objects))
-    for each in listed:
-        if not isinstance(each, kind) or isinstance(each, _NEED_MORE):
-            raise _cannot_step(each, kind, where)
-    if len(set(map(id, listed))) < len(listed):
+    found = [cast(T, objects)] if alone else list(cast("Sequence[T]", objects))
+    for each in found:
+        lacks = isinstance(each, ReduceLROnPlateau) or (isinstance(each, torch.optim.LBFGS) and not evaluates)
+        if not isinstance(each, kind) or lacks:
+            raise cannot_step(each, kind, where)
+    if len(set(map(id, found))) < len(found):
         raise ConfigError("would be stepped twice", expected=f"each {kind.__name__} once", got="one again", where=where)
-    return listed
-
-
-def _cannot_step(found: object, kind: type, where: str) -> ConfigError:
-    if isinstance(found, torch.optim.LBFGS):
-        return ConfigError("LBFGS evaluates the loss within its step", where=where, fix="Call optimizer.step(closure).")
-    if isinstance(found, ReduceLROnPlateau):
-        return ConfigError(
-            "ReduceLROnPlateau needs a metric",
-            where=where,
-            fix="Call scheduler.step(metric) yourself, with a metric from accel.reduce, the same on every rank.",
-        )
-    return ConfigError("cannot be stepped", expected=f"a torch {kind.__name__}", got=type(found).__name__, where=where)
+    return found

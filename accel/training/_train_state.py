@@ -16,7 +16,7 @@ from accel.data import SampleCount
 from accel.data._batches import Batch
 from accel.data._cursor import Cursor
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation, check_latest, next_micro_batch
+from accel.optim import CLOSURE_LINE, Accumulation, check_latest, next_micro_batch
 from accel.parallel._leftovers import clear_gradients
 from accel.precision._amp import LossScale, loss_scale
 from accel.training._deferred import Deferred
@@ -71,16 +71,19 @@ def check_between(window: Accumulation, call: str) -> None:
 
 def dropped(window: Accumulation, call: str) -> StepError:
     """Make the error for a call before the one that the window waits for, or after its result was dropped."""
+    check_latest(window, call)
     if is_begun(window):
         missing, line = "the backward of this batch", "state = accel.backward(ctx, loss, state)"
+        closures = f" If the optimizer evaluates the loss, as LBFGS does: {CLOSURE_LINE}."
     else:
         missing, line = "the optimizer step of this window", "state = accel.optimizer_step(ctx, optimizer, state)"
+        closures = ""
     return StepError(
         f"the state does not know of {missing}",
         expected=line,
         got=f"micro-batch {window.micro} of {window.steps}",
         where=call,
-        fix=f"Keep the result: {line}. To abandon the window: state = accel.training.discard(state, model).",
+        fix=f"Keep the result: {line}. To abandon the window: state = accel.training.discard(state, model).{closures}",
     )
 
 

@@ -269,6 +269,16 @@ def _gradients(ctx: DistContext, window: Accumulation, parameters: list[torch.Te
     return grads
 
 
+def clear_here(optimizers: list[Optimizer]) -> None:
+    """Clear gradients as `zero_grad` does, without its records for the profiler, which take most of its time."""
+    for optimizer in optimizers:
+        if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:  # overridden, or wrapped
+            optimizer.zero_grad()
+            continue
+        for each in parameters_of([optimizer]):
+            each.grad = None
+
+
 _MOST_NAMED = 3
 
 

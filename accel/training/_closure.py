@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps with a closure: the optimizer evaluates the loss, as LBFGS does, and each evaluation is a window of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.optim import Optimizer
+
+from accel.comm import all_reduce_flat
+from accel.context import DistContext
+from accel.data import SampleCount
+from accel.devices import wide_dtype
+from accel.errors import ConfigError, StepError
+from accel.optim import CLOSURE_LINE, Accumulation, check_latest, parameters_of, scale_, within_closure
+from accel.parallel._engines import engine_of
+from accel.parallel._labels import steps_alone
+from accel.tensors import is_dtensor
+from accel.training._backward import check_loss, on_device, own_weight, run_backward, start_sharing, weigh
+from accel.training._deferred import mark_deferred
+from accel.training._refused import check_overflow, check_settings, refuse_in_closure
+from accel.training._train_state import TrainState, after_backward, begun_window, is_begun
+from accel.training._window import (
+    clear_here,
+    division,
+    mark_followed,
+    note_loss,
+    read_outcome,
+    total_weight,
+    whole_norm,
+    window_gradients,
+)
+
+Closure = Callable[[], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
+
+_WHERE = "optimizer_step, closure="
+
+
+class _ClosureStep:
+    """One step of an optimizer, and the evaluations of a closure in it.
+
+    Attributes:
+        window: window of the latest evaluation.
+        norm: norm of its gradient; None if gradients are not checked.
+        began: `time.perf_counter` when the step began.
+    """
+
+    def __init__(
+        self, ctx: DistContext, optimizer: Optimizer, state: TrainState, closure: Closure, *, check_finite: bool
+    ) -> None:
+        self.window: Accumulation = state.accum
+        self.norm: float | torch.Tensor | None = None
+        self.began = perf_counter()
+        self._ctx = ctx
+        self._optimizer = optimizer
+        self._state = state
+        self._closure = closure
+        self._checks = check_finite
+
+    def step(self) -> None:
+        """Step the optimizer and clear its gradients. Mutates parameters; a collective."""
+        try:
+            with within_closure(self._ctx.comm, "closure="):
+                cast(Any, self._optimizer).step(self._evaluate)
+        finally:
+            clear_here([self._optimizer])
+        if self.window is self._state.accum:
+            raise StepError(
+                "the optimizer has not called the closure",
+                expected="an optimizer whose step(closure) evaluates the loss",
+                got=type(self._optimizer).__name__,
+                where=_WHERE,
+            )
+
+    def _evaluate(self) -> torch.Tensor:
+        """Compute the mean loss of all ranks and its gradient, equal on all of them to the last bit."""
+        ctx, state = self._ctx, self._state
+        clear_here([self._optimizer])
+        parameters = parameters_of([self._optimizer])
+        with torch.enable_grad():
+            found = self._closure()
+            loss, weight = found if isinstance(found, tuple) else (found, state.valid)
+            check_loss(loss, _WHERE, "Return the mean loss, or the loss and its weight.")
+            if any(each.grad is not None for each in parameters):
+                refuse_in_closure(ctx, state.scaler, state.accum)
+            loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+            assert weight is not None  # of a batch that has begun
+            added, factor = weigh(ctx, state.scaler, state.accum, weight, same_units=False)
+            shared = start_sharing(ctx, added)
+            run_backward(ctx, loss, factor)
+        self.window = shared()
+        _ = note_loss(ctx, state.accum, self.window, loss)
+        self._divide(parameters)
+        return _mean(ctx, loss, weight)
+
+    def _divide(self, parameters: list[torch.Tensor]) -> None:
+        """Divide the gradients by the weight of all ranks; refuse those that are not finite."""
+        ctx = self._ctx
+        [grads] = window_gradients(ctx, self.window, parameters)
+        weight = total_weight(self.window)
+        if self._checks:
+            norm = whole_norm(ctx, grads, parameters, 2.0)
+            figures = read_outcome([norm], weight)
+            if not figures.finite:
+                check_overflow(ctx, self._state.scaler, self.window, [self._optimizer], apart=False)
+            weight = figures.weight
+            self.norm = norm * division(ctx, self.window, weight)
+        factor = division(ctx, self.window, weight)
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            scale_(grads, factor)
+
+
+def _mean(ctx: DistContext, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+    """Return the mean loss over the units of all ranks, detached, shape []. A collective."""
+    loss = loss.detach()
+    if ctx.world_size == 1:
+        return loss
+    own = float(weight) if isinstance(weight, SampleCount) else own_weight(ctx, weight)
+    units = own if isinstance(own, torch.Tensor) else on_device(ctx, own)
+    wide = wide_dtype(ctx.device)
+    units = units.to(ctx.device, wide)
+    total = torch.where(units > 0, loss.to(ctx.device, wide) * units, 0.0)  # a rank without units may have NaN
+    sums = all_reduce_flat(ctx.comm, torch.stack([total, units]), "sum")
+    return torch.where(sums[1] > 0, sums[0] / sums[1], 0.0)
+
+
+def _checked(
+    ctx: DistContext, optimizers: list[Optimizer], state: TrainState, *, clips: bool, nonfinite: str
+) -> Accumulation:
+    """Return the window of a step with a closure; raise for what such a step does not support."""
+    parameters = parameters_of(optimizers)
+    refused = {
+        "the strategy of an engine": engine_of(ctx) is not None,
+        f"{len(optimizers)} optimizers": len(optimizers) != 1,
+        "parameters that ranks divide": any(map(is_dtensor, parameters)),
+        "a pipeline": ctx.axis("pp").size > 1,
+        "ranks that step alone": any(map(steps_alone, parameters)),
+        "a loss scale, as of fp16": state.scaler.dynamic or state.scaler.scale != 1.0,
+        "master weights": ctx.precision.master_weights is not None,
+    }
+    if found := [each for each, holds in refused.items() if holds]:
+        mesh = f'mesh="dp={ctx.world_size}", ' if ctx.world_size > 1 else ""
+        raise ConfigError(
+            "a step with a closure is for one optimizer of parameters that each rank holds in full",
+            expected='strategy="ddp" or one rank, in fp32, fp64 or bf16',
+            got=", ".join(found),
+            where=_WHERE,
+            fix=f'Before prepare: ctx = accel.replace(ctx, {mesh}strategy="ddp", precision="fp32")',
+        )
+    if clips or nonfinite not in ("raise", "ignore"):
+        raise ConfigError(
+            "the optimizer would see other gradients than those of the loss",
+            expected='no max_norm= or max_value=, and nonfinite="raise" or "ignore"',
+            got="clipping" if clips else f"nonfinite={nonfinite!r}",
+            where=_WHERE,
+            fix=f'Leave it out: {CLOSURE_LINE} To bound the steps of LBFGS: line_search_fn="strong_wolfe".',
+        )
+    window = begun_window(state.accum, "accel.optimizer_step")
+    if window.backwards or not is_begun(window):
+        raise StepError(
+            "the closure's gradients would be added to those of an earlier backward",
+            expected="a state from state.next(batch)",
+            got=f"a window with {window.backwards} backward passes",
+            where=_WHERE,
+            fix="Leave accel.backward out, and return the loss from the closure.",
+        )
+    if not window.sync:
+        raise StepError(
+            "each evaluation of a closure is a whole window",
+            expected="a window of one batch",
+            got=f"micro-batch {window.micro} of {window.steps}",
+            where=_WHERE,
+            fix="state = accel.train_state(ctx, accumulation=1); a closure may add losses of several micro-batches.",
+        )
+    return window
+
+
+class ClosureOutcome(NamedTuple):
+    """A step that has evaluated a closure.
+
+    Attributes:
+        state: with the window of the latest evaluation.
+        grad_norm: norm of its gradient; None if gradients are not checked.
+    """
+
+    state: TrainState
+    grad_norm: torch.Tensor | None
+
+
+def step_by_closure(
+    ctx: DistContext,
+    optimizers: list[Optimizer],
+    state: object,
+    closure: Closure,
+    options: tuple[object, object, str],
+) -> ClosureOutcome:
+    """Let one optimizer evaluate a closure within its step. Mutates parameters; a collective.
+
+    `options`: `max_norm`, `max_value` and `nonfinite` of `optimizer_step`.
+    """
+    max_norm, max_value, nonfinite = options
+    clips = max_norm is not None or max_value is not None
+    if not isinstance(state, TrainState):
+        raise ConfigError(
+            "a closure needs the whole state",
+            expected="a TrainState within a batch",
+            got=type(state).__name__,
+            where=_WHERE,
+            fix=CLOSURE_LINE,
+        )
+    check_latest(state, "optimizer_step")
+    window = _checked(ctx, optimizers, state, clips=clips, nonfinite=nonfinite)
+    if ctx.launched or ctx.position.opened:
+        check_settings(ctx, window, optimizers)
+    if ctx.comm.defers:
+        mark_deferred(ctx, optimizers, defers=False)
+    taken = _ClosureStep(ctx, optimizers[0], state, closure, check_finite=nonfinite == "raise")
+    taken.step()
+    mark_followed(ctx, state, window, CLOSURE_LINE)
+    norm = None if taken.norm is None else torch.as_tensor(taken.norm)
+    return ClosureOutcome(after_backward(state, taken.window, taken.began), norm)

@@ -43,7 +43,7 @@ _LONE = re.compile(r"(?=[^\d\s]*\d)(?=[^A-Za-z\s]*[A-Za-z])([\w+/=~-]{8,})[ \t]*
 _IDENTIFIER = re.compile(r"[a-z_]\w*|[A-Z_][A-Z0-9_]*")
 _HEXADECIMAL = re.compile(r"[0-9a-f]{20,}")
 _LOGIN = re.compile(r"(?i:login|log_in|sign_?in|auth\w*|client|connect\w*|configure|session|api|fernet|hmac|encrypt)$")
-# What stands before a value that another word names: an option with its default, a pair of name and value.
+# What is before a value that another word names: an option with its default, a pair of name and value.
 _DEFAULT_OF = re.compile(r"""(?i:argument|option|flag|define\w*|field)\(([^()]{0,300})$""")
 _VALUE_OF = re.compile(r"""\b(?i:name|key|id)["']?\s{0,4}[:=]\s{0,4}["']?([\w.-]{1,128})["']?[\s,+-]{0,40}["']?$""")
 _WORD = re.compile(r"""["']([\w.-]++)["']""")
@@ -309,7 +309,7 @@ def _unquoted(text: str, at: int, field: re.Match[str], *, is_code: bool) -> tup
 
 
 def _quoted_range(text: str, quoted: re.Match[str], more: re.Pattern[str] = _MORE) -> tuple[int, int]:
-    """Return the range of a literal and of those that it is joined with, or that stand on the next lines: a diff has
+    """Return the range of a literal and of those that it is joined with, or that are on the next lines: a diff has
     the old value and the new one."""
     last = quoted
     is_plain = not quoted[3] or _is_plain(quoted[3])
@@ -348,7 +348,7 @@ def _is_login(before: str) -> bool:
 
 
 def _is_value_of_another(before: str) -> bool:
-    """Return whether a text ends where the value of a credential follows, whose name stands before."""
+    """Return whether a text ends where the value of a credential follows, whose name is before."""
     option = _DEFAULT_OF.search(before)
     names = _WORD.findall(option[1]) if option else []
     pair = _VALUE_OF.search(before[-240:])

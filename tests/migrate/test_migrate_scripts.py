@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import random
 import re
 import sys
 import tokenize
@@ -16,9 +17,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import libcst as cst
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from typing_extensions import override
 
 import accel
 from accel.errors import ConfigError
@@ -67,6 +70,100 @@ def test_a_script_is_written_as_recorded_and_its_comments_survive(path: Path) ->
     assert not Counter(comments_of(before)) - Counter(comments_of(after.new.decode()))
     for note in (*after.notes, *after.changes):
         assert 1 <= note.line <= after.new.decode().count("\n")
+
+
+class Decorated(cst.CSTTransformer):
+    """Inserts annotations, comments and decorators at half of the places that take them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+        self.count = 0
+
+    def _note(self) -> cst.Annotation | None:
+        self.count += 1
+        texts = ("int", "list[int]", "'a.B | None'", "Optional['T']", "Callable[..., None]")
+        return cst.Annotation(cst.parse_expression(self._random.choice(texts))) if self._random.random() < 0.5 else None
+
+    @override
+    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
+        return updated_node.with_changes(annotation=updated_node.annotation or self._note())
+
+    @override
+    def visit_Lambda(self, node: cst.Lambda) -> bool:
+        return False  # whose parameters take no annotation
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        return self._decorated(updated_node).with_changes(returns=updated_node.returns or self._note())
+
+    @override
+    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+        return self._decorated(updated_node)
+
+    def _decorated(self, node: Any) -> Any:
+        decorator = cst.Decorator(
+            cst.parse_expression(self._random.choice(("marked", "marked.by(2)", "torch.no_grad()")))
+        )
+        kept = [decorator, *node.decorators] if self._random.random() < 0.3 else node.decorators
+        return node.with_changes(decorators=kept)
+
+    @override
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign | cst.AnnAssign:
+        target = updated_node.targets[0].target
+        if len(updated_node.targets) > 1 or not isinstance(target, cst.Name | cst.Attribute):
+            return updated_node
+        annotation = self._note()
+        return cst.AnnAssign(target, annotation, updated_node.value) if annotation else updated_node
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        if self._random.random() < 0.5:
+            return updated_node
+        self.count += 1
+        comment = cst.EmptyLine(comment=cst.Comment(f"# here {self.count}"))
+        return updated_node.with_changes(leading_lines=[*updated_node.leading_lines, comment])
+
+
+@pytest.mark.parametrize("path", SHORT)
+@settings(max_examples=1, deadline=None)
+@given(seed=st.integers(0, 2**20))
+def test_annotations_comments_and_decorators_are_no_obstacle(path: Path, seed: int) -> None:
+    before = cst.parse_module(path.read_text()).visit(Decorated(seed)).code
+    try:
+        _ = compile(before, path.name, "exec")
+    except SyntaxError:  # an annotated name is global
+        return
+    after = migrated(before).new.decode()
+    _ = compile(after, path.name, "exec")
+    assert not Counter(comments_of(before)) - Counter(comments_of(after))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def main(model: int, optimizer: 'T' = None, *rest: int, out: str, **more: float) -> None:",
+        "def main(model, optimizer, /, rest, *, out) -> dict[str, list[int]]:",
+        "async def main(model, optimizer, rest=lambda a, *b: a, out=None):",
+    ],
+)
+def test_a_function_that_saves_may_have_any_signature(text: str) -> None:
+    lines = [
+        "from accelerate import Accelerator",
+        text,
+        "    accelerator: Accelerator = Accelerator()",
+        "    model, optimizer, loader = accelerator.prepare(model, optimizer, rest)",
+        "    start: int = 0",
+        "    for epoch in range(start, 3):",
+        "        for batch in loader:",
+        "            accelerator.backward(model(batch))",
+        "            optimizer.step()",
+        "            optimizer.zero_grad()",
+        "        accelerator.save_state(out)",
+    ]
+    assert "accel.save_state(ctx, out" in migrated("\n".join(lines) + "\n").new.decode()
 
 
 @pytest.mark.parametrize("path", SHORT)

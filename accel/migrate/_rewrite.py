@@ -11,6 +11,7 @@ import libcst as cst
 from typing_extensions import override
 
 from accel.errors import ConfigError
+from accel.migrate._backward import PlainBackward
 from accel.migrate._checkpoints import Checkpoints
 from accel.migrate._classes import Flattened, Restored, find_kept
 from accel.migrate._guards import asks_main, calls_all, opened
@@ -476,6 +477,8 @@ def _passed(text: str, module: cst.Module, *, cells: bool) -> Migrated:
         module = module.visit(Flattened(kept))
         script = Script(module, kept.holders)
     notes = Remarks()
+    module = module.visit(PlainBackward(script, notes, module))
+    script = Script(module, kept.holders)
     passes: list[cst.CSTTransformer] = [
         Before(script, notes),
         Lengths(script, notes),

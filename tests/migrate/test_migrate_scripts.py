@@ -174,6 +174,61 @@ def test_every_line_may_carry_comments(path: Path) -> None:
     compile(after, path.name, "exec")
 
 
+class Plain(cst.CSTTransformer):
+    """Writes `accelerator.backward(loss)` as `loss.backward()`."""
+
+    @override
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        func = updated_node.func
+        if not isinstance(func, cst.Attribute) or func.attr.value != "backward" or not updated_node.args:
+            return updated_node
+        loss, *others = updated_node.args
+        value = loss.value
+        if isinstance(value, cst.BinaryOperation | cst.UnaryOperation) and not value.lpar:
+            value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+        return updated_node.with_changes(func=cst.Attribute(value, cst.Name("backward")), args=others)
+
+
+@pytest.mark.parametrize("path", [path for path in SHORT if path.id != "kinds"])  # which steps no optimizer
+def test_a_plain_backward_is_that_of_the_accelerator_where_a_prepared_optimizer_steps(path: Path) -> None:
+    before = path.read_text()
+    assert migrated(cst.parse_module(before).visit(Plain()).code).new == migrated(before).new
+
+
+PLAIN = """import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(3):
+    for x in loader:
+        {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "trains", "stays"),
+    [
+        ("model(x).backward();optimizer.step();optimizer.zero_grad()", 1, 0),
+        ("optimizer.zero_grad();(model(x) / 2).backward();optimizer.step()", 1, 0),
+        ("model(x).backward();if epoch % 2:;    optimizer.step();    optimizer.zero_grad()", 1, 0),
+        ("x.requires_grad_();model(x).sum().backward();print(x.grad)", 0, 1),
+        ("model(x).backward();g = x.grad;optimizer.zero_grad();model(g).backward();optimizer.step()", 1, 1),
+        ("for _ in range(3):;    model(x).backward();    x = x.grad;model(x).backward();optimizer.step()", 1, 1),
+        ("model(x).backward();x.grad.zero_();model(x).backward();optimizer.step()", 1, 1),
+        ("model(x).backward();other.step()", 0, 1),
+        ("scaler.scale(model(x)).backward();scaler.step(optimizer)", 0, 1),
+        ("model(x).backward(torch.ones(2));optimizer.step()", 0, 1),
+    ],
+)
+def test_a_loop_trains_if_it_steps_a_prepared_optimizer_next(body: str, trains: int, stays: int) -> None:
+    after = migrated(PLAIN.format(body="\n        ".join(body.split(";"))))
+    text = after.new.decode()
+    assert text.count("accel.backward(ctx,") == trains
+    assert sum("whether this backward() trains" in note.text for note in after.notes) == stays
+    assert text.count(").backward(") == stays
+
+
 @pytest.mark.parametrize("path", SHORT)
 def test_migrating_twice_changes_nothing(path: Path) -> None:
     first = migrated(path.read_text())

@@ -229,6 +229,73 @@ def test_a_loop_trains_if_it_steps_a_prepared_optimizer_next(body: str, trains: 
     assert text.count(").backward(") == stays
 
 
+LAUNCHED = """from accelerate import Accelerator, debug_launcher, notebook_launcher
+
+def loop(mixed_precision, seed):
+    accelerator = Accelerator({options})
+    accelerator.print(seed)
+
+{launch}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "launch", "inside", "outside"),
+    [
+        ("mixed_precision='bf16'", "notebook_launcher(loop, ('no', 42))", "", ", precision='bf16')"),
+        (
+            "mixed_precision=mixed_precision",
+            "notebook_launcher(loop, ('bf16', 42))",
+            "precision=mixed_precision",
+            "42))",
+        ),
+        ("mixed_precision=mixed_precision", "debug_launcher(loop, ('bf16', 42))", "precision=mixed_precision", "42))"),
+        ("mixed_precision='bf16'", "debug_launcher(loop, ('bf16', 42))", "precision='bf16'", "42))"),
+        ("mixed_precision='bf16'", "notebook_launcher(loop, (), mixed_precision='no')", "precision='bf16'", "='no')"),
+        ("mixed_precision='bf16', cpu=True", "notebook_launcher(loop, ())", 'device="cpu"', ", precision='bf16')"),
+        ("dynamo_backend='inductor'", "notebook_launcher(loop, ())", 'compile="whole"', "(loop, ())"),
+        ("", "notebook_launcher(loop, ())", "", "(loop, ())"),
+    ],
+)
+def test_options_within_a_launched_function_are_carried_over(
+    options: str, launch: str, inside: str, outside: str
+) -> None:
+    text = migrated(LAUNCHED.format(options=options, launch=launch)).new.decode()
+    assert ("    ctx = accel.replace(ctx, " in text) == bool(inside)
+    assert inside in text
+    assert text.rstrip().endswith(outside)
+    _ = compile(text, "script.py", "exec")
+
+
+ASKED = """from accelerate import Accelerator
+
+def main(model):
+    accelerator = Accelerator()
+    state = accelerator.state
+    print({expression})
+"""
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("accelerator.state.num_processes", "ctx.world_size"),
+        ("state.process_index", "ctx.rank"),
+        ("getattr(accelerator, 'num_processes', 1)", "ctx.world_size"),
+        ("getattr(state, 'device', None)", "ctx.device"),
+        ("state.fsdp_plugin", ""),
+        ("accelerator.state.fsdp_plugin is None", ""),
+        ("getattr(accelerator.state, 'deepspeed_plugin', None)", ""),
+        ("hasattr(accelerator, 'trackers')", ""),
+        ("getattr(model, 'state', None)", "getattr(model, 'state', None)"),
+    ],
+)
+def test_an_attribute_that_a_context_lacks_is_noted(expression: str, expected: str) -> None:
+    after = migrated(ASKED.format(expression=expression))
+    assert ("print(" + expected in after.new.decode()) or not expected
+    assert any("a context lacks it" in note.text for note in after.notes) == (not expected)
+
+
 @pytest.mark.parametrize("path", SHORT)
 def test_migrating_twice_changes_nothing(path: Path) -> None:
     first = migrated(path.read_text())

@@ -107,7 +107,10 @@ def _check_fields(fields: Mapping[str, Any], where: str) -> None:
     names = fields.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(each, str) for each in cast(Any, names))):
         raise ConfigError(
-            "not names of classes", expected="a list", got=repr(names)[:80], where=f"{where}, architectures"
+            "not names of classes",
+            expected="a list",
+            got=str(fields["architectures"])[:80],
+            where=f"{where}, architectures",
         )
     waiting: list[tuple[str, object]] = [("", fields)]
     while waiting:

@@ -91,8 +91,9 @@ class _Scope(cst.CSTTransformer):
         found: set[str] = set()
         for loop in walk(scope):
             call = counted(loop)
-            trains = "accel.backward(" in text_of(loop) or self._calls_epochs(loop)
-            if call is not None and len(call.args) > 1 and trains:
+            if call is None or len(call.args) < 2:
+                continue
+            if "accel.backward(" in text_of(loop) or self._calls_epochs(loop):
                 found.add(full_name(call.args[0].value))
         return found
 

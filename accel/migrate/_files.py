@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from accel.errors import ConfigError, MissingExtraError
+from accel.opening import read_regular
 
 _CELL = "#@accel-cell {}"
 _MAGIC = "#@accel-magic "
@@ -98,6 +99,7 @@ def _dumped(book: object, text: str) -> str:
 
 
 ORIGINAL = ".orig"
+_LARGEST = 100_000_000  # bytes of a notebook with its outputs
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 _SUFFIXES = (".py", ".ipynb")
 _CONFIG = re.compile(r"^(compute_environment|distributed_type|num_processes)\s*:", flags=re.M)
@@ -174,7 +176,7 @@ def launch_files(paths: Sequence[str]) -> list[Path]:
     for folder in sorted(folders):
         for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")]):
             try:
-                text = path.read_text(encoding="utf-8")
+                text = read_regular(path).decode()
             except (OSError, UnicodeDecodeError):
                 continue
             if len(set(_CONFIG.findall(text))) > 1:
@@ -183,12 +185,22 @@ def launch_files(paths: Sequence[str]) -> list[Path]:
 
 
 def migrate_file(path: Path) -> FileResult:
-    """Read a file and return what it becomes; nothing is written. A file that is not Python is a `ConfigError`."""
+    """Read a file and return what it becomes; nothing is written.
+
+    Raises `ConfigError` for a file that cannot be read, is not Python, or cannot be rewritten.
+    """
     try:
-        old = path.read_bytes()
+        old = read_regular(path, _LARGEST)
     except OSError as error:
         raise ConfigError("the file cannot be read", got=str(error.strerror), where=str(path)) from None
-    return migrate_bytes(old, path)
+    try:
+        return migrate_bytes(old, path)
+    except (ConfigError, MissingExtraError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a parser in Rust panics by one that is no Exception
+        got = f"{type(error).__name__}: {error}".partition("\n")[0]
+        fix = "Migrate this file by hand, or report it as a bug; the other files are rewritten."
+        raise ConfigError("the file cannot be rewritten", got=got, where=str(path), fix=fix) from error
 
 
 def migrate_bytes(old: bytes, path: Path) -> FileResult:

@@ -181,3 +181,13 @@ def _inserted(new: _Source, added: dict[int, list[str]]) -> str:
         written += [f"{blank}{comment}{newline}" for comment in held]
         written.append(line)
     return "".join(written)
+
+
+class Unannotated(cst.CSTTransformer):
+    """Drops the annotation of a variable whose class goes: `accelerator: Accelerator = Accelerator()`."""
+
+    @override
+    def leave_AnnAssign(self, original_node: cst.AnnAssign, updated_node: cst.AnnAssign) -> cst.AnnAssign | cst.Assign:
+        if updated_node.value is None or "Accelerator" not in text_of(updated_node.annotation):
+            return updated_node
+        return cst.Assign([cst.AssignTarget(updated_node.target)], updated_node.value)

@@ -104,6 +104,10 @@ class Names(cst.CSTTransformer):
             return self._method(method, original_node, updated_node)
         if origin := script.origin(original_node.func):
             return self._function(origin, original_node, updated_node)
+        if full_name(original_node.func) in ("getattr", "hasattr") and len(original_node.args) > 1:
+            owner = original_node.args[0].value
+            if script.holds(owner) or script.is_state(owner):
+                return self._attribute_by_name(original_node, updated_node)
         if full_name(original_node.func) in script.searched:
             return self._searched(full_name(original_node.func), updated_node)
         return updated_node
@@ -116,7 +120,7 @@ class Names(cst.CSTTransformer):
             own
             or script.method(call)
             or script.origin(call.func)
-            or full_name(call.func) in ("print", "str", "hasattr")
+            or full_name(call.func) in ("print", "str", "hasattr", "getattr")
         ):
             return
         for arg in call.args:
@@ -304,8 +308,10 @@ class Names(cst.CSTTransformer):
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
         script, name = self._script, original_node.attr.value
         if not script.holds(original_node.value):
-            if text_of(original_node).endswith(".state.deepspeed_plugin") and "accelerator" in text_of(original_node):
-                self._decide("what takes the place of deepspeed_plugin", "deepspeed")
+            if script.is_state(original_node.value) and name in ATTRIBUTES:
+                return self._expression(ATTRIBUTES[name])
+            if script.is_state(original_node.value):
+                self._lacks(original_node, name)
             if name == "accelerator" or f"self__{name}" in script.kept:
                 self._decide(f"what takes the place of {text_of(original_node)}: functions take ctx", "classes")
             return updated_node.with_changes(attr=original_node.attr)
@@ -322,6 +328,19 @@ class Names(cst.CSTTransformer):
         elif id(original_node) not in self._called and name not in METHODS:
             self._decide(f"what takes the place of accelerator.{name}")
         return updated_node.with_changes(attr=original_node.attr)
+
+    def _lacks(self, node: cst.CSTNode, name: str) -> None:
+        page = "deepspeed" if "deepspeed" in name else "fsdp" if "fsdp" in name else "names"
+        self._decide(f"what takes the place of {text_of(node)}: a context lacks it", page)
+
+    def _attribute_by_name(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        """Return `getattr(accelerator, "name", default)` as what takes the attribute's place; note other names."""
+        literal = original.args[1].value
+        name = literal.raw_value if isinstance(literal, cst.SimpleString) else ""
+        if name in ATTRIBUTES and full_name(original.func) == "getattr":
+            return self._expression(ATTRIBUTES[name])
+        self._lacks(original, name)
+        return updated
 
     @override
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg | cst.RemovalSentinel:

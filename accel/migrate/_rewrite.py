@@ -11,10 +11,11 @@ import libcst as cst
 from typing_extensions import override
 
 from accel.errors import ConfigError
+from accel.migrate._backward import PlainBackward
 from accel.migrate._checkpoints import Checkpoints
 from accel.migrate._classes import Flattened, Restored, find_kept
 from accel.migrate._guards import asks_main, calls_all, opened
-from accel.migrate._layout import Fit, with_comments
+from accel.migrate._layout import Fit, Unannotated, with_comments
 from accel.migrate._loops import Training
 from accel.migrate._names import Names
 from accel.migrate._reading import Evaluation, Lengths
@@ -454,7 +455,7 @@ def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
     if "accelerat" not in text:
         return Migrated(text, (), ())
     try:
-        module = cst.parse_module(text)
+        module = cst.parse_module(text).visit(Unannotated())
     except cst.ParserSyntaxError as error:
         problem = re.sub(r"^parser error: error at \d+:\d+: ", "", error.message.splitlines()[0])
         above = re.findall(r"^#@accel-cell (\d+)$", "\n".join(text.split("\n")[: error.raw_line]), flags=re.MULTILINE)
@@ -476,6 +477,8 @@ def _passed(text: str, module: cst.Module, *, cells: bool) -> Migrated:
         module = module.visit(Flattened(kept))
         script = Script(module, kept.holders)
     notes = Remarks()
+    module = module.visit(PlainBackward(script, notes, module))
+    script = Script(module, kept.holders)
     passes: list[cst.CSTTransformer] = [
         Before(script, notes),
         Lengths(script, notes),

@@ -230,6 +230,12 @@ class Script:
         """Whether an expression is an attribute of an Accelerator."""
         return isinstance(node, cst.Attribute) and node.attr.value == name and self.holds(node.value)
 
+    def is_state(self, node: cst.CSTNode | None) -> bool:
+        """Whether an expression is the state of an Accelerator, or a variable of it."""
+        if isinstance(node, cst.Name):
+            node = self.assigned.get(node.value)
+        return node is not None and self.is_attribute(node, "state")
+
     def is_device(self, node: cst.CSTNode | None) -> bool:
         """Whether an expression is the Accelerator's device, or a variable that holds it."""
         if node is None:

@@ -260,6 +260,7 @@ class Sessions(cst.CSTTransformer):
         rest = body[at + 1 :]
         if name in self._launched and not self._names:
             self._launched[name] = made
+            rest = [*self._replaced(name, made), *rest]
             return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept)]), self._script.ctx)
         if not self._names and self._can_hoist(original_node, made):
             self._hoisted[name] = made
@@ -280,6 +281,22 @@ class Sessions(cst.CSTTransformer):
             updated_node = updated_node.with_changes(body=body)
         wrap = _Callers(self._script, self._hoisted, self._launched, self)
         return updated_node.visit(wrap)
+
+    def _replaced(self, name: str, made: Made) -> list[cst.BaseStatement]:
+        """Return the line that gives a launched function's context the settings that its launcher does not take."""
+        launches = [call for call in calls(self._module) if _runs(self._script, call) == name]
+        is_placed = _is_text(made.settings.get("precision")) and all(map(self.takes_precision, launches))
+        settings = {key: value for key, value in made.settings.items() if not (is_placed and key == "precision")}
+        if not settings:
+            return []
+        call = cast(cst.Call, self._call("accel.replace", Made(settings, [])))
+        first = cst.Arg(cst.Name(self._script.ctx))
+        return [statement(f"{self._script.ctx} = {{made}}", made=call.with_changes(args=[first, *call.args]))]
+
+    def takes_precision(self, launch: cst.Call) -> bool:
+        """Whether the call of a launcher can get a precision, and has none."""
+        given = {arg.keyword.value for arg in launch.args if arg.keyword}
+        return self._script.origin(launch.func) == "notebook_launcher" and "mixed_precision" not in given
 
     def _line(self, made: Made) -> cst.BaseStatement:
         """Return a line that opens a context, which nothing closes."""
@@ -387,15 +404,19 @@ def _taking(node: cst.FunctionDef, ctx: str) -> cst.FunctionDef:
     return node.with_changes(params=params.with_changes(params=[first, *params.params]))
 
 
+def _runs(script: Script, call: cst.Call) -> str:
+    """Return the function that a call hands to `notebook_launcher` or `debug_launcher`; empty for other calls."""
+    is_launcher = script.origin(call.func) in ("notebook_launcher", "debug_launcher") and call.args
+    return full_name(call.args[0].value) if is_launcher else ""
+
+
+def _is_text(value: cst.BaseExpression | None) -> bool:
+    return isinstance(value, cst.SimpleString)
+
+
 def _launched(script: Script, module: cst.Module) -> dict[str, Made | None]:
     """Return the functions that a script hands to `notebook_launcher` or `debug_launcher`."""
-    found: dict[str, Made | None] = {}
-    for call in calls(module):
-        if script.origin(call.func) in ("notebook_launcher", "debug_launcher") and call.args:
-            name = full_name(call.args[0].value)
-            if name in script.functions:
-                found[name] = None
-    return found
+    return {name: None for call in calls(module) if (name := _runs(script, call)) in script.functions}
 
 
 class _Blank(cst.CSTTransformer):
@@ -425,11 +446,10 @@ class _Callers(cst.CSTTransformer):
         if full_name(original_node.func) in self._hoisted:
             first = cst.Arg(cst.Name(self._script.ctx))
             return updated_node.with_changes(args=[first, *updated_node.args])
-        if self._script.origin(original_node.func) in ("notebook_launcher", "debug_launcher") and original_node.args:
-            made = self._launched.get(full_name(original_node.args[0].value))
+        if _runs(self._script, original_node):
+            made = self._launched.get(_runs(self._script, original_node))
             precision = made.settings.get("precision") if made else None
-            given = {arg.keyword.value for arg in original_node.args if arg.keyword}
-            if precision is not None and isinstance(precision, cst.SimpleString) and "mixed_precision" not in given:
+            if precision is not None and _is_text(precision) and self._sessions.takes_precision(original_node):
                 call = cast(cst.Call, expression("f(precision={value})", value=precision))
                 args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in updated_node.args]
                 return updated_node.with_changes(args=[*args, call.args[0]])

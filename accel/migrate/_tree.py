@@ -41,6 +41,10 @@ def text_of(node: cst.CSTNode) -> str:
         node = node.with_changes(leading_lines=[], trailing_whitespace=cst.TrailingWhitespace())
     elif getattr(node, "leading_lines", None):
         node = node.with_changes(leading_lines=[])
+    elif isinstance(node, cst.Annotation):  # whose sign depends on what it is in
+        node = node.annotation
+    elif isinstance(node, cst.Param):
+        node = node.name
     return cst.Module([]).code_for_node(node).strip()
 
 

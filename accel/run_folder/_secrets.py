@@ -9,115 +9,67 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
+
+from accel.run_folder._secret_names import is_secret_name, is_told_name, words_of
 
 STARS = "***"
 MOST_TEXT = 20_000  # characters of a text that is read and stored
-_MOST_NAME = 128  # characters at the end of a name that are read
 _MOST_BRACKET, _MOST_PEM = 1_000, 8_000  # characters in which the end of a bracket, or of a PEM block, is looked for
-
-_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_JOINED = re.compile(r"(\w*?)(keys?|tokens?|secrets?|passwords?|passwd|passphrase)")  # `apikey`, `dbpassword`
-_PASSWORDS = {"password", "passwords", "passwd", "passphrase", "passcode"}
-_TOLD = {*_PASSWORDS, "secret", "secrets", "authorization", "bearer", "cookie", "cookies"}  # before a colon, too
-_HOOKS = {"webhook", "webhooks"}  # whose URLs are credentials
-_ANYWHERE = {*_TOLD, "credential", "credentials", "creds", "auth", "jwt", "pwd"}
-_OPEN = {"api", "access", "private", "secret"}  # owners of keys that are hidden behind a colon, too
-_OPEN_TOKENS = {"api", "access", "auth", "bearer", "refresh", "secret", "security", "session"}
-_OF_KEYS = """account admin aes anthropic app application aws azure clearml client comet consumer crypt decryption
-deploy encryption gcp github gitlab google gpg hf hmac hub huggingface kaggle license master mistral neptune openai
-pgp rsa sentry service shared signing slack ssh ssl stripe subscription swanlab tls user wandb"""
-_OWNERS = {*_OPEN, *_OPEN_TOKENS, *_OF_KEYS.split()}
-_SIGNERS = {"access", "amz", "aws", "goog", "request", "url", "webhook"}
-# Words of models and loops, before `token` and `pass`, which name nothing secret.
-_OF_TOKENS = """additional audio begin boi bos class cls decoder dist distillation end eoi eos eot extra first forced
-image img lang language last mask max min new next num pad per previous prompt register role sep source space special
-speech src start stop target text tgt think tool total unexpected unk video vision word"""
-_OF_PASSES = "all backward band each every first forward high last low multi next num one per second single third two"
-_TOKENS = {*_OF_TOKENS.split()}
-_PASSES = {*_OF_PASSES.split()}
-_AFTER = {
-    "b",
-    "base",
-    "bytes",
-    "hex",
-    "new",
-    "old",
-    "pem",
-    "prod",
-    "read",
-    "string",
-    "value",
-    "write",
-}  # of no meaning for the rule
-_OF_PLACES = "count dir endpoint env file filename files folder length method mode name path paths size type uri url"
-_PLACES = {*_OF_PLACES.split()}
-
-
-def is_secret_name(name: str) -> bool:
-    """Return whether values of a name are credentials: `api_key`, `hf-token`, `dbPassword`, but not `max_tokens`.
-
-    Names of places (`token_path`, `secret_name`) and of counts are not, nor `key` behind other words than an owner's.
-    """
-    words = _words(name)
-    if _is_hook(words):
-        return True
-    if not words or (len(words) > 1 and words[-1] in _PLACES):
-        return False
-    if not _ANYWHERE.isdisjoint(words) or any(map(_is_owned, words[1:], words)):
-        return True
-    before, last = ["", *words][-2:]
-    return (
-        (last == "token" and before not in _TOKENS)
-        or (last == "pass" and before not in _PASSES)
-        or (last in ("sig", "signature") and (not before or before in _SIGNERS))
-        or words == ["key"]
-    )
-
-
-def _is_told_name(name: str) -> bool:
-    """Return whether the name of a credential is one that prose has before a colon with nothing else in mind."""
-    before, last = ["", "", *_words(name)][-2:]
-    return (
-        last in _TOLD
-        or _is_hook([before, last])
-        or (last in ("key", "keys") and before in _OPEN)
-        or (last in ("token", "tokens") and before in _OPEN_TOKENS)
-    )
-
-
-def _is_hook(words: Sequence[str]) -> bool:
-    """Return whether a name is that of a webhook or its URL."""
-    before, last = ["", "", *words][-2:]
-    return last in _HOOKS or (last in ("url", "urls", "uri") and before in _HOOKS)
-
-
-def _is_owned(word: str, before: str) -> bool:
-    return word in ("key", "keys", "token", "tokens") and before in _OWNERS
-
-
-def _words(name: str) -> list[str]:
-    """Return the words of a name in small letters, without numbers, and without meaningless words at its end."""
-    words: list[str] = []
-    for word in _WORDS.findall(name[-_MOST_NAME:]):
-        small = word.lower()
-        joined = _JOINED.fullmatch(small)
-        if joined and joined[1] and (joined[2] in _PASSWORDS or joined[1].endswith(tuple(_OWNERS))):
-            words += [next((each for each in _OWNERS if joined[1].endswith(each)), joined[1]), joined[2]]
-        else:
-            words.append(small)
-    while len(words) > 1 and words[-1] in _AFTER:
-        _ = words.pop()
-    return words
-
 
 # A name, what closes it, and the sign behind it. A name begins where no other can, so that none is read twice.
 _FIELD = re.compile(
     r"""(?<![\w.-])((?i:(?:api|access|private|secret)[ ]key)|[\w.-]++)(?:\\*+["'])?\]?"""
-    r"""([ \t]*+)(=(?!=)|:(?!:|//))[ \t]*+"""
+    r"""([ \t]*+)(:?=(?!=)|:(?!:|//|=))[ \t]*+"""
+)
+# The annotation of a name, and the sign behind it.
+_TYPED = re.compile(
+    r"""["']?[\w.]++(?:\[[^\]\n]{0,100}\]{1,3})?(?:[ \t]*+\|[ \t]*+[\w.]++)*+["']?"""
+    r"""(?:[ \t]++=(?!=)[ \t]++|[ \t]*+=[ \t]*+(?=[bBuUrRfF]{0,2}["'(\\]))"""
+)
+_STARTS = re.compile(r"""(?:^|\n)[-+ ]?[ \t]*+(?:-[ \t]++)?(?:export[ \t]++)?["']?$""")
+_NEXT_LINE = re.compile(r"""\\?\r?\n[-+ ]?[ \t]*+(?=[bBuUrRfF]{0,2}(?:"(?!"")|'(?!'')))""")
+_NEXT_WORD = re.compile(r"""\r?\n[-+ ]?[ \t]++(?=[^\s:=#'"]{6,}[ \t]*+(?:[\r\n]|$))""")
+_BLOCK = re.compile(r"[|>][-+]?\d?[ \t]*+\r?\n")
+_BLOCK_LINE = re.compile(r"[-+ ]?[ \t]++[^\r\n]*+(?:\r?\n)?")
+# A literal in a bracket of its own, and calls that pass one on.
+_HOLDS_LITERAL = re.compile(r"""\([^()\[\]{}"']{0,200}["']""")
+_WRAPPER = re.compile(
+    r"""(?i:[\w.]*+(?<=auth)|[\w.]*?(?:secret\w*|credentials?|str|bytes|field|option|argument|getenv|environ\.get))"""
+    r"""(?=\(\s*+(?:default\s*+=\s*+|value\s*+=\s*+)?[bBuUrRfF]{0,2}["'])"""
+)
+_LONE = re.compile(r"(?=[^\d\s]*\d)(?=[^A-Za-z\s]*[A-Za-z])([\w+/=~-]{8,})[ \t]*+(?=[\r\n;#]|$)")
+_IDENTIFIER = re.compile(r"[a-z_]\w*|[A-Z_][A-Z0-9_]*")
+_HEXADECIMAL = re.compile(r"[0-9a-f]{20,}")
+_LOGIN = re.compile(r"(?i:login|log_in|sign_?in|auth\w*|client|connect\w*|configure|session|api|fernet|hmac|encrypt)$")
+# What is before a value that another word names: an option with its default, a pair of name and value.
+_DEFAULT_OF = re.compile(r"""(?i:argument|option|flag|define\w*|field)\(([^()]{0,300})$""")
+_VALUE_OF = re.compile(r"""\b(?i:name|key|id)["']?\s{0,4}[:=]\s{0,4}["']?([\w.-]{1,128})["']?[\s,+-]{0,40}["']?$""")
+_WORD = re.compile(r"""["']([\w.-]++)["']""")
+_PAIR = re.compile(r"""(?<!\\)(\\*+["'])([\w.-]++)\1\s{0,40},\s{0,40}(?=[bBuUrRfF]{0,2}\\*+["'])""")
+_SETS = re.compile(r"(?i:set\w*|put\w*|add\w*|\w*env|define\w*|replace\w*)\((?:[^()]{0,60},\s{0,40})?$")
+_GETS = re.compile(r"(?i:get\w*|pop)\((?:[^()]{0,60},\s{0,40})?$|[(\[]\s{0,40}$")
+_PLAIN_WORD = re.compile(r"[a-z_ -]*")
+_LOGIN_CALL = re.compile(r"""\b(?:login|set_access_token|set_token|set_password)(?=\(\s*+[bBuUrRfF]{0,2}["'])""")
+_ELEMENT = re.compile(r"<([\w:.-]++)(?:\s[^<>]*+)?>([^<>]++)(?=</)")
+_USER_FLAG = re.compile(r"""(?<![\w-])(?:-u|--user|--proxy-user)[ \t=]*+["']?[^\s"':=]++:([^\s"']++)""")
+_FETCHES = re.compile(r"\b(?:curl|wget|https?)\b")
+_SPACED = re.compile(
+    r"(?m)^[-+ ]?[ \t]*+(?:(?:ENV|setenv)[ \t]++([\w.-]++)"
+    r"|(?:(?:machine|login)[ \t][^\r\n]{0,200}?\b)?password(?=[ \t]++\S++[ \t]*+$))[ \t]++([^\s=]++)"
+)
+_PASSWORD_FLAG = re.compile(
+    r"\b(?:sshpass[ \t]++-p|(?:mysql|mysqldump|mysqladmin|mariadb)\b[^\r\n|;&]{0,200}?[ \t]-p(?=\S)"
+    r"|(?:docker|podman|helm|oc|az)[ \t]++(?:[\w-]++[ \t]++)?login\b[^\r\n|;&]{0,200}?[ \t]-p"
+    r"""|redis-cli\b[^\r\n|;&]{0,200}?[ \t]-a|sqlcmd\b[^\r\n|;&]{0,200}?[ \t]-P)[ \t]*+["']?([^\s"']++)"""
 )
 _QUOTED = re.compile(r"""[bBuUrRfF]{0,2}(\\*+)(\"""|'''|["'])(.*?)(?<!\\)\1\2""")
+_TRIPLE = re.compile(r"""[bBuUrRfF]{0,2}(\"{3}|'{3})(.{0,2000}?)(?:\1|$)""", re.DOTALL)
+_MORE = re.compile(r"""(?:[ \t]*+\+[ \t]*+|[ \t]++)(?=[bBuUrRfF]{0,2}["'])""")  # literals that are joined
+_NEXT_ITEM = re.compile(r"""[ \t]*+,[ \t]*+(?=[bBuUrRfF]{0,2}["'])""")
+_FALLBACK = re.compile(r"""[^\r\n]{0,200}?\b(?:or|else)[ \t]++(?=[bBuUrRfF]{0,2}["'])""")
+_UNPACKED = re.compile(r"(?:^|\n)[-+ ]?[ \t]*+\(?((?:[\w.]++,[ \t]*+)++)$")
 _IS_QUOTED = re.compile(r"""[bBuUrRfF]{0,2}\\*+["']""")
 _BARE = re.compile(r"[^\s&;,]++")
 _LINE = re.compile(r"[^\r\n]*+")
@@ -125,7 +77,8 @@ _PLACEHOLDER = re.compile(r"[{\[]\w*+[}\]]|<[\w -]*+>")
 # A flag and its value as two words of a shell, or of a printed list; prose has plain words behind a flag.
 _PASSED = re.compile(r"""(?<![\w-])(--?[A-Za-z][\w.-]*+)(?:["'],)?[ \t]++(["']?)(?=[^\s"']{6})([^\s"']++)""")
 _IS_MADE = re.compile(r"(?=\D*\d)(?=[^A-Za-z]*[A-Za-z])")
-_BRACKETS = re.compile(r"[{}\[\]]")
+_BRACKETS = re.compile(r"[{}\[\]()]")
+_OPENING = re.compile(r"[{\[(]")
 _SCHEME = re.compile(r"(?i:bearer|basic|token|negotiate|apikey)[ \t]++[^\s\"']++")
 _FLAG = re.compile(r"([\w.+-]++)=(.+)", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*+\.?\d*+|\.\d++)(?:[eE][-+]?\d++)?")
@@ -255,19 +208,26 @@ def _half(word: str) -> str:
 
 def _starred(text: str) -> str:
     text = _USER.sub(f"{STARS}@", _without_pem(text))
-    parts: list[str] = []
-    done = 0
-    for field in _FIELD.finditer(text):
-        if field.start() < done:
-            continue
-        start, end = _value(text, field)
-        if start < end:
-            parts += [text[done:start], STARS]
-            done = end
-    text = _PASSED.sub(_passed, "".join([*parts, text[done:]]))
+    for pattern, find in _FINDERS:
+        text = _without(text, pattern, find)
+    text = _PASSED.sub(_passed, text)
     for form in _FORMS:
         text = form.sub(rf"\1{STARS}", text)
     return text
+
+
+def _without(text: str, pattern: re.Pattern[str], find: Callable[[str, re.Match[str]], tuple[int, int]]) -> str:
+    """Return a text with stars in place of the ranges that `find` returns for the matches of a pattern."""
+    parts: list[str] = []
+    done = 0
+    for found in pattern.finditer(text):
+        if found.start() < done:
+            continue
+        start, end = find(text, found)
+        if start < end:
+            parts += [text[done:start], STARS]
+            done = end
+    return "".join([*parts, text[done:]])
 
 
 def _passed(flag: re.Match[str]) -> str:
@@ -280,25 +240,176 @@ def _value(text: str, field: re.Match[str]) -> tuple[int, int]:
     """Return where the credential behind a name begins and ends; an empty range if there is none."""
     name, space, sign = field.groups()
     at = field.end()
-    is_told = _is_told_name(name)
-    is_query = text[max(0, field.start() - 1) : field.start()] in ("?", "&")
-    if not (is_told if sign == ":" else is_secret_name(name) and (name.lower() != "key" or is_query)):
+    typed = sign == ":" and _TYPED.match(text, at)
+    if typed:
+        sign, at = "=", typed.end()
+    before = text[max(0, field.start() - 300) : field.start()]
+    is_told = is_told_name(name)
+    is_named = _is_named(name) or (_is_key(name) and (before.endswith(("?", "&")) or _is_login(before)))
+    unpacked = _UNPACKED.search(before[-200:]) if sign != ":" else None
+    if unpacked and any(map(_is_named, [name, *re.findall(r"[\w.]+", unpacked[1])])):
+        quoted = _QUOTED.match(text, at)
+        return _quoted_range(text, quoted, _NEXT_ITEM) if quoted else (at, at)
+    is_key = bool(_STARTS.search(before[-60:])) or before.endswith(("'", '"'))  # of a mapping, or of a file
+    is_owned_value = name.lower() in ("default", "value") and _is_value_of_another(before)
+    if sign == ":" and not is_told:
+        return _mapped(text, at, name) if is_key and (is_owned_value or is_named) else (at, at)
+    if not (is_named or is_owned_value):
         return at, at
+    if sign == ":" and is_key and (block := _BLOCK.match(text, at)):
+        return at, _block_end(text, block.end(), field.start())
+    if is_key or sign != ":":
+        following = _NEXT_LINE.match(text, at) or (sign == ":" and _NEXT_WORD.match(text, at))
+        at = following.end() if following else at
+    if triple := _TRIPLE.match(text, at):
+        return triple.span(2)
     if quoted := _QUOTED.match(text, at):
-        return (at, at) if not quoted[3] or _is_plain(quoted[3]) else quoted.span(3)
+        return _quoted_range(text, quoted)
     if _IS_QUOTED.match(text, at):  # it does not end in this line
         return at, _end(_LINE, text, at)
-    if space and sign == "=" and not is_told:  # a line of code
-        return at, at
+    return _unquoted(text, at, field, is_code=bool(typed or (space and sign != ":" and not is_told)))
+
+
+def _is_key(name: str) -> bool:
+    return name.strip("-").lower() == "key"  # which may be any key; a line of a diff has a sign before it
+
+
+def _is_named(name: str) -> bool:
+    return is_secret_name(name) and not _is_key(name)
+
+
+def _unquoted(text: str, at: int, field: re.Match[str], *, is_code: bool) -> tuple[int, int]:
+    """Return where a value without quotes begins and ends; in a line of code variables and most calls are none."""
+    if is_code or field[3] != ":":
+        fallback = _FALLBACK.match(text, at)
+        quoted = _QUOTED.match(text, fallback.end()) if fallback else None
+        if quoted and quoted[3] and not (_is_plain(quoted[3]) or _PLACEHOLDER.fullmatch(quoted[3])):
+            return quoted.span(3)
+    if _HOLDS_LITERAL.match(text, at):
+        return at, _bracket_end(text, at)
+    if wrapper := _WRAPPER.match(text, at):
+        return at, _bracket_end(text, wrapper.end())
+    if is_code:
+        lone = _LONE.match(text, at)
+        is_made = lone and (not _IDENTIFIER.fullmatch(lone[1]) or _HEXADECIMAL.fullmatch(lone[1]))
+        return lone.span(1) if lone and is_made else (at, at)
     if _PLACEHOLDER.match(text, at):
         return at, at
     if text[at : at + 1] in ("{", "["):
         return at, _bracket_end(text, at)
-    if sign == ":" and _words(name)[-1] in ("authorization", "cookie", "cookies", "passphrase"):
+    if field[3] == ":" and words_of(field[1])[-1] in ("authorization", "cookie", "cookies", "passphrase"):
         return at, _header_end(text, field)
-    end = _end(_BARE, text, at)
+    begin, end = at, _end(_BARE, text, at)
+    while opened := _OPENING.search(text, at, end):  # the arguments of a call
+        at = _bracket_end(text, opened.start())
+        end = _end(_BARE, text, at)
     end = at + len(text[at:end].rstrip("\"')]}>\\"))
-    return (at, at) if _is_plain(text[at:end]) else (at, end)
+    parts = text[begin:end].strip("()").split(",")
+    return (begin, begin) if all(_is_plain(each.strip()) for each in parts) else (begin, end)
+
+
+def _quoted_range(text: str, quoted: re.Match[str], more: re.Pattern[str] = _MORE) -> tuple[int, int]:
+    """Return the range of a literal and of those that it is joined with, or that are on the next lines: a diff has
+    the old value and the new one."""
+    last = quoted
+    is_plain = not quoted[3] or _is_plain(quoted[3])
+    while following := more.match(text, last.end()) or _NEXT_LINE.match(text, last.end()):
+        literal = _QUOTED.match(text, following.end())
+        if literal is None:
+            break
+        last = literal
+        is_plain = is_plain and (not last[3] or _is_plain(last[3]))
+    return (last.end(), last.end()) if is_plain else (quoted.start(3), last.end(3))
+
+
+def _mapped(text: str, at: int, name: str) -> tuple[int, int]:
+    """Return the range of a credential behind a key, `"hf_token": "..."`: a literal, or a word that looks made."""
+    if (following := _NEXT_LINE.match(text, at)) is not None:
+        at = following.end()
+    quoted = _QUOTED.match(text, at)
+    is_common = len(words_of(name)) < 2 and name.lower() not in ("default", "value")  # a token of a text, say
+    if quoted and (not is_common or (len(quoted[3]) >= 8 and _IS_MADE.match(quoted[3]))):
+        return _quoted_range(text, quoted)
+    lone = None if quoted else _LONE.match(text, at)
+    return lone.span(1) if lone else (at, at)
+
+
+def _is_login(before: str) -> bool:
+    """Return whether a text ends inside the call of a login or a client."""
+    depth = 0
+    for at in range(len(before) - 1, -1, -1):
+        if before[at] == ")":
+            depth += 1
+        elif before[at] == "(":
+            depth -= 1
+            if depth < 0:
+                return _LOGIN.search(before[max(0, at - 60) : at]) is not None
+    return False
+
+
+def _is_value_of_another(before: str) -> bool:
+    """Return whether a text ends where the value of a credential follows, whose name is before."""
+    option = _DEFAULT_OF.search(before)
+    names = _WORD.findall(option[1]) if option else []
+    pair = _VALUE_OF.search(before[-240:])
+    return any(map(_is_named, [*names, *([pair[1]] if pair else [])]))
+
+
+def _second(text: str, pair: re.Match[str]) -> tuple[int, int]:
+    """Return the range of the literal behind the literal of a credential's name, as in `setdefault(name, value)`."""
+    quoted = _QUOTED.match(text, pair.end())
+    before = text[max(0, pair.start() - 120) : pair.start()]
+    if not quoted or not quoted[3] or _is_plain(quoted[3]) or not _is_named(pair[2]):
+        return 0, 0
+    is_last = text[quoted.end() : quoted.end() + 1] in (")", "]")
+    is_value = _SETS.search(before) or (is_last and _GETS.search(before) and not _PLAIN_WORD.fullmatch(quoted[3]))
+    return quoted.span(3) if is_value else (0, 0)
+
+
+def _of_login(text: str, call: re.Match[str]) -> tuple[int, int]:
+    return call.end() + 1, _bracket_end(text, call.end()) - 1
+
+
+def _of_element(_: str, element: re.Match[str]) -> tuple[int, int]:
+    is_credential = is_secret_name(element[1].rpartition(":")[2]) and not _is_plain(element[2].strip())
+    return element.span(2) if is_credential and element[2].strip() else (0, 0)
+
+
+def _of_user(text: str, flag: re.Match[str]) -> tuple[int, int]:
+    is_credential = not _is_plain(flag[1]) and _FETCHES.search(text[max(0, flag.start() - 300) : flag.start()])
+    return flag.span(1) if is_credential else (0, 0)
+
+
+def _of_line(_: str, line: re.Match[str]) -> tuple[int, int]:
+    is_credential = is_secret_name(line[1]) if line[1] else _IS_MADE.match(line[2])
+    return line.span(2) if is_credential and not _is_plain(line[2]) else (0, 0)
+
+
+def _of_flag(_: str, flag: re.Match[str]) -> tuple[int, int]:
+    return (0, 0) if _is_plain(flag[1]) and not _NUMBER.fullmatch(flag[1]) else flag.span(1)
+
+
+_FINDERS: Sequence[tuple[re.Pattern[str], Callable[[str, re.Match[str]], tuple[int, int]]]] = (
+    (_FIELD, _value),
+    (_PAIR, _second),
+    (_LOGIN_CALL, _of_login),
+    (_ELEMENT, _of_element),
+    (_USER_FLAG, _of_user),
+    (_PASSWORD_FLAG, _of_flag),
+    (_SPACED, _of_line),
+)
+
+
+def _block_end(text: str, at: int, name_at: int) -> int:
+    """Return the end of a block of YAML: of the lines that begin further right than the name."""
+    line = text.rfind("\n", max(0, name_at - 300), name_at) + 1
+    wide = name_at - line
+    while at < len(text) and (found := _BLOCK_LINE.match(text, at)):
+        body = found[0].lstrip(" \t") if found[0][:1] not in "+-" else found[0][1:].lstrip(" \t")
+        if body.strip() and len(found[0]) - len(body) <= wide:
+            break
+        at = found.end()
+    return at - 1 if text[at - 1 : at] == "\n" else at
 
 
 def _header_end(text: str, field: re.Match[str]) -> int:
@@ -313,7 +424,7 @@ def _header_end(text: str, field: re.Match[str]) -> int:
 def _bracket_end(text: str, at: int) -> int:
     depth = 0
     for bracket in _BRACKETS.finditer(text, at, at + _MOST_BRACKET):
-        depth += 1 if bracket[0] in "{[" else -1
+        depth += 1 if bracket[0] in "{[(" else -1
         if not depth:
             return bracket.end()
     return max(_end(_LINE, text, at), min(len(text), at + _MOST_BRACKET))

@@ -182,3 +182,30 @@ def test_a_notebook_keeps_ids_outputs_and_magics(script: Path) -> None:
         assert {**old, "source": 0} == {**new, "source": 0}
     assert path.read_text().endswith("}\n")
     assert '"é\\n"' in path.read_text()
+
+
+def test_a_file_that_breaks_the_rewriting_is_named_and_the_others_are_written(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel.migrate import _rewrite
+
+    class Panic(BaseException):
+        """As of a parser in Rust."""
+
+    rewrite = _rewrite.rewrite
+    for error in (RuntimeError("deep inside"), Panic("deep inside")):
+
+        def broken(text: str, where: str, *, error: BaseException = error, **options: object) -> object:
+            if where.endswith("bad.py"):
+                raise error
+            return rewrite(text, where, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(_rewrite, "rewrite", broken)
+        (script.parent / "bad.py").write_text(script.read_text())
+        assert main(["migrate", str(script.parent)]) == 2
+        said = capsys.readouterr()
+        assert (
+            f"the file cannot be rewritten: got {type(error).__name__}: deep inside - at {script.parent / 'bad.py'}"
+            in said.err
+        )
+        assert f"+++ b/{script}" in said.out

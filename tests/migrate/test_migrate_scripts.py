@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import random
 import re
 import sys
 import tokenize
@@ -16,9 +17,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import libcst as cst
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from typing_extensions import override
 
 import accel
 from accel.errors import ConfigError
@@ -69,12 +72,228 @@ def test_a_script_is_written_as_recorded_and_its_comments_survive(path: Path) ->
         assert 1 <= note.line <= after.new.decode().count("\n")
 
 
+class Decorated(cst.CSTTransformer):
+    """Inserts annotations, comments and decorators at half of the places that take them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+        self.count = 0
+
+    def _note(self) -> cst.Annotation | None:
+        self.count += 1
+        texts = ("int", "list[int]", "'a.B | None'", "Optional['T']", "Callable[..., None]")
+        return cst.Annotation(cst.parse_expression(self._random.choice(texts))) if self._random.random() < 0.5 else None
+
+    @override
+    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
+        return updated_node.with_changes(annotation=updated_node.annotation or self._note())
+
+    @override
+    def visit_Lambda(self, node: cst.Lambda) -> bool:
+        return False  # whose parameters take no annotation
+
+    @override
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        return self._decorated(updated_node).with_changes(returns=updated_node.returns or self._note())
+
+    @override
+    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+        return self._decorated(updated_node)
+
+    def _decorated(self, node: Any) -> Any:
+        decorator = cst.Decorator(
+            cst.parse_expression(self._random.choice(("marked", "marked.by(2)", "torch.no_grad()")))
+        )
+        kept = [decorator, *node.decorators] if self._random.random() < 0.3 else node.decorators
+        return node.with_changes(decorators=kept)
+
+    @override
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign | cst.AnnAssign:
+        target = updated_node.targets[0].target
+        if len(updated_node.targets) > 1 or not isinstance(target, cst.Name | cst.Attribute):
+            return updated_node
+        annotation = self._note()
+        return cst.AnnAssign(target, annotation, updated_node.value) if annotation else updated_node
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        if self._random.random() < 0.5:
+            return updated_node
+        self.count += 1
+        comment = cst.EmptyLine(comment=cst.Comment(f"# here {self.count}"))
+        return updated_node.with_changes(leading_lines=[*updated_node.leading_lines, comment])
+
+
+@pytest.mark.parametrize("path", SHORT)
+@settings(max_examples=1, deadline=None)
+@given(seed=st.integers(0, 2**20))
+def test_annotations_comments_and_decorators_are_no_obstacle(path: Path, seed: int) -> None:
+    before = cst.parse_module(path.read_text()).visit(Decorated(seed)).code
+    try:
+        _ = compile(before, path.name, "exec")
+    except SyntaxError:  # an annotated name is global
+        return
+    after = migrated(before).new.decode()
+    _ = compile(after, path.name, "exec")
+    assert not Counter(comments_of(before)) - Counter(comments_of(after))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def main(model: int, optimizer: 'T' = None, *rest: int, out: str, **more: float) -> None:",
+        "def main(model, optimizer, /, rest, *, out) -> dict[str, list[int]]:",
+        "async def main(model, optimizer, rest=lambda a, *b: a, out=None):",
+    ],
+)
+def test_a_function_that_saves_may_have_any_signature(text: str) -> None:
+    lines = [
+        "from accelerate import Accelerator",
+        text,
+        "    accelerator: Accelerator = Accelerator()",
+        "    model, optimizer, loader = accelerator.prepare(model, optimizer, rest)",
+        "    start: int = 0",
+        "    for epoch in range(start, 3):",
+        "        for batch in loader:",
+        "            accelerator.backward(model(batch))",
+        "            optimizer.step()",
+        "            optimizer.zero_grad()",
+        "        accelerator.save_state(out)",
+    ]
+    assert "accel.save_state(ctx, out" in migrated("\n".join(lines) + "\n").new.decode()
+
+
 @pytest.mark.parametrize("path", SHORT)
 def test_every_line_may_carry_comments(path: Path) -> None:
     before = commented(path.read_text())
     after = migrated(before).new.decode()
     assert not Counter(comments_of(before)) - Counter(comments_of(after))
     compile(after, path.name, "exec")
+
+
+class Plain(cst.CSTTransformer):
+    """Writes `accelerator.backward(loss)` as `loss.backward()`."""
+
+    @override
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        func = updated_node.func
+        if not isinstance(func, cst.Attribute) or func.attr.value != "backward" or not updated_node.args:
+            return updated_node
+        loss, *others = updated_node.args
+        value = loss.value
+        if isinstance(value, cst.BinaryOperation | cst.UnaryOperation) and not value.lpar:
+            value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+        return updated_node.with_changes(func=cst.Attribute(value, cst.Name("backward")), args=others)
+
+
+@pytest.mark.parametrize("path", [path for path in SHORT if path.id != "kinds"])  # which steps no optimizer
+def test_a_plain_backward_is_that_of_the_accelerator_where_a_prepared_optimizer_steps(path: Path) -> None:
+    before = path.read_text()
+    assert migrated(cst.parse_module(before).visit(Plain()).code).new == migrated(before).new
+
+
+PLAIN = """import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(3):
+    for x in loader:
+        {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "trains", "stays"),
+    [
+        ("model(x).backward();optimizer.step();optimizer.zero_grad()", 1, 0),
+        ("optimizer.zero_grad();(model(x) / 2).backward();optimizer.step()", 1, 0),
+        ("model(x).backward();if epoch % 2:;    optimizer.step();    optimizer.zero_grad()", 1, 0),
+        ("x.requires_grad_();model(x).sum().backward();print(x.grad)", 0, 1),
+        ("model(x).backward();g = x.grad;optimizer.zero_grad();model(g).backward();optimizer.step()", 1, 1),
+        ("for _ in range(3):;    model(x).backward();    x = x.grad;model(x).backward();optimizer.step()", 1, 1),
+        ("model(x).backward();x.grad.zero_();model(x).backward();optimizer.step()", 1, 1),
+        ("model(x).backward();other.step()", 0, 1),
+        ("scaler.scale(model(x)).backward();scaler.step(optimizer)", 0, 1),
+        ("model(x).backward(torch.ones(2));optimizer.step()", 0, 1),
+    ],
+)
+def test_a_loop_trains_if_it_steps_a_prepared_optimizer_next(body: str, trains: int, stays: int) -> None:
+    after = migrated(PLAIN.format(body="\n        ".join(body.split(";"))))
+    text = after.new.decode()
+    assert text.count("accel.backward(ctx,") == trains
+    assert sum("whether this backward() trains" in note.text for note in after.notes) == stays
+    assert text.count(").backward(") == stays
+
+
+LAUNCHED = """from accelerate import Accelerator, debug_launcher, notebook_launcher
+
+def loop(mixed_precision, seed):
+    accelerator = Accelerator({options})
+    accelerator.print(seed)
+
+{launch}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "launch", "inside", "outside"),
+    [
+        ("mixed_precision='bf16'", "notebook_launcher(loop, ('no', 42))", "", ", precision='bf16')"),
+        (
+            "mixed_precision=mixed_precision",
+            "notebook_launcher(loop, ('bf16', 42))",
+            "precision=mixed_precision",
+            "42))",
+        ),
+        ("mixed_precision=mixed_precision", "debug_launcher(loop, ('bf16', 42))", "precision=mixed_precision", "42))"),
+        ("mixed_precision='bf16'", "debug_launcher(loop, ('bf16', 42))", "precision='bf16'", "42))"),
+        ("mixed_precision='bf16'", "notebook_launcher(loop, (), mixed_precision='no')", "precision='bf16'", "='no')"),
+        ("mixed_precision='bf16', cpu=True", "notebook_launcher(loop, ())", 'device="cpu"', ", precision='bf16')"),
+        ("dynamo_backend='inductor'", "notebook_launcher(loop, ())", 'compile="whole"', "(loop, ())"),
+        ("", "notebook_launcher(loop, ())", "", "(loop, ())"),
+    ],
+)
+def test_options_within_a_launched_function_are_carried_over(
+    options: str, launch: str, inside: str, outside: str
+) -> None:
+    text = migrated(LAUNCHED.format(options=options, launch=launch)).new.decode()
+    assert ("    ctx = accel.replace(ctx, " in text) == bool(inside)
+    assert inside in text
+    assert text.rstrip().endswith(outside)
+    _ = compile(text, "script.py", "exec")
+
+
+ASKED = """from accelerate import Accelerator
+
+def main(model):
+    accelerator = Accelerator()
+    state = accelerator.state
+    print({expression})
+"""
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("accelerator.state.num_processes", "ctx.world_size"),
+        ("state.process_index", "ctx.rank"),
+        ("getattr(accelerator, 'num_processes', 1)", "ctx.world_size"),
+        ("getattr(state, 'device', None)", "ctx.device"),
+        ("state.fsdp_plugin", ""),
+        ("accelerator.state.fsdp_plugin is None", ""),
+        ("getattr(accelerator.state, 'deepspeed_plugin', None)", ""),
+        ("hasattr(accelerator, 'trackers')", ""),
+        ("getattr(model, 'state', None)", "getattr(model, 'state', None)"),
+    ],
+)
+def test_an_attribute_that_a_context_lacks_is_noted(expression: str, expected: str) -> None:
+    after = migrated(ASKED.format(expression=expression))
+    assert ("print(" + expected in after.new.decode()) or not expected
+    assert any("a context lacks it" in note.text for note in after.notes) == (not expected)
 
 
 @pytest.mark.parametrize("path", SHORT)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from accel.run_folder import hide_in_config, hide_in_text, hide_in_words
-from accel.run_folder._secrets import MOST_TEXT, hide_in_diff, hide_in_text as hide, is_secret_name
+from accel.run_folder._secret_names import is_secret_name
+from accel.run_folder._secrets import MOST_TEXT, hide_in_diff, hide_in_text as hide
 
 S = "Zq7Vx9Lw3Kj"
 LONG = S * 3
@@ -132,6 +133,202 @@ ORDINARY_TEXTS = (
     "['--token', '--lr', '3e-4'] --max-tokens 4096k --token-path /data/v2",
     "export WANDB_API_KEY=<your key> token=<token>",
 )
+# Of programs, shells and files of settings, a value each.
+LEAKS = (
+    "auth=('user', '§')",
+    "auth = ('user', '§')",
+    "requests.get(url, auth=('user', '§'), timeout=3)",
+    "auth=(user, '§')",
+    "auth = HTTPBasicAuth('user', '§')",
+    "auth=HTTPBasicAuth('user', '§')",
+    "password := '§'",
+    "if (token := '§'):",
+    "TOKEN: str = '§'",
+    "TOKEN: str='§'",
+    "token: Optional[str] = '§'",
+    "api_key: str | None = '§'",
+    "TOKEN: Final[str] = '§'",
+    "token: 'str' = '§'",
+    "password: SecretStr = SecretStr('§')",
+    "token: str = Field(default='§')",
+    "TOKEN = SecretStr('§')",
+    "wandb.login(key='§')",
+    "wandb.login(relogin=True, key='§')",
+    "wandb.login('§')",
+    "login('user', '§')",
+    "wandb.login(\n    key='§',\n)",
+    "os.environ.setdefault('HF_TOKEN', '§')",
+    'setdefault("HF_TOKEN", "§")',
+    "os.environ.get('HF_TOKEN', '§')",
+    "os.getenv('HF_TOKEN', '§')",
+    "monkeypatch.setenv('WANDB_API_KEY', '§')",
+    "os.putenv('HF_TOKEN','§')",
+    "config.set('db', 'password', '§')",
+    "os.environ.update(HF_TOKEN='§')",
+    "os.environ.update({'HF_TOKEN': '§'})",
+    "setattr(args, 'api_key', '§')",
+    "os.environ |= {'HF_TOKEN': '§'}",
+    "[('password', '§')]",
+    "dict([('api_key', '§')])",
+    "parser.add_argument('--api-key', default='§')",
+    "parser.add_argument('--api-key', type=str, default='§', help='x')",
+    "parser.add_argument('-k', '--api-key', default='§')",
+    "parser.add_argument(\n    '--token',\n    default='§',\n)",
+    "@click.option('--password', default='§')",
+    "flags.DEFINE_string('api_key', '§', 'help')",
+    "token: str = typer.Option('§')",
+    "password = (\n    '§'\n)",
+    "api_key = (\n    '§'\n)",
+    "api_key = \\\n    '§'",
+    "token=\n    '§'",
+    "{'password':\n    '§'}",
+    '"hf_token":\n  "§"',
+    "password:\n  §",
+    "password: |\n  §\n  §",
+    "password: >-\n  §",
+    "api_key: |\n  §",
+    "<password>§</password>",
+    "<db:password type='x'>§</db:password>",
+    "<apiKey>\n  §\n</apiKey>",
+    '<add key="password" value="§"/>',
+    "- name: HF_TOKEN\n  value: §",
+    '- name: HF_TOKEN\n  value: "§"',
+    '{"name": "HF_TOKEN", "value": "§"}',
+    "curl -u user:§ https://x",
+    "curl --user user:§ https://x",
+    "curl -s --user 'user:§' https://x",
+    "curl -uuser:§ https://x",
+    "sshpass -p § ssh x",
+    "sshpass -p§ ssh x",
+    "sshpass -p '§' ssh x",
+    "mysql -u root -p§ db",
+    "docker login -u me -p § reg",
+    "redis-cli -a § ping",
+    "wget --password=§ x",
+    "tool --password §",
+    "curl -H 'Authorization: Bearer §' x",
+    'curl -H "X-Api-Key: §" x',
+    '--header "Authorization: Bearer §"',
+    "https://user:§@host/x",
+    "export HF_TOKEN=§",
+    "export HF_TOKEN='§'",
+    "ENV HF_TOKEN=§",
+    "ENV HF_TOKEN §",
+    "set HF_TOKEN=§",
+    "api_key = §",
+    "password = §",
+    "password=§",
+    "hf_token: §",
+    "hf_token: '§'",
+    "HF_TOKEN: §",
+    "  WANDB_API_KEY: §",
+    "machine api.wandb.ai\n  login user\n  password §",
+    "token=f('a', '§')",
+    "password = get('a', '§')",
+    "os.environ['HF_TOKEN'] = '§'",
+    "os.environ['HF_TOKEN'] = (\n    '§'\n)",
+    "headers = {'Authorization': 'Bearer §'}",
+    "headers['Authorization'] = f'Bearer §'",
+    "AKIA = 1; aws_secret_access_key = '§'",
+    "password = 'a' '§'",
+    "password = 'x' + '§'",
+    "api_key = 'x' + '§'",
+    "api_key = os.getenv('KEY') or '§'",
+    "keyring.set_password('svc', 'user', '§')",
+    "connect(user='u', passwd='§')",
+    "psycopg2.connect('dbname=x password=§')",
+    "token = b'§'",
+    "token = r'§'",
+    "token = '''§'''",
+    'password = """\n§\n"""',
+    "password=$'§'",
+    "self.api_key = api_key or '§'",
+    "def f(api_key='§'):",
+    "def f(api_key: str = '§'):",
+    "lambda token='§': token",
+    "Client(api_key='§')",
+    "openai.api_key = '§'",
+    "token, user = '§', 'me'",
+    "user, token = 'me', '§'",
+)
+HARMLESS = (
+    "sorted(rows, key=lambda row: row[1])",
+    "rows.sort(key='name')",
+    "df.sort_values(key='a')",
+    "max_tokens = 5",
+    "max_tokens: int = 512",
+    "token = tokenizer.encode(text)",
+    "token: str",
+    "tokens: list[int] = []",
+    "def f(token: str, key: str = 'name') -> None:",
+    "pad_token = '<pad>'",
+    "tokenizer = AutoTokenizer.from_pretrained('gpt2')",
+    "parser.add_argument('--max-tokens', default='5')",
+    "parser.add_argument('--key', default='name')",
+    "parser.add_argument('--token-path', default='/data/x')",
+    "config.setdefault('tokenizer', 'gpt2')",
+    "os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')",
+    "x.get('max_tokens', '5')",
+    "if key == 'token':",
+    "{'key': 'value'}",
+    "{'token': 'the', 'score': 1}",
+    "fields = ['password', 'username', 'email']",
+    "fields = ('username', 'password')",
+    "getattr(tok, 'pad_token', '')",
+    "class Password:\n    '''Doc.'''",
+    'class Token:\n    """Doc."""',
+    "def check(password):\n    '''Check it.'''\n    return 1",
+    "docker run -u 1000:1000 image",
+    "docker run --user app:app image",
+    "ssh -p 2222 host",
+    "mkdir -p out/x",
+    "grep -u a:b",
+    "<token>",
+    "<value>5</value>",
+    "<p>text</p>",
+    "<title>Tokens</title>",
+    "- name: EPOCHS\n  value: '5'",
+    "{'name': 'lr', 'value': 'x1y2z3w4'}",
+    "loss = criterion(pred, target)",
+    "num_heads: 8\nkey: value",
+    "key: |\n  some text\n  more",
+    "secret_path: /data/x",
+    "api_key = None",
+    "api_key: str | None = None",
+    "token = next_token",
+    "token = tokens[0]",
+    "token = model.generate(x)[0]",
+    "password = ''",
+    "assert token == 'abc'",
+    "key = 'model.layers.0.weight'",
+    "for key, value in state.items():",
+    "key, value = 'a', 'b'",
+    "import secrets",
+    "token, rest = text.split()",
+    "logger.info('token %s', token)",
+    "x = d['token']",
+    "tokens_per_s = 5",
+    "login()",
+    "client.login(url)",
+    "self.token = token",
+    "dict(key='a', value='b')",
+    "nn.MultiheadAttention(key=k, value=v)",
+    "attention(query, key=keys, value=values)",
+    "next(iter(tokens))",
+    "eos_token='</s>', bos_token='<s>'",
+    "author = ('Ada', 'Bob')",
+    "auth = None",
+    "auth=(None, None)",
+    "the value: 5",
+    "default='x'",
+    "parser.add_argument('--lr', default='1e-3')",
+    "os.environ.get('RANK', '0')",
+    "setattr(model, 'weight', 'x')",
+    "ENV PATH /usr/bin:/bin",
+    "password required",
+    "key_padding_mask = (mask == 'x')",
+    "token_ids = ('a', 'b')",
+)
 BAD = (
     *(
         "A",
@@ -149,6 +346,38 @@ BAD = (
     ),
     *("-----BEGIN X-----\n", "-----END X-----", "-----", "-", "password='", 'password:"', "password: {", "{[", "hf_"),
     *("password={", "password: ", "password:\n", " ", "\n", "sk-", "sk-a", "\\", "'", '"', 'a\\"', "b'", "api key "),
+    *(
+        "value=",
+        "default='",
+        "('token', ",
+        "set('token', '",
+        "curl -u a:",
+        "<token>",
+        "login('",
+        "mysql ",
+        "docker login ",
+    ),
+    *(
+        "password = 'a' ",
+        "a, ",
+        "token = x or ",
+        'password="""',
+        "password: |\n ",
+        "ENV ",
+        "login ",
+        "token=f(",
+        "token: a[",
+    ),
+    *(
+        "add_argument('",
+        "name: token ",
+        "api_key = (",
+        "password:\n 'a'\n",
+        "key='",
+        "(",
+        "f(key='a', ",
+        "x, token = 'a', ",
+    ),
     *("x.", "Authorization: ", "Cookie: '", "AbCd", "aA", "bearer ", "xoxb-", "QQQQQQQQQQQQQQQQ\n", "token", "a@://"),
 )
 
@@ -241,6 +470,33 @@ def test_differences_of_files_keep_their_lines_and_lose_credentials(sign: str, f
     assert shown.endswith(f"_key = \"***\"\n{sign}url = 'https://***@host'\n{sign}max_tokens = 512\n")
     assert BODY[:20] not in shown
     assert S not in shown
+
+
+@pytest.mark.parametrize("sign", ["+", "-", " "])
+@pytest.mark.parametrize("value", [S, "correct-Horse9battery", "3fa9c07d1be24a6f9d21"])
+def test_no_line_of_a_program_keeps_the_half_of_a_credential(sign: str, value: str) -> None:
+    for text in LEAKS:
+        lines = ["x = 1", *text.replace("§", value).split("\n"), "y = 2"]
+        shown = hide_in_diff("@@ -1 +1 @@\n" + "".join(f"{sign}{line}\n" for line in lines))
+        assert value not in shown, text
+        assert "***" in shown, text
+        assert shown.startswith(f"@@ -1 +1 @@\n{sign}x = 1\n"), text
+        assert shown.endswith(f"\n{sign}y = 2\n"), text
+
+
+@pytest.mark.parametrize("sign", ["+", "-", " "])
+def test_innocent_lines_of_a_program_stay(sign: str) -> None:
+    for text in HARMLESS:
+        diff = "".join(f"{sign}{line}\n" for line in ["x = 1", *text.split("\n"), "y = 2"])
+        assert hide_in_diff(f"@@ -1 +1 @@\n{diff}") == f"@@ -1 +1 @@\n{diff}", text
+
+
+def test_the_old_and_the_new_value_below_an_unchanged_name_are_hidden() -> None:
+    for name in ("password = (", "api_key = \\", "token="):
+        diff = f" {name}\n-    '{S}1'\n+    '{S}2'\n x = 1\n"
+        shown = hide_in_diff(diff)
+        assert S not in shown
+        assert shown.endswith("x = 1\n") or name.endswith("(")
 
 
 def test_differences_are_not_cut_where_texts_are() -> None:

@@ -32,7 +32,7 @@ MOST_GATHERED = 64
 
 # Marks that guards put on frozen records: by object identity, weakly, and no part of the record. A copy, or an equal
 # record made afresh, is not marked. A record finds its own by its weak references, so that no context is needed.
-Subject = Literal["followed", "spent", "left", "watched", "passed", "broken off", "deferred"]
+Subject = Literal["followed", "spent", "left", "watched", "passed", "broken off", "deferred", "stepped"]
 
 
 class Mark(weakref.ref[object]):

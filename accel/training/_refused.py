@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps refused before a parameter changes: settings without effect, and gradients that are not finite."""
+"""Steps refused before a parameter changes: settings without effect, and gradients that are not finite. And a warning
+after the first step, of state that no checkpoint can hold."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 from accel.comm import MERGED, Call, adopt, all_reduce_flat, exchange_values, notes_of_ranks
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, NonFiniteError
+from accel.items._kinds import unstorable
 from accel.optim import Accumulation, first_nonfinite, parameters_of
 from accel.parallel._engines import ENGINES
 from accel.parallel._labels import name_of, runs_without_autocast
@@ -166,3 +169,12 @@ def _names(optimizers: Sequence[Optimizer]) -> Iterator[str]:
                 name = known[at] if known else name_of(parameter)
                 place = f"optimizer {which}, " if len(optimizers) > 1 or not name else ""
                 yield place + (name or f"param_groups[{group_at}]['params'][{at}]")
+
+
+def warn_unstorable(optimizer: Optimizer) -> None:
+    """Log after an optimizer's first step, and not hours later at the first save, that a checkpoint cannot hold its
+    state. No communication."""
+    if (error := unstorable(optimizer)) is not None:
+        logging.getLogger("accel.training").warning(
+            "save_state will refuse the state that %s has after its first step: %s", type(optimizer).__name__, error
+        )

@@ -173,8 +173,18 @@ def _names(optimizers: Sequence[Optimizer]) -> Iterator[str]:
 
 def warn_unstorable(optimizer: Optimizer) -> None:
     """Log after an optimizer's first step, and not hours later at the first save, that a checkpoint cannot hold its
-    state. No communication."""
+    state, or holds no state of an optimizer inside of it. No communication."""
+    log = logging.getLogger("accel.training")
+    kind = type(optimizer)
     if (error := unstorable(optimizer)) is not None:
-        logging.getLogger("accel.training").warning(
-            "save_state will refuse the state that %s has after its first step: %s", type(optimizer).__name__, error
-        )
+        log.warning("save_state will refuse the state that %s has after its first step: %s", kind.__name__, error)
+    if kind.state_dict is not Optimizer.state_dict:
+        return
+    for name, held in vars(optimizer).items():  # as of SAM, whose state dict has its own state only
+        if isinstance(held, Optimizer) and held.state and held.state is not optimizer.state:
+            log.warning(
+                "the state dict of %s leaves out the state of the optimizer inside of it: save and load that one too, "
+                'as {"optimizer": optimizer, "inner": optimizer.%s}',
+                kind.__name__,
+                name,
+            )

@@ -172,6 +172,16 @@ def _step(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     optimizer.zero_grad()
 
 
+def _train(ctx: accel.DistContext, model: nn.Module, optimizer: Optimizer) -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+    loader = accel.prepare_loader(ctx, torch.utils.data.DataLoader(data, batch_size=2))
+    state = accel.train_state(ctx, seed=0)
+    for batch in accel.batches(ctx, loader, state):
+        state = state.next(batch)
+        state = accel.backward(ctx, model(batch.data[0]).square().mean(), state)
+        state = accel.optimizer_step(ctx, optimizer, state)
+
+
 def _weights(ctx: accel.DistContext, model: nn.Module) -> list[torch.Tensor]:
     whole = accel.get_state_dict(ctx, model, dst=None)
     assert whole is not None
@@ -309,14 +319,8 @@ def test_what_a_save_would_refuse_is_logged_after_the_first_step_alone(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, kind: type[Optimizer], said: str | None
 ) -> None:
     def run(ctx: accel.DistContext) -> None:
-        data = torch.utils.data.TensorDataset(torch.ones(8, 4))
         model, optimizer = _made(ctx, kind)
-        loader = accel.prepare_loader(ctx, torch.utils.data.DataLoader(data, batch_size=2))
-        state = accel.train_state(ctx, seed=0)
-        for batch in accel.batches(ctx, loader, state):
-            state = state.next(batch)
-            state = accel.backward(ctx, model(batch.data[0]).square().mean(), state)
-            state = accel.optimizer_step(ctx, optimizer, state)
+        _train(ctx, model, optimizer)
         items = {"model": model, "optimizer": optimizer}
         if said is None:
             accel.save_state(ctx, tmp_path / "run", items, step=1)
@@ -343,3 +347,58 @@ def test_an_object_of_an_unknown_class_is_refused_by_name(tmp_path: Path, monkey
         with pytest.raises(CheckpointError, match=r"a class that is not known.*a class Basis in the module"):
             accel.load_state(ctx, path, {"model": model, "optimizer": optimizer})
     assert _plain(optimizer.state_dict()) == _plain(before)
+
+
+class Sharpness(Optimizer):
+    """As SAM: an optimizer inside, whose state its state dict leaves out."""
+
+    def __init__(self, params: Any, *, shares: bool = False, **options: Any) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        if shares:
+            self.state = self.base_optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base_optimizer.step()
+
+
+class Giving(Sharpness):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"base": self.base_optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base_optimizer.load_state_dict(state_dict["base"])
+
+
+@pytest.mark.parametrize(
+    ("make", "warns"),
+    [
+        (lambda params: Sharpness(params, lr=0.1, momentum=0.9), True),
+        (lambda params: Sharpness(params, lr=0.1), False),  # nothing to lose
+        (lambda params: Sharpness(params, lr=0.1, momentum=0.9, shares=True), False),
+        (lambda params: Giving(params, lr=0.1, momentum=0.9), False),
+        (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), False),
+    ],
+)
+def test_state_of_an_optimizer_inside_another_is_not_lost_in_silence(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, make: Any, warns: bool
+) -> None:
+    ctx = accel.single()
+
+    def made() -> tuple[nn.Module, Any]:
+        net = nn.Linear(4, 2)
+        return net, make(net.parameters())
+
+    net, optimizer = made()
+    _train(ctx, net, optimizer)
+    texts = [record.getMessage() for record in caplog.records if "leaves out the state" in record.getMessage()]
+    assert len(texts) == warns
+    if warns:  # the line of the warning
+        assert '{"optimizer": optimizer, "inner": optimizer.base_optimizer}' in texts[0]
+        items = {"model": net, "optimizer": optimizer, "inner": optimizer.base_optimizer}
+        path = accel.save_state(ctx, tmp_path, items, step=1)
+        other, fresh = made()
+        accel.load_state(ctx, path, {"model": other, "optimizer": fresh, "inner": fresh.base_optimizer})
+        momenta = [each.base_optimizer.state_dict()["state"] for each in (optimizer, fresh)]
+        assert _plain(momenta[0]) == _plain(momenta[1])

@@ -37,6 +37,7 @@ from accel.errors._checks import with_article
 from accel.storage import stored_dtype
 
 _PURE = {"PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
+_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # each is written as its text
 _KINDS = "biufcSUMm"  # numpy's letters of dtypes whose bytes are their values
 
 
@@ -96,6 +97,19 @@ def make_array(dtype: str, tensor: object) -> Any:
     if whole.dtype != torch.uint8 or whole.dim() == 0 or whole.shape[-1] != wanted.itemsize:
         raise ValueError("not the bytes of such an array")
     return numpy.frombuffer(whole.numpy().tobytes(), wanted, math.prod(shape)).reshape(shape).copy()
+
+
+def make_torch(text: str) -> Any:
+    """Return the dtype, layout or memory format of a name such as "torch.float32", or else a device; raises TypeError
+    for other texts."""
+    prefix, _, name = text.partition(".")
+    try:
+        found: object = getattr(torch, name) if prefix == "torch" else torch.device(text)
+    except RuntimeError as error:
+        raise TypeError(f"not a device: {text!r}") from error
+    if type(found) not in _TORCH:
+        raise TypeError(f"not a value of torch: {text!r}")
+    return found
 
 
 def make_generator(state: object) -> torch.Generator:
@@ -173,6 +187,10 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kep
         return {"$generator": encode(value.get_state(), path, tensors)}
     if isinstance(value, enum.Enum):
         return _encode_member(value, path, tensors, kept)
+    if type(value) is torch.Size:
+        return {"$size": list(value)}
+    if type(value) in _TORCH:
+        return {"$torch": str(value)}
     if is_special(value):
         tag, texts, tensor = take_apart(value)
         held = [encode(text, path, tensors) for text in texts]
@@ -394,5 +412,7 @@ def _decode_tagged(
         "$bytes": lambda value: base64.b64decode(value, validate=True),
         "$complex": lambda value: complex(real(value[0]), real(value[1])),
         "$tensor": lambda value: tensors[value],
+        "$size": lambda value: torch.Size(map(int, value)),
+        "$torch": lambda value: make_torch(str(value)),
     }
     return makers[tag](inner)

@@ -61,7 +61,7 @@ class MisfitError(CheckpointError):
 
 def is_record(value: object) -> bool:
     """Return whether a value is a record: an instance of a `msgspec.Struct`, a dataclass or a namedtuple."""
-    return not isinstance(value, type) and _is_record_class(type(value))
+    return not isinstance(value, type) and is_record_class(type(value))
 
 
 def class_name(kind: type) -> str:
@@ -150,7 +150,8 @@ def named_classes(kinds: Iterable[type]) -> Classes:
     return found
 
 
-def _is_record_class(kind: type[Any]) -> bool:
+def is_record_class(kind: type[Any]) -> bool:
+    """Return whether a class is a `msgspec.Struct`, a dataclass or a namedtuple."""
     if issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind):
         return True
     return issubclass(kind, tuple) and isinstance(getattr(cast("type[Any]", kind), "_fields", None), tuple)
@@ -236,4 +237,4 @@ def _add_classes(hint: object, seen: dict[type, None]) -> None:
 
 
 def _has_own_class(hint: object) -> TypeGuard[type[Any]]:
-    return isinstance(hint, type) and (issubclass(hint, enum.Enum) or _is_record_class(cast("type[Any]", hint)))
+    return isinstance(hint, type) and (issubclass(hint, enum.Enum) or is_record_class(cast("type[Any]", hint)))

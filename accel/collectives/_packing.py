@@ -315,13 +315,12 @@ def _sendable(leaf: object) -> str:
 def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:
     """Raise `TreeError` for a tensor without plain memory, or on neither the CPU nor the rank's device."""
     if leaf.is_nested or _is_wrapper(type(leaf)) or leaf.layout is not torch.strided or not _is_plain(leaf.dtype):
-        parts = "its padded values and its lengths: nested.to_padded_tensor(0.0)"
         raise TreeError(
             "a tensor that cannot be sent",
             expected="a dense tensor with memory of its own",
             got=f"{'a nested ' if leaf.is_nested else ''}{type(leaf).__name__}, {leaf.layout}, {leaf.dtype}",
             where=path,
-            fix=f"Send {parts if leaf.is_nested else 'its dense parts, of a DTensor to_local() or full_tensor()'}.",
+            fix=_dense_form(leaf),
         )
     if leaf.device.type != "cpu" and leaf.device != device:
         raise TreeError(
@@ -331,6 +330,17 @@ def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:
             where=path,
             fix="Move it with .to(ctx.device).",
         )
+
+
+def _dense_form(leaf: torch.Tensor) -> str:
+    """Return the sentence with the line that makes a tensor dense."""
+    if leaf.is_nested:
+        return "Send its padded values, tensor.to_padded_tensor(0.0), and its lengths."
+    if leaf.layout is not torch.strided:
+        return "Send tensor.to_dense()."
+    if leaf.is_quantized:
+        return "Send tensor.dequantize()."
+    return "Send its dense parts, of a DTensor to_local() or full_tensor()."
 
 
 def _is_wrapper(kind: type[torch.Tensor]) -> bool:

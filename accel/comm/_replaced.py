@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel.comm._group import Mark, Marks
+from accel.comm._marks import Mark, Marks
 from accel.errors import StepError
 from accel.tensors import local_part
 

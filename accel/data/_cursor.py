@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, cast, runtime_checkable
 import msgspec
 import torch
 
-from accel.comm._group import Marks
+from accel.comm._marks import Marks
 from accel.errors import ConfigError, DataError
 from accel.random import check_seed
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TextIO, TypeVar, cast, overload
 import torch
 from torch.utils.data import DataLoader
 
-from accel.collectives import gather, gather_object
+from accel.collectives import check_packable, gather, gather_object
 from accel.comm import Call, shared_failure
 from accel.context import DistContext, context_first
 from accel.data._batches import Batch, cursor_of
@@ -292,9 +292,10 @@ def gather_for_metrics(
         The same containers, tensors of shape [real samples of all ranks, ...]; or a list of as many objects.
 
     Raises:
+        TreeError: a nested, jagged or sparse tensor, or a leaf that is no tensor; on every rank.
         DataError: a tensor whose first dimension is not the batch's, or not a list of as many objects; on every rank.
         ConfigError: an object that cannot be pickled, as `gather_object`; on every rank.
-        CollectiveMismatch, TreeError: as `gather`. Tensors that differ in another dimension than the first need
+        CollectiveMismatch: as `gather`. Tensors that differ in another dimension than the first need
             `pad_across_processes` before.
 
     Examples:
@@ -325,6 +326,8 @@ def _check_rows(ctx: DistContext, tree: object, batch: Batch) -> None:
                 where=f"gather_for_metrics, {path}",
                 fix="Send texts with accel.gather_for_metrics(ctx, texts, batch, use_gather_object=True).",
             )
+        if isinstance(leaf, torch.Tensor):
+            check_packable(f"gather_for_metrics, {path}", leaf, ctx.device)  # before a slice, which others refuse
         if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] != batch.rows:
             raise DataError(
                 "a tensor that does not belong to the batch",

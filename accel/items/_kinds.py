@@ -14,12 +14,12 @@ from torch import nn
 from accel.checkpoint._manifest import Item, ItemKind
 from accel.comm import refuse_replaced_memory
 from accel.context import DistContext
-from accel.errors import ConfigError
+from accel.errors import CheckpointError, ConfigError
 from accel.errors._checks import did_you_mean
 from accel.items._folder_files import FOLDER
 from accel.items._module import MODULE
 from accel.items._optimizer import OPTIMIZER
-from accel.items._source import ItemHandler
+from accel.items._source import Captured, ItemHandler
 from accel.items._stateful import STATEFUL, Stateful
 from accel.items._value import RECORD, VALUE
 from accel.parallel._engines import ENGINES, engine_items
@@ -86,6 +86,16 @@ def stored_handler(item: Item) -> ItemHandler:
 def kind_of(item: object) -> ItemKind:
     """Return the kind of an item, which decides how it is saved and loaded."""
     return handler_of(item).kind
+
+
+def unstorable(item: object) -> CheckpointError | None:
+    """Return the error that a save would raise for an item's values. No communication; nothing is copied."""
+    to = Captured(modules={}, names={}, equal={}, loose={}, kept={})
+    try:
+        handler_of(item).capture("item", item, to)
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def drop_gradients(items: Iterable[object]) -> None:

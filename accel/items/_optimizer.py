@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, cast
 
 import msgspec
@@ -14,10 +15,21 @@ import torch
 from accel.checkpoint._encoding import Kept, Making, decode, encode
 from accel.checkpoint._live_tensors import memory_id
 from accel.checkpoint._manifest import Item, has_records, is_object, tensors_in
+from accel.checkpoint._records import is_record_class, named_classes
 from accel.errors import CheckpointError
 from accel.errors._checks import with_article
 from accel.items import _packed_state
-from accel.items._packed_state import is_zero, local_optimizer, optimizer_change, with_own_flags
+from accel.items._packed_state import (
+    classes_of,
+    is_zero,
+    local_optimizer,
+    objects_apart,
+    objects_in,
+    objects_together,
+    optimizer_change,
+    unspread_in,
+    with_own_flags,
+)
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, is_floating
 from accel.optim import MASTER, parameters_of
 from accel.parallel._leftovers import clear_parameters
@@ -50,7 +62,7 @@ class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         groups: parameter groups.
         params: dtype and shape of every parameter.
         state: encoded state by parameter.
-        rest: encoded state beside torch's own, of some optimizers.
+        rest: encoded state beside torch's own, of some optimizers; its `state` is that of no parameter.
     """
 
     groups: tuple[ParameterGroup, ...]
@@ -111,19 +123,23 @@ def encode_optimizer(
     item: str,
     names: Names,
     tensors: dict[str, torch.Tensor],
+    loose: dict[str, torch.Tensor],
     kept: Kept | None = None,
 ) -> OptimizerValue:
     """Encode an optimizer's state by names of parameters, or positions where `names` has none. Tensors and records go
-    to `tensors` and `kept`."""
+    to `tensors` and `kept`; to `loose` those in objects, and of no parameter, which ranks may have drawn apart."""
     listed = named_parameters(optimizer, names)
-    packed = _state_of(optimizer, item)
+    packed = objects_apart(_state_of(optimizer, item), classes_of(optimizer))
     order = list(listed)
     state = dict[str, Any]()
+    others = dict[Any, Any]()
     for index, entries in packed["state"].items():
         if type(index) is not int or not 0 <= index < len(order):
-            raise CheckpointError("state that belongs to no parameter", got=repr(index), where=f"{item}.state")
+            others[index] = entries
+            continue
         path = f"{item}.state.{order[index]}"
-        state[order[index]] = encode(_packed_state.take_apart(entries, path), path, tensors, kept)
+        into = loose if objects_in(entries) else tensors
+        state[order[index]] = encode(_packed_state.take_apart(entries, path), path, into, kept)
     groups = tuple(
         ParameterGroup(
             params=tuple(order[index] for index in cast("list[int]", group["params"])),
@@ -136,7 +152,8 @@ def encode_optimizer(
         for i, group in enumerate(packed["param_groups"])
     )
     beside = {k: v for k, v in packed.items() if k not in ("state", "param_groups")}
-    rest = {k: encode(v, f"{item}.{k}", tensors, kept) for k, v in beside.items()}
+    beside |= {"state": others} if others else {}
+    rest = {k: encode(v, f"{item}.{k}", loose, kept) for k, v in beside.items()}
     params = {name: ParamFacts(dtype_name(p.dtype), tuple(p.shape)) for name, p in listed.items()}
     return OptimizerValue(groups, params, state, rest)
 
@@ -157,16 +174,15 @@ def decode_optimizer(
     """
     listed, where = named_parameters(optimizer, names), f"item {item}"
     now = state_dict(optimizer)
-    state: dict[int, Any] = {}
+    rest = {key: decode(value, where, tensors, f"{item}.{key}", making) for key, value in stored.rest.items()}
+    state: dict[Any, Any] = dict(rest.pop("state", {}))
     for index, name in enumerate(listed):
         if keeps is not None and name in keeps and index in now["state"]:
             state[index] = now["state"][index]
         elif name in stored.state:
             path = f"{item}.state.{name}"
             entries = decode(stored.state[name], where, tensors, path, making)
-            if not isinstance(entries, dict):
-                raise CheckpointError("not a state of a parameter", got=repr(entries), where=f"{where}, {name}")
-            state[index] = _packed_state.put_together(cast("dict[str, Any]", entries), listed[name], path)
+            state[index] = _packed_state.put_together(entries, listed[name], path)
     live = now["param_groups"]
     groups: list[dict[str, Any]] = []
     for i, (group, mine) in enumerate(zip(stored.groups, live, strict=True)):
@@ -175,16 +191,15 @@ def decode_optimizer(
             option = decode(value, where, tensors, f"{item}.param_groups[{i}].{key}", making)
             options[key] = _beside(option, mine.get(key))
         groups.append(options | {key: mine[key] for key in _NAMING if key in mine})
-    rest = {key: decode(value, where, tensors, f"{item}.{key}", making) for key, value in stored.rest.items()}
-    return rest | {"state": state, "param_groups": groups}
+    return objects_together(rest | {"state": state, "param_groups": groups}, classes_of(optimizer), where)
 
 
 def _state_of(optimizer: torch.optim.Optimizer, item: str) -> dict[str, Any]:
     try:
         return state_dict(optimizer)
-    except RuntimeError as error:  # such as of an optimizer whose state is spread over ranks in a way of its own
+    except Exception as error:  # such as of an optimizer whose state is spread over ranks in a way of its own
         raise CheckpointError(
-            f"{with_article(type(optimizer).__name__)} that does not give its state: {error}",
+            f"{with_article(type(optimizer).__name__)} that does not give its state: {type(error).__name__}: {error}",
             where=item,
             fix="Shard the model by fully_shard: any optimizer's state is sharded then, and can be saved.",
         ) from error
@@ -195,12 +210,27 @@ def _beside(value: Any, live: object) -> Any:
     return value.to(live.device) if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) else value
 
 
+def _has_torch_form(item: object) -> bool:
+    """Return whether an item is an optimizer with a state dict of torch's form, or of none; others, such as
+    Lookahead's, are stored as objects."""
+    if not isinstance(item, torch.optim.Optimizer):
+        return False
+    optimizer = bare_optimizer(item)
+    if is_zero(item) or type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return True
+    try:
+        form = cast("Mapping[str, Any]", optimizer.state_dict())
+    except Exception:  # any error of the user's code; a save reports it
+        return True
+    return {"state", "param_groups"} <= form.keys()
+
+
 _HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
 def _capture(name: str, live: torch.optim.Optimizer, to: Captured) -> Item:
     """Return an optimizer's entry in a checkpoint."""
-    value = encode_optimizer(bare_optimizer(live), name, to.names, to.equal, to.kept)
+    value = encode_optimizer(bare_optimizer(live), name, to.names, to.equal, to.loose, to.kept)
     return Item(kind="optimizer", type=_type_of(live), value=msgspec.to_builtins(value))
 
 
@@ -221,6 +251,7 @@ class OptimizerLoad(ItemLoad):
         _stored: the state, by the names of live parameters.
         _owners: parameters of stored tensors.
         _packed: names of tensors that are parts of a packed one, and keep their dtype.
+        _inside: names of tensors in objects and arrays, which are not spread as the parameter.
         _slots: live tensors to copy into, by the names of stored ones.
         _keeps: parameters whose live state stays, of an optimizer that fits in part; None for one that fits.
     """
@@ -229,6 +260,7 @@ class OptimizerLoad(ItemLoad):
     _stored: OptimizerValue = field(default_factory=lambda: OptimizerValue((), {}, {}, {}))
     _owners: dict[str, _Owner] = field(default_factory=dict[str, _Owner])
     _packed: set[str] = field(default_factory=set[str])
+    _inside: set[str] = field(default_factory=set[str])
     _slots: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     _keeps: frozenset[str] | None = None
 
@@ -251,6 +283,7 @@ class OptimizerLoad(ItemLoad):
             owner = _Owner(parameter, stored.params[name].dtype)
             self._owners |= dict.fromkeys(tensors_in(state[name]), owner)
         self._packed = {key for entries in state.values() for key in tensors_in(_packed_state.packed_of(entries))}
+        self._inside = {key for entries in state.values() for key in tensors_in(unspread_in(entries))}
         live = {key: owner.parameter for key, owner in self._owners.items()}
         self.wanted = source.want(source.names_in(self.name, stored.encoded()), live)
         self._slots = _loadable_in_place(local_optimizer(self.live), state, owned)
@@ -272,8 +305,10 @@ class OptimizerLoad(ItemLoad):
                 tensors[key] = self._state_tensor(key, owner)
         kept, names = Kept(), self.source.parameters
         if has_records(self._stored.encoded()):
-            encode_optimizer(self.live, self.name, names, {}, kept)
+            encode_optimizer(self.live, self.name, names, {}, {}, kept)
         making = self.source.making(kept)
+        records = (each for each in classes_of(self.live).values() if is_record_class(each) or issubclass(each, Enum))
+        making = replace(making, classes={**named_classes(records), **making.classes})
         state = decode_optimizer(self.live, self._stored, self.name, names, tensors, making, self._keeps)
         state, kept_flags = with_own_flags(self.live, state)
         self.source.flags += [f"{self.name}: {line}" for line in kept_flags]
@@ -343,9 +378,10 @@ class OptimizerLoad(ItemLoad):
         """Return a tensor of a parameter's state, spread as the parameter, and cast with it if it had its dtype."""
         parameter = owner.parameter
         read = self.source.read_like(key, {key: parameter})
-        if not is_dtensor(read) and is_dtensor(parameter) and read.dim():  # what belongs to rows, columns or blocks
-            read = dtensor_like(read, parameter)
-        return read.to(self._state_dtype(key, owner))
+        if not is_dtensor(read) and is_dtensor(parameter) and read.dim() and key not in self._inside:
+            read = dtensor_like(read, parameter)  # what belongs to rows, columns or blocks
+        read = read.to(self._state_dtype(key, owner))
+        return read.to(local_part(parameter).device) if read.dim() else read
 
     def _state_dtype(self, key: str, owner: _Owner) -> torch.dtype:
         stored, shape = self.source.facts(key)
@@ -391,7 +427,7 @@ def _join(name: str, ranks: Sequence[Any]) -> Any:
 
 OPTIMIZER = ItemHandler(
     kind="optimizer",
-    takes=torch.optim.Optimizer,
+    takes=_has_torch_form,
     type_of=_type_of,
     capture=_capture,
     load=_load,
@@ -413,12 +449,14 @@ def _loadable_in_place(
     their contents are read, so there are none for an optimizer with its own code to load."""
     if not _keeps_what_it_is_given(optimizer):
         return {}
-    slots = [slot for held in optimizer.state.values() for slot in held.values() if isinstance(slot, torch.Tensor)]
+    states = [held for held in optimizer.state.values() if isinstance(cast(object, held), dict)]
+    slots = [slot for held in states for slot in held.values() if isinstance(slot, torch.Tensor)]
     memory = Counter(map(_address, [*parameters.values(), *slots]))
     found: dict[str, torch.Tensor] = {}
     for owner, parameter in parameters.items():
         state = stored[owner]
-        for key, slot in optimizer.state.get(parameter, {}).items():
+        held = optimizer.state.get(parameter, {})
+        for key, slot in held.items() if is_object(held) else ():
             if is_object(state) and _lies_like(slot, parameter) and memory[_address(slot)] == 1:
                 value = state.get(key)
                 found |= {name: slot for name in tensors_in(value) if value == {"$tensor": name}}

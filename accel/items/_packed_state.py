@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of optimizers that is no plain tensor by parameter: blocks of codes of torchao, and shares of torch's ZeRO; and
-the change that puts a loaded state into an optimizer, which keeps its own flags of performance."""
+"""State of optimizers that is no plain tensor by parameter: blocks of codes of torchao, shares of torch's ZeRO,
+objects, and values that torch's load would change; and the change that puts a loaded state into an optimizer, which
+keeps its own flags of performance."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 
+from accel.checkpoint._records import is_record_class
 from accel.errors import CheckpointError, MissingExtraError
 from accel.items._source import Change
 from accel.optim import parameters_of
@@ -31,17 +33,24 @@ _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 _FLAT = ("codes", "scale")  # parts with an element for each element or block of the parameter, in its order
 
 
-def take_apart(entries: Mapping[str, Any], path: str) -> dict[str, Any]:
+def take_apart(entries: Any, path: str) -> Any:
     """Return a parameter's state with each packed tensor as a dict of its parts. No communication."""
-    return {key: _parts(value, f"{path}.{key}") if _is_packed(value) else value for key, value in entries.items()}
+    if not isinstance(entries, dict):
+        return entries
+    return {
+        key: _parts(value, f"{path}.{key}") if _is_packed(value) else value
+        for key, value in cast("dict[str, Any]", entries).items()
+    }
 
 
-def put_together(entries: Mapping[str, Any], parameter: torch.Tensor, path: str) -> dict[str, Any]:
+def put_together(entries: Any, parameter: torch.Tensor, path: str) -> Any:
     """Return a parameter's state with packed tensors made of their parts, this rank's share as the live parameter has
     it. No communication."""
+    if not isinstance(entries, dict):
+        return entries
     return {
         key: _made(cast("dict[str, Any]", value), parameter, f"{path}.{key}") if is_parts(value) else value
-        for key, value in entries.items()
+        for key, value in cast("dict[str, Any]", entries).items()
     }
 
 
@@ -150,6 +159,119 @@ def _class_of(kind: str) -> Any:
         ) from error
 
 
+_OBJECT = "accel.object"  # key of the class's name in the stored fields of an object
+_FIELDS = "fields"
+_SEQUENCES: frozenset[type[Any]] = frozenset((list, tuple))
+
+Classes = Mapping[str, type]
+
+
+def classes_of(optimizer: object) -> dict[str, type]:
+    """Return the classes that an optimizer's own modules define or import, by name: those of objects in its state."""
+    found = dict[str, type]()
+    for kind in reversed(type(optimizer).__mro__):
+        if kind.__module__ != "builtins" and not kind.__module__.startswith("torch."):
+            held = vars(sys.modules[kind.__module__]).values() if kind.__module__ in sys.modules else ()
+            found |= {each.__qualname__: each for each in held if isinstance(each, type)}
+    return found
+
+
+def objects_apart(value: Any, classes: Classes) -> Any:
+    """Return a state with each object of a plain class among `classes` as a dict of its fields and its class's name."""
+    kind = cast("type[Any]", type(value))
+    if kind is dict:
+        return {key: objects_apart(each, classes) for key, each in value.items()}
+    if kind in _SEQUENCES:
+        return kind(objects_apart(each, classes) for each in value)
+    if classes.get(kind.__qualname__) is kind and is_plain(kind):
+        return {_OBJECT: kind.__qualname__, _FIELDS: objects_apart(vars(value), classes)}
+    return value
+
+
+def objects_together(value: Any, classes: Classes, path: str) -> Any:
+    """Return a state with the objects that `objects_apart` took apart, made without a call of their constructor."""
+    kind = cast("type[Any]", type(value))
+    if kind in _SEQUENCES:
+        return kind(objects_together(each, classes, path) for each in value)
+    if kind is not dict:
+        return value
+    made = {key: objects_together(each, classes, path) for key, each in value.items()}
+    if made.keys() != {_OBJECT, _FIELDS}:
+        return made
+    found = classes.get(str(made[_OBJECT]))
+    if found is None or not is_plain(found):
+        raise CheckpointError(
+            "the state holds an object of a class that is not known",
+            expected=f"a class {made[_OBJECT]} in the module of the optimizer",
+            got="no such class",
+            where=path,
+            fix="Import the class in the module that defines the optimizer.",
+        )
+    new: Any = object.__new__(cast("type[Any]", found))
+    new.__dict__.update(made[_FIELDS])
+    return new
+
+
+def objects_in(value: object, keys: Set[object] = frozenset({_OBJECT})) -> list[object]:
+    """Return the objects taken apart in a state, or in an encoded one; or dicts with one of other keys."""
+    if isinstance(value, dict):
+        held = cast("dict[object, object]", value)
+        return [value] if keys & held.keys() else [found for each in held.values() for found in objects_in(each, keys)]
+    listed = cast("list[object]", value) if isinstance(value, list | tuple) else []
+    return [found for each in listed for found in objects_in(each, keys)]
+
+
+def unspread_in(encoded: object) -> list[object]:
+    """Return the parts of an encoded state whose tensors are never spread as a parameter: objects, arrays of numpy,
+    states of generators."""
+    return objects_in(encoded, frozenset({_OBJECT, "$array", "$generator"}))
+
+
+def is_plain(kind: type) -> bool:
+    """Return whether an object of a class is its `__dict__`, also for python's `copy`."""
+    methods = ("__reduce_ex__", "__reduce__", "__new__", "__getstate__", "__setstate__", "__del__")
+    inherited = all(getattr(kind, name, None) is getattr(object, name, None) for name in methods)
+    slots = any(getattr(each, "__slots__", ()) for each in kind.__mro__)
+    return inherited and not slots and kind.__dictoffset__ != 0 and not is_record_class(kind)
+
+
+class _Uncast:
+    """A value that torch's `load_state_dict` passes on, as it is neither a tensor nor iterable."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def uncast(value: Any) -> Any:
+    """Return a state for torch's `load_state_dict`, which would make another text of a text, and fails for arrays."""
+    kind = cast("type[Any]", type(value))
+    if value is None or isinstance(value, torch.Tensor | bool | int | float | complex):
+        return cast(Any, value)
+    if kind is dict:
+        return {key: uncast(each) for key, each in value.items()}
+    if kind in _SEQUENCES:
+        return kind(uncast(each) for each in cast("list[Any]", value))
+    return _Uncast(value)
+
+
+def restored(value: Any, live: Any) -> Any:
+    """Return a loaded state with the values of `uncast`, and with its dtypes: torch casts floating state to the
+    parameter's dtype, which loses bits."""
+    if isinstance(value, _Uncast):
+        return value.value
+    if isinstance(value, torch.Tensor):
+        narrowed = isinstance(live, torch.Tensor) and live.dtype != value.dtype
+        return value.to(cast(torch.Tensor, live).device) if narrowed else live
+    kind = cast("type[Any]", type(value))
+    if type(live) is not kind:
+        return live
+    if kind is dict:
+        return {key: restored(value.get(key, each), each) for key, each in live.items()}
+    if kind in _SEQUENCES and len(live) == len(value):
+        return kind(restored(*pair) for pair in zip(value, live, strict=True))
+    return live
+
+
 def is_zero(optimizer: object) -> TypeGuard[ZeroRedundancyOptimizer]:
     """Return whether an optimizer is a `ZeroRedundancyOptimizer`. No communication."""
     module = sys.modules.get(_ZERO)  # its import takes long
@@ -225,15 +347,19 @@ def optimizer_change(
 ) -> Change:
     """Return the change that puts a state in torch's form into an optimizer; `live` is the one inside of the passed
     `wrapper`."""
+    states = cast("dict[Any, Any]", state["state"])
+    # torch casts the state of parameters alone, which has their positions
+    entries = {key: uncast(each) if type(key) is int else each for key, each in states.items()}
+    guarded = state | {"state": entries}
     both = {id(each): each for each in (live, local_optimizer(live))}.values()
     before = [(each, {"state": each.state, "param_groups": each.param_groups}) for each in both]
 
     def apply() -> None:
         if is_zero(live):
-            load_state_dict(live, state)
+            load_state_dict(live, guarded)
         else:
-            live.load_state_dict(state)
-        _restore_dtypes(live, state)
+            live.load_state_dict(guarded)
+        _restore_values(live, entries)
         _follow(wrapper)
 
     def undo() -> None:
@@ -244,15 +370,13 @@ def optimizer_change(
     return Change(where, apply, undo)
 
 
-def _restore_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Restore the dtypes of loaded state: torch casts floating state to the parameter's dtype, which loses bits."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+def _restore_values(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
+    """Restore what torch's load changed, and what `uncast` kept from it. Mutates the state."""
+    params = dict(enumerate(parameters_of([optimizer])))
     held = local_optimizer(optimizer).state
-    for index, entries in state["state"].items():
-        live = held.get(params[index], {})  # nothing of what another rank holds
-        for key, value in entries.items():
-            if isinstance(value, torch.Tensor) and key in live and live[key].dtype != value.dtype:
-                live[key] = value.to(live[key].device)
+    for index, entries in state.items():
+        if (parameter := params.get(index)) is not None and parameter in held:  # else another rank holds it
+            held[parameter] = restored(entries, held[parameter])
 
 
 def _follow(wrapper: object) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects with `state_dict` and `load_state_dict` as items."""
+"""Objects with `state_dict` and `load_state_dict` as items, such as optimizers with a state dict of another form than
+torch's."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from accel.checkpoint._encoding import Kept, encode
 from accel.checkpoint._manifest import Item, is_list, is_object
 from accel.comm import refuse_replaced_memory
+from accel.context import DistContext
+from accel.errors import CheckpointError
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, fields_in, join_fields
+from accel.optim import parameters_of
+from accel.parallel._leftovers import clear_parameters
 from accel.tensors import dtensor_like, is_dtensor, local_part
 
 
@@ -34,7 +39,32 @@ class Stateful(Protocol):
 
 def _capture(name: str, live: Stateful, to: Captured) -> Item:
     """Return an object's entry in a checkpoint."""
+    if isinstance(live, torch.optim.Optimizer) and any(map(is_dtensor, parameters_of([live]))):
+        raise _divided(name, "sharded parameters")
     return Item("stateful", _type_of(live), encode(live.state_dict(), name, to.loose, to.kept))
+
+
+def _is_staged(ctx: DistContext, live: Stateful) -> bool:
+    """Raise for an optimizer that a pipeline divides."""
+    if isinstance(live, torch.optim.Optimizer) and ctx.axis("pp").size > 1:
+        raise _divided(type(live).__name__, "a pipeline")
+    return False
+
+
+def _divided(where: str, got: str) -> CheckpointError:
+    """Return the error for an optimizer whose state does not follow its parameters."""
+    return CheckpointError(
+        "an optimizer whose state dict has a form of its own is divided among ranks",
+        expected="a state dict with state and param_groups, as torch's, which belong to parameters by their positions",
+        got=got,
+        where=where,
+        fix='Replicate the parameters, as by strategy="ddp", or let state_dict() return torch\'s form.',
+    )
+
+
+def _drop_gradients(live: Stateful) -> None:
+    if isinstance(live, torch.optim.Optimizer):
+        clear_parameters(parameters_of([live]))
 
 
 def _type_of(live: Stateful) -> str:
@@ -95,6 +125,8 @@ STATEFUL = ItemHandler(
     load=StatefulLoad,
     join=join_fields,
     is_part=True,
+    is_staged=_is_staged,
+    drop_gradients=_drop_gradients,
 )
 
 

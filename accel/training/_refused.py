@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps refused before a parameter changes: settings without effect, and gradients that are not finite."""
+"""Steps refused before a parameter changes: settings without effect, and gradients that are not finite. And a warning
+after the first step, of state that no checkpoint can hold."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from accel.comm import MERGED, Call, adopt, all_reduce_flat, exchange_values, notes_of_ranks
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, NonFiniteError, StepError
+from accel.items._kinds import unstorable
 from accel.optim import CLOSURE_LINE, Accumulation, first_nonfinite, parameters_of
 from accel.parallel._engines import ENGINES
 from accel.parallel._labels import name_of, runs_without_autocast
@@ -204,3 +207,22 @@ def refuse_in_closure(ctx: DistContext, scaler: LossScale, accum: Accumulation |
             where="backward",
             fix=CLOSURE_LINE,
         )
+
+
+def warn_unstorable(optimizer: Optimizer) -> None:
+    """Log after an optimizer's first step, and not hours later at the first save, that a checkpoint cannot hold its
+    state, or holds no state of an optimizer inside of it. No communication."""
+    log = logging.getLogger("accel.training")
+    kind = type(optimizer)
+    if (error := unstorable(optimizer)) is not None:
+        log.warning("save_state will refuse the state that %s has after its first step: %s", kind.__name__, error)
+    if kind.state_dict is not Optimizer.state_dict:
+        return
+    for name, held in vars(optimizer).items():  # as of SAM, whose state dict has its own state only
+        if isinstance(held, Optimizer) and held.state and held.state is not optimizer.state:
+            log.warning(
+                "the state dict of %s leaves out the state of the optimizer inside of it: save and load that one too, "
+                'as {"optimizer": optimizer, "inner": optimizer.%s}',
+                kind.__name__,
+                name,
+            )

@@ -24,10 +24,11 @@ from accel.parallel._labels import decide_apart
 from accel.precision._amp import LossScale
 from accel.training._closure import Closure, step_by_closure
 from accel.training._deferred import Deferred, check_deferrable, defer, give_found_inf, mark_deferred
-from accel.training._refused import cannot_step, check_overflow, check_settings
+from accel.training._refused import cannot_step, check_overflow, check_settings, warn_unstorable
 from accel.training._train_state import TrainState, after_step, ended_window
 from accel.training._window import (
     as_tensor,
+    begun_here,
     carried_batches,
     check_alone,
     check_batches,
@@ -412,6 +413,8 @@ def _end(
         return
     for each in schedulers:
         each.step()
+    for each in begun_here(ctx, optimizers) if engine is None else ():
+        warn_unstorable(each)
     if ctx.device.type == "xla":
         # XLA only records up to here: the step's graph is cut and run now, once a step.
         xla.end_step()
@@ -427,8 +430,7 @@ def _check_not_exhausted(schedulers: Iterable[LRScheduler]) -> None:
                     expected=f"at most {inner.total_steps} steps",
                     got=f"step {inner.last_epoch + 1}",
                     where="optimizer_step, scheduler=",
-                    fix="OneCycleLR(total_steps=) counts optimizer steps, not batches: accel.total_steps gives their"
-                    " number.",
+                    fix="OneCycleLR(total_steps=) counts optimizer steps, not batches: pass accel.total_steps(...).",
                 )
 
 

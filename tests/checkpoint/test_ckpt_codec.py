@@ -118,7 +118,7 @@ class Opaque:
         (collections.defaultdict(int), "dict"),
         (type("Queue", (deque,), {})([1]), "list, tuple, deque"),
         (bytearray(b"x"), "bytes"),
-        (torch.float32, "plain values"),
+        (torch.finfo(torch.float32), "plain values"),
         (torch.eye(2).to_sparse(), "dense"),
         (torch.empty(2, device="meta"), "to_empty"),
         (torch.nn.UninitializedParameter(), "forward"),

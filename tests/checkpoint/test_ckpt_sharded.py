@@ -119,7 +119,7 @@ def test_an_optimizer_that_keeps_its_state_to_itself_is_refused_on_all_ranks(ran
 
     results = ranks.run(body, 2)
     assert len(set(results)) == 1
-    assert "a Secretive that does not give its state: it is spread over ranks" in results[0]
+    assert "a Secretive that does not give its state: RuntimeError: it is spread over ranks" in results[0]
     assert "Shard the model by fully_shard" in results[0]
     assert os.listdir(tmp_path) == []
 

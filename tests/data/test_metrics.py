@@ -176,3 +176,39 @@ def test_ranks_that_differ_in_what_they_gather_are_told(ranks):
         return True
 
     assert ranks.run(rank, 2) == [True] * 2
+
+
+def _nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+UNSLICED = {
+    "nested": (lambda: _nested(torch.strided), "tensor.to_padded_tensor(0.0)"),
+    "jagged": (lambda: _nested(torch.jagged), "tensor.to_padded_tensor(0.0)"),
+    "coo": (lambda: torch.eye(2).to_sparse(), "tensor.to_dense()"),
+    "csr": (lambda: torch.eye(2).to_sparse_csr(), "tensor.to_dense()"),
+    "csc": (lambda: torch.eye(2).to_sparse_csc(), "tensor.to_dense()"),
+    "bsr": (lambda: torch.eye(2).to_sparse_bsr((1, 1)), "tensor.to_dense()"),
+    "mkldnn": (lambda: torch.eye(2).to_mkldnn(), "tensor.to_dense()"),
+    "meta": (lambda: torch.ones(2, 2, device="meta"), ".to(ctx.device)"),
+}
+
+
+@pytest.mark.parametrize("name", UNSLICED)
+@pytest.mark.filterwarnings("ignore:.*prototype", "ignore:.*Sparse .* tensor support is in beta")
+def test_a_tensor_that_cannot_be_cut_is_refused_on_all_ranks_before_a_slice(ranks, name):
+    make, line = UNSLICED[name]
+
+    def rank(ctx):
+        batch = _first_batch(ctx)
+        for wrong in ({0, 1}, {1}):  # others wait for no slice of theirs
+            tree = {"id": batch.data, "wrong": [make() if ctx.rank in wrong else torch.ones(2, 2)]}
+            with pytest.raises(TreeError) as caught:
+                accel.gather_for_metrics(ctx, tree, batch)
+            assert caught.value.where == "gather_for_metrics, $.wrong[0]"
+            assert line in caught.value.fix
+        dense = torch.ones(2, 2) if name == "meta" else eval(line, {"tensor": make()})  # the line of the error
+        assert len(accel.gather_for_metrics(ctx, dense, batch)) == 4
+        return True
+
+    assert ranks.run(rank, 2) == [True] * 2

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 import accel
 from accel import Cursor
@@ -223,3 +223,61 @@ def test_ranks_read_such_epochs_together(ranks):
         return read
 
     assert ranks.run(rank, 3) == [[8, 14, 2]] * 3
+
+
+class Budget(Sampler):
+    """Batches of at most 20 tokens, built where they are first asked for."""
+
+    def __init__(self) -> None:
+        self.epoch, self.built = 0, None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.built = epoch, None
+
+    def _batches(self) -> list[list[int]]:
+        if self.built is None:
+            order = torch.randperm(40, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+            self.built = [[]]
+            for position in order:
+                if sum(each % 9 + 1 for each in self.built[-1]) + position % 9 + 1 > 20:
+                    self.built.append([])
+                self.built[-1].append(position)
+        return self.built
+
+    def __len__(self) -> int:
+        return len(self._batches())
+
+    def __iter__(self):
+        return iter(self._batches())
+
+
+class Curriculum(BatchSampler):
+    def set_epoch(self, epoch: int) -> None:
+        self.batch_size = 2 + epoch
+        self.sampler = range(10 * (epoch + 1))
+
+
+class MoreEachEpoch(WeightedRandomSampler):
+    def set_epoch(self, epoch: int) -> None:
+        self.num_samples = 10 + 5 * epoch
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"batch_sampler": Budget()},
+        {"batch_sampler": Curriculum(range(10), 2, drop_last=False)},
+        {"sampler": MoreEachEpoch([1.0] * 40, 10), "batch_size": 4},
+    ],
+    ids=["token budget", "curriculum", "weighted"],
+)
+def test_samplers_of_the_field_resume_in_a_later_epoch(cut):
+    ctx = accel.single()
+    loader = accel.prepare_loader(ctx, DataLoader(DATA, **cut))
+    steps = 0
+    for epoch in range(3):
+        whole = list(accel.batches(ctx, loader, Cursor(seed=1, epoch=epoch)))
+        rest = list(accel.batches(ctx, loader, whole[1].next))
+        assert [b.data.tolist() for b in rest] == [b.data.tolist() for b in whole[2:]]
+        steps += len(whole)
+    assert accel.total_steps(loader, epochs=3) == steps

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 

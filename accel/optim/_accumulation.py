@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from accel.comm._group import carry_mark, find_mark
+from accel.comm._marks import carry_mark, find_mark
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_count
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel.comm import refuse_replaced, replaced
-from accel.comm._group import find_mark
+from accel.comm._marks import find_mark
 from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import check_choice, check_kind
 from accel.items._module import clean_name, reshard

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel.comm import refuse_replaced
-from accel.comm._group import find_mark
+from accel.comm._marks import find_mark
 from accel.context import DistContext, context_first
 from accel.data import SampleCount
 from accel.data._batches import Batch

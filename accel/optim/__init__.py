@@ -21,10 +21,11 @@ from accel.optim._gradients import (
     first_nonfinite as first_nonfinite,
     gradients as gradients,
     norms as norms,
+    note_complex as note_complex,
     parameters_of as parameters_of,
     reduce_power as reduce_power,
     scale_ as scale_,
-    step_masters as step_masters,
+    step_of as step_of,
     total_norm as total_norm,
     wide_norm as wide_norm,
 )

@@ -21,7 +21,7 @@ from accel.data._loader import Loader, prepare_loader, unwrapped_loader
 from accel.errors import DeviceError, PrepareError
 from accel.errors._checks import check_kind, with_article
 from accel.items._packed_state import is_zero
-from accel.optim import parameters_of
+from accel.optim import note_complex, parameters_of
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import current_parameter, heir_of, is_dropped, name_of
 from accel.parallel._modules import unwrap_model
@@ -257,6 +257,7 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
     if ctx.precision.master_weights is not None:
         check_masters(optimizer)
     move_state(optimizer)
+    note_complex(optimizer)
     return optimizer
 
 

@@ -52,7 +52,7 @@ def meshes_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, DeviceMesh]]:
     By name, as a load may put other parameters in their places. Along the mesh the parameter is gathered and its
     gradient is reduced.
     """
-    for group in _groups(module):
+    for group in unit_groups(module):
         for each in group.fsdp_params:
             info = each._module_info
             mesh = each.mesh_info.mesh

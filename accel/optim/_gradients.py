@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -20,10 +20,20 @@ from torch.optim import Optimizer
 
 from accel.comm import Comm, adopt, all_gather_flat, all_reduce_flat
 from accel.errors import ConfigError
-from accel.tensors import has_wide_gradient, is_dtensor, is_partial, local_part, local_parts, split_dims, summed
+from accel.tensors import (
+    dtensor_like,
+    has_wide_gradient,
+    is_dtensor,
+    is_partial,
+    local_part,
+    local_parts,
+    split_dims,
+    summed,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 _torch = cast(Any, torch)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -329,7 +339,7 @@ _SEEN = "accel_seen"  # attribute of a copy: versions of parameter and copy afte
 
 
 class _Pair(NamedTuple):
-    """A parameter, its float32 copy, and its state without the copy."""
+    """A parameter, the tensor that an optimizer steps in its place, such as a float32 copy, and the state of that."""
 
     parameter: torch.Tensor
     master: torch.Tensor
@@ -343,24 +353,86 @@ def step_masters(optimizer: Optimizer) -> None:
     """
     stepped = [each for each in parameters_of([optimizer]) if each.grad is not None and has_wide_gradient(each)]
     pairs = [_pair(each, optimizer.state) for each in stepped]
-    masters = {id(pair.parameter): pair.master for pair in pairs}
+    for parameter, master, _ in pairs:
+        master.grad = parameter.grad
+    try:
+        _step_instead(optimizer, pairs)
+    finally:
+        for parameter, master, _ in pairs:
+            optimizer.state[parameter] = {**optimizer.state[parameter], MASTER: master}
+    _round(pairs)
+
+
+def _step_instead(optimizer: Optimizer, pairs: Sequence[_Pair]) -> None:
+    """Step an optimizer on other tensors in the places of parameters. Mutates both.
+
+    The parameters keep the state that the tensors then have; the gradients of the tensors are dropped.
+    """
+    others = {id(pair.parameter): pair.master for pair in pairs}
     own = [(group, group["params"]) for group in optimizer.param_groups]
     try:
         for group, params in own:
-            group["params"] = [masters.get(id(each), each) for each in params]
-        for parameter, master, state in pairs:
+            group["params"] = [others.get(id(each), each) for each in params]
+        for parameter, other, state in pairs:
             if state:  # optimizers begin where there is none
-                optimizer.state[master] = state
+                optimizer.state[other] = state
             _ = optimizer.state.pop(parameter, None)
-            master.grad = parameter.grad
         _ = optimizer.step()
     finally:
         for group, params in own:
             group["params"] = params
-        for parameter, master, state in pairs:
-            master.grad = None
-            optimizer.state[parameter] = {**optimizer.state.pop(master, state), MASTER: master}
-    _round(pairs)
+        for parameter, other, state in pairs:
+            other.grad = None
+            optimizer.state[parameter] = optimizer.state.pop(other, state)
+
+
+# They compute each element by itself, and view complex ones as pairs of real numbers: of an uneven shard of a DTensor
+# torch makes a copy there, and what is changed in place is lost.
+_PAIRING = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+)
+_PARTS = "accel_parts"  # of an optimizer: whether it steps this rank's parts of complex parameters
+
+
+def note_complex(optimizer: Optimizer) -> None:
+    """Note on an optimizer of torch's whether it has complex parameters that ranks hold parts of. No communication."""
+    parameters = parameters_of([optimizer])
+    setattr(optimizer, _PARTS, isinstance(optimizer, _PAIRING) and any(map(_is_complex_part, parameters)))
+
+
+def step_of(optimizer: Optimizer, *, masters: bool = False) -> Callable[[], object]:
+    """Return the function that steps an optimizer: on `masters`, on parts of complex parameters, or as it is."""
+    if masters:
+        return partial(step_masters, optimizer)
+    return partial(_step_parts, optimizer) if getattr(optimizer, _PARTS, False) else optimizer.step
+
+
+def _is_complex_part(parameter: torch.Tensor) -> bool:
+    return parameter.is_complex() and is_dtensor(parameter)
+
+
+def _step_parts(optimizer: Optimizer) -> None:
+    """Step an optimizer on this rank's parts of complex parameters. Mutates both."""
+    stepped = [each for each in parameters_of([optimizer]) if each.grad is not None and _is_complex_part(each)]
+    pairs = [_Pair(each, local_part(each), _mapped(optimizer.state.get(each, {}), local_part)) for each in stepped]
+    for parameter, part, _ in pairs:
+        part.grad = local_part(cast(torch.Tensor, parameter.grad))
+    try:
+        _step_instead(optimizer, pairs)
+    finally:
+        for parameter, part, _ in pairs:
+            whole = partial(_like_part, part, cast("DTensor", parameter))
+            optimizer.state[parameter] = _mapped(optimizer.state[parameter], whole)
+
+
+def _mapped(state: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    return {key: change(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _like_part(part: torch.Tensor, parameter: DTensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a value of a state as a DTensor, if it has an element for each of the part's."""
+    return dtensor_like(value, parameter, parameter.shape) if value.ndim and value.shape == part.shape else value
 
 
 def _pair(parameter: torch.Tensor, states: Any) -> _Pair:

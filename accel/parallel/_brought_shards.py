@@ -20,6 +20,7 @@ from accel.context import DistContext
 from accel.errors import PrepareError
 from accel.parallel._leftovers import meshes_of
 from accel.parallel._modules import named_modules
+from accel.parallel._private import root_mesh
 from accel.parallel._sharded import MODEL_DIMENSIONS, Sharded, ranks_of_mesh, sample_ranks
 from accel.parallel.axes.experts import holds_experts
 from accel.tensors import is_dtensor, split_dims
@@ -151,10 +152,16 @@ def _unshared(ctx: DistContext, each: _Brought, apart: Sequence[int], here: froz
             f"If it does not: ctx = {line}",
             **facts,
         )
+    text = f"Replace the context before anything is prepared or seeded: ctx = {line}"
+    if not here <= ranks_of_mesh(root_mesh(each.mesh)):
+        text = (
+            "torch shards along other dimensions of the same mesh alone: divide the model along a part of one mesh of "
+        )
+        text += f"all ranks, as in {line}"
     return PrepareError(
         "ranks hold parts of one tensor, but would get different samples",
         expected="a mesh of the context along which these ranks share samples",
-        fix=f"Replace the context before anything is prepared or seeded: ctx = {line}",
+        fix=text,
         **facts,
     )
 
@@ -180,9 +187,8 @@ def _stated(names: Sequence[str] | None, sizes: Sequence[int], data: Sequence[in
     """Return the argument that names the data dimensions, where the dimensions' own names do not."""
     if names is None:
         return ", data_dims=()"
-    if all(
-        dimension_of(name) and (name in DATA_DIMS) == (at in data) for at, name in enumerate(names) if sizes[at] > 1
-    ):
+    large = [at for at, size in enumerate(sizes) if size > 1]
+    if all(map(dimension_of, names)) and all((names[at] in DATA_DIMS) == (at in data) for at in large):
         return ""
     listed = tuple(names[at] for at in data)
     return f", data_dims={listed}".replace("'", '"')

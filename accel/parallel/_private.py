@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 P = ParamSpec("P")
@@ -48,6 +49,7 @@ PRIVATE = {
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
     "torch.distributed.tensor.DTensor": ("_spec", "_local_tensor"),  # and the arguments of its constructor
+    "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
     "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": (
@@ -175,6 +177,12 @@ def dtensor_around(part: torch.Tensor, template: DTensor) -> DTensor:
     """Make a DTensor of a part of the template's dtype and strides: the tensor itself, without the view that torch's
     `from_local` takes."""
     return cast(Any, type(template))(part, copy.copy(cast(Any, template)._spec), requires_grad=False)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that a mesh is a part of; itself if it is no part, or if this torch does not know."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    return mesh if find is None else find()
 
 
 def runs_in_backward() -> bool:

@@ -21,7 +21,7 @@ from accel.data._loader import Loader, prepare_loader, unwrapped_loader
 from accel.errors import DeviceError, PrepareError
 from accel.errors._checks import check_kind, with_article
 from accel.items._packed_state import is_zero
-from accel.optim import guard_closures, parameters_of
+from accel.optim import guard_closures, note_complex, parameters_of
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import current_parameter, heir_of, is_dropped, name_of
 from accel.parallel._modules import unwrap_model
@@ -260,6 +260,7 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
         check_masters(optimizer)
     move_state(optimizer)
     guard_closures(ctx.comm, optimizer)
+    note_complex(optimizer)
     return optimizer
 
 

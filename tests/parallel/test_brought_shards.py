@@ -243,6 +243,30 @@ def test_ranks_outside_of_the_context_are_not_judged(ranks: Simulator) -> None:
     assert ranks.run(rank, 4, default_group=True) == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
+def test_a_mesh_that_is_no_part_of_one_of_all_ranks_is_told(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        mesh = DeviceMesh("cpu", [0, 1] if ctx.rank < 2 else [2, 3], mesh_dim_names=("tp",))
+        told = r'divide the model along a part of one mesh of all ranks.*\("dp", "tp"\)'
+        with pytest.raises(PrepareError, match=told):
+            check_divided(ctx, _divide(_net(), mesh))
+
+    _ = ranks.run(rank, 4, default_group=True)
+
+
+def test_a_dimension_of_one_rank_needs_a_meaning_too(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> tuple[int, int]:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("mine", "tp"))
+        model = fully_shard(_divide(_net(), mesh["tp"]), mesh=mesh["mine"])
+        with pytest.raises(PrepareError, match="different samples") as caught:
+            check_divided(ctx, model)
+        line = caught.value.fix.partition("ctx = ")[2]
+        found: accel.DistContext = eval(line, {"accel": accel, "model": model, "ctx": ctx})
+        check_divided(found, model)
+        return found.data_parallel
+
+    assert ranks.run(rank, 2, default_group=True) == [(0, 1), (0, 1)]
+
+
 class _Gathers(nn.Module):
     def forward(self, part: DTensor) -> torch.Tensor:
         return part.redistribute(placements=[Replicate()]).to_local()

@@ -13,7 +13,7 @@ from steps import ByState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -321,8 +321,12 @@ def test_tensor_parallelism_that_would_leave_gradients_behind_is_refused(ranks):
         with pytest.raises(PrepareError, match=r"1\.first\.weight.*plan of parallelize_module"):
             accel.prepare_model(ctx, partly)
         whole = parallelize_module(nn.Sequential(nn.Linear(4, 4)), ctx.mesh["tp"], {"0": ColwiseParallel()})
-        with pytest.raises(PrepareError, match=r"accel.replace\(ctx, mesh=mesh\)"):
+        line = r'accel.replace\(ctx, mesh=init_device_mesh\("cpu", \(2, 2\), mesh_dim_names=\("dp", "tp"\)\)\)'
+        with pytest.raises(PrepareError, match=line):
             accel.prepare_model(accel.replace(ctx, mesh=""), whole)
+        alike = distribute_module(nn.Sequential(nn.Linear(4, 4)), ctx.mesh["tp"])  # replicas, as DTensors
+        with pytest.raises(PrepareError, match=r"accel.replace\(ctx, mesh=mesh\)"):
+            accel.prepare_model(accel.replace(ctx, mesh=""), alike)
 
     _under(ranks, rank, 4, mesh="dp=2,tp=2")
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -51,6 +51,14 @@ def _spread(layout: str) -> tuple[nn.Module, int]:
     return model, 1
 
 
+def _seeing(ctx: accel.DistContext, model: nn.Module, same: int) -> accel.DistContext:
+    """The context that says how many ranks see the same data."""
+    if same == 1:
+        return ctx
+    mesh = cast(Any, model)[0].weight.device_mesh
+    return accel.replace(ctx, mesh=mesh, data_dims=() if same == WORLD else ("data",))
+
+
 def _full(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [each.full_tensor() if isinstance(each, DTensor) else each.detach().clone() for each in tensors]
 
@@ -87,6 +95,7 @@ def _by_hand(shares: int) -> nn.Module:
 def test_the_norm_counts_every_element_once_wherever_it_lies(ranks, layout, norm_type):
     def rank(ctx):
         model, same = _spread(layout)
+        ctx = _seeing(ctx, model, same)
         prepared = accel.prepare_model(ctx, model)
         assert layout == "ddp" or prepared is model
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -111,6 +120,7 @@ def test_a_forward_without_a_backward_leaves_the_model_trainable(ranks, layout, 
 
     def rank(ctx):
         model, same = _spread(layout)
+        ctx = _seeing(ctx, model, same)
         prepared, run = accel.prepare_model(ctx, model), ByState(ctx)
         optimizer, inputs = torch.optim.SGD(model.parameters(), lr=1.0), _inputs(ctx.rank // same, 0)
         with torch.no_grad():
@@ -143,6 +153,7 @@ def test_clipping_knows_no_model_only_parameters(ranks, layout):
     def rank(ctx):
         first, same = _spread(layout)
         second, _ = _spread(layout)
+        ctx = _seeing(ctx, first, same)
         models = [accel.prepare_model(ctx, model) for model in (first, second)]
         run, norms = _window(ctx, models[0], same), []
         _window(ctx, models[1], same)

@@ -32,6 +32,7 @@ from accel.parallel._modules import (
     unwrap_model,
     written_class,
 )
+from accel.parallel._recomputed_run import RecomputedRun
 
 M = TypeVar("M", bound=nn.Module)
 Keep: TypeAlias = Literal["products"] | Sequence[str]
@@ -74,7 +75,10 @@ class Recomputed(Mixin, nn.Module):
         """Run the block's own forward, remembering its inputs and kept outputs only."""
         # an early stop would leave what torch has compiled in its middle, before tensors are put back
         stops = self.accel_region is None
-        return recomputed_call(self.accel_inside, self.kept, *args, early_stop=stops, **kwargs)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return recomputed_call(self.accel_inside, self.kept, *args, early_stop=stops, **kwargs)
+        call = RecomputedRun(self, self.accel_inside, args, kwargs)
+        return recomputed_call(call, self.kept, *args, early_stop=stops, **kwargs)
 
     def accel_inside(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward; in a region of `compile_model`, compiled.

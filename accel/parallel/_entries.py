@@ -78,13 +78,12 @@ class _Entered(Mixin, nn.Module):
         if vars(self)[_GATE].is_open:
             return self.accel_again(*args, **kwargs)
         if "accel_entry" in kwargs and is_compiled(self):
-            return cast(Any, self)._call_impl(
-                *args, **kwargs
-            )  # torch compiles the forward, and a method may be a whole loop
+            # torch compiles the forward; a method may be a whole loop
+            return cast(Any, self)._call_impl(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
     def accel_again(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model within its call, as `generate` does; the outer call goes on with gathered parameters."""
+        """Call the model within its call, as `generate` does; the outer call continues with gathered parameters."""
         try:
             return super().__call__(*args, **kwargs)
         finally:

@@ -169,7 +169,9 @@ def decode_optimizer(
     """Return a state dict in torch's form, for a live optimizer that fits and may keep the tensors."""
     listed, where = named_parameters(optimizer, names), f"item {item}"
     rest = {key: decode(value, where, tensors, f"{item}.{key}", making) for key, value in stored.rest.items()}
-    state: dict[Any, Any] = dict(rest.pop("state", {}))
+    state: Any = rest.pop("state", {})
+    if not isinstance(state, dict):
+        raise CheckpointError("not a state by keys", got=type(state).__name__, where=f"{where}, rest")
     for index, name in enumerate(listed):
         if name in stored.state:
             path = f"{item}.state.{name}"

@@ -175,7 +175,9 @@ def decode_optimizer(
     listed, where = named_parameters(optimizer, names), f"item {item}"
     now = state_dict(optimizer)
     rest = {key: decode(value, where, tensors, f"{item}.{key}", making) for key, value in stored.rest.items()}
-    state: dict[Any, Any] = dict(rest.pop("state", {}))
+    state: Any = rest.pop("state", {})
+    if not isinstance(state, dict):
+        raise CheckpointError("not a state by keys", got=type(state).__name__, where=f"{where}, rest")
     for index, name in enumerate(listed):
         if keeps is not None and name in keeps and index in now["state"]:
             state[index] = now["state"][index]

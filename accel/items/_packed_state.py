@@ -199,7 +199,7 @@ def objects_together(value: Any, classes: Classes, path: str) -> Any:
     if made.keys() != {_OBJECT, _FIELDS}:
         return made
     found = classes.get(str(made[_OBJECT]))
-    if found is None or not is_plain(found):
+    if found is None or not is_plain(found) or not isinstance(made[_FIELDS], dict):
         raise CheckpointError(
             "the state holds an object of a class that is not known",
             expected=f"a class {made[_OBJECT]} in the module of the optimizer",

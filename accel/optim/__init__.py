@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Around an optimizer. Begin with `_accumulation.py`, the window of micro-batches as a record.
 
-`optimizer_step` sums its weights, divides, un-scales and clips gradients in one pass, and steps, on float32 copies
-where there are any (`_gradients.py`).
+`optimizer_step` sums its weights, divides, un-scales and clips gradients in one pass (`_gradients.py`), and steps, on
+float32 copies where there are any (`_stepping.py`).
 """
 
 from accel.optim._accumulation import (
@@ -13,22 +13,24 @@ from accel.optim._accumulation import (
     next_micro_batch as next_micro_batch,
 )
 from accel.optim._gradients import (
-    CLOSURE_LINE as CLOSURE_LINE,
-    MASTER as MASTER,
     Carried as Carried,
     KeptNorms as KeptNorms,
     clamp_ as clamp_,
     elements_of as elements_of,
     first_nonfinite as first_nonfinite,
     gradients as gradients,
-    guard_closures as guard_closures,
     norms as norms,
-    note_complex as note_complex,
     parameters_of as parameters_of,
     reduce_power as reduce_power,
     scale_ as scale_,
-    step_of as step_of,
     total_norm as total_norm,
     wide_norm as wide_norm,
+)
+from accel.optim._stepping import (
+    CLOSURE_LINE as CLOSURE_LINE,
+    MASTER as MASTER,
+    guard_closures as guard_closures,
+    note_complex as note_complex,
+    step_of as step_of,
     within_closure as within_closure,
 )

@@ -8,6 +8,8 @@ sample (tensor parallel) need the same. Initial weights must be equal everywhere
 from __future__ import annotations
 
 import contextlib
+import logging
+import secrets
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 
@@ -22,7 +24,7 @@ from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rn
 from accel.tensors import integers
 from accel.topology import AXIS_NAMES, DATA_DIMS, data_dimension
 
-__all__ = ["Key", "deterministic", "rank_key", "seeded", "set_seed", "synchronize_rng"]
+__all__ = ["Key", "deterministic", "draw_seed", "rank_key", "seeded", "set_seed", "synchronize_rng"]
 
 
 def __dir__() -> list[str]:
@@ -168,3 +170,30 @@ def deterministic(*, warn_only: bool = False) -> Generator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         cudnn.deterministic, cudnn.benchmark = flags
+
+
+@context_first
+def draw_seed(ctx: DistContext) -> int:
+    """Draw a seed on rank 0 and give it to every rank; rank 0 logs it. A collective.
+
+    For runs that set no seed: a `TrainState` made with it keeps it in checkpoints, so a resumed run has the same order.
+
+    Args:
+        ctx: the context.
+
+    Returns:
+        The seed, 0 to 2**31 - 1, equal on all ranks and different in each run.
+
+    Raises:
+        CollectiveMismatch: Another rank called something else.
+
+    Examples:
+        >>> state = accel.train_state(ctx, seed=accel.seeding.draw_seed(ctx))
+    """
+    call = Call("draw_seed", "", call_site())
+    mine = secrets.randbits(31).to_bytes(4, "little") if ctx.is_main_process else b""
+    payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+    seed = int.from_bytes(bytes(integers(broadcast_bytes(ctx.comm, call, payload, source=0))), "little")
+    if ctx.is_main_process:
+        logging.getLogger("accel.seeding").info("drew the seed %d", seed)
+    return seed

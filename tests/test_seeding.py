@@ -167,3 +167,12 @@ def test_what_is_no_seed_or_share_is_refused_before_anything_is_seeded(call, sai
     with pytest.raises(ConfigError, match=said):
         call(accel.single())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_drawn_seed_is_that_of_all_ranks_another_in_each_run_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="accel.seeding"):
+        runs = [accel.testing.simulate(accel.seeding.draw_seed, 3) for _ in range(3)]
+    assert all(len(set(seeds)) == 1 and 0 <= seeds[0] < 2**31 for seeds in runs)
+    assert len({seeds[0] for seeds in runs}) == 3
+    assert caplog.messages == [f"drew the seed {seeds[0]}" for seeds in runs]
+    assert accel.seeding.draw_seed(accel.single()) != accel.seeding.draw_seed(accel.single())

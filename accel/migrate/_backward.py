@@ -15,7 +15,7 @@ from accel.migrate._tree import Remarks, block, children, full_name, leading, lo
 _STAYS = "whether this backward() trains: it stays as it is, as no prepared optimizer steps its gradients next"
 
 
-class _Event(NamedTuple):
+class _GradientCall(NamedTuple):
     """A call that makes, steps or drops gradients: the call, and the innermost loop around it."""
 
     kind: str
@@ -42,7 +42,7 @@ class PlainBackward(cst.CSTTransformer):
                 self._read(list(_events(script, loop, loop)), names, repeats=True)
             self._read(list(_events(script, function, function, loops)), names, repeats=False)
 
-    def _read(self, events: list[_Event], names: list[str], *, repeats: bool) -> None:
+    def _read(self, events: list[_GradientCall], names: list[str], *, repeats: bool) -> None:
         for at, event in enumerate(events):
             if event.kind != "backward":
                 continue
@@ -101,7 +101,7 @@ def _loops(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 def _events(
     script: Script, node: cst.CSTNode, loop: cst.CSTNode, without: Sequence[cst.CSTNode] = ()
-) -> Iterator[_Event]:
+) -> Iterator[_GradientCall]:
     """Yield the events below a node in order of the text, without those of functions, classes and some loops in it."""
     for each in children(node):
         if isinstance(each, (cst.FunctionDef, cst.ClassDef, cst.Lambda)) or each in without:
@@ -111,11 +111,11 @@ def _events(
             name = each.func.attr.value
             if name == "backward":
                 is_known = bool(script.method(each)) or "accelerator" in text_of(each.func)
-                yield _Event("prepared" if is_known else "backward", each, loop)
+                yield _GradientCall("prepared" if is_known else "backward", each, loop)
             elif name == "step" and full_name(each.func.value) in script.optimizers:
-                yield _Event("step", each, loop)
+                yield _GradientCall("step", each, loop)
             elif name == "zero_grad" or text_of(each.func).endswith(".grad.zero_"):
-                yield _Event("reset", each, loop)
+                yield _GradientCall("reset", each, loop)
 
 
 def _is_plain(call: cst.Call) -> bool:

@@ -10,7 +10,7 @@ import libcst as cst
 from typing_extensions import override
 
 from accel.migrate._items import Items, restores
-from accel.migrate._script import Script
+from accel.migrate._script import Script, is_seeding
 from accel.migrate._tree import (
     Remarks,
     argument,
@@ -249,35 +249,40 @@ class Caller(cst.CSTTransformer):
         return cast(cst.CSTNodeT, result)
 
 
+_DRAWN = "no seed is set: rank 0 draws one, shares and logs it, and checkpoints of the state keep it"
+
+
 def state_lines(
     script: Script, notes: Remarks, scope: cst.CSTNode, items: Sequence[cst.BaseStatement], length: cst.CSTNode | None
 ) -> list[cst.BaseStatement]:
     """Return the lines that make a state, after those of the items of a checkpoint."""
     options = ""
     parts: dict[str, cst.BaseExpression] = {}
-    if (seed := _seed(scope)) is not None:
+    seed, marks = _seed(script, notes, scope)
+    if seed is not None:
         options += ", seed={seed}"
         parts["seed"] = seed
     if length is not None and not script.carried:
         options += ", accumulation={length}"
         parts["length"] = cast(cst.BaseExpression, length)
     lines = [*items, statement(f"{script.state} = accel.train_state({script.ctx}{options})", **parts)]
-    lines[0] = led_by(lines[0], [notes.change(_SHARE), *leading(lines[0])])
+    lines[0] = led_by(lines[0], [notes.change(_SHARE), *marks, *leading(lines[0])])
     return lines
 
 
-def _seed(scope: cst.CSTNode) -> cst.BaseExpression | None:
+def _seed(script: Script, notes: Remarks, scope: cst.CSTNode) -> tuple[cst.BaseExpression | None, list[cst.EmptyLine]]:
+    """Return the seed of a state, None for the default, and the mark of one that is drawn."""
+    drawn = expression(f"accel.seeding.draw_seed({script.ctx})")
     guarded = False
     for node in walk(scope):
-        if isinstance(node, cst.If) and any(_is_seeding(call) for call in calls(node)):
+        if isinstance(node, cst.If) and any(is_seeding(call) for call in calls(node)):
             guarded = True
-        if isinstance(node, cst.Call) and _is_seeding(node):
+        if isinstance(node, cst.Call) and is_seeding(node):
             value = argument(node, "seed", 0)
             if value is None or isinstance(value, cst.Call):
-                return None
-            return expression("{value} or 0", value=value) if guarded else value
-    return None
-
-
-def _is_seeding(call: cst.Call) -> bool:
-    return full_name(call.func).rpartition(".")[2] in ("set_seed", "manual_seed") and bool(call.args)
+                return None, []
+            if not guarded:
+                return value, []
+            chosen = expression("{value} if {value} is not None else {drawn}", value=value, drawn=drawn)
+            return chosen, [notes.change(_DRAWN)]
+    return (None, []) if script.seeded else (drawn, [notes.change(_DRAWN)])

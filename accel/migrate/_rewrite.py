@@ -455,14 +455,14 @@ def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
     if "accelerat" not in text:
         return Migrated(text, (), ())
     try:
-        module = cst.parse_module(text).visit(Unannotated())
+        module = cst.parse_module(text)
     except cst.ParserSyntaxError as error:
         problem = re.sub(r"^parser error: error at \d+:\d+: ", "", error.message.splitlines()[0])
         above = re.findall(r"^#@accel-cell (\d+)$", "\n".join(text.split("\n")[: error.raw_line]), flags=re.MULTILINE)
         place = f"{where}, cell {int(above[-1]) + 1}" if cells and above else f"{where}:{error.raw_line}"
         raise ConfigError("not Python", got=problem, where=place) from None
     try:
-        return _passed(text, module, cells=cells)
+        return _passed(text, module.visit(Unannotated()), cells=cells)
     except RecursionError:
         why = "an expression of too many parts, or too many blocks in each other"
         raise ConfigError("the file cannot be rewritten", got=why, where=where) from None

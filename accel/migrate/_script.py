@@ -164,6 +164,7 @@ class Script:
         self.looped = _called_in_loops(module)
         self.epochs: set[str] = set()  # functions that train one epoch a call, on the caller's state
         self.hooked: set[str] = set()  # functions of hooks that an item calls
+        self.seeded = any(is_seeding(call) for call in calls(module))
         self.windows = "accumulate" in methods or self.accumulation is not None
         self.trackers = self._free(("trackers", "run_trackers"), module)
         self.collective = self._reaching(("save", "save_model", "get_state_dict", "save_state"))
@@ -462,6 +463,11 @@ def _called_in_loops(module: cst.Module) -> set[str]:
     """Return the functions that are called within loops."""
     loops = [node for node in walk(module) if isinstance(node, (cst.For, cst.While))]
     return {method_of(call)[1] for loop in loops for call in calls(loop)}
+
+
+def is_seeding(call: cst.Call) -> bool:
+    """Whether a call seeds random numbers."""
+    return full_name(call.func).rpartition(".")[2] in ("set_seed", "manual_seed", "seed_everything") and bool(call.args)
 
 
 def is_rate(arg: cst.Arg) -> bool:

@@ -289,7 +289,7 @@ class Sessions(cst.CSTTransformer):
         settings = {key: value for key, value in made.settings.items() if not (is_placed and key == "precision")}
         if not settings:
             return []
-        call = cast(cst.Call, self._call("accel.replace", Made(settings, [])))
+        call = self._call("accel.replace", Made(settings, []))
         first = cst.Arg(cst.Name(self._script.ctx))
         return [statement(f"{self._script.ctx} = {{made}}", made=call.with_changes(args=[first, *call.args]))]
 

@@ -229,6 +229,43 @@ def test_a_loop_trains_if_it_steps_a_prepared_optimizer_next(body: str, trains: 
     assert text.count(").backward(") == stays
 
 
+SEEDS = """from accelerate import Accelerator
+from accelerate.utils import set_seed
+import torch
+
+def main(args, model, optimizer, loader):
+    accelerator = Accelerator()
+    {seeding}
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(model(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+{caller}
+"""
+
+
+@pytest.mark.parametrize(
+    ("seeding", "caller", "expected"),
+    [
+        ("pass", "main(1, 2, 3, 4)", "seed=accel.seeding.draw_seed(ctx))"),
+        ("set_seed(7)", "main(1, 2, 3, 4)", "seed=7)"),
+        ("torch.manual_seed(0)", "main(1, 2, 3, 4)", "seed=0)"),
+        ("pass", "set_seed(7)\nmain(1, 2, 3, 4)", "train_state(ctx)"),
+        (
+            "if args.seed is not None:\n        set_seed(args.seed)",
+            "",
+            "seed=args.seed if args.seed is not None else accel.",
+        ),
+    ],
+)
+def test_a_script_without_a_seed_draws_one(seeding: str, caller: str, expected: str) -> None:
+    after = migrated(SEEDS.format(seeding=seeding, caller=caller))
+    assert expected in after.new.decode()
+    assert any("no seed is set" in change.text for change in after.changes) == ("draw_seed" in after.new.decode())
+
+
 LAUNCHED = """from accelerate import Accelerator, debug_launcher, notebook_launcher
 
 def loop(mixed_precision, seed):

@@ -16,7 +16,7 @@ from accel.bigmodel._arguments import check_dtype, check_model, dtypes, name_of
 from accel.bigmodel.plan import Segment, Skeleton, Weight
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
-from accel.parallel._modules import Select, named_modules, repeated, selected
+from accel.parallel._modules import Select, listed_modules, named_modules, repeated, selected
 from accel.tensors import local_part, packed
 
 M = TypeVar("M", bound=nn.Module)
@@ -166,7 +166,8 @@ def _blocks(model: nn.Module, blocks: Select | None) -> set[int]:
     """Return the `id` of each module that moves as one."""
     if blocks is not None:
         return {id(module) for module in selected(model, blocks, "describe(blocks=)").values()}
-    entries = {id(entry) for holder in model.modules() if isinstance(holder, nn.ModuleList) for entry in holder}
+    holders = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    entries = {id(entry) for holder in holders for entry in listed_modules(holder)}
     return entries | repeated(model)
 
 

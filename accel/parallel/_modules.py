@@ -29,6 +29,12 @@ def named_modules(model: nn.Module, *, every_path: bool = False) -> Iterator[tup
     return cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=not every_path))
 
 
+def listed_modules(holder: nn.Module) -> list[nn.Module]:
+    """Return the entries of a list or dict of modules, without those that are None, as norms that a layer lacks."""
+    entries = cast(Any, holder).values() if isinstance(holder, nn.ModuleDict) else cast("Iterable[Any]", holder)
+    return [each for each in entries if each is not None]
+
+
 def shallow_copy(module: nn.Module) -> nn.Module:
     """Copy a module, whose attributes are shared; a parametrized one as well, which `copy.copy` refuses."""
     if not is_parametrized(module):
@@ -116,7 +122,7 @@ def repeated(model: nn.Module) -> set[int]:
     found: set[int] = set()
     for holder in model.modules():
         if isinstance(holder, nn.ModuleList | nn.Sequential):
-            blocks = [child for child in holder if any(True for _ in child.children())]
+            blocks = [child for child in listed_modules(holder) if any(True for _ in child.children())]
             counts = Counter(map(written_class, blocks))
             found.update(id(child) for child in blocks if counts[written_class(child)] > 1 and not is_elsewhere(child))
     return found

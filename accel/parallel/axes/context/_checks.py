@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from accel.errors import ConfigError, PrepareError
-from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, written_class
+from accel.parallel._modules import (
+    forward_names,
+    layerdrops,
+    listed_modules,
+    named_modules,
+    passes_keyword,
+    written_class,
+)
 from accel.parallel.axes.context._kernels import Terms
 
 _WHERE = "context_attention"
@@ -202,9 +209,10 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or not len(module):
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
-    return all(any(map(_is_attention, block.modules())) and not _is_attention(block) for block in module)
+    blocks = listed_modules(module)
+    return bool(blocks) and all(any(map(_is_attention, each.modules())) and not _is_attention(each) for each in blocks)
 
 
 def takes_cut_tokens(model: Any) -> bool:

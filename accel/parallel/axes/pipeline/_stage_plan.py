@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from accel.errors import AccelError, ConfigError, PrepareError
 from accel.errors._checks import check_choice, check_count, did_you_mean, with_article
-from accel.parallel._modules import named_modules, repeated
+from accel.parallel._modules import listed_modules, named_modules, repeated
 from accel.topology import Balance, divide
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -65,7 +65,7 @@ def _holder(model: nn.Module) -> str:
         return next(iter(holders))
     waiting: list[tuple[str, nn.Module]] = [("", model)]
     for path, module in waiting:
-        if isinstance(module, _LISTS) and len(module) > 1:
+        if isinstance(module, _LISTS) and len(listed_modules(module)) > 1:
             return path
         waiting.extend((_joined(path, key), child) for key, child in module.named_children())
     raise PrepareError(

@@ -135,15 +135,16 @@ def _known_parts(value: object) -> Iterable[object] | None:
     return cast("Sequence[object]", value) if isinstance(value, list | tuple) else None
 
 
-def _other_parts(value: object) -> Iterator[object]:
+def _other_parts(value: Any) -> Iterator[object]:
+    yield from getattr(value, "__dict__", {}).values()
+    kind_order: Sequence[type] = type(value).__mro__
+    for kind in kind_order:
+        slots = vars(kind).get("__slots__", ())
+        yield from (getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
     if isinstance(value, Mapping):
         yield from cast("Mapping[object, object]", value).values()
     elif isinstance(value, Sequence | Set | deque):
         yield from cast("Iterable[object]", value)
-    yield from getattr(value, "__dict__", {}).values()
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        yield from (getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
 
 
 def reach_outputs(units: Mapping[str, nn.Module]) -> None:
@@ -162,7 +163,7 @@ def _reach(name: str, unit: nn.Module, _inputs: Any, value: Any) -> None:
     listed: Sequence[object] = cast("tuple[object, ...]", value) if type(value) is tuple else (value,)
     if all(each is None or type(each) is torch.Tensor for each in listed):
         return  # as most modules do: a look at others takes microseconds
-    found = _Output(value)
+    found = _Output(cast(object, value))
     trains = torch.is_grad_enabled()
     if found.later or (trains and found.opaque and not (found.reached or found.hidden)):
         _keep_gathered(name, unit)

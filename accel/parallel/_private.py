@@ -40,6 +40,7 @@ PRIVATE = {
         "_backward_hooks",
         "_backward_pre_hooks",
     ),
+    "torch.nn.RNNBase": ("_flat_weights", "_flat_weights_names", "_flat_weight_refs"),
     "torch._subclasses.fake_tensor": ("FakeTensorMode", "FakeTensor"),
     "torch._ops": ("OpOverload",),
     "torch._C": ("_current_graph_task_id", "_autograd"),

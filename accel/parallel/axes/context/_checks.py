@@ -209,9 +209,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    if not isinstance(module, nn.ModuleList | nn.Sequential):
-        return False
-    blocks = listed_modules(module)
+    blocks = listed_modules(module) if isinstance(module, nn.ModuleList | nn.Sequential) else []
     return bool(blocks) and all(any(map(_is_attention, each.modules())) and not _is_attention(each) for each in blocks)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What units do while they run: they note themselves for the errors of other ranks, and gather again for backward."""
+"""Hooks of units while they run: their places for the errors of other ranks, and outputs of any class."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _LATER = (Iterator, FunctionType, MethodType, partial)  # what may read paramete
 
 
 class _Output:
-    """What a unit returned, as torch and as we see it.
+    """The output of a unit, as torch and as we see it.
 
     Attributes:
         reached: whether torch finds a tensor that requires a gradient, in containers that it knows.

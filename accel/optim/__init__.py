@@ -24,7 +24,7 @@ from accel.optim._gradients import (
     parameters_of as parameters_of,
     reduce_power as reduce_power,
     scale_ as scale_,
-    step_masters as step_masters,
+    step_parameters as step_parameters,
     total_norm as total_norm,
     wide_norm as wide_norm,
 )

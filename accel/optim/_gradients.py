@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from accel.comm import Comm, adopt, all_gather_flat, all_reduce_flat
+from accel.errors import AccelError, StepError
 from accel.tensors import has_wide_gradient, is_dtensor, is_partial, local_part, local_parts, split_dims, summed
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _torch = cast(Any, torch)
 _HALVES = (torch.float16, torch.bfloat16)
+_OF_SHARDS = ("DTensor", "placement", "sharding strategy")  # words in torch's errors
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
@@ -331,6 +333,28 @@ class _Pair(NamedTuple):
     parameter: torch.Tensor
     master: torch.Tensor
     state: dict[str, Any]
+
+
+def step_parameters(optimizer: Optimizer, *, masters: bool) -> None:
+    """Step an optimizer, on float32 copies if `masters`; raise `StepError` if it cannot step sharded parameters."""
+    try:
+        if masters:
+            step_masters(optimizer)
+        else:
+            _ = optimizer.step()
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        text = str(error)
+        of_shards = any(sign in text for sign in _OF_SHARDS) and any(map(is_dtensor, parameters_of([optimizer])))
+        if isinstance(error, AccelError) or not of_shards:
+            raise
+        raise StepError(
+            "the optimizer cannot step sharded parameters",
+            expected="an optimizer whose operators torch can run on DTensors",
+            got=f"{type(optimizer).__name__}: {text.splitlines()[0]}",
+            where="optimizer_step",
+            fix="Take one that steps each element by itself: torch.optim.AdamW(model.parameters()). Or take the "
+            "strategy ddp without tp, whose parameters are plain tensors.",
+        ) from error
 
 
 def step_masters(optimizer: Optimizer) -> None:

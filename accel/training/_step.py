@@ -17,7 +17,7 @@ from accel import xla
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_choice
-from accel.optim import Accumulation, KeptNorms, clamp_, parameters_of, scale_, step_masters
+from accel.optim import Accumulation, KeptNorms, clamp_, parameters_of, scale_, step_parameters
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
 from accel.parallel._labels import steps_alone
 from accel.precision._amp import LossScale
@@ -91,7 +91,7 @@ def step_here(
     _apply(parts, factor, request, norms)
     grad_norm = _joined(norms, parts, joint=request.joint)
     for each in optimizers:
-        step = each.step if ctx.precision.master_weights is None else partial(step_masters, each)
+        step = partial(step_parameters, each, masters=ctx.precision.master_weights is not None)
         if deferred is None:
             _ = step()
         else:

@@ -113,11 +113,9 @@ def _begins(state: Mapping[str, Any], shape: torch.Size) -> bool:
     """Whether a parameter's state is that before the first step, as Adagrad makes it: no step, and one value for all
     elements."""
     tensors = [each for name, each in state.items() if name != "step"]
-    if "step" not in state or not all(
-        isinstance(each, torch.Tensor) and each.numel() and each.shape == shape for each in tensors
-    ):
+    if "step" not in state or not all(isinstance(each, torch.Tensor) and each.shape == shape for each in tensors):
         return False
-    known = not any(each.is_meta for each in tensors)
+    known = all(each.numel() and not each.is_meta for each in tensors)
     return known and float(state["step"]) == 0 and all(bool((each == each.flatten()[0]).all()) for each in tensors)
 
 

@@ -137,8 +137,8 @@ def _known_parts(value: object) -> Iterable[object] | None:
 
 def _other_parts(value: Any) -> Iterator[object]:
     yield from getattr(value, "__dict__", {}).values()
-    kind_order: Sequence[type] = type(value).__mro__
-    for kind in kind_order:
+    classes: Sequence[type] = type(value).__mro__
+    for kind in classes:
         slots = vars(kind).get("__slots__", ())
         yield from (getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
     if isinstance(value, Mapping):

@@ -52,7 +52,7 @@ PRIVATE = {
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": (
         "_fsdp_param_groups",
         "_fsdp_param_group",
-        "_register_pre_backward_hook",
+        "_pre_backward",
         "_register_root_post_backward_final_callback",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": ("_partial_reduce_output",),

@@ -168,9 +168,10 @@ def _reach(name: str, unit: nn.Module, _inputs: Any, value: Any) -> None:
     if found.later or (trains and found.opaque and not (found.reached or found.hidden)):
         _keep_gathered(name, unit)
     elif trains and found.hidden and not runs_in_backward():
+        state = cast(Any, unit)._get_fsdp_state()
         for each in found.hidden:
             setattr(each, _REACHED, True)
-        cast(Any, unit)._get_fsdp_state()._register_pre_backward_hook(tuple(found.hidden))
+            _ = cast(Any, each).register_hook(state._pre_backward)
 
 
 def _keep_gathered(name: str, unit: nn.Module) -> None:

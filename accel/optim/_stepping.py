@@ -12,13 +12,14 @@ import torch
 from torch.optim import Optimizer
 
 from accel.comm import Comm
-from accel.errors import ConfigError
+from accel.errors import AccelError, ConfigError, StepError
 from accel.optim._gradients import parameters_of
 from accel.tensors import dtensor_like, has_wide_gradient, is_dtensor, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+_OF_SHARDS = ("DTensor", "placement", "sharding strategy")  # words in torch's errors
 MASTER = "accel_master"  # name of the copy in a parameter's state
 _SEEN = "accel_seen"  # attribute of a copy: versions of parameter and copy after the latest step
 
@@ -87,10 +88,32 @@ def note_complex(optimizer: Optimizer) -> None:
 
 
 def step_of(optimizer: Optimizer, *, masters: bool = False) -> Callable[[], object]:
-    """Return the function that steps an optimizer: on `masters`, on parts of complex parameters, or as it is."""
+    """Return the function that steps an optimizer: on `masters`, on parts of complex parameters, or as it is.
+
+    It raises `StepError` if the optimizer cannot step sharded parameters.
+    """
     if masters:
-        return partial(step_masters, optimizer)
-    return partial(_step_parts, optimizer) if getattr(optimizer, _PARTS, False) else optimizer.step
+        return partial(_named, optimizer, partial(step_masters, optimizer))
+    in_parts = getattr(optimizer, _PARTS, False)
+    return partial(_named, optimizer, partial(_step_parts, optimizer) if in_parts else optimizer.step)
+
+
+def _named(optimizer: Optimizer, step: Callable[[], object]) -> None:
+    try:
+        _ = step()
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        text = str(error)
+        of_shards = any(sign in text for sign in _OF_SHARDS) and any(map(is_dtensor, parameters_of([optimizer])))
+        if isinstance(error, AccelError) or not of_shards:
+            raise
+        raise StepError(
+            "the optimizer cannot step sharded parameters",
+            expected="an optimizer whose operators torch can run on DTensors",
+            got=f"{type(optimizer).__name__}: {text.splitlines()[0]}",
+            where="optimizer_step",
+            fix="Take one that steps each element by itself: torch.optim.AdamW(model.parameters()). Or take the "
+            "strategy ddp without tp, whose parameters are plain tensors.",
+        ) from error
 
 
 def _is_complex_part(parameter: torch.Tensor) -> bool:

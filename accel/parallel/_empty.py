@@ -20,6 +20,10 @@ _WHERE = "prepare_model"
 _BUILT = (
     "Build the model by accel.init_empty_weights(make), which computes such buffers as torch.device('meta') does not."
 )
+_STACKS = (
+    "Experts of a checkpoint of the hub: accel.bigmodel.load_checkpoint_in_model(ctx, model, folder, "
+    "rename=accel.bigmodel.expert_recipes(...))."
+)
 _EXPECTS = "accel_expects_values"  # attribute of modules that were spread empty, until their first forward
 
 
@@ -115,12 +119,14 @@ def check_filled(model: nn.Module, *, where: str) -> None:
     empty = names_of_empty(model) if _EXPECTS in vars(model) else []
     if empty:
         unsaved = [name for name in empty if name in _unsaved_buffers(model)]
+        stacks = [name for name, each in model.named_parameters() if each.ndim == 3 and "experts" in name.split(".")]
         raise PrepareError(
             "the model has no values yet",
             expected="a load or initialisation after prepare",
             got=f"{len(empty)} parameters and buffers that nobody has filled, such as {empty[0]}",
             where=where,
             fix="Load them: accel.load_state(ctx, path, {'model': model}); or call accel.bigmodel.initialize_weights."
+            + (f" {_STACKS}" if stacks else "")
             + (f" No checkpoint holds {unsaved[0]}. {_BUILT}" if unsaved else ""),
         )
 

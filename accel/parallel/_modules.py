@@ -27,6 +27,12 @@ def named_modules(model: nn.Module, *, every_path: bool = False) -> Iterator[tup
     return cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=not every_path))
 
 
+def listed_modules(holder: nn.Module) -> list[nn.Module]:
+    """Return the entries of a list or dict of modules, without those that are None, as norms that a layer lacks."""
+    entries = cast(Any, holder).values() if isinstance(holder, nn.ModuleDict) else cast("Iterable[Any]", holder)
+    return [each for each in entries if each is not None]
+
+
 def shallow_copy(module: nn.Module) -> nn.Module:
     """Copy a module, whose attributes are shared; a parametrized one as well, which `copy.copy` refuses."""
     if not is_parametrized(module):

@@ -43,6 +43,7 @@ PRIVATE = {
         "_backward_pre_hooks",
     ),
     "torch._dynamo.convert_frame": ("FRAME_COUNTER",),  # functions that torch has compiled; reset with the compiler
+    "torch.nn.RNNBase": ("_flat_weights", "_flat_weights_names", "_flat_weight_refs"),
     "torch._subclasses.fake_tensor": ("FakeTensorMode", "FakeTensor"),
     "torch._ops": ("OpOverload",),
     "torch._C": ("_current_graph_task_id", "_autograd"),
@@ -55,7 +56,7 @@ PRIVATE = {
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": (
         "_fsdp_param_groups",
         "_fsdp_param_group",
-        "_register_pre_backward_hook",
+        "_pre_backward",
         "_register_root_post_backward_final_callback",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": ("_partial_reduce_output",),

@@ -229,8 +229,9 @@ class ExpertLoad:
             yield listed, self._hook(path, around)
             return
         yield modules[path.rpartition(".")[0]], self._call_hook()
-        for at, expert in enumerate(listed):
-            yield expert, self._row_hook(path, at)
+        for at, expert in enumerate(cast("Iterable[nn.Module | None]", listed)):
+            if expert is not None:
+                yield expert, self._row_hook(path, at)
 
     def _call_hook(self) -> Callable[..., None]:
         """Return a hook for the module whose loop calls the experts of a list, perhaps none of them."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast, overload
 
 import torch
@@ -81,10 +81,32 @@ def check_masters(optimizer: Optimizer) -> None:
         )
 
 
+def _begins(state: Mapping[str, Any], shape: torch.Size) -> bool:
+    """Whether a parameter's state is that before the first step, as Adagrad makes it: no step, and one value for all
+    elements."""
+    tensors = [each for name, each in state.items() if name != "step"]
+    if "step" not in state or not all(isinstance(each, torch.Tensor) and each.shape == shape for each in tensors):
+        return False
+    known = all(each.numel() and not each.is_meta for each in tensors)
+    return known and float(state["step"]) == 0 and all(bool((each == each.flatten()[0]).all()) for each in tensors)
+
+
+def _shard_state(optimizer: Optimizer) -> None:
+    """Replace the first state of parameters that were sharded by that of their shards. Mutates the optimizer."""
+    for old in parameters_of([optimizer]):
+        if (new := heir_of(old)) is not None and old in optimizer.state:
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = {
+                name: each if name == "step" else torch.full_like(new, each.flatten()[0].item(), dtype=each.dtype)
+                for name, each in state.items()
+            }
+
+
 def check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None:
     """Raise if shards cannot replace parameters of an optimizer."""
     listed = list(replaced)
-    found = [each for each in listed if optimizer.state.get(each)]
+    stateful = [each for each in listed if optimizer.state.get(each)]
+    found = [each for each in stateful if not _begins(optimizer.state[each], current_parameter(each).shape)]
     if found or (listed and is_zero(optimizer)):
         raise PrepareError(
             "the optimizer's state does not fit the shards of its parameters",
@@ -242,6 +264,7 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
     ctx.comm.check_open()
     check_state(optimizer, (each for each in parameters_of([optimizer]) if heir_of(each) is not None))
     _check_narrow(ctx, [optimizer])
+    _shard_state(optimizer)
     for group in optimizer.param_groups:
         drop_others(optimizer, group)
         # In place: whoever else holds the group's list gets the parameters of now, too.

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 import accel
+from accel.bigmodel.load._targets import _recipes_of_experts
 from accel.testing import simulate
 
 RECIPES = accel.bigmodel.expert_recipes(stored_block="block_sparse_moe", gate="w1", up="w3", down="w2")
@@ -81,3 +82,33 @@ def test_ranks_of_a_sharded_model_save_the_checkpoint_of_the_hub(original: Any, 
     written, read = tensors(tmp_path), tensors(folder)
     assert written.keys() == read.keys()
     assert all(torch.equal(written[name], read[name]) for name in read)
+
+
+def test_an_empty_mixtral_names_the_recipes_that_load_it(original: Any, folder: Path) -> None:
+    ctx = accel.single("cpu")
+    model = accel.prepare_model(ctx, accel.init_empty_weights(lambda: type(original)(original.config)))
+    with pytest.raises(accel.errors.PrepareError, match="expert_recipes"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
+    with pytest.raises(accel.errors.CheckpointError) as caught:
+        accel.bigmodel.load_checkpoint_in_model(ctx, model, folder)
+    line = caught.value.fix.removeprefix("The model stacks its experts: pass rename=").removesuffix(".")
+    assert eval(line, {"accel": accel}) == RECIPES
+    accel.bigmodel.load_checkpoint_in_model(ctx, model, folder, rename=eval(line, {"accel": accel}))
+    assert torch.equal(model.state_dict()["lm_head.weight"], original.state_dict()["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("missing", "unused", "fix"),
+    [
+        ("mlp.experts.gate_up_proj", ["a.mlp.experts.3.{}.weight"], "expert_recipes()."),
+        ("a.moe.experts.gate_up_proj", ["a.moe.experts.3.{}.weight"], 'expert_recipes(block="moe").'),
+        ("a.mlp.experts.gate_up_proj", ["a.mlp.experts.0.fc.weight"], "expert_recipes(gate=, up=, down=)."),
+        ("a.mlp.experts.gate_up_proj", ["a.mlp.fc.weight"], ""),
+        ("a.mlp.gate.weight", ["a.mlp.experts.3.{}.weight"], ""),
+    ],
+)
+def test_recipes_follow_from_the_names(missing: str, unused: list[str], fix: str) -> None:
+    names = [each.format(name) for each in unused for name in ("gate_proj", "up_proj", "down_proj")]
+    found = _recipes_of_experts([missing], names)
+    assert found.endswith(fix)
+    assert bool(found) == bool(fix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -313,8 +314,31 @@ def refusal(
     return CheckpointError(
         "the weights do not fit the model; nothing has been changed" + "".join(f"\n  {line}" for line in lines) + "\n ",
         where=where,
-        fix="Map names by rename=; allow_missing= and allow_unexpected= take names and patterns such as 'lm_head.*'.",
+        fix=_recipes_of_experts(matched.missing, odd)
+        or "Map names by rename=; allow_missing= and allow_unexpected= take names and patterns such as 'lm_head.*'.",
     )
+
+
+_STACKED = re.compile(r"(?:.*\.)?(\w+)\.experts\.gate_up_proj")
+_ONE_EXPERT = re.compile(r"(?:.*\.)?(\w+)\.experts\.\d+\.(\w+)\.weight")
+_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down, as models name them
+
+
+def _recipes_of_experts(missing: Iterable[str], unused: Iterable[str]) -> str:
+    """Return the line to write for stacked experts whose weights are stored one by one; empty for other names."""
+    stacked = next(filter(None, map(_STACKED.fullmatch, missing)), None)
+    single = [found for name in unused if (found := _ONE_EXPERT.fullmatch(name)) is not None]
+    if stacked is None or not single:
+        return ""
+    block, stored_block = stacked[1], single[0][1]
+    names = {each[2] for each in single}
+    known = next((each for each in _PROJECTIONS if names == set(each)), None)
+    options = [f'block="{block}"'] * (block != "mlp") + [f'stored_block="{stored_block}"'] * (stored_block != block)
+    if known is None:
+        options += ["gate=", "up=", "down="]
+    elif known != _PROJECTIONS[0]:
+        options += [f'{key}="{name}"' for key, name in zip(("gate", "up", "down"), known, strict=True)]
+    return f"The model stacks its experts: pass rename=accel.bigmodel.expert_recipes({', '.join(options)})."
 
 
 def _difference(name: str, model: TensorFacts, stored: TensorFacts) -> str:

@@ -13,7 +13,7 @@ from accel.comm import grid_mesh
 from accel.context import DistContext
 from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean
-from accel.parallel._modules import matching, named_modules
+from accel.parallel._modules import listed_modules, matching, named_modules
 from accel.tensors import is_dtensor
 from accel.topology import ExpertStyle, data_dimension, rank_rows
 
@@ -182,7 +182,9 @@ def _buffer_problems(model: nn.Module, path: str) -> Iterator[str]:
 def _listed_problems(model: nn.Module, path: str, ranks: int) -> Iterator[str]:
     """Yield the reasons that keep a list of experts from being divided."""
     listed = model.get_submodule(path)
-    experts = list(cast("Iterable[nn.Module]", listed))
+    experts = listed_modules(listed)
+    if len(experts) != len(cast(nn.ModuleList, listed)):
+        yield f"{path}: has None in the place of experts"
     holder = model.get_submodule(path.rpartition(".")[0])
     if len(experts) % ranks or not experts:
         yield f"{path}: has {len(experts)} experts"

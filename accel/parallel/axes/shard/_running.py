@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What units do while they run: they note themselves for the errors of other ranks, and gather again for backward."""
+"""Hooks of units while they run: their places for the errors of other ranks, and outputs of any class."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _LATER = (Iterator, FunctionType, MethodType, partial)  # what may read paramete
 
 
 class _Output:
-    """What a unit returned, as torch and as we see it.
+    """The output of a unit, as torch and as we see it.
 
     Attributes:
         reached: whether torch finds a tensor that requires a gradient, in containers that it knows.
@@ -135,15 +135,16 @@ def _known_parts(value: object) -> Iterable[object] | None:
     return cast("Sequence[object]", value) if isinstance(value, list | tuple) else None
 
 
-def _other_parts(value: object) -> Iterator[object]:
+def _other_parts(value: Any) -> Iterator[object]:
+    yield from getattr(value, "__dict__", {}).values()
+    classes: Sequence[type] = type(value).__mro__
+    for kind in classes:
+        slots = vars(kind).get("__slots__", ())
+        yield from (getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
     if isinstance(value, Mapping):
         yield from cast("Mapping[object, object]", value).values()
     elif isinstance(value, Sequence | Set | deque):
         yield from cast("Iterable[object]", value)
-    yield from getattr(value, "__dict__", {}).values()
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        yield from (getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
 
 
 def reach_outputs(units: Mapping[str, nn.Module]) -> None:
@@ -162,14 +163,15 @@ def _reach(name: str, unit: nn.Module, _inputs: Any, value: Any) -> None:
     listed: Sequence[object] = cast("tuple[object, ...]", value) if type(value) is tuple else (value,)
     if all(each is None or type(each) is torch.Tensor for each in listed):
         return  # as most modules do: a look at others takes microseconds
-    found = _Output(value)
+    found = _Output(cast(object, value))
     trains = torch.is_grad_enabled()
     if found.later or (trains and found.opaque and not (found.reached or found.hidden)):
         _keep_gathered(name, unit)
     elif trains and found.hidden and not runs_in_backward():
+        state = cast(Any, unit)._get_fsdp_state()
         for each in found.hidden:
             setattr(each, _REACHED, True)
-        cast(Any, unit)._get_fsdp_state()._register_pre_backward_hook(tuple(found.hidden))
+            _ = cast(Any, each).register_hook(state._pre_backward)
 
 
 def _keep_gathered(name: str, unit: nn.Module) -> None:

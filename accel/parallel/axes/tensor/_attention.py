@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's nn.MultiheadAttention with heads divided among ranks."""
+"""torch's nn.MultiheadAttention with heads divided among ranks, and its recurrent layers, whole on each rank."""
 
 from __future__ import annotations
 
@@ -15,6 +15,23 @@ from accel.comm import copied, gathered, own_part, summed
 from accel.parallel.axes.tensor._dropout import Streams
 from accel.parallel.axes.tensor._layers import LocalParameters, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, is_beside
+
+
+class Recurrent(LocalParameters):
+    """A recurrent layer of torch, which computes with a list of its parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward."""
+        own = vars(self)
+        stored = {name: own[name] for name in ("_parameters", "_flat_weights", "_flat_weight_refs")}
+        here = self.parameters_here(stored["_parameters"])
+        listed = [here.get(name) for name in own["_flat_weights_names"]]
+        # without references torch does not make the list anew, which moves the memory of parameters on CUDA
+        own.update(_parameters=here, _flat_weights=listed, _flat_weight_refs=[None] * len(listed))
+        try:
+            return super(LocalParameters, self).forward(*args, **kwargs)
+        finally:
+            own.update(stored)
 
 
 class Attention(LocalParameters):

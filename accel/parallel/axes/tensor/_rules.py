@@ -15,7 +15,7 @@ from accel.mixins import Mixin
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._compile import add_within
 from accel.parallel._modules import OVERLAPS, matching, named_modules
-from accel.parallel.axes.tensor._attention import Attention
+from accel.parallel.axes.tensor._attention import Attention, Recurrent
 from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
 from accel.parallel.axes.tensor._layers import Layer, ReadList, mixin_for
 from accel.parallel.axes.tensor._styles import (
@@ -261,7 +261,7 @@ def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rul
         cast(Any, module).accel_layer = layer_of(rule)
         if rule.overlap:
             vars(module)[OVERLAPS] = True
-        mixin = ReadList if isinstance(module, nn.ParameterList) else mixin_for(rule)
-        modules.setdefault(mixin or Attention, []).append(module)
+        mixin = ReadList if isinstance(module, nn.ParameterList) else mixin_for(rule) or Attention
+        modules.setdefault(Recurrent if isinstance(module, nn.RNNBase) else mixin, []).append(module)
     for mixin, own in modules.items():
         add_within(own, mixin)

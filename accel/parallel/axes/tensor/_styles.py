@@ -212,8 +212,8 @@ def problems_of(module: nn.Module, style: TensorStyle, size: int) -> Iterator[st
     names = [name for name, _ in module.named_parameters(recurse=False)]
     if style in _WITHOUT_PARAMETERS and names:
         yield f"{style} is of modules without parameters of their own, and it has {', '.join(names)}"
-    if style in ("replicated", "replicated_with_grad_allreduce", "replicated_local") and isinstance(module, nn.RNNBase):
-        yield "a recurrent layer of torch keeps references to its parameters, which cannot be replaced"
+    if isinstance(module, nn.RNNBase) and style not in ("replicated", "replicated_with_grad_allreduce"):
+        yield f'a recurrent layer of torch is whole on each rank: its style is "replicated", not "{style}"'
     if isinstance(module, nn.ParameterList | nn.ParameterDict) and names and style != "replicated_local":
         yield "a container of parameters has no forward: replicated_local is its only style"
     if style in COLWISE | ROWWISE:

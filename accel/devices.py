@@ -8,6 +8,7 @@ the module that torch has for it, `torch.get_device_module`.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -16,6 +17,19 @@ import torch.distributed as dist
 
 from accel import xla
 from accel.errors import DeviceError
+
+NEWEST_TORCH = "2.14.1"  # the newest on which all tests pass; docs/torch-versions.md has the others
+
+
+def untried_torch(version: str = torch.__version__) -> str:
+    """Return a remark on a torch that is newer than those that accel's tests ran on; "" for another. Pure."""
+    if _numbers(version) <= _numbers(NEWEST_TORCH):
+        return ""
+    return f"newer than {NEWEST_TORCH}, the newest that accel's tests ran on: see docs/torch-versions.md"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(each) for each in re.findall(r"\d+", version)[:3]]
 
 
 class DeviceKind(msgspec.Struct, frozen=True):

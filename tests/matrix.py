@@ -7,6 +7,7 @@ torch for CUDA runs on CPUs, takes about 7 GB, and is removed at the end.
 
     --keep FOLDER    make the environment there, or use the one there, and leave it, with the output of the tests
     --only WORD ...  run the folders of tests whose name begins so; "files" are those beside the folders
+    --names          install torch and what accel itself needs, and look for the private names that accel uses; no tests
     -n N             workers of pytest
 """
 
@@ -28,10 +29,11 @@ CRASHES = re.compile(r"node down|worker '\w+' crashed|Fatal Python error|Segment
 COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 
-def requirements(extra: str) -> list[str]:
-    """Return what the project and one of its extras need, extras of its own resolved, torch left out."""
+def requirements(*extras: str) -> list[str]:
+    """Return what the project and some of its extras need, extras of its own resolved, torch left out."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found, left = list(project["dependencies"]), list(project["optional-dependencies"][extra])
+    found = list(project["dependencies"])
+    left = [line for name in extras for line in project["optional-dependencies"][name]]
     while left:
         each = left.pop()
         own = re.fullmatch(rf"{project['name']}\[([\w,-]+)\]", each)
@@ -42,7 +44,7 @@ def requirements(extra: str) -> list[str]:
     return sorted({each for each in found if not re.match(r"torch\b", each)})
 
 
-def install(folder: Path, version: str) -> Path:
+def install(folder: Path, version: str, *extras: str) -> Path:
     """Make the environment where there is none, and return its interpreter."""
     python = folder / "bin" / "python"
     if not python.exists():
@@ -53,7 +55,7 @@ def install(folder: Path, version: str) -> Path:
         "\n".join([each for each in lines if not each.startswith("torch==")] + [f"torch=={version}"])
     )
     pip = (python, "-m", "pip", "install", "-q")
-    subprocess.run([*pip, "-c", constraints, f"torch=={version}", *requirements("tests")], check=True)
+    subprocess.run([*pip, "-c", constraints, f"torch=={version}", *requirements(*extras)], check=True)
     subprocess.run([*pip, "--no-deps", "-e", ROOT], check=True)
     return python
 
@@ -89,10 +91,16 @@ def main() -> int:
     parser.add_argument("version")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--only", nargs="+", default=[""])
+    parser.add_argument("--names", action="store_true")
     parser.add_argument("-n", type=int, default=2)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="accel-matrix-") as temporary:
-        python = install((args.keep or Path(temporary)).absolute(), args.version)
+        extras = () if args.names else ("tests",)
+        python = install((args.keep or Path(temporary)).absolute(), args.version, *extras)
+        if args.names:
+            status, text = attempt(python, "tests/helpers/private_names.py")
+            print(text.strip())
+            return status
         for words in (
             ("-c", "import accel, accel.testing, torch; accel.session, accel.save_state; print(torch.__version__)"),
             JOB,

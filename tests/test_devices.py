@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import tokenize
@@ -108,3 +109,19 @@ def test_a_loop_trains_on_a_device_that_a_package_registers_as_on_the_cpu() -> N
     script = Path(__file__).parent / "helpers" / "standin_trains.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split() == ["trained"], done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_untried"),
+    [("2.12.1", False), ("2.13.0+cpu", False), (devices.NEWEST_TORCH, False), ("99.0", True), ("99.1.0a0+git1", True)],
+)
+def test_a_torch_newer_than_those_tried_gets_a_remark(version: str, is_untried: bool) -> None:
+    remark = devices.untried_torch(version)
+    assert bool(remark) == is_untried
+    assert (devices.NEWEST_TORCH in remark) == is_untried
+
+
+def test_the_page_lists_the_newest_torch_tried() -> None:
+    page = (ROOT / "docs/torch-versions.md").read_text()
+    tried = re.findall(r"^\| (\d+\.\d+\.\d+) \|.*\| declared", page, re.MULTILINE)
+    assert tried[0] == devices.NEWEST_TORCH

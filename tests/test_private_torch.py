@@ -2,55 +2,25 @@
 """Names that torch does not promise to keep: each is listed and there; what torch takes away or renames fails here.
 
 Those of `accel.parallel` are listed in `accel.parallel._private`, those of `accel.testing` beside their hooks, in
-`accel.testing._default_group`; the few of other packages are listed here.
+`accel.testing._default_group`; those of other folders in `helpers/private_names.py`.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
-import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from private_names import LISTED, is_there, missing
 from torch import nn
 from uncollected import no_collections
 
-from accel.parallel._private import PRIVATE, has_hooks, is_view
+from accel.parallel._private import has_hooks, is_view
 from accel.testing import simulate
 
 ROOT = Path(__file__).parent.parent / "accel"
-ELSEWHERE = {
-    "torch": (
-        "_foreach_norm",
-        "_foreach_mul_",
-        "_foreach_clamp_min_",
-        "_foreach_clamp_max_",
-        "_foreach_lerp_",
-        "_foreach_copy_",
-    ),
-    "torch.ops.aten": ("_grouped_mm", "_to_copy", "_unsafe_view", "_local_scalar_dense"),
-    "torch._ops.OpOverload": ("_schema",),
-    "torch.Tensor": ("_make_wrapper_subclass", "_version"),
-    "torch._C": ("_disabled_torch_function_impl", "_set_throw_on_mutable_data_ptr", "_swap_tensor_impl"),
-    "torch.nn.Module": ("_apply", "_call_impl"),
-    "torch.UntypedStorage": ("_cdata", "_checkpoint_offset"),  # the latter: first byte in the file of a lazy torch.load
-    "torch.nn.MultiheadAttention": ("_reset_parameters",),
-    "torch.nn.modules.batchnorm": ("_BatchNorm", "_NormBase"),
-    "torch.nn.modules.module": ("_EXTRA_STATE_KEY_SUFFIX",),  # "_extra_state"
-    "torch.optim.SGD": ("_step_supports_amp_scaling",),
-    "torch.optim.Optimizer": ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
-    "torch.distributed.optim.ZeroRedundancyOptimizer": ("_overlap_with_ddp",),
-    "torch.optim.lr_scheduler.SequentialLR": ("_milestones", "_schedulers", "_last_lr"),
-    "torch.amp.GradScaler": ("_growth_tracker",),
-    "torch.utils.data.DataLoader": ("_get_iterator",),
-    "torch.cuda.memory": ("_record_memory_history", "_dump_snapshot"),
-    "torch._C._distributed_c10d": ("_dump_fr_trace",),  # and `_dump_nccl_trace` where torch has NCCL
-}
-LISTED = [(owner, name) for names in (PRIVATE, ELSEWHERE) for owner in names for name in names[owner]]
 # Of Python, other packages, and of ours.
 OTHERS = {
     "_make", "_replace", "_fields", "_asdict", "_getframe", "_exit", "_actions", "_from_config", "_no_split_modules",
@@ -64,27 +34,16 @@ OTHERS = {
 }  # fmt: skip
 
 
-def find(path: str) -> Any:
-    """What a dotted path leads to."""
-    names = path.split(".")
-    for length in range(len(names), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(names[:length]))
-        except ImportError:
-            continue
-        for name in names[length:]:
-            found = getattr(found, name)
-        return found
-    raise ImportError(path)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch.distributed.optim
-@pytest.mark.parametrize(("owner", "name"), LISTED)
-def test_torch_still_has_it(owner: str, name: str) -> None:
-    holder = find(owner)
-    if hasattr(holder, name) or name in getattr(holder, "__annotations__", {}):
-        return
-    assert re.search(rf"self\.{name}\b|setattr__\(\"{name}\"", inspect.getsource(holder)), f"{owner} has no {name}"
+def test_torch_still_has_each_name() -> None:
+    assert missing() == []
+
+
+def test_a_name_that_torch_lacks_is_found() -> None:
+    assert is_there("torch.nn.Module", "_call_impl")
+    assert not is_there("torch.nn.Module", "_call_of_no_version")
+    with pytest.raises(ImportError):
+        is_there("no_module_of_torch", "name")
 
 
 def defined(trees: list[ast.Module]) -> set[str]:
@@ -122,7 +81,7 @@ def test_no_private_name_is_used_that_is_not_listed() -> None:
         for name in used(tree) - known
         if "_" in name[1:] or any(isinstance(node, ast.Attribute) and node.attr == name for node in ast.walk(tree))
     }
-    assert not unknown, f"list them in {Path(__file__).name} or accel/parallel/_private.py: {sorted(unknown)}"
+    assert not unknown, f"list them in helpers/private_names.py or accel/parallel/_private.py: {sorted(unknown)}"
 
 
 def test_hooks_are_where_they_are_looked_for() -> None:

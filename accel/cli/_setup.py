@@ -205,7 +205,9 @@ def _torch() -> dict[str, Any]:
         dist = import_module("torch.distributed")
         backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
         cuda = torch.cuda.is_available()
+        remark = import_module("accel.devices").untried_torch()
         return {
+            **({"remark": remark} if remark else {}),
             "devices": ", ".join(torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())) or "cpu",
             "backends": ", ".join(backends) or "none",
             "cuda": torch.version.cuda or "not built in",

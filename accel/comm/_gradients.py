@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from accel.comm._torch import ALL_GATHER, REDUCE_SCATTER
+
 _dist = cast(Any, dist)
-# torch 2.13 renamed both and warns about the old names
-_gather_into = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
-_scatter_into = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
+_gather_into = getattr(_dist, ALL_GATHER)
+_scatter_into = getattr(_dist, REDUCE_SCATTER)
 
 
 class Passage(NamedTuple):

@@ -38,8 +38,9 @@ _PAIRWISE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     "product": torch.mul,
 }
 
-# torch 2.13 renamed the function and warns about the old name
-_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+# torch 2.13 renamed both functions and warns about the old names
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def all_gather_flat(comm: Comm, mine: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,7 @@ def start_all_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor) -> Calla
         return start_transfer(
             comm, lambda: [cast(Any, dist).all_to_all_single(out, copies, group=group, async_op=True)]
         )
-    return start_transfer(comm, lambda: [getattr(dist, _ALL_GATHER)(out, mine, group=group, async_op=True)])
+    return start_transfer(comm, lambda: [getattr(dist, ALL_GATHER)(out, mine, group=group, async_op=True)])
 
 
 def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int | None = None) -> torch.Tensor | None:

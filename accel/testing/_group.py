@@ -142,6 +142,10 @@ class SimulatedGroup(_Untyped):
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
         return self._rendezvous.members.name
 
+    def _get_backend(self, device: torch.device) -> SimulatedGroup:
+        """Return what carries the messages of a device; torch 2.14 asks it whether it joins sends and receives."""
+        return self
+
     @property
     def group_name(self) -> Any:  # torch's type is a NewType of str that it does not export
         return self._rendezvous.members.name
@@ -181,6 +185,10 @@ class SimulatedGroup(_Untyped):
         call = SimulatedCall("gather", (self._world_rank(opts.rootRank), *_layouts(input_tensors)))
         outputs = self._one_each(output_tensors[0]) if self._rank == opts.rootRank else []
         return self._join(call, Buffers(input_tensors, outputs), partial(run.gather, opts.rootRank))
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: _RootOptions) -> dist.Work:
+        outputs = [*output.view(self._size, *input.shape)] if self._rank == opts.rootRank else []
+        return self.gather([outputs], [input], opts)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: _RootOptions) -> dist.Work:
         call = SimulatedCall("scatter", (self._world_rank(opts.rootRank), *_layouts(output_tensors)))
@@ -239,6 +247,7 @@ class SimulatedGroup(_Untyped):
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         return self._post("recv", None, self._me, tag, tensors)
 
+    gather_into_tensor = gather_single  # of torch 2.14, as the one above
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single

@@ -195,10 +195,12 @@ def profile(
 
 
 class _Profiler(torch.profiler.profile):
-    """torch's profiler, which before torch 2.13 warns at the first cycle that it clears the events of earlier ones."""
+    """torch's profiler without two warnings: before torch 2.13 at the first cycle that it clears the events of earlier
+    ones, and since torch 2.14 that `with_modules`, which a user has asked for, serves TorchScript alone."""
 
     def prepare_trace(self) -> None:
         with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "with_modules is deprecated", FutureWarning)
             if self.profiler is None:
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             super().prepare_trace()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from accel.context import DistContext, session
+from accel.devices import untried_torch
 from accel.process import print as print_once
 from accel.testing.selfcheck._checks import Outcome, run_checks, write_outcomes
 
@@ -23,6 +24,8 @@ def main() -> None:
     known = parser.parse_args()
     with session() as ctx:
         print_once(ctx, _head(ctx), flush=True)
+        if remark := untried_torch():
+            print_once(ctx, f"torch is {remark}", flush=True)
 
         def note(outcomes: list[Outcome]) -> None:
             if outcomes[-1].state != "running":

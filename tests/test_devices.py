@@ -23,6 +23,7 @@ CUDA = {  # what of CUDA each of these uses, that other accelerators have not or
     "comm/_streams.py": "copies of pinned memory while the host goes on",
     "config/_settings.py": "--gpu-ids, which is CUDA_VISIBLE_DEVICES; the name of a choice",
     "context/_make.py": "the word GPU in an error",
+    "launching/hosts/_slurm.py": "GPUs of a job's nodes; the name of a choice",
     "launching/local/_launch_plan.py": "--gpu-ids, which is CUDA_VISIBLE_DEVICES",
     "metrics/_flops.py": "streams of CUDA",
     "trackers/_profile.py": "CUPTI's activity, snapshots of CUDA's allocator",

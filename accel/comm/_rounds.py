@@ -201,13 +201,13 @@ def lost_rank(comm: Comm, error: BaseException, name: str) -> PeerError | None:
     )
 
 
-def in_unit(comm: Comm, name: str, action: Callable[..., T], *args: object) -> T:
+def in_unit(comm: Comm, name: str, action: Callable[..., T], *args: object, **options: object) -> T:
     """Run a call of torch in which a unit communicates, such as "the gather of see.0".
 
     A lost connection becomes the `PeerError` of `lost_rank`. A simulation reads `name` from this frame.
     """
     try:
-        return action(*args)
+        return action(*args, **options)
     except RuntimeError as error:
         if (lost := lost_rank(comm, error, name)) is not None:
             raise lost from error

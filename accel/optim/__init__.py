@@ -2,7 +2,7 @@
 """Around an optimizer. Begin with `_accumulation.py`, the window of micro-batches as a record.
 
 `optimizer_step` sums its weights, divides, un-scales and clips gradients in one pass (`_gradients.py`), and steps, on
-float32 copies where there are any (`_stepping.py`).
+float32 copies where there are any (`_substitutes.py`).
 """
 
 from accel.optim._accumulation import (
@@ -13,24 +13,24 @@ from accel.optim._accumulation import (
     next_micro_batch as next_micro_batch,
 )
 from accel.optim._gradients import (
+    CLOSURE_LINE as CLOSURE_LINE,
     Carried as Carried,
     KeptNorms as KeptNorms,
+    begun_here as begun_here,
     clamp_ as clamp_,
     elements_of as elements_of,
     first_nonfinite as first_nonfinite,
     gradients as gradients,
+    guard_closures as guard_closures,
     norms as norms,
+    note_complex as note_complex,
     parameters_of as parameters_of,
     reduce_power as reduce_power,
     scale_ as scale_,
+    step_of as step_of,
+    take_step as take_step,
     total_norm as total_norm,
     wide_norm as wide_norm,
-)
-from accel.optim._stepping import (
-    CLOSURE_LINE as CLOSURE_LINE,
-    MASTER as MASTER,
-    guard_closures as guard_closures,
-    note_complex as note_complex,
-    step_of as step_of,
     within_closure as within_closure,
 )
+from accel.optim._substitutes import MASTER as MASTER

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of optimizers: in-place passes, their total norm, plain or sharded; steps on master weights.
+"""The gradients of optimizers: in-place passes, their total norm, plain or sharded; and the steps that take them.
 
 The passes use torch's private operations over lists of tensors, as torch.optim does: `torch.nn.utils.get_total_norm`
 takes twice as long as `norms` for small models, and no public function multiplies a list by more than 1. A test
@@ -8,8 +8,10 @@ compares all with plain loops.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +19,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from accel.comm import Comm, adopt, all_gather_flat, all_reduce_flat
+from accel.context import DistContext
+from accel.errors import AccelError, ConfigError, StepError
+from accel.optim._substitutes import step_masters, step_parts
 from accel.tensors import (
     is_dtensor,
     is_partial,
@@ -326,3 +331,112 @@ def _combined(parts: Sequence[float], norm_type: float) -> float:
     if norm_type == math.inf or largest == 0.0:
         return largest
     return largest * math.fsum((norm / largest) ** norm_type for norm in parts) ** (1 / norm_type)
+
+
+_OF_SHARDS = ("DTensor", "placement", "sharding strategy")  # words in torch's errors
+
+
+# They compute each element by itself, and view complex ones as pairs of real numbers: of an uneven shard of a DTensor
+# torch makes a copy there, and what is changed in place is lost.
+_PAIRING = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+)
+_PARTS = "accel_parts"  # of an optimizer: whether it steps this rank's parts of complex parameters
+
+
+def note_complex(optimizer: Optimizer) -> None:
+    """Note on an optimizer of torch's whether it has complex parameters that ranks hold parts of. No communication."""
+    divided = any(each.is_complex() and is_dtensor(each) for each in parameters_of([optimizer]))
+    setattr(optimizer, _PARTS, divided and isinstance(optimizer, _PAIRING))
+
+
+def step_of(optimizer: Optimizer, *, masters: bool = False) -> Callable[[], object]:
+    """Return the function that steps an optimizer: on `masters`, on parts of complex parameters, or as it is."""
+    if masters:
+        return partial(step_masters, optimizer, parameters_of([optimizer]))
+    return (
+        partial(step_parts, optimizer, parameters_of([optimizer]))
+        if getattr(optimizer, _PARTS, False)
+        else optimizer.step
+    )
+
+
+def take_step(optimizer: Optimizer, step: Callable[[], object]) -> None:
+    """Call the function that steps an optimizer; raise `StepError` if the optimizer cannot step sharded parameters."""
+    try:
+        _ = step()
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        text = str(error)
+        of_shards = any(sign in text for sign in _OF_SHARDS) and any(map(is_dtensor, parameters_of([optimizer])))
+        if isinstance(error, AccelError) or not of_shards:
+            raise
+        raise StepError(
+            "the optimizer cannot step sharded parameters",
+            expected="an optimizer whose operators torch can run on DTensors",
+            got=f"{type(optimizer).__name__}: {text.splitlines()[0]}",
+            where="optimizer_step",
+            fix="Take one that steps each element by itself: torch.optim.AdamW(model.parameters()). Or take the "
+            "strategy ddp without tp, whose parameters are plain tensors.",
+        ) from error
+
+
+_PLAIN = (type(None), bool, int, float, str, list, tuple, torch.Tensor)
+
+
+def begun_here(ctx: DistContext, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that stepped for the first time, but for torch's with plain options; none on other ranks
+    than the main one."""
+    new = [each for each in optimizers if ctx.comm.marks.find(each, "stepped") is None]
+    for each in new:
+        ctx.comm.marks.put(each, "stepped")
+    return [each for each in new if ctx.is_main_process and not _is_torchs(each)]
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    options = (value for group in optimizer.param_groups for value in group.values())
+    return type(optimizer).__module__.startswith("torch.optim.") and all(isinstance(each, _PLAIN) for each in options)
+
+
+CLOSURE_LINE = "state = accel.optimizer_step(ctx, optimizer, state, closure=closure)"
+
+
+@contextlib.contextmanager
+def within_closure(comm: Comm, whose: str) -> Generator[None]:
+    """Let `backward` know that it is called within a closure: of "closure=", or of "optimizer.step"."""
+    before = comm.closure
+    comm.closure = whose
+    try:
+        yield
+    finally:
+        comm.closure = before
+
+
+def guard_closures(comm: Comm, optimizer: Optimizer) -> None:
+    """Let `optimizer.step(closure)` of a prepared optimizer note that backward passes are a closure's. Mutates it by a
+    hook."""
+
+    def look(_optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
+        if closure is None or comm.closure is not None:
+            return None
+        if comm.size > 1 and isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS would decide by the loss of one rank",
+                expected="a closure whose loss is the mean over all ranks",
+                got="optimizer.step(closure)",
+                where=f"rank {comm.rank}",
+                fix=CLOSURE_LINE,
+            )
+        guarded = partial(_called, comm, closure)
+        if len(args) > 1:
+            return (args[0], guarded, *args[2:]), kwargs
+        return args, {**kwargs, "closure": guarded}
+
+    with contextlib.suppress(AttributeError):  # a wrapper that is an Optimizer by name alone
+        _ = optimizer.register_step_pre_hook(cast(Any, look))
+
+
+def _called(comm: Comm, closure: Callable[[], Any]) -> Any:
+    with within_closure(comm, "optimizer.step"):
+        return closure()

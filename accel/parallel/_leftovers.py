@@ -141,6 +141,12 @@ _FOUND = "accel_found"  # whether the gradient that a window found holds a value
 _WATCHED = "accel_watched"  # the id of the tensor whose hook may take the note back: a copy has no hook
 
 
+def has_compiled() -> bool:
+    """Return whether torch has compiled a function in this process since its compiler was reset: a compiled backward
+    may leave two gradients in one memory."""
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0) > 0
+
+
 def clear_gradients(*models: nn.Module) -> None:
     """Drop all gradients of models, such as those of a window that is given up. No communication.
 

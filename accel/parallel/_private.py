@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -96,11 +95,6 @@ def exchange_in(replica: object, dtype: torch.dtype) -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch compiles a module's calls."""
     return cast(Any, module)._compiled_call_impl is not None
-
-
-def has_compiled() -> bool:
-    """Return whether torch has compiled a function in this process since its compiler was reset."""
-    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0) > 0
 
 
 @contextlib.contextmanager

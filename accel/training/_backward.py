@@ -21,8 +21,7 @@ from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation, check_scale
 from accel.parallel._engines import engine_of
-from accel.parallel._leftovers import check_kept, note_gradients
-from accel.parallel._private import has_compiled
+from accel.parallel._leftovers import check_kept, has_compiled, note_gradients
 from accel.parallel._shared_memory import compiled_leaves, reaches, separate_gradients
 from accel.parallel._sync import exchanging, no_sync, raise_lost_peer
 from accel.precision._amp import LossScale, matmul_precision

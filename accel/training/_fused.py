@@ -12,7 +12,7 @@ from accel.comm import Call, agreed, refuse_replaced
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, NonFiniteError, StepError
 from accel.errors._checks import check_choice
-from accel.optim import first_nonfinite, gradients, parameters_of, step_of
+from accel.optim import first_nonfinite, gradients, parameters_of, step_of, take_step
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import name_of
 from accel.parallel._leftovers import drop_unused
@@ -109,7 +109,7 @@ def _step_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tens
     narrow, all_groups = {**group, "params": [parameter]}, optimizer.param_groups
     optimizer.param_groups = [narrow]
     try:
-        _ = step_of(optimizer)()
+        take_step(optimizer, step_of(optimizer))
     finally:
         optimizer.param_groups = all_groups
     parameter.grad = None

@@ -18,7 +18,7 @@ from accel.comm import refuse_replaced
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_choice
-from accel.optim import Accumulation, KeptNorms, clamp_, parameters_of, scale_, step_of
+from accel.optim import Accumulation, KeptNorms, begun_here, clamp_, parameters_of, scale_, step_of, take_step
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
 from accel.parallel._labels import decide_apart
 from accel.precision._amp import LossScale
@@ -28,7 +28,6 @@ from accel.training._refused import cannot_step, check_overflow, check_settings,
 from accel.training._train_state import TrainState, after_step, ended_window
 from accel.training._window import (
     as_tensor,
-    begun_here,
     carried_batches,
     check_alone,
     check_batches,
@@ -94,7 +93,7 @@ def step_here(
     _apply(parts, factor, request, norms)
     grad_norm = _joined(norms, parts, joint=request.joint)
     for each in optimizers:
-        step = step_of(each, masters=ctx.precision.master_weights is not None)
+        step = partial(take_step, each, step_of(each, masters=ctx.precision.master_weights is not None))
         if deferred is None:
             _ = step()
         else:

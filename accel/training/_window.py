@@ -485,20 +485,3 @@ def blame(ctx: DistContext, seen: float | torch.Tensor | None, *, apart: bool) -
     if len(told) == ctx.world_size:
         return "; the loss was finite" + " on every rank" * (ctx.world_size > 1)
     return f"; the loss was finite on rank {', '.join(map(str, sorted(told)))}"
-
-
-_PLAIN = (type(None), bool, int, float, str, list, tuple, torch.Tensor)
-
-
-def begun_here(ctx: DistContext, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers that stepped for the first time, but for torch's with plain options; none on other ranks
-    than the main one."""
-    new = [each for each in optimizers if ctx.comm.marks.find(each, "stepped") is None]
-    for each in new:
-        ctx.comm.marks.put(each, "stepped")
-    return [each for each in new if ctx.is_main_process and not _is_torchs(each)]
-
-
-def _is_torchs(optimizer: Optimizer) -> bool:
-    options = (value for group in optimizer.param_groups for value in group.values())
-    return type(optimizer).__module__.startswith("torch.optim.") and all(isinstance(each, _PLAIN) for each in options)

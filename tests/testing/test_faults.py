@@ -29,7 +29,7 @@ def three_barriers(group) -> int:
         (Fault(0, -1), "faults[0].call", "from 0"),
         (Fault(0, 1.0), "faults[0].call", "from 0"),
         (Fault(0, 0, "vanihs"), "faults[0].action", "Did you mean `vanish`?"),
-        (Fault(0, 0, "terminate", signal=signal.SIGKILL), "faults[0].signal", "SIGTERM, SIGINT"),
+        (Fault(0, 0, "terminate", signal=signal.SIGKILL), "faults[0].signal", "SIGINT, SIGTERM, SIGHUP"),
         (Fault(0, 0, "raise", signal=signal.SIGUSR1), "faults[0].action", "terminate"),
         (WriteFault(2, 0), "faults[0].rank", "0 to 1"),
         (WriteFault(0, -1), "faults[0].write", "from 0"),

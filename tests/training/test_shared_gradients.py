@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import accel
-from accel.parallel._private import has_compiled
+from accel.parallel._leftovers import has_compiled
 from accel.parallel._shared_memory import compiled_leaves, separate_gradients
 from accel.training import _backward
 

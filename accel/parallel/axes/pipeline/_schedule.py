@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from accel.comm import peer_error
 from accel.errors import AccelError, PeerError, StageError
-from accel.parallel._private import has_compiled
+from accel.parallel._leftovers import has_compiled
 from accel.parallel._shared_memory import compiled_leaves, separate_gradients
 from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of
 from accel.parallel.axes.pipeline._stage_plan import Layout

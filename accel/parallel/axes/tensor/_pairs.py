@@ -156,9 +156,9 @@ def _check_owners(guard: _Guard, name: str, hooks: Iterable[object]) -> None:
 
 
 def _function_of(hook: object) -> object:
-    """A hook without its wrappers."""
-    while isinstance(hook, functools.partial):
-        hook = cast("functools.partial[object]", hook).func
+    """A hook without its wrappers, such as that of torch.compiler.disable."""
+    while isinstance(hook, functools.partial) or hasattr(hook, "__wrapped__"):
+        hook = cast(Any, hook).func if isinstance(hook, functools.partial) else cast(Any, hook).__wrapped__
     return hook
 
 

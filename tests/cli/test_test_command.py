@@ -32,7 +32,7 @@ def accel_test(folder: Path, *words: str, **environ: str) -> subprocess.Complete
 def test_two_ranks_pass_every_check_with_the_users_configuration(tmp_path: Path) -> None:
     (tmp_path / "accel.toml").write_text('nproc_per_node = 2\ndevice = "cpu"\n')
     done = accel_test(tmp_path, ACCEL_PRECISION="bf16")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, f"accel: settings of {tmp_path / 'accel.toml'}\n")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 ranks on 1 host, cpu, gloo, bf16, torch ")
     assert [line.split()[0] for line in lines[1:-1]] == ["ok"] * 6

@@ -2,6 +2,7 @@
 """The self-check as a program: `python -m accel.testing.selfcheck`, `torchrun -m accel.testing.selfcheck`."""
 
 import argparse
+import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -22,6 +23,7 @@ def main() -> None:
     )
     _ = parser.add_argument("--report", default="", help="file for the outcomes; each host writes its own")
     known = parser.parse_args()
+    logging.getLogger("accel.checkpoint").addHandler(logging.NullHandler())  # else each load is printed
     with session() as ctx:
         print_once(ctx, _head(ctx), flush=True)
         if remark := untried_torch():

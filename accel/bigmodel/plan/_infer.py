@@ -127,7 +127,9 @@ def _least_limit(segments: Sequence[Sizes], homes: Homes, placement: Placement, 
 
 
 _WHERE = "max_memory"
-_SLOTS = (2, 1)  # numbers that are tried, the one to prefer first
+# Numbers that are tried, the one to prefer first. The last is tried only where the others leave bytes in files, as the
+# search for what streams is greedy: in rare models three slots leave less in files than one or two.
+_SLOTS = (2, 1, 3)
 
 
 @overload
@@ -175,7 +177,7 @@ def infer_device_map(
             number of a GPU or a device's name, "cpu" for the host's memory, "mmap" and "disk" for files, where None
             means no limit. Absent ones are not used. Without another device the host computes.
         slots: number of streamed segments that a device holds at a time: two let the next one travel while one runs.
-            None for two, or for one where that leaves fewer bytes in files.
+            None for two, or for one or three where that leaves fewer bytes in files.
         placement: "spread" for streamed segments as far apart as possible, so that they travel while resident ones
             compute; "last" for the last ones.
         fill: several devices: "balanced" for equal shares of their limits, "sequential" for one after the other,
@@ -218,6 +220,8 @@ def _streamed(
     """Return the map of the best of several ways, by number of slots and filling, or raise what the nearest lacks."""
     tried: dict[tuple[int, Fill], DeviceMap | Homeless | TooSmall] = {}
     for count, fill in itertools.product(units, fills):
+        if len(units) > 1 and count == _SLOTS[-1] and any(_needs_no_files(each) for each in tried.values()):
+            break
         found = divide_streamed(units[count], places.devices, fill)
         if not isinstance(found, TooSmall):
             found = _filled(units[count], skeleton, places, found, count, placement)
@@ -258,6 +262,10 @@ def _best(maps: Mapping[tuple[int, Fill], DeviceMap]) -> DeviceMap:
     if len(lines) > 1:
         lines[0] += " The other ways:"
     return msgspec.structs.replace(maps[best], chosen="\n".join(lines))
+
+
+def _needs_no_files(found: DeviceMap | Homeless | TooSmall) -> bool:
+    return isinstance(found, DeviceMap) and _cost(found)[:2] == (0, 0)
 
 
 def _cost(found: DeviceMap) -> tuple[int, int, int]:

@@ -142,7 +142,7 @@ def test_a_recipe_runs_by_its_own_command(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "[rank 0] step 12: " in done.stdout
+    assert "[rank 0] step    12  loss " in done.stdout
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)

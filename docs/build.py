@@ -54,9 +54,9 @@ def _page(module: str, names: Sequence[str]) -> str:
 
 
 def _index(module: str, names: Sequence[str]) -> str:
-    """Return a table of the names, a line and a link each: of `accel` the core, as the README has it."""
-    file, heading = (ROOT / "README.md", "## The core") if module == "accel" else (MODULES, f"## `{module}`")
-    section = file.read_text().partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+    """Return a table of the names, a line and a link each; for `accel`, of its core."""
+    head, *sections = re.split(r"^## ", MODULES.read_text(), flags=re.M)
+    section = head if module == "accel" else next(each for each in sections if each.startswith(f"`{module}`\n"))
     rows = [(name, does) for name, does in re.findall(r"^\| `(\w+)` \| (.*) \|$", section, flags=re.M) if name in names]
     return "\n".join(
         ["| name | |", "|---|---|", *(f"| [`{name}`](#{module}.{name}) | {does} |" for name, does in rows)]

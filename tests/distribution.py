@@ -137,6 +137,8 @@ def main() -> None:
         check_metadata(contents(wheel))
         pages = {f"accel/pages/{path.relative_to(ROOT / 'docs')}" for path in (ROOT / "docs").rglob("*.md")}
         assert pages == {name for name in contents(wheel) if name.startswith("accel/pages/")}
+        scripts = {f"accel/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+        assert scripts == {name for name in contents(wheel) if name.startswith("accel/examples/")}
         print(f"{sdist.name}: {len(names)} files, and the same wheel as the tree's")
         print(try_wheel(wheel, folder / "wheel").strip())
         tests = collected(unpacked)

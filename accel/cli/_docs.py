@@ -94,8 +94,13 @@ def _entries(folder: Path) -> Iterator[DocsEntry]:
             yield DocsEntry(name, page.stem)
     for command in COMMANDS:
         yield DocsEntry(f"accel {command.name}")
-    for page in sorted([*folder.glob("*.md"), *folder.glob("concepts/*.md")]):
+    for page in _page_files(folder):
         yield DocsEntry(page.relative_to(folder).as_posix())
+
+
+def _page_files(folder: Path) -> list[Path]:
+    """Return the pages, without those of the reference."""
+    return sorted([*folder.glob("*.md"), *folder.glob("concepts/*.md"), *folder.glob("recipes/*.md")])
 
 
 def _place(folder: Path, entry: DocsEntry) -> str:
@@ -193,8 +198,8 @@ def _first_line(found: Any) -> str:
 def _pages_of(folder: Path, name: str) -> list[str]:
     """Return pages that mention a name in code, those that do so most often first; five at most."""
     pattern = re.compile(rf"(?:\baccel\.(?:\w+\.)*|`){re.escape(name)}\b")
-    pages = [*folder.glob("*.md"), *folder.glob("concepts/*.md")]
-    counts = {page.relative_to(folder).as_posix()[:-3]: len(pattern.findall(page.read_text())) for page in pages}
+    pages = {page.relative_to(folder).as_posix()[:-3]: page.read_text() for page in _page_files(folder)}
+    counts = {name: len(pattern.findall(text)) for name, text in pages.items()}
     counts.pop("modules", None)  # which lists all names
     return sorted((page for page, count in counts.items() if count), key=lambda page: (-counts[page], page))[:5]
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent.parent
         (["accel.schedules"], ["  Cosine       Half a cosine."]),
         (["accel", "launch"], ["accel launch: run a script", "`accel launch --help`", "Pages: launch"]),
         (["migrate"], ["accel migrate: rewrite scripts", "Also: accel docs migrate.md"]),
-        (["train"], ["# Training: from a plain loop to accel\n"]),
+        (["train"], ["# Training\n"]),
         (["prepare.md"], ["# Prepare\n"]),
         (["concepts/weights.md"], ["# Weights\n"]),
     ],

@@ -126,7 +126,7 @@ CHANGES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "cross_validation": (
-        "k-fold, folds, validation",
+        "k-fold, folds",
         (
             "`StratifiedKFold(5)`: change the number of folds.",
             "`train`: put your model and your loss here. It trains one fold and returns its score.",
@@ -198,7 +198,7 @@ CHANGES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("`LocalSgd(every=8)`: set the number of steps between two averages.",),
     ),
     "lora": (
-        "LoRA, PEFT, adapters, fine-tune, finetune, qlora",
+        "LoRA, PEFT, adapters, fine-tune, finetune, freeze layers, frozen layers, qlora",
         (
             "`make_model`: load your base model.",
             "`peft.LoraConfig`: set the rank and the layers that get adapters.",

@@ -49,6 +49,31 @@ def test_docs_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         exec(compile(block, str(page), "exec"), namespace)
 
 
+COUNTS = ROOT / "tests" / "docs_blocks.txt"
+
+
+def block_counts() -> dict[str, int]:
+    """The number of executed blocks of each page."""
+    return {page.relative_to(ROOT).as_posix(): len(blocks(page)) for page in [ROOT / "README.md", *PAGES]}
+
+
+def test_no_executed_block_is_lost() -> None:
+    """Blocks in HTML comments count. A fence that tests would not see, such as an indented one, is an error.
+
+    Named blocks (```python NAME) have tests of their own.
+    """
+    for page in [ROOT / "README.md", *PAGES]:
+        fences = re.findall(r"^[ >]*(?:```|~~~) *python *$", page.read_text(), flags=re.M)
+        assert len(fences) == len(blocks(page)), f"{page.name}: write ```python at the start of a line"
+    recorded = dict(line.split() for line in COUNTS.read_text().splitlines())
+    now = {page: str(count) for page, count in block_counts().items() if count}
+    lost = {
+        page: f"{count} before, {now.get(page, 0)} now" for page, count in recorded.items() if now.get(page) != count
+    }
+    assert not lost, f"{lost}: if it is meant, record them: python tests/test_docs.py"
+    assert now == recorded, "record them: python tests/test_docs.py"
+
+
 _PARTS = re.compile(  # a record made, or a name under which loops carry one; not `state.cursor`, `scaler=`, `scaler.pt`
     r"\b(?:Accumulation|Cursor|LossScale)\(|(?<![.\w])(?:accum|cursor|scaler)\b(?!=|\.pt)|\bstep\.(?:accum|scaler)\b"
 )
@@ -178,3 +203,7 @@ def test_quickstart_holds_two_commands_of_one_line() -> None:
     assert [command.count("\n") for command in commands] == [1, 1]
     assert "accel launch --nproc-per-node 2 examples/digits.py" in commands[0]
     assert "pytest" in commands[1]
+
+
+if __name__ == "__main__":
+    _ = COUNTS.write_text("".join(f"{page} {count}\n" for page, count in block_counts().items() if count))

@@ -386,7 +386,11 @@ def about(recipe: Recipe) -> tuple[str, str]:
 def recipe_page(recipe: Recipe) -> str:
     """Return the page of a recipe: its command, its curve, what to change, and the script."""
     first, rest = about(recipe)
-    needs = f"It needs {' and '.join(f'`{module}`' for module in recipe.needs)}. " if recipe.needs else ""
+    needs = (
+        f"It needs {' and '.join(f'`{module}`' for module in recipe.needs)}. "
+        if recipe.needs and "Needs " not in rest
+        else ""
+    )
     words, changes = CHANGES[recipe.name]
     picture = f"![Curves of {recipe.name}](../gallery/{recipe.name}.svg)\n"
     has_picture = (DOCS / "gallery" / f"{recipe.name}.svg").exists()

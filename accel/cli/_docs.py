@@ -143,18 +143,20 @@ def _search(folder: Path, asked: str) -> str:
     scores: dict[str, int] = {}
     headings: dict[str, list[str]] = {}
     for page in _page_files(folder):
+        name = page.relative_to(folder).as_posix()
         for heading, text in _sections(page.read_text()):
             counts = [len(word.findall(text)) + _TITLE * len(word.findall(heading)) for word in words]
             if all(counts):
-                scores[page.stem] = scores.get(page.stem, 0) + sum(counts)
-                headings.setdefault(page.stem, []).append(heading)
+                scores[name] = scores.get(name, 0) + sum(counts)
+                headings.setdefault(name, []).append(heading)
     near = _near(folder, asked)
     if not scores:
         advice = near or "`accel docs modules` lists the names."
         raise ConfigError("no entry and no page has this word", got=repr(asked), where="accel docs", fix=advice)
-    best = sorted(scores, key=lambda name: (name in _LISTS, -scores[name]))[:_HITS]
-    width = max(map(len, best))
-    lines = [f"  accel docs {name:{width}}  {', '.join(headings[name][:3])}" for name in best]
+    best = sorted(scores, key=lambda name: (_short(name) in _LISTS, -scores[name]))[:_HITS]
+    typed = {name: _short(name) if len(_found(folder, _short(name))) == 1 else name for name in best}
+    width = max(map(len, typed.values()))
+    lines = [f"  accel docs {typed[name]:{width}}  {', '.join(headings[name][:3])}" for name in best]
     return "\n".join([f"No entry is named {asked!r}. {near}".rstrip(), "", "Pages with this text:", *lines])
 
 

@@ -73,9 +73,13 @@ def console(
         formats: format specification of a number by its name, such as `{"accuracy": ".1%"}`.
 
     Raises:
-        ConfigError: `every` is below 1, or a specification does not format a float.
+        ConfigError: `every` is below 1, `names` is a text, or a specification does not format a float.
     """
     check_count(every, "not a number of steps", where="console, every=")
+    if isinstance(names, str):
+        raise ConfigError(
+            "a text is no list of names", got=repr(names), where="console, names=", fix=f"names=({names!r},)"
+        )
     formats = dict(formats or {})
     for name, specification in formats.items():
         _check_format(name, specification)

@@ -481,3 +481,9 @@ def test_the_console_refuses_a_format_that_no_float_has(specification: Any) -> N
         accel.trackers.console(formats={"loss": specification})
     made = eval(f"accel.trackers.console({caught.value.fix})", {"accel": accel})
     assert made.name == "console"
+
+
+def test_the_console_refuses_a_text_as_names() -> None:
+    with pytest.raises(accel.errors.ConfigError, match="a text is no list of names") as caught:
+        accel.trackers.console(names="loss")
+    assert eval(f"accel.trackers.console({caught.value.fix})", {"accel": accel}).name == "console"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of a build that pyproject.toml cannot state: the pages as text, and the README for a package index.
 
-The pages of docs/ go into the wheel, for `accel docs`. On the page of an index, links to files of the repository lead
-nowhere: links to docs/ become those of the documentation, at the URL `Documentation` of `[project.urls]` in
-pyproject.toml. While there is none, their text alone stays. All else of the package is declared in pyproject.toml.
+The pages of docs/ and the scripts of examples/ go into the wheel, for `accel docs` and `accel examples`. On the page
+of an index, links to files of the repository lead nowhere: links to docs/ become those of the documentation, at the
+URL `Documentation` of `[project.urls]` in pyproject.toml. While there is none, their text alone stays. All else of
+the package is declared in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https://|#)(?:docs/([\w/-]+)\.md(#[\w-]+)?|[^)\s]+)\)")
 PICTURE = re.compile(r"!\[([^\]]*)\]\(docs/([\w/.-]+)\)")
-TEXTS = ("*.md", "api/*.md", "concepts/*.md")
+TEXTS = ("*.md", "api/*.md", "concepts/*.md", "recipes/*.md")
 
 
 def index_page(text: str, site: str | None) -> str:
@@ -41,18 +42,20 @@ def index_page(text: str, site: str | None) -> str:
 
 
 class BuildWithPages(build_py):
-    """Copy the pages to `accel/pages/` of the build; an editable install reads them where they are."""
+    """Copy pages and examples to `accel/pages/` and `accel/examples/` of the build, unless it is editable."""
 
     def run(self) -> None:
-        """Build the package, then copy the pages."""
+        """Build the package, then copy them."""
         super().run()
         if self.editable_mode:
             return
-        docs = ROOT / "docs"
-        for page in (page for pattern in TEXTS for page in sorted(docs.glob(pattern))):
-            target = Path(self.build_lib, "accel", "pages", page.relative_to(docs))
+        docs, examples = ROOT / "docs", ROOT / "examples"
+        copies = {page: Path("pages", page.relative_to(docs)) for text in TEXTS for page in sorted(docs.glob(text))}
+        copies |= {script: Path("examples", script.name) for script in sorted(examples.glob("*.py"))}
+        for source, place in copies.items():
+            target = Path(self.build_lib, "accel", place)
             target.parent.mkdir(parents=True, exist_ok=True)
-            _ = self.copy_file(str(page), str(target))
+            _ = self.copy_file(str(source), str(target))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ MODULES = ROOT / "docs" / "modules.md"
 NAMES = ROOT / "tests" / "public_names.txt"
 BUILDERS = {"mkdocs": ("mkdocs", "build", "--strict"), "zensical": ("zensical", "build", "--strict")}
 BUILT = ROOT / "build" / "next-site"  # `site_dir` of mkdocs.yml
+_UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"  # docs/modules.md has the names and first sentences
 _LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
 _KEPT_LINKS = {"canonical", "next", "prev", "alternate"}  # links that a browser does not load
 
@@ -50,13 +51,13 @@ def _page(module: str, names: Sequence[str]) -> str:
     file = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
     summary = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
     entries = "\n\n".join(f"::: {module}.{name}" for name in names)
-    return f"# {module}\n\n{summary}\n\n{_index(module, names)}\n\n{entries}\n"
+    return f"{_UNSEARCHED}# {module}\n\n{summary}\n\n{_index(module, names)}\n\n{entries}\n"
 
 
 def _index(module: str, names: Sequence[str]) -> str:
-    """Return a table of the names, a line and a link each: of `accel` the core, as the README has it."""
-    file, heading = (ROOT / "README.md", "## The core") if module == "accel" else (MODULES, f"## `{module}`")
-    section = file.read_text().partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+    """Return a table of the names, a line and a link each."""
+    sections = re.split(r"^## ", MODULES.read_text(), flags=re.M)
+    section = next(each for each in sections if each.startswith(f"`{module}`\n"))
     rows = [(name, does) for name, does in re.findall(r"^\| `(\w+)` \| (.*) \|$", section, flags=re.M) if name in names]
     return "\n".join(
         ["| name | |", "|---|---|", *(f"| [`{name}`](#{module}.{name}) | {does} |" for name, does in rows)]

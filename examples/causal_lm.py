@@ -83,7 +83,8 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     loader = accel.prepare_loader(ctx, DataLoader(rows, 32, shuffle=True), global_batch=32)
     model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
 
-    with accel.tracking(ctx, "causal_lm", to=[accel.trackers.jsonl()], dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console()]
+    with accel.tracking(ctx, "causal_lm", to=to, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         metrics, every = accel.metrics.running_metrics(loss="mean", bytes="count"), max(1, steps // 20)
@@ -103,7 +104,6 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
                 values, metrics = metrics.read(ctx)
                 accel.log(ctx, trackers, values, step=state.updates)
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
 
 
 if __name__ == "__main__":

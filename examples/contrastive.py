@@ -50,7 +50,8 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     model, optimizer = accel.prepare(ctx, encoder, optimizer)
 
     every = max(1, steps // 20)
-    with accel.tracking(ctx, "contrastive", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console(every=every, formats={"right": ".1%"})]
+    with accel.tracking(ctx, "contrastive", to=to, config={"size": size}, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         batches = accel.batches(ctx, loader, state, repeat=True)
@@ -68,7 +69,6 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
             due = state.updates % every == 0 or state.updates == steps
             if due:
                 values["right"] = judge(model, images.to(ctx.device), labels.to(ctx.device))
-                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
             accel.log(ctx, trackers, values, step=state.updates)
             if due:
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)

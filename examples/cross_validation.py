@@ -12,6 +12,7 @@ only load. The folds have equal shares of each digit, and every image is tested 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from statistics import mean, stdev
 
 import torch
@@ -34,8 +35,8 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     for fold, (train_rows, test_rows) in enumerate(folds):
         parts = Subset(dataset, train_rows.tolist()), Subset(dataset, test_rows.tolist())
         scores.append(train(ctx, *parts, steps=steps, size=size, out=f"{out}/fold-{fold}"))
-        accel.print(ctx, f"fold {fold}: {scores[-1]:.4f} of {len(test_rows)} images are right", flush=True)
-    accel.print(ctx, f"accuracy {mean(scores):.4f}, standard deviation over folds {stdev(scores):.4f}")
+        accel.print(ctx, f"fold {fold}  accuracy {scores[-1]:.1%} of {len(test_rows)} images", flush=True)
+    accel.print(ctx, f"accuracy {mean(scores):.1%}  standard deviation over folds {stdev(scores):.1%}")
 
 
 def train(
@@ -50,7 +51,11 @@ def train(
     model, optimizer = accel.prepare(ctx, net, optimizer)
 
     every = max(1, steps // 4)
-    with accel.tracking(ctx, "cross_validation", to=[accel.trackers.jsonl()], dir=out) as trackers:
+    to = [
+        accel.trackers.jsonl(),
+        accel.trackers.console(every=every, label=f"{Path(out).name} step", formats={"accuracy": ".1%"}),
+    ]
+    with accel.tracking(ctx, "cross_validation", to=to, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         batches = accel.batches(ctx, loader, state, repeat=True)

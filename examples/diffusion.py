@@ -70,7 +70,8 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     ema = accel.training.Ema(model, decay=0.995)
 
     every = max(1, steps // 20)
-    with accel.tracking(ctx, "diffusion", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console(every=every, formats={"right": ".1%"})]
+    with accel.tracking(ctx, "diffusion", to=to, config={"size": size}, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ema": ema, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         batches = accel.batches(ctx, loader, state, repeat=True)
@@ -83,7 +84,6 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
             if due:
                 with ema.applied_to(model):
                     values["right"] = judge(sample(model, ctx.device), images, labels)
-                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
             accel.log(ctx, trackers, values, step=state.updates)
             if due:
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)

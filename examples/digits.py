@@ -57,7 +57,9 @@ def main(ctx: accel.DistContext, settings: Settings) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(cosine, steps=steps))
     model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
 
-    with accel.tracking(ctx, "digits", to=[accel.trackers.jsonl()], config=settings, dir=settings.out) as trackers:
+    shown = ("epoch", "train_loss", "test_loss", "accuracy")
+    to = [accel.trackers.jsonl(), accel.trackers.console(names=shown, formats={"accuracy": ".1%"})]
+    with accel.tracking(ctx, "digits", to=to, config=settings, dir=settings.out) as trackers:
         recipe = make_recipe(ctx, settings)
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "recipe": recipe, "trackers": trackers}
         state = accel.train_state(ctx, seed=settings.seed)
@@ -87,19 +89,16 @@ def main(ctx: accel.DistContext, settings: Settings) -> None:
                     now = items | {"state": state, "statistics": statistics}
                     accel.save_state(ctx, settings.out, now, step=state.updates, keep=3)
             values, statistics = statistics.read(ctx)
-            values |= evaluate(ctx, model, test_loader)
+            values |= {"epoch": state.epoch, **evaluate(ctx, model, test_loader)}
             accel.log(ctx, trackers, values, step=state.updates)
             now = items | {"state": state, "statistics": statistics}
             accel.save_state(ctx, settings.out, now, step=state.updates, keep=3)
-            losses = f"train loss {values['train_loss']:.4f}, test loss {values['test_loss']:.4f}"
-            right = f"{values['right']} right of {values['tested']} tested images"
-            accel.print(ctx, f"epoch {state.epoch}: {losses}, {right}", flush=True)
     accel.print(ctx, f"curves: accel report {settings.out}")
 
 
 @torch.no_grad()
 def evaluate(ctx: accel.DistContext, model: nn.Module, loader: accel.Loader) -> dict[str, float]:
-    """Return mean loss, right answers and number of the samples, each counted once on any number of ranks."""
+    """Return mean loss, right answers, number of the samples and accuracy, each counted once on any number of ranks."""
     model.eval()
     metrics = accel.metrics.running_metrics(test_loss="mean", right="count", tested="count")
     for batch in accel.batches(ctx, loader):
@@ -109,7 +108,8 @@ def evaluate(ctx: accel.DistContext, model: nn.Module, loader: accel.Loader) -> 
         losses = cross_entropy(logits, targets, reduction="none")
         found = {"test_loss": losses, "right": logits.argmax(1) == targets, "tested": torch.ones_like(targets)}
         metrics = metrics.add(batch.weights, **found)
-    return metrics.read(ctx)[0]
+    counted = metrics.read(ctx)[0]
+    return counted | {"accuracy": counted["right"] / counted["tested"]}
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:

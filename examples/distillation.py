@@ -68,7 +68,8 @@ def fit(
     test_loader = accel.prepare_loader(ctx, DataLoader(test_set, 180))
     model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
     name = "distillation" if teacher else "teacher"
-    with accel.tracking(ctx, name, to=[accel.trackers.jsonl()], dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console(label=f"{name} step", formats={"accuracy": ".1%"})]
+    with accel.tracking(ctx, name, to=to, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         metrics, every = accel.metrics.running_metrics(loss="mean"), max(1, steps // 20)
@@ -89,7 +90,6 @@ def fit(
                 values["accuracy"] = accuracy(ctx, model, test_loader)
                 accel.log(ctx, trackers, values, step=state.updates)
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                accel.print(ctx, f"{name}, step {state.updates}: {values}", flush=True)
     return accel.unwrap_model(model)
 
 

@@ -50,7 +50,8 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
 
     every, patience, best = max(1, steps // 40), 4, Best()
     keep = Keep(newest=1, best=1, by="valid_loss")
-    with accel.tracking(ctx, "early_stopping", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console()]
+    with accel.tracking(ctx, "early_stopping", to=to, config={"size": size}, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.train_state(ctx, seed=0, accumulation=1)
         train_loss = accel.metrics.running_metrics(loss="mean")
@@ -68,7 +69,6 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
             values["valid_loss"] = evaluate(ctx, model, valid_loader)
             best = best.after(values["valid_loss"], state.updates)
             accel.log(ctx, trackers, values, step=state.updates)
-            accel.print(ctx, f"step {state.updates}: {values}", flush=True)
             now, metrics = items | {"state": state, "best": best}, {"valid_loss": values["valid_loss"]}
             accel.save_state(ctx, out, now, step=state.updates, keep=keep, metrics=metrics)
         last = evaluate(ctx, model, test_loader)
@@ -77,7 +77,7 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
         accel.load_state(ctx, found, {"model": model}, only=("model",))
         values = {"valid_loss": best.loss, "test_loss": evaluate(ctx, model, test_loader), "test_loss_of_last": last}
         accel.log(ctx, trackers, values, step=state.updates)
-        accel.print(ctx, f"stopped at step {state.updates}, the best was {best.step}: {values}")
+    accel.print(ctx, f"stopped at step {state.updates}; the best checkpoint is from step {best.step}")
 
 
 def loss_sum(output: Tensor, targets: Tensor) -> Tensor:

@@ -52,7 +52,8 @@ def train(ctx: accel.DistContext, *, steps: int, out: str, start_from: str | Non
     if start_from is not None:
         state = accel.resume(ctx, start_from, items, state)
 
-    with accel.tracking(ctx, "engines", to=[accel.trackers.jsonl()], dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console()]
+    with accel.tracking(ctx, "engines", to=to, dir=out) as trackers:
         losses: list[float] = []
         for batch in accel.batches(ctx, loader, state):
             inputs, targets = batch.data[:, :-1], batch.data[:, 1:]
@@ -67,7 +68,6 @@ def train(ctx: accel.DistContext, *, steps: int, out: str, start_from: str | Non
                 state = accel.optimizer_step(ctx, optimizer, state, max_norm=1.0)
                 mean = float(accel.reduce(ctx, torch.tensor(losses[-MICRO_BATCHES:]).mean(), "mean"))
                 accel.log(ctx, trackers, {"loss": mean, "norm": state.grad_norm}, step=state.updates)
-                accel.print(ctx, f"step {state.updates:4}  loss {mean:.4f}  norm {state.grad_norm:.3f}", flush=True)
                 if state.updates == steps:
                     break
         accel.save_state(ctx, out, items | {"state": state}, step=state.updates)

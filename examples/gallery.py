@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run every recipe in full on two processes, check what each has learned, and draw the pictures of docs/gallery.md.
+"""Run every recipe in full on two processes, check what each has learned, and write their pages.
 
     python examples/gallery.py
     python examples/gallery.py text_classification --nproc 1
 
 A recipe whose package is not installed is skipped by name. The exit status is 1 if one failed or learned too little.
+`--pages` writes docs/gallery.md and docs/recipes/ without a run.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import base64
 import importlib.util
 import json
@@ -59,6 +61,11 @@ class Recipe(msgspec.Struct, frozen=True):
     metrics: str = "metrics.jsonl"
 
     @property
+    def text(self) -> str:
+        """The source of the script."""
+        return (FOLDER / f"{self.name}.py").read_text()
+
+    @property
     def missing(self) -> list[str]:
         """The modules that are not installed."""
         return [module for module in self.needs if importlib.util.find_spec(module) is None]
@@ -100,6 +107,154 @@ RECIPES: tuple[Recipe, ...] = (
 )
 
 
+# Of each recipe: other words that readers search for, and what to change.
+CHANGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "causal_lm": (
+        "language model, pretraining, packing, token loss",
+        (
+            "`make_documents`: return your texts as bytes. With a tokenizer, return its ids and set the vocabulary.",
+            "`make_model`: return any causal model of transformers. `--mesh` and `--strategy fsdp` at launch shard it.",
+            "`pack` fills rows of one length with several documents. Keep it if your documents differ in length.",
+        ),
+    ),
+    "contrastive": (
+        "self-supervised, SimCLR, embeddings, metric learning",
+        (
+            "`Views`: return two augmented views of your image.",
+            "`make_encoder`: return your backbone.",
+            "`pair_loss`: change the temperature, or use another loss over all pairs.",
+        ),
+    ),
+    "cross_validation": (
+        "k-fold, folds",
+        (
+            "`StratifiedKFold(5)`: change the number of folds.",
+            "`train`: put your model and your loss here. It trains one fold and returns its score.",
+        ),
+    ),
+    "detection": (
+        "object detection, bounding boxes, variable targets",
+        (
+            "`Shapes` and `collate`: return your images and one tensor of objects an image.",
+            "`loss_sum`: return the sum of the loss over objects. `weight=` is the number of objects.",
+        ),
+    ),
+    "diffusion": (
+        "ddpm, ema, exponential moving average, image generation",
+        (
+            "`Noised`: return your images with a time and the noise.",
+            "`Denoiser`: use your network, such as a U-Net.",
+            "`accel.training.Ema`: set the decay of the averaged weights.",
+        ),
+    ),
+    "distillation": (
+        "teacher, student, knowledge distillation",
+        (
+            "`make_teacher`: load your trained model.",
+            "`make_student`: return the smaller one.",
+            "`answer_losses`: change the temperature, or add a loss on labels.",
+        ),
+    ),
+    "early_stopping": (
+        "early stop, patience, best checkpoint, best model, load best model at end",
+        (
+            "`patience`: number of evaluations without a better loss before the run stops.",
+            '`Keep(newest=1, best=1, by="valid_loss")`: choose another metric of the log.',
+        ),
+    ),
+    "gan": (
+        "adversarial, two optimizers, two models",
+        (
+            "`make_model`: use your generator and critic.",
+            "`Ring`: return your samples and the noise.",
+            "Both losses stay: each backward reaches one model.",
+        ),
+    ),
+    "generation": (
+        "generate, decoding, inference, sampling, text generation",
+        (
+            "`Decoder`: use any model that returns logits of shape [batch, length, vocabulary].",
+            "`accel.training.generate` takes the prompts of each rank and `max_new_tokens`.",
+        ),
+    ),
+    "gpt": (
+        "nanogpt, pretrain, tensor parallel, mesh, MFU",
+        (
+            "`--size`, `--depth`, `--length`, `--vocabulary`, `--batch`: the defaults are nanoGPT's.",
+            "`--model llama`, `mixtral` or `gpt2` trains a model of transformers.",
+            "`load_words`: return your tokens.",
+            "Add `--mesh dp=2,tp=2` or `--strategy fsdp` to `accel launch`.",
+        ),
+    ),
+    "images": (
+        "vision, image classification, augmentation, timm, torchvision",
+        (
+            "`Augmented`: draw your augmentations from torch's random numbers; `seed_samples=True` seeds each sample.",
+            "`make_model`: use a network of torchvision or timm.",
+        ),
+    ),
+    "local_sgd": (
+        "LocalSGD, federated, slow network, post local sgd",
+        ("`LocalSgd(every=8)`: set the number of steps between two averages.",),
+    ),
+    "lora": (
+        "LoRA, PEFT, adapters, fine-tune, finetune, freeze layers, frozen layers, qlora",
+        (
+            "`make_model`: load your base model.",
+            "`peft.LoraConfig`: set the rank and the layers that get adapters.",
+            "`accel.items.TrainableOnly` keeps the frozen base out of the checkpoints.",
+        ),
+    ),
+    "preference": (
+        "DPO, RLHF, TRL, alignment",
+        (
+            "`make_pairs`: return your prompts with a preferred and a rejected answer.",
+            "`prefer`: set the strength of the reference.",
+        ),
+    ),
+    "profiling": (
+        "slow data loading, bottleneck, num_workers",
+        (
+            "`SlowImages`: put your dataset here.",
+            "`schedule`: choose the profiled steps.",
+        ),
+    ),
+    "reinforcement": (
+        "RL, policy gradient, REINFORCE, PPO, rollouts",
+        (
+            "`play`: run your environment. It returns the observations, actions and a mask of the moves that count.",
+            "`remaining`: set the discount.",
+        ),
+    ),
+    "schedule_free": (
+        "schedulefree, no learning rate schedule",
+        ("`AdamWScheduleFree`: set its learning rate and warmup. There is no scheduler.",),
+    ),
+    "streaming": (
+        "IterableDataset, webdataset, shards",
+        (
+            "`Lines`: read your shards. Keep `state_dict` and `load_state_dict`, so that a resume finds the line.",
+            '`stream="dispatch"`: use `"shards"` if each rank can read shards of its own.',
+        ),
+    ),
+    "sweep": (
+        "hyperparameter search, grid search, optuna, tune, wandb sweep",
+        (
+            "`OPTIMIZERS` and `RATES`: list your settings.",
+            "`train`: put your model here. It runs one trial and returns its score.",
+        ),
+    ),
+    "text_classification": (
+        "BERT, sentiment, NLP, padding, collate_fn",
+        (
+            "`make_reviews`: return your texts with their labels.",
+            "`collate`: call your tokenizer here, with padding.",
+            "`Classifier`: use a model of transformers and pass its attention mask.",
+        ),
+    ),
+}
+
+
 def main(names: Sequence[str], *, nproc: int, out: Path) -> int:
     """Run recipes in full; return the exit status."""
     failed: list[str] = []
@@ -118,7 +273,7 @@ def main(names: Sequence[str], *, nproc: int, out: Path) -> int:
             result, learned = check(recipe, folder)
         failed += [] if learned else [recipe.name]
         print(f"{recipe.name}: {result}, {time.monotonic() - began:.0f} s", flush=True)
-    (DOCS / "gallery.md").write_text(page())
+    write_pages()
     return int(bool(failed))
 
 
@@ -193,27 +348,68 @@ def title(name: str) -> str:
     return words[0].upper() + words[1:]
 
 
-def page() -> str:
-    """Return docs/gallery.md."""
-    parts = [
-        "# Gallery\n",
-        "Recipes by task. Each is a script of at most 150 lines in `examples/`, for any number of processes. It goes",
-        "on after a crash, and `--help` lists its flags. Pictures are of full runs on two processes, drawn by",
-        "`python examples/gallery.py`.\n",
-    ]
-    for recipe in RECIPES:
-        text = (FOLDER / f"{recipe.name}.py").read_text().split('"""')[1].strip()
-        parts += [f"## {title(recipe.name)}\n", f"{text.splitlines()[0]}\n"]
-        parts += [
-            "```bash",
-            f"accel launch --nproc-per-node 2 examples/{recipe.name}.py {recipe.full}".rstrip(),
-            "```\n",
-        ]
-        if (DOCS / "gallery" / f"{recipe.name}.svg").exists():
-            parts += [f"![Curves of {recipe.name}](gallery/{recipe.name}.svg)\n"]
-        needs = f" It needs {', '.join(f'`{module}`' for module in recipe.needs)}." if recipe.needs else ""
-        parts += [f"`gallery.py` expects `{recipe.learned}` at the end of a full run.{needs}\n"]
-    return "\n".join(parts)
+def pages() -> dict[str, str]:
+    """Return the text of each page of the recipes, by its path in docs/."""
+    return {"gallery.md": listing()} | {f"recipes/{recipe.name}.md": recipe_page(recipe) for recipe in RECIPES}
+
+
+def write_pages() -> None:
+    """Write the pages of the recipes."""
+    (DOCS / "recipes").mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (DOCS / name).write_text(text)
+
+
+def listing() -> str:
+    """Return the page that lists the recipes."""
+    rows = [f"| [{title(each.name)}](recipes/{each.name}.md) | {about(each)[0]} |" for each in RECIPES]
+    return "\n".join([
+        "# Recipes\n",
+        "Complete scripts, one page each. Every script has at most 150 lines, runs on any number of processes, and",
+        "resumes if you run the same command again.\n",
+        "```bash",
+        "accel examples                  # list them",
+        "accel examples lora --to .      # copy one",
+        "accel launch --nproc-per-node 2 lora.py",
+        "```\n",
+        *("| Recipe | |", "|---|---|", *rows, ""),
+        "The curves are from full runs on two processes, drawn by `python examples/gallery.py`.\n",
+    ])  # fmt: skip
+
+
+def about(recipe: Recipe) -> tuple[str, str]:
+    """Return the first sentence of a script's docstring, and its paragraphs behind the commands."""
+    first, _, rest = (ast.get_docstring(ast.parse(recipe.text)) or "").partition("\n\n")
+    return first, "\n\n".join(part for part in rest.split("\n\n") if not part.startswith("    "))
+
+
+def recipe_page(recipe: Recipe) -> str:
+    """Return the page of a recipe: its command, its curve, what to change, and the script."""
+    first, rest = about(recipe)
+    needs = (
+        f"It needs {' and '.join(f'`{module}`' for module in recipe.needs)}. "
+        if recipe.needs and "Needs " not in rest
+        else ""
+    )
+    words, changes = CHANGES[recipe.name]
+    picture = f"![Curves of {recipe.name}](../gallery/{recipe.name}.svg)\n"
+    has_picture = (DOCS / "gallery" / f"{recipe.name}.svg").exists()
+    return "\n".join([
+        f"# {title(recipe.name)}\n",
+        f"{first}\n",
+        f'<p hidden markdown="0">{words}</p>\n',
+        "```bash",
+        f"accel examples {recipe.name} --to .",
+        f"accel launch --nproc-per-node 2 {recipe.name}.py {recipe.full}".rstrip(),
+        "```\n",
+        *([picture] if has_picture else []),
+        f"{rest}\n",
+        f"{needs}A full run ends with `{recipe.learned}`. `--help` lists the flags.\n",
+        "## What to change\n",
+        *(f"- {change}" for change in changes),
+        "\n## The script { data-search-exclude }\n",
+        f"```py\n{recipe.text.rstrip()}\n```\n",
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -221,5 +417,9 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", help="recipes to run (default: all)")
     parser.add_argument("--nproc", type=int, default=2, help="processes of each run")
     parser.add_argument("--out", type=Path, default=Path("runs/gallery"), help="folder of the runs, made anew")
+    parser.add_argument("--pages", action="store_true", help="write the pages only")
     flags = parser.parse_args()
+    if flags.pages:
+        write_pages()
+        sys.exit()
     sys.exit(main(flags.names, nproc=flags.nproc, out=flags.out))

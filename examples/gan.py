@@ -46,7 +46,8 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     generator, critic, *optimizers = accel.prepare(ctx, generator, critic, *optimizers)
 
     every = max(1, steps // 20)
-    with accel.tracking(ctx, "gan", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console(every=every)]
+    with accel.tracking(ctx, "gan", to=to, config={"size": size}, dir=out) as trackers:
         models = {"generator": generator, "critic": critic}
         items = models | {"optimizer_g": optimizers[0], "optimizer_c": optimizers[1], "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
@@ -69,7 +70,6 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
             due = state.updates % every == 0 or state.updates == steps
             if due:
                 values["modes"] = count_modes(draw(generator))
-                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
             accel.log(ctx, trackers, values, step=state.updates)
             if due:
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)

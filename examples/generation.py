@@ -65,7 +65,8 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     test_loader = accel.prepare_loader(ctx, DataLoader(make_words(100, seed=1), 50))
     model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
 
-    with accel.tracking(ctx, "generation", to=[accel.trackers.jsonl()], dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console(formats={"right": ".1%"})]
+    with accel.tracking(ctx, "generation", to=to, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         metrics, every = accel.metrics.running_metrics(loss="mean"), max(1, steps // 20)
@@ -83,7 +84,7 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
                 values["right"], sample = answer(ctx, model, test_loader)
                 accel.log(ctx, trackers, values, step=state.updates)
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                accel.print(ctx, f"step {state.updates}: {values}, {sample}", flush=True)
+                accel.print(ctx, sample, flush=True)
 
 
 @torch.no_grad()

@@ -112,7 +112,8 @@ def main(
         logits = output if isinstance(output, Tensor) else output.logits  # along tp, those of this rank's words
         return accel.parallel.vocab_cross_entropy(ctx, logits.flatten(0, 1), targets.flatten())
 
-    with accel.tracking(ctx, "gpt", to=[accel.trackers.jsonl()], dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console()]
+    with accel.tracking(ctx, "gpt", to=to, dir=out) as trackers:
         items = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0))
         statistics, every = accel.metrics.step_statistics(loss="mean"), max(1, steps // 20)
@@ -133,7 +134,6 @@ def main(
                 kept = {name: values[name] for name in ("loss", "grad_norm", "time")}
                 accel.log(ctx, trackers, kept, step=state.updates)
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
 
 
 if __name__ == "__main__":

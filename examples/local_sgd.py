@@ -33,7 +33,8 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     test_loader = accel.prepare_loader(ctx, DataLoader(test_set, batch_size=256))
 
     local = LocalSgd(every=8)
-    with accel.tracking(ctx, "local_sgd", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console(formats={"accuracy": ".1%"})]
+    with accel.tracking(ctx, "local_sgd", to=to, config={"size": size}, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         metrics = accel.metrics.running_metrics(loss="mean")
@@ -54,7 +55,6 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
                 values["accuracy"] = accuracy(ctx, model, test_loader)
                 accel.log(ctx, trackers, values, step=state.updates)
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
 
 
 @torch.no_grad()

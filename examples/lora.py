@@ -64,7 +64,8 @@ def fit(ctx: accel.DistContext, model: nn.Module, rows: Tensor, *, steps: int, l
     loader = accel.prepare_loader(ctx, DataLoader(rows[100:], 32, shuffle=True), global_batch=32)
     test_loader = accel.prepare_loader(ctx, DataLoader(rows[:100], 50))
     model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
-    with accel.tracking(ctx, "lora", to=[accel.trackers.jsonl()], dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console(label=f"{out} step")]
+    with accel.tracking(ctx, "lora", to=to, dir=out) as trackers:
         items = {"model": accel.items.TrainableOnly(model), "optimizer": optimizer, "scheduler": scheduler}
         items |= {"trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
@@ -83,7 +84,6 @@ def fit(ctx: accel.DistContext, model: nn.Module, rows: Tensor, *, steps: int, l
                 values |= evaluate(ctx, model, test_loader)
                 accel.log(ctx, trackers, values, step=state.updates)
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                accel.print(ctx, f"{out}, step {state.updates}: {values}", flush=True)
     return accel.unwrap_model(model)
 
 

@@ -85,7 +85,11 @@ def fit(
     loader = accel.prepare_loader(ctx, pairs, global_batch=64)
     test_loader = accel.prepare_loader(ctx, DataLoader(make_pairs(100, seed=1)[0], 50))
     model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
-    with accel.tracking(ctx, "preference", to=[accel.trackers.jsonl()], dir=out) as trackers:
+    to = [
+        accel.trackers.jsonl(),
+        accel.trackers.console(label=f"{out} step", formats={"preferred": ".1%", "upwards": ".1%"}),
+    ]
+    with accel.tracking(ctx, "preference", to=to, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         metrics, every = accel.metrics.running_metrics(loss="mean", preferred="mean"), max(1, steps // 20)
@@ -104,7 +108,6 @@ def fit(
                 values["upwards"] = sorts_upwards(ctx, model, test_loader)
                 accel.log(ctx, trackers, values, step=state.updates)
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                accel.print(ctx, f"{out}, step {state.updates}: {values}", flush=True)
     return accel.unwrap_model(model)
 
 

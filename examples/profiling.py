@@ -46,10 +46,11 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     model, optimizer = accel.prepare(ctx, net, optimizer)
 
-    with accel.tracking(ctx, "profiling", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
+    every = max(1, steps // 20)
+    to = [accel.trackers.jsonl(), accel.trackers.console(every=every)]
+    with accel.tracking(ctx, "profiling", to=to, config={"size": size}, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
-        every = max(1, steps // 20)
 
         def train(state: accel.TrainState, workers: int, end: int, profile: accel.trackers.Profile) -> accel.TrainState:
             plain = DataLoader(SlowImages(), batch_size=64, shuffle=True, num_workers=workers)

@@ -61,7 +61,8 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     policy, optimizer = accel.prepare(ctx, net, optimizer)
 
     every = max(1, steps // 20)
-    with accel.tracking(ctx, "reinforcement", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console(every=every)]
+    with accel.tracking(ctx, "reinforcement", to=to, config={"size": size}, dir=out) as trackers:
         items = {"policy": policy, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         while state.epoch < 1:
@@ -84,7 +85,6 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
                 state = accel.optimizer_step(ctx, optimizer, state)
                 accel.log(ctx, trackers, {"return": values["moves"]}, step=state.updates)
                 if state.updates % every == 0 or state.updates == steps:
-                    accel.print(ctx, f"step {state.updates}: {values['moves']:.1f} moves an episode", flush=True)
                     accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
 
 

@@ -35,7 +35,11 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     optimizer.train()
 
     every = max(1, steps // 20)
-    with accel.tracking(ctx, "schedule_free", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
+    to = [
+        accel.trackers.jsonl(),
+        accel.trackers.console(every=every, formats={"accuracy": ".1%", "accuracy_of_last": ".1%"}),
+    ]
+    with accel.tracking(ctx, "schedule_free", to=to, config={"size": size}, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         batches = accel.batches(ctx, loader, state, repeat=True)
@@ -48,7 +52,6 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
                 with accel.evaluating(model, optimizer):
                     values["accuracy"] = accuracy(ctx, model, test_loader)
                 values["accuracy_of_last"] = accuracy(ctx, model, test_loader)  # of the weights to step from
-                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
             accel.log(ctx, trackers, values, step=state.updates)
             if due:
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)

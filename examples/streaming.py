@@ -74,7 +74,8 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     model, optimizer = accel.prepare(ctx, net, optimizer)
 
     every = max(1, steps // 20)
-    with accel.tracking(ctx, "streaming", to=[accel.trackers.jsonl()], config={"size": size}, dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console(every=every)]
+    with accel.tracking(ctx, "streaming", to=to, config={"size": size}, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         batches = accel.batches(ctx, loader, state, repeat=True)
@@ -87,7 +88,6 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
             values, _ = accel.metrics.running_metrics(loss="mean").add(count, loss=loss).read(ctx)
             accel.log(ctx, trackers, values, step=state.updates)
             if state.updates % every == 0 or state.updates == steps:
-                accel.print(ctx, f"step {state.updates}: {values['loss']:.4f} nats a byte", flush=True)
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
 
 

@@ -34,8 +34,8 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     for kind, rate in product(OPTIMIZERS, RATES):
         folder = f"{out}/{kind}-{rate:g}"
         found[folder] = train(ctx, kind, rate, steps=steps, size=size, out=folder)
-        accel.print(ctx, f"{folder}: {found[folder]:.4f} of the test images are right", flush=True)
-    accel.print(ctx, f"the best: {max(found, key=lambda folder: found[folder])}")
+        accel.print(ctx, f"{folder}  accuracy {found[folder]:.1%}", flush=True)
+    accel.print(ctx, f"best: {max(found, key=lambda folder: found[folder])}")
     report = accel.on_main_process(ctx, accel.cli.main)
     report(["report", *found, "--output", f"{out}/report.html"])
 
@@ -51,7 +51,11 @@ def train(ctx: accel.DistContext, kind: str, rate: float, *, steps: int, size: i
     model, optimizer = accel.prepare(ctx, net, optimizer)
 
     every, config = max(1, steps // 4), {"optimizer": kind, "lr": rate, "size": size}
-    with accel.tracking(ctx, "sweep", to=[accel.trackers.jsonl()], config=config, dir=out) as trackers:
+    to = [
+        accel.trackers.jsonl(),
+        accel.trackers.console(every=every, label=f"{kind} {rate:g} step", formats={"accuracy": ".1%"}),
+    ]
+    with accel.tracking(ctx, "sweep", to=to, config=config, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         batches = accel.batches(ctx, loader, state, repeat=True)

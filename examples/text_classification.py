@@ -84,7 +84,8 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     test_loader = accel.prepare_loader(ctx, test_set)
     model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
 
-    with accel.tracking(ctx, "text_classification", to=[accel.trackers.jsonl()], dir=out) as trackers:
+    to = [accel.trackers.jsonl(), accel.trackers.console(formats={"accuracy": ".1%"})]
+    with accel.tracking(ctx, "text_classification", to=to, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
         metrics, every = accel.metrics.running_metrics(loss="mean"), max(1, steps // 20)
@@ -100,7 +101,6 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
                 values["accuracy"] = accuracy(ctx, model, test_loader)
                 accel.log(ctx, trackers, values, step=state.updates)
                 accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
-                accel.print(ctx, f"step {state.updates}: {values}", flush=True)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 """Build the sdist and the wheel, and try both as their users meet them: `python tests/distribution.py [--each|--all]`.
 
 1. The sdist holds the tracked files less `.ci`, and builds the wheel that the tree builds, with the pages of docs/.
-2. The wheel runs the loop of the README in an environment with the four dependencies of the core alone.
+2. The wheel runs the loop of docs/train.md in an environment with the four dependencies of the core alone.
 3. From the unpacked sdist pytest collects the tests of the tree. With `--each` ten of each folder pass, with `--all`
    the default tests.
 
@@ -35,8 +35,8 @@ def load_dataset():
     return TensorDataset(torch.randn(256, 64), torch.randint(10, (256,)))
 
 with accel.session() as ctx:
-    train(ctx, load_dataset(), epochs=1, out="run")
-print("the loop of the README trained from the wheel, in an environment of four dependencies")
+    main(ctx, load_dataset(), epochs=1, out="run")
+print("the loop of docs/train.md trained from the wheel, in an environment of four dependencies")
 """
 
 
@@ -113,7 +113,9 @@ def try_wheel(wheel: Path, folder: Path) -> str:
         (site / top).symlink_to(path)
     with zipfile.ZipFile(wheel) as files:
         files.extractall(site)
-    [loop, *_] = re.findall(r"```python\n(import accel\n.*?)\n\nif __name__", (ROOT / "README.md").read_text(), re.S)
+    [loop, *_] = re.findall(
+        r"```python\n(import accel\n.*?)\n\nif __name__", (ROOT / "docs/train.md").read_text(), re.S
+    )
     (folder / "train.py").write_text(LOOP.format(loop=loop))
     return run(folder / "venv" / "bin" / "python", "-I", folder / "train.py", where=folder)
 
@@ -135,6 +137,8 @@ def main() -> None:
         check_metadata(contents(wheel))
         pages = {f"accel/pages/{path.relative_to(ROOT / 'docs')}" for path in (ROOT / "docs").rglob("*.md")}
         assert pages == {name for name in contents(wheel) if name.startswith("accel/pages/")}
+        scripts = {f"accel/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+        assert scripts == {name for name in contents(wheel) if name.startswith("accel/examples/")}
         print(f"{sdist.name}: {len(names)} files, and the same wheel as the tree's")
         print(try_wheel(wheel, folder / "wheel").strip())
         tests = collected(unpacked)

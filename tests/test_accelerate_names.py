@@ -24,6 +24,14 @@ MODULES = (
     "logging", "memory_utils", "optimizer", "parallelism_config", "scheduler", "state", "tracking", "utils/dataclasses",
 )  # fmt: skip
 VARIABLE = re.compile(r"(ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG)_[A-Z0-9_]*")
+# Scripts call the functions of these modules and the methods of these classes by keywords.
+CALLED = ("Accelerator", "PartialState", "big_modeling", "inference", "launchers")
+# What a call is about, in its first place: a model, tensors, a function.
+OBJECTS = (
+    "args", "batch_size", "data_loader", "dataloader", "enable", "env", "f", "func", "function", "hook", "input_data",
+    "inputs", "key", "loss", "model", "models", "name", "obj", "objects", "optimizer", "parameters", "scheduler",
+    "tensor", "value", "values", "state_dict", "index", "clip_value", "dl", "format_string",
+)  # fmt: skip
 FEWEST_LETTERS = 3  # of a group, such as `is_*_available`
 
 
@@ -57,6 +65,23 @@ def test_each_name_has_a_row() -> None:
     assert not left, f"{len(left)} names have no row in docs/from-accelerate.md: {', '.join(left[:40])}"
 
 
+def test_arguments_of_public_calls_have_rows_and_the_list_has_them() -> None:
+    """Without rows of their own, arguments were lost: a script that passes one must find what becomes of it."""
+    listed = {entry for entry in NAMES.read_text().split() if entry.count(".") == 2}
+    rows = {"map_location", "slice_fn_for_dispatch", "load_model_func_kwargs", "keep_fp32_wrapper", "even_batches"}
+    assert {entry.rpartition(".")[2] for entry in listed} >= rows - {"map_location"}  # of `**kwargs`
+    assert rows <= covering(PAGE.read_text())[0]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_list_is_that_of_the_installed_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    if not accelerate.__version__.startswith("1.15."):
+        pytest.skip("the list is of Accelerate 1.15")
+    assert names_of(Path(accelerate.__file__).parent) == NAMES.read_text().split()
+
+
 def test_each_group_stands_for_something() -> None:
     listed = NAMES.read_text().split()
     both = {*listed, *(entry.rpartition(".")[2] for entry in listed)}
@@ -88,6 +113,12 @@ def public_names(root: Path) -> Iterator[str]:
         for node in _tree(root / f"{module}.py").body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 yield node.name
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and module in CALLED:
+                yield from _arguments(node.name, node)
+            if isinstance(node, ast.ClassDef) and node.name in CALLED:
+                for each in node.body:
+                    if isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
+                        yield from _arguments(f"{node.name}.{each.name}", each)
             if isinstance(node, ast.ClassDef) and not module.startswith("test_utils"):
                 yield from (f"{node.name}.{member}" for member in _members(node) if not node.name.startswith("_"))
     for node in _tree(root / "commands/config/config_args.py").body:
@@ -110,6 +141,13 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
             yield from (target.id for target in each.targets if isinstance(target, ast.Name))
 
 
+def _arguments(name: str, node: ast.FunctionDef) -> Iterator[str]:
+    """Arguments of a function, as `Accelerator.load_state.map_location`; those that a script passes."""
+    given = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+    kinds = [argument.arg for argument in (node.args.kwarg,) if argument and argument.arg != "kwargs"]
+    yield from (f"{name}.{each}" for each in [*given, *kinds] if each not in ("self", "cls") and each not in OBJECTS)
+
+
 def _flags(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
@@ -127,6 +165,10 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def names_of(folder: Path) -> list[str]:
+    """Public names in the sources of Accelerate, sorted."""
+    return sorted({name for name in public_names(folder) if not name.rpartition(".")[2].startswith("_")})
+
+
 if __name__ == "__main__":
-    found = {name for name in public_names(Path(sys.argv[1])) if not name.rpartition(".")[2].startswith("_")}
-    _ = NAMES.write_text("".join(f"{name}\n" for name in sorted(found)))
+    _ = NAMES.write_text("".join(f"{name}\n" for name in names_of(Path(sys.argv[1]))))

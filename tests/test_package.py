@@ -107,11 +107,11 @@ def sections(page: Path) -> set[str]:
 def test_links_of_the_readme_lead_somewhere_on_an_index_page() -> None:
     readme = (ROOT / "README.md").read_text()
     found = links(index_page(readme, "https://example.org/accel/"))
-    assert "https://example.org/accel/train/" in found
+    assert "https://example.org/accel/tutorial/" in found
     assert not [link for link in found if not link.startswith(("https://", "#"))]
     without = index_page(readme, None)
     assert not [link for link in links(without) if not link.startswith(("https://", "#"))]
-    assert "- Training: from a plain loop" in without
+    assert "| begin | Tutorial: an hour on a CPU" in without
     page = "[a](docs/b-c.md#d-e), [f](#g), [h](docs/i/j.md), [k](L.md), [m](https://n)"
     assert index_page(page, "https://h") == "[a](https://h/b-c/#d-e), [f](#g), [h](https://h/i/j/), k, [m](https://n)"
 

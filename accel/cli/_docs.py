@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`accel docs`: entries of public names, errors, commands and pages in the terminal, or their place on the site.
 
+A word that names no entry is searched for in the text of the pages.
+
 A wheel has the pages in `accel/pages/`, copied when it is built; in a checkout they are read from `docs/`.
 """
 
@@ -29,8 +31,11 @@ from accel.terminal import show_text
 _USAGE = "accel docs NAME [--web]"
 _ABOUT = (
     "Print the entry of a public name, an error, a command or a page, such as prepare, bigmodel.describe, StepError, "
-    '"accel launch", train. Where a page has the name of another entry, add .md.'
+    '"accel launch", train. Where a page has the name of another entry, add .md. Other words are searched for.'
 )
+_TITLE = 10  # weight of a word in a heading
+_HITS = 6  # pages that a search shows
+_LISTS = ("modules", "benchmarks", "from-accelerate", "design", "configuration")  # they name everything: last
 _URL = "Documentation"  # among the project's URLs
 
 
@@ -51,7 +56,11 @@ def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     known = parser().read(words)
     folder = _pages()
     asked = " ".join(known.name)
-    first, *others = _found(folder, asked)
+    entries = _found(folder, asked)
+    if not entries:
+        print(_search(folder, asked))
+        return 0
+    first, *others = entries
     if known.web:
         address = f"{_site()}/{_place(folder, first)}"
         print(address)
@@ -94,8 +103,13 @@ def _entries(folder: Path) -> Iterator[DocsEntry]:
             yield DocsEntry(name, page.stem)
     for command in COMMANDS:
         yield DocsEntry(f"accel {command.name}")
-    for page in sorted([*folder.glob("*.md"), *folder.glob("concepts/*.md")]):
+    for page in _page_files(folder):
         yield DocsEntry(page.relative_to(folder).as_posix())
+
+
+def _page_files(folder: Path) -> list[Path]:
+    """Return the pages, without those of the reference."""
+    return sorted([*folder.glob("*.md"), *folder.glob("concepts/*.md"), *folder.glob("recipes/*.md")])
 
 
 def _place(folder: Path, entry: DocsEntry) -> str:
@@ -108,17 +122,57 @@ def _place(folder: Path, entry: DocsEntry) -> str:
 
 
 def _found(folder: Path, asked: str) -> list[DocsEntry]:
-    """Return entries of that name, the best first; raise `ConfigError` with the nearest names."""
+    """Return entries of that name, the best first."""
     entries = [*_entries(folder)]
     exact = [each for each in entries if each.name in (asked, f"accel.{asked}")]
-    found = [*exact, *(each for each in entries if each not in exact and _short(each.name) == asked)]
-    if found:
-        return found
+    return [*exact, *(each for each in entries if each not in exact and _short(each.name) == asked)]
+
+
+def _near(folder: Path, asked: str) -> str:
+    """Return the question for the nearest names of entries; empty if none is near."""
+    entries = [*_entries(folder)]
     known = {each.name for each in entries} | {_short(each.name) for each in entries}
     low = {each.lower(): each for each in sorted(known)}
     near = [low[each] for each in difflib.get_close_matches(asked.lower(), low, n=5, cutoff=0.6)]
-    advice = f"Did you mean {', '.join(f'`{each}`' for each in near)}?" if near else "`accel docs modules` lists them."
-    raise ConfigError("no entry of this name", got=repr(asked), where="accel docs", fix=advice)
+    return f"Did you mean {', '.join(f'`{each}`' for each in near)}?" if near else ""
+
+
+def _search(folder: Path, asked: str) -> str:
+    """Return the pages with a section that has all words, the best first; raise `ConfigError` if there are none."""
+    words = [re.compile(rf"(?<![a-z0-9]){re.escape(word)}", re.I) for word in re.split(r"[\s_-]+", asked) if word]
+    scores: dict[str, int] = {}
+    headings: dict[str, list[str]] = {}
+    for page in _page_files(folder):
+        name = page.relative_to(folder).as_posix()
+        for heading, text in _sections(page.read_text()):
+            counts = [len(word.findall(text)) + _TITLE * len(word.findall(heading)) for word in words]
+            if all(counts):
+                scores[name] = scores.get(name, 0) + sum(counts)
+                headings.setdefault(name, []).append(heading)
+    near = _near(folder, asked)
+    if not scores:
+        advice = near or "`accel docs modules` lists the names."
+        raise ConfigError("no entry and no page has this word", got=repr(asked), where="accel docs", fix=advice)
+    best = sorted(scores, key=lambda name: (_short(name) in _LISTS, -scores[name]))[:_HITS]
+    typed = {name: _short(name) if len(_found(folder, _short(name))) == 1 else name for name in best}
+    width = max(map(len, typed.values()))
+    lines = [f"  accel docs {typed[name]:{width}}  {', '.join(headings[name][:3])}" for name in best]
+    return "\n".join([f"No entry is named {asked!r}. {near}".rstrip(), "", "Pages with this text:", *lines])
+
+
+def _sections(text: str) -> Iterator[tuple[str, str]]:
+    """Yield headings and texts of a page's sections, without code; words that only a search reads count tenfold."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    text = re.sub(r"<p hidden[^>]*>(.*?)</p>", lambda found: found[1] * _TITLE, text, flags=re.S)
+    for part in re.split(r"^#{1,2} (?=\S)", text, flags=re.M)[1:]:
+        heading, _, body = part.partition("\n")
+        yield heading.partition(" {")[0], body
+
+
+def _shown(text: str) -> str:
+    """Return a page without its front matter, and without words and code that the site hides."""
+    text = re.sub(r"\A---\n.*?\n---\n+", "", text, flags=re.S)
+    return re.sub(r"<p hidden[^>]*>.*?</p>\n+|<!--.*?-->\n", "", text, flags=re.S).rstrip()
 
 
 def _short(name: str) -> str:
@@ -130,7 +184,7 @@ def _short(name: str) -> str:
 
 def _text(folder: Path, entry: DocsEntry) -> str:
     if entry.name.endswith(".md"):
-        return (folder / entry.name).read_text().rstrip()
+        return _shown((folder / entry.name).read_text())
     if entry.name.startswith("accel "):
         return _command(folder, entry.name)
     if (folder / "api" / f"{entry.name}.md").is_file():
@@ -193,8 +247,8 @@ def _first_line(found: Any) -> str:
 def _pages_of(folder: Path, name: str) -> list[str]:
     """Return pages that mention a name in code, those that do so most often first; five at most."""
     pattern = re.compile(rf"(?:\baccel\.(?:\w+\.)*|`){re.escape(name)}\b")
-    pages = [*folder.glob("*.md"), *folder.glob("concepts/*.md")]
-    counts = {page.relative_to(folder).as_posix()[:-3]: len(pattern.findall(page.read_text())) for page in pages}
+    pages = {page.relative_to(folder).as_posix()[:-3]: page.read_text() for page in _page_files(folder)}
+    counts = {name: len(pattern.findall(text)) for name, text in pages.items()}
     counts.pop("modules", None)  # which lists all names
     return sorted((page for page, count in counts.items() if count), key=lambda page: (-counts[page], page))[:5]
 

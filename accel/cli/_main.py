@@ -38,6 +38,7 @@ COMMANDS = (
     Command("profile", "print where the time of each rank went, from traces", "accel.cli._runs", "run_profile"),
     Command("migrate", "rewrite scripts written for Accelerate", "accel.cli._migrate"),
     Command("docs", "print the entry of a name, an error, a command or a page", "accel.cli._docs"),
+    Command("examples", "list the example scripts, or copy one", "accel.cli._examples"),
     Command("completion", "print the completion script of bash, zsh or fish", "accel.cli._setup", "run_completion"),
     Command("checkpoint", "list, check, compare, convert and delete checkpoints", "accel.cli._checkpoint"),
 )

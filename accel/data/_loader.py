@@ -221,7 +221,7 @@ def _refuse(condition: bool, problem: str, got: str, fix: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Loader:
-    """A sharded loader: samples, their cut into steps, and the rank. Iterate it with `batches(ctx, loader, cursor)`.
+    """A sharded loader: samples, their cut into steps, and the rank. Iterate it with `batches(ctx, loader, state)`.
 
     Attributes:
         source: the samples, and how every epoch orders and cuts them.

@@ -10,6 +10,7 @@ from accel.alerts import AlertRule, Alerts
 from accel.trackers._aim import aim
 from accel.trackers._clearml import clearml
 from accel.trackers._comet_ml import comet_ml
+from accel.trackers._console import console
 from accel.trackers._dvclive import dvclive
 from accel.trackers._jsonl import csv, jsonl
 from accel.trackers._log import alert, log_artifact, log_figure, log_histogram, log_images, log_table, log_text
@@ -38,6 +39,7 @@ __all__ = [
     "alert",
     "clearml",
     "comet_ml",
+    "console",
     "csv",
     "dvclive",
     "jsonl",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import platform
 import shutil
 import statistics
@@ -340,7 +341,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     opened = Opened()
-    figures = measure(opened, options.blocks)
+    load = os.getloadavg()[0]
+    figures = {"load": load} | measure(opened, options.blocks)
     if opened.ctx.is_main_process:
         print(table(figures))
         shutil.rmtree(opened.out, ignore_errors=True)

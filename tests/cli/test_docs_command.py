@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import webbrowser
 from email.message import Message
 from pathlib import Path
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parent.parent.parent
         (["accel.schedules"], ["  Cosine       Half a cosine."]),
         (["accel", "launch"], ["accel launch: run a script", "`accel launch --help`", "Pages: launch"]),
         (["migrate"], ["accel migrate: rewrite scripts", "Also: accel docs migrate.md"]),
-        (["train"], ["# Training: from a plain loop to accel\n"]),
+        (["train"], ["# Training\n"]),
         (["prepare.md"], ["# Prepare\n"]),
         (["concepts/weights.md"], ["# Weights\n"]),
     ],
@@ -43,7 +44,7 @@ def test_an_entry_is_printed(words: list[str], expected: list[str], capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("prepaer", "`prepare`"), ("steperror", "`StepError`"), ("lanch", "`launch`")]
+    ("name", "near"), [("prepaer", "`prepare`"), ("steperrror", "`StepError`"), ("lanch", "`launch`")]
 )
 def test_an_unknown_name_gets_the_nearest_ones(name: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["docs", name]) == 2
@@ -80,3 +81,33 @@ def test_an_installation_reads_the_pages_of_its_wheel(tmp_path: Path, monkeypatc
     (tmp_path / "accel" / "pages").mkdir(parents=True)
     (tmp_path / "accel" / "pages" / "index.md").write_text("# accel\n")
     assert _docs._pages() == tmp_path / "accel" / "pages"
+
+
+def test_a_search_of_the_pages_finds_the_right_one_first() -> None:
+    rows = [line.partition(": ") for line in (ROOT / "tests/search_queries.txt").read_text().splitlines()[1:]]
+    wrong: dict[str, str] = {}
+    for query, _, pages in rows:
+        first = re.search(r"^  accel docs (\S+)", _docs._search(ROOT / "docs", query), flags=re.M)
+        assert first
+        if _docs._short(f"{first[1].removesuffix('.md')}.md") not in {
+            _docs._short(f"{page[:-1]}.md") for page in pages.split()
+        }:
+            wrong[query] = first[1]
+        assert _docs._text(ROOT / "docs", _docs._found(ROOT / "docs", first[1])[0]).startswith("# ")  # the page itself
+    assert len(wrong) <= 3, wrong
+
+
+def test_a_word_that_is_no_name_is_searched_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs", "gradient", "acumulation"]) == 2  # on no page
+    assert "Did you mean `Accumulation`" in capsys.readouterr().err
+    assert main(["docs", "gradient", "accumulation"]) == 0
+    assert "  accel docs train " in capsys.readouterr().out
+
+
+def test_a_page_is_printed_without_what_the_site_hides(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train", "index", "from-accelerate", "lora"):
+        assert main(["docs", name]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith("# ")
+        assert "<!--" not in text
+        assert "hidden" not in text.partition("\n\n")[2][:200]

@@ -93,9 +93,9 @@ def test_a_short_run_leaves_metrics_and_checkpoints(
     table = lines(tmp_path)
     assert [row["step"] for row in table] == [STEPS, 2 * STEPS]
     last = table[-1]
-    losses = f"train loss {last['train_loss']:.4f}, test loss {last['test_loss']:.4f}"
+    losses = f"train_loss {last['train_loss']:#.4g}  test_loss {last['test_loss']:#.4g}"
     assert out.splitlines()[1:] == [
-        f"epoch 2: {losses}, {last['right']} right of 360 tested images",
+        f"step    46  epoch      2  {losses}  accuracy {last['accuracy']:>6.1%}",
         f"curves: accel report {tmp_path}",
     ]
     assert "\r" not in err  # no progress bar where there is no terminal
@@ -177,8 +177,8 @@ def test_two_processes_reach_97_percent(tmp_path: Path) -> None:
     rows = lines(tmp_path)
     assert len(rows) == 12
     assert rows[-1]["right"] >= 0.97 * 360
-    assert f"{rows[-1]['right']} right of 360 tested images\n" in done.stdout
-    assert "[rank 0] epoch 12: " in done.stdout
+    assert f"accuracy {rows[-1]['accuracy']:>6.1%}\n" in done.stdout
+    assert "[rank 0] step   276  epoch     12  " in done.stdout
     assert "[rank 1]" not in done.stdout
 
 

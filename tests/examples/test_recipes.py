@@ -19,6 +19,7 @@ import ast
 import base64
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def test_a_recipe_runs_by_its_own_command(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "[rank 0] step 12: " in done.stdout
+    assert "[rank 0] step    12  loss " in done.stdout
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
@@ -161,8 +162,19 @@ def test_the_gallery_lists_recipes_by_name() -> None:
     assert len(RECIPES) == len(GALLERY.RECIPES)
 
 
-def test_the_gallery_page_is_what_its_script_writes() -> None:
-    assert (ROOT / "docs" / "gallery.md").read_text() == GALLERY.page()
+def test_the_pages_of_recipes_are_what_the_script_writes() -> None:
+    pages = {path: (ROOT / "docs" / path).read_text() for path in GALLERY.pages()}
+    assert pages == GALLERY.pages(), "write them: python examples/gallery.py --pages"
+    assert {path.stem for path in (ROOT / "docs" / "recipes").iterdir()} == {*RECIPES}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
+def test_what_to_change_names_code_of_the_script(recipe: Any) -> None:
+    _, changes = GALLERY.CHANGES[recipe.name]
+    begun = [found[1] for each in changes if (found := re.match(r"`([^`]+)`.*", each))]
+    named = [re.split(r"[( ]", each)[0].rpartition(".")[2].lstrip("-") for each in begun]
+    assert named
+    assert [each for each in named if each not in recipe.text] == []
 
 
 def test_the_gallery_draws_a_run_and_sees_whether_it_learned(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -288,3 +289,17 @@ def test_a_launcher_that_was_told_or_is_alone_passes(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert main(["launch", "--cpu", "--dry-run", *words, "train.py"]) == 0, why
+
+
+def test_the_page_on_slurm_shows_the_script_that_its_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
+    command = page.partition("```console\n$ ")[2].partition("```")[0].replace("\\\n", " ")
+    shown = page.partition("```bash\n#!")[2].partition("\n```")[0]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    words = shlex.split(command)[1:]
+    assert main([*words[:2], "--dry-run", *words[2:]]) == 0
+    printed = capsys.readouterr().out.rstrip().replace(sys.executable, "/usr/bin/python3")
+    assert f"#!{shown}" == printed

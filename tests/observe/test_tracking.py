@@ -442,3 +442,48 @@ def test_a_number_of_a_device_is_read_once_its_copy_has_ended(monkeypatch: pytes
     assert not waited
     assert values.read() == {"loss": 0.5}
     assert waited == ["copied"]
+
+
+def test_the_console_prints_aligned_lines_on_rank_0(ranks: Simulator, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(ctx: accel.DistContext) -> None:
+        console = accel.trackers.console(every=50, label="epoch", formats={"accuracy": ".1%"})
+        with accel.tracking(ctx, "p", to=[console]) as trackers:
+            for step, loss, right in (
+                (50, 1.5, 0.05),
+                (99, 1.0, 0.5),
+                (100, 12.345678, 1),
+                (150, 1e-5, 0.9),
+                (151, 0, 1),
+            ):
+                values = {"loss": loss, "accuracy": right, "tokens": 7, "time": {"step_s": 0.1}}
+                accel.log(ctx, trackers, values, step=step)
+
+    _ = ranks.run(train, 2)
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch    50  loss  1.500  accuracy   5.0%  tokens      7",
+        "epoch   100  loss  12.35  accuracy 100.0%  tokens      7",
+        "epoch   150  loss 1.000e-05  accuracy  90.0%  tokens      7",
+        "epoch   151  loss         0  accuracy 100.0%  tokens      7",  # the last one, though 50 does not divide it
+    ]
+
+
+def test_the_console_prints_the_chosen_names_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    console = accel.trackers.console(names=("b", "a"))
+    with accel.tracking(accel.single(), "p", to=[console]) as trackers:
+        accel.log(accel.single(), trackers, {"a": 2.0, "c": 1.0}, step=1)
+        accel.log(accel.single(), trackers, {"a": float("nan"), "b": 1234.5}, step=2)
+    assert capsys.readouterr().out.splitlines() == ["step     1  a  2.000", "step     2  b   1234  a    nan"]
+
+
+@pytest.mark.parametrize("specification", ["d", "s", "%%", 3])
+def test_the_console_refuses_a_format_that_no_float_has(specification: Any) -> None:
+    with pytest.raises(accel.errors.ConfigError, match="not a format of a float") as caught:
+        accel.trackers.console(formats={"loss": specification})
+    made = eval(f"accel.trackers.console({caught.value.fix})", {"accel": accel})
+    assert made.name == "console"
+
+
+def test_the_console_refuses_a_text_as_names() -> None:
+    with pytest.raises(accel.errors.ConfigError, match="a text is no list of names") as caught:
+        accel.trackers.console(names="loss")
+    assert eval(f"accel.trackers.console({caught.value.fix})", {"accel": accel}).name == "console"

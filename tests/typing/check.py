@@ -61,7 +61,7 @@ def pages() -> Iterator[tuple[str, Path, str]]:
         lines = page_lines(page)
         lines[0] = PAGE
         if page == README:
-            lines[:2] = ["# pyright: strict", YOURS]
+            lines[1] = YOURS
         yield f"page_{page.relative_to(ROOT).with_suffix('').as_posix()}".translate(_NAME), page, "\n".join(lines)
 
 

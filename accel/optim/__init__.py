@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around an optimizer. Begin with `_accumulation.py`, the window of micro-batches as a record.
+"""Optimizers for sharded parameters, and what is around an optimizer. Begin with `_accumulation.py`, the window of
+micro-batches as a record.
 
 `optimizer_step` sums its weights, divides, un-scales and clips gradients in one pass (`_gradients.py`), and steps, on
-float32 copies where there are any (`_substitutes.py`).
+float32 copies where there are any (`_substitutes.py`). `_muon.py` steps whole matrices, which `_matrices.py` gives to
+their owners.
 """
 
 from accel.optim._accumulation import (
@@ -33,4 +35,11 @@ from accel.optim._gradients import (
     wide_norm as wide_norm,
     within_closure as within_closure,
 )
+from accel.optim._muon import Muon
 from accel.optim._substitutes import MASTER as MASTER
+
+__all__ = ["Muon"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,7 +4,7 @@ micro-batches as a record.
 
 `optimizer_step` sums its weights, divides, un-scales and clips gradients in one pass (`_gradients.py`), and steps, on
 float32 copies where there are any (`_substitutes.py`). `_muon.py` steps whole matrices, which `_matrices.py` gives to
-their owners.
+their owners; `_adafactor.py` sums over rows and columns.
 """
 
 from accel.optim._accumulation import (
@@ -14,6 +14,7 @@ from accel.optim._accumulation import (
     keep_losses as keep_losses,
     next_micro_batch as next_micro_batch,
 )
+from accel.optim._adafactor import Adafactor
 from accel.optim._gradients import (
     CLOSURE_LINE as CLOSURE_LINE,
     Carried as Carried,
@@ -38,7 +39,7 @@ from accel.optim._gradients import (
 from accel.optim._muon import Muon
 from accel.optim._substitutes import MASTER as MASTER
 
-__all__ = ["Muon"]
+__all__ = ["Adafactor", "Muon"]
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices that ranks hold parts of: each goes to one rank, its owner, by one message, and the result back by another.
+"""Optimizers that know their ranks; and matrices that ranks hold parts of: each goes to its owner by one message, and
+the result comes back by another.
 
 The elements of each rank follow from shapes and placements alone, so all ranks make the same plan without a message.
 """
@@ -16,12 +17,76 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.comm import exchanged
-from accel.tensors import is_dtensor, split_dims
+from accel.context import DistContext, group_of
+from accel.errors import StepError
+from accel.tensors import integers, is_dtensor, placements_of, split_dims
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Where: TypeAlias = tuple["slice | Tensor", ...]  # indices by dimension
+
+
+_DATA = ("dp", "dp_replicate", "dp_shard")
+
+
+class RankedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose steps send messages. `accel.optimizer_step` gives it its ranks."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self._group: dist.ProcessGroup | None = None
+        self._plans: dict[Any, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the ranks, which the next step gives."""
+        own: dict[str, Any] = {"_plans": {}, "_group": None}
+        return {**super().__getstate__(), **own}
+
+    def share_ranks(self, ctx: DistContext, *, apart: bool) -> None:
+        """Take the ranks that hold parts or copies of the parameters, and equal gradients. A collective, once.
+
+        Args:
+            ctx: the context.
+            apart: whether replicas step on their own, as with local SGD.
+        """
+        group = group_of(ctx, *(() if apart else _DATA), "cp", "tp")
+        if group is not self._group:
+            self._plans.clear()
+        self._group = group
+
+    def ranks_of(self, tensors: Iterable[Tensor]) -> Sequence[int]:
+        """Return the numbers of the ranks in the world, in the group's order, which hold all parts of the tensors."""
+        ranks = _ranks(self._group)
+        for each in tensors:
+            if not is_dtensor(each) or not split_dims(each):
+                continue
+            if self._group is None:
+                raise StepError(
+                    "the optimizer does not know the ranks that hold parts of a parameter",
+                    expected="a step by accel.optimizer_step, which knows them",
+                    got=f"optimizer.step() with a parameter of placements {placements_of(each)}",
+                    where=f"{type(self).__name__}.step",
+                    fix="state = accel.optimizer_step(ctx, optimizer, state)",
+                )
+            if not set(integers(each.device_mesh.mesh.flatten())) <= set(ranks):
+                raise StepError(
+                    "ranks outside of the group hold parts of a parameter",
+                    expected=f"a mesh within the ranks {[*ranks]}",
+                    got=f"{each.device_mesh}",
+                    where=f"{type(self).__name__}.step",
+                    fix="Name the axes of the mesh dp, cp, tp and pp, so that accel knows them.",
+                )
+        return ranks
+
+
+def _ranks(group: dist.ProcessGroup | None) -> Sequence[int]:
+    if group is None:
+        return [0]
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):  # a group that torch has not opened, which no mesh is made of
+        return range(group.size())
 
 
 class MatrixPart(NamedTuple):
@@ -73,7 +138,7 @@ def plan_matrices(specs: Sequence[Spec], ranks: Sequence[int]) -> list[Matrix]:
     places = {rank: at for at, rank in enumerate(ranks)}
     found = list[Matrix]()
     for at, spec in enumerate(specs):
-        holds = {places[rank]: own for rank, own in _indices(spec.tensor, ranks).items() if rank in places}
+        holds = {places[rank]: own for rank, own in indices_of(spec.tensor, ranks).items() if rank in places}
         for start, stop, is_stacked in _bounds(spec):
             parts = {rank: part for rank, own in holds.items() if (part := _part(own, start, stop, is_stacked))}
             rows, columns = spec.tensor.shape[-2:] if is_stacked else (stop - start, spec.tensor.shape[1])
@@ -133,18 +198,19 @@ def _part(own: Sequence[Tensor], start: int, stop: int, is_stacked: bool) -> Mat
     shape = tuple(map(len, there))
     if is_stacked:
         there, shape = there[1:], shape[1:]
-    return MatrixPart(tuple(map(_sliced, here)), tuple(map(_sliced, there)), shape)
+    return MatrixPart(tuple(map(sliced, here)), tuple(map(sliced, there)), shape)
 
 
-def _sliced(indices: Tensor) -> slice | Tensor:
+def sliced(indices: Tensor) -> slice | Tensor:
+    """Return ascending indices as a slice, if they are a range."""
     first = int(indices[0])
     last = int(indices[-1])
-    is_range = last - first + 1 == len(indices)  # indices ascend
+    is_range = last - first + 1 == len(indices)
     return slice(first, last + 1) if is_range else indices
 
 
-def _indices(tensor: Tensor, ranks: Sequence[int]) -> Mapping[int, Sequence[Tensor]]:
-    """The indices by dimension that each rank of the world holds of a tensor."""
+def indices_of(tensor: Tensor, ranks: Sequence[int]) -> Mapping[int, Sequence[Tensor]]:
+    """Return the indices by dimension that each rank of the world holds of a tensor."""
     whole = [torch.arange(each) for each in tensor.shape]
     if not is_dtensor(tensor) or not split_dims(tensor):
         return dict.fromkeys(ranks, whole)

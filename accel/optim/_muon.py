@@ -14,19 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_
 
-from accel.context import DistContext, group_of
-from accel.errors import ConfigError, StepError
-from accel.optim._matrices import Matrix, Spec, Where, plan_matrices, put, through_owners
-from accel.tensors import integers, is_dtensor, local_part, mesh_of, placements_of, split_dims
+from accel.errors import ConfigError
+from accel.optim._matrices import Matrix, RankedOptimizer, Spec, Where, plan_matrices, put, through_owners
+from accel.tensors import local_part, mesh_of, placements_of
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 
 _KIND = "kind"  # key of a group: "muon" or "adamw"
-_DATA = ("dp", "dp_replicate", "dp_shard")
 _CONVOLUTIONS = (
     nn.Conv1d,
     nn.Conv2d,
@@ -44,7 +41,7 @@ class _MatrixBucket(NamedTuple):
     matrices: Sequence[Matrix]
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(RankedOptimizer):
     """Muon for the matrices of a model and AdamW for its other parameters, on any mesh.
 
     Matrices are the 2-d parameters, and each element of 3-d ones, as of stacked experts. Embeddings, the head,
@@ -131,16 +128,13 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {})
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
-        self._plans: dict[Any, Sequence[_MatrixBucket]] = {}
-        self._group: dist.ProcessGroup | None = None
         note = "Muon steps %d matrices (%s), AdamW %d other parameters (%s)"
         listed = (_listed(kinds.matrices), _listed(kinds.others))
         logging.getLogger("accel.optim").info(note, len(kinds.matrices), listed[0], len(kinds.others), listed[1])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the ranks, which the next step gives."""
-        own: dict[str, Any] = {"dtype": self.dtype, "bucket_bytes": self.bucket_bytes, "_plans": {}, "_group": None}
-        return {**super().__getstate__(), **own}
+        """Return the state with the settings of all groups."""
+        return {**super().__getstate__(), "dtype": self.dtype, "bucket_bytes": self.bucket_bytes}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - torch's overloads
@@ -160,18 +154,6 @@ class Muon(torch.optim.Optimizer):
             for bucket in self._planned(matrices):
                 self._step_bucket(bucket, matrices)
         return loss
-
-    def share_ranks(self, ctx: DistContext, *, apart: bool) -> None:
-        """Take the ranks that hold parts or copies of the matrices, and equal gradients. A collective, once.
-
-        Args:
-            ctx: the context.
-            apart: whether replicas step on their own, as with local SGD.
-        """
-        group = group_of(ctx, *(() if apart else _DATA), "cp", "tp")
-        if group is not self._group:
-            self._plans.clear()
-        self._group = group
 
     def _step_others(self, stepped: Sequence[Tensor], group: Mapping[str, Any]) -> None:
         states = [self.state[each] for each in stepped]
@@ -208,27 +190,7 @@ class Muon(torch.optim.Optimizer):
 
     def _buckets(self, specs: Sequence[Spec]) -> Sequence[_MatrixBucket]:
         tensors = [each.tensor for each in specs]
-        group = self._group
-        spread = [each for each in tensors if is_dtensor(each) and split_dims(each)]
-        if group is None and spread:
-            raise StepError(
-                "the optimizer does not know the ranks that hold parts of a matrix",
-                expected="a step by accel.optimizer_step, which knows them",
-                got=f"optimizer.step() with a parameter of placements {placements_of(spread[0])}",
-                where="Muon.step",
-                fix="state = accel.optimizer_step(ctx, optimizer, state)",
-            )
-        ranks = _ranks(group)
-        for each in spread:
-            if not set(integers(each.device_mesh.mesh.flatten())) <= set(ranks):
-                raise StepError(
-                    "ranks outside of the group hold parts of a matrix",
-                    expected=f"a mesh within the ranks {[*ranks]}",
-                    got=f"{each.device_mesh}",
-                    where="Muon.step",
-                    fix="Name the axes of the mesh dp, cp, tp and pp, so that accel knows them.",
-                )
-        found = plan_matrices(specs, ranks)
+        found = plan_matrices(specs, self.ranks_of(tensors))
         buckets = list[list[int]]()
         held = 0
         for at, each in enumerate(tensors):
@@ -282,16 +244,6 @@ def newton_schulz(options: Mapping[str, Any], matrix: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
-
-
-def _ranks(group: dist.ProcessGroup | None) -> Sequence[int]:
-    """The numbers of a group's ranks in the world, in its order."""
-    if group is None:
-        return [0]
-    try:
-        return dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):  # a group that torch has not opened, which no mesh is made of
-        return range(group.size())
 
 
 def _factor(adjust: AdjustLr | None, shape: tuple[int, int]) -> float:

@@ -15,9 +15,9 @@ from typing import Any
 import language_models as lm
 import pytest
 import torch
+from optimizer_runs import MESHES, largest, model_of, resumed, stepped
 from recorded_ranks import recorded
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import accel
 from accel.errors import ConfigError, StepError
@@ -26,24 +26,6 @@ from accel.tensors import full_tensor
 from accel.testing import Simulator
 
 EXACT: Any = partial(Muon, lr=0.02, adamw_lr=0.01, dtype=None)
-
-
-def largest(found: Any, expected: Any) -> float:
-    return max(float((found[name] - each).abs().max()) for name, each in expected.items())
-
-
-MESHES = {
-    "ddp": ("dp=2", "ddp", 2),
-    "fsdp": ("dp=3", "fsdp", 3),
-    "hsdp": ("dp_replicate=2,dp_shard=2", "fsdp", 4),
-    "tp": ("tp=2", "ddp", 2),
-    "fsdp x tp": ("dp=2,tp=2", "fsdp", 4),
-    "cp x fsdp": ("cp=2,dp=2", "fsdp", 4),
-    "pp": ("pp=2", "ddp", 2),
-    "pp x fsdp": ("pp=2,dp=2", "fsdp", 4),
-    "ep x fsdp": ("ep=2,dp=2", "fsdp", 2),
-    "ep x fsdp x tp": ("ep=2,dp=2,tp=2", "fsdp", 4),
-}
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -75,34 +57,13 @@ def test_parameters_on_meshes_are_those_of_one_process(
     assert max(calls.values()) <= alone / size + matrix * (2 if "pp" in mesh else 1)
 
 
-def model_of(ctx: accel.DistContext, **options: Any) -> tuple[nn.Module, Muon, Any]:
-    """A prepared model with gradients, and a state whose window has ended."""
-    model, optimizer = lm.make_objects(ctx, of_model=options.pop("of_model", EXACT))
-    model, optimizer = accel.prepare(ctx, model, optimizer, plan=lm.plan_of())
-    return model, optimizer, accel.train_state(ctx)
-
-
-def stepped(
-    ctx: accel.DistContext, model: nn.Module, optimizer: Any, state: Any, factor: float = 1.0, **options: Any
-) -> Any:
-    loader = accel.prepare_loader(ctx, DataLoader(lm.rows(4), batch_size=4), global_batch=4)
-    for batch in accel.batches(ctx, loader, state):
-        state = state.next(batch)
-        with accel.accumulate(ctx, state, model):
-            logits = model(batch.data, torch.arange(lm.LENGTH).expand_as(batch.data))
-            loss = accel.parallel.vocab_cross_entropy(ctx, logits, batch.data) / batch.data.numel()
-            state = accel.backward(ctx, loss * factor, state)
-        state = accel.optimizer_step(ctx, optimizer, state, **options)
-    return state
-
-
 @pytest.mark.parametrize(("bucket_bytes", "buckets"), [(256 * 2**20, 1), (16 * 16 * 8 * 4, 4)])
 def test_a_step_sends_two_messages_for_each_bucket(
     ranks: Simulator, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int, buckets: int
 ) -> None:
     def rank(ctx: accel.DistContext) -> list[str]:
         ctx = accel.replace(ctx, mesh="dp=2", strategy="fsdp")
-        model, optimizer, state = model_of(ctx, of_model=partial(EXACT, bucket_bytes=bucket_bytes))
+        model, optimizer, state = model_of(ctx, partial(EXACT, bucket_bytes=bucket_bytes))
         state = stepped(ctx, model, optimizer, state)
         for each in model.parameters():
             each.grad = torch.ones_like(each)
@@ -169,23 +130,11 @@ def test_a_fused_projection_is_stepped_as_its_matrices(ranks: Simulator, size: i
         assert float((found - expected).abs().max()) < 1e-10
 
 
-def resumed(ctx: accel.DistContext, mesh: str, out: Path, epochs: int) -> dict[str, Tensor]:
-    """Train to an epoch from the newest checkpoint, and save there."""
-    ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp" if "dp=1" not in mesh else "ddp")
-    model, optimizer, start = model_of(ctx)
-    items = {"model": model, "optimizer": optimizer}
-    state = accel.resume(ctx, out, items, start)
-    while state.epoch < epochs:
-        state = stepped(ctx, model, optimizer, state, max_norm=0.5)
-        accel.save_state(ctx, out, items | {"state": state}, step=state.epoch)
-    return {name: full_tensor(each) for name, each in accel.unwrap_model(model).named_parameters()}
-
-
 @pytest.mark.parametrize(("mesh", "size"), [("dp=3", 3), ("dp=1", 1)])
 def test_a_checkpoint_is_resumed_on_another_mesh(ranks: Simulator, tmp_path: Path, mesh: str, size: int) -> None:
-    (expected,) = ranks.run(lambda ctx: resumed(ctx, "dp=1", tmp_path / "one", 3), 1, default_group=True)
-    ranks.run(lambda ctx: resumed(ctx, "dp=2,tp=2", tmp_path / "two", 1), 4, default_group=True)
-    for found in ranks.run(lambda ctx: resumed(ctx, mesh, tmp_path / "two", 3), size, default_group=True):
+    (expected,) = ranks.run(lambda ctx: resumed(ctx, "dp=1", tmp_path / "one", 3, EXACT), 1, default_group=True)
+    ranks.run(lambda ctx: resumed(ctx, "dp=2,tp=2", tmp_path / "two", 1, EXACT), 4, default_group=True)
+    for found in ranks.run(lambda ctx: resumed(ctx, mesh, tmp_path / "two", 3, EXACT), size, default_group=True):
         assert largest(found, expected) < 1e-10
 
 
@@ -213,7 +162,7 @@ def test_parameters_go_where_they_belong_and_one_line_says_so(caplog: pytest.Log
 def test_a_step_with_nan_changes_nothing(ranks: Simulator, nonfinite: Any) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="dp=2", strategy="fsdp")
-        model, optimizer, state = model_of(ctx)
+        model, optimizer, state = model_of(ctx, EXACT)
         before = [full_tensor(each).clone() for each in model.parameters()]
         if nonfinite == "raise":
             with pytest.raises(accel.errors.NonFiniteError):
@@ -229,7 +178,7 @@ def test_master_weights_are_stepped_in_float32_under_ddp(ranks: Simulator) -> No
     def rank(ctx: accel.DistContext, mesh: str) -> dict[str, Tensor]:
         precision = accel.precision.Precision(params="bf16", compute="bf16", master_weights="fp32")
         ctx = accel.replace(ctx, mesh=mesh, precision=precision)
-        model, optimizer, state = model_of(ctx, of_model=partial(EXACT, lr=1e-3))
+        model, optimizer, state = model_of(ctx, partial(EXACT, lr=1e-3))
         _ = stepped(ctx, model, optimizer, state)
         return {name: full_tensor(each).float() for name, each in accel.unwrap_model(model).named_parameters()}
 
@@ -272,7 +221,7 @@ def test_slips_are_refused_with_the_line_to_write(ranks: Simulator) -> None:
 
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="dp=2", strategy="fsdp")
-        model, optimizer, state = model_of(ctx)
+        model, optimizer, state = model_of(ctx, EXACT)
         for each in model.parameters():
             each.grad = torch.ones_like(each)
         with pytest.raises(StepError) as error:

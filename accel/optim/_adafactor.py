@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accel.comm import adopt, all_reduce_flat
 from accel.errors import ConfigError
-from accel.optim._matrices import RankedOptimizer, Where, indices_of, put, sliced
+from accel.optim._matrices import RankedOptimizer, Where, indices_of, put, sliced, taken
 from accel.tensors import full_tensor, is_dtensor, local_part, mesh_of, placements_of, split_dims
 
 
@@ -194,16 +194,6 @@ def _along(where: Where, dim: int) -> Where:
     return tuple(kept)
 
 
-def _own(tensor: Tensor, where: Where) -> Tensor:
-    """Elements at indices."""
-    for dim, each in enumerate(where):
-        if isinstance(each, slice):
-            tensor = tensor.narrow(dim, each.start, each.stop - each.start)
-        else:
-            tensor = tensor.index_select(dim, each.to(tensor.device))
-    return tensor
-
-
 def _update(each: _Stepped, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return this rank's part of the update, before its norm is limited, and the step size, shape []."""
     state, group = each.state, each.group
@@ -223,8 +213,8 @@ def _update(each: _Stepped, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         mean = rows.mean(-2, keepdim=True).clamp(min=least)
         if each.share is not None:
             where = each.share.where
-            rows = _own(rows, _along(where, -1))
-            columns = _own(columns, _along(where, -2))
-            mean = _own(mean, _along(_along(where, -1), -2))
+            rows = taken(rows, _along(where, -1))
+            columns = taken(columns, _along(where, -2))
+            mean = taken(mean, _along(_along(where, -1), -2))
         estimate = rows @ columns / mean
     return estimate.clamp_(min=least * least).rsqrt_().mul_(each.grad), alpha

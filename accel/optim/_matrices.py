@@ -321,13 +321,18 @@ def _exchange(
 
 def _cut(tensor: Tensor, where: Where) -> Tensor:
     """Elements at indices; one element of a stack by itself."""
-    stack = tensor.ndim == 3
+    found = taken(tensor, where)
+    return found[0] if tensor.ndim == 3 else found
+
+
+def taken(tensor: Tensor, where: Where) -> Tensor:
+    """Return the elements at indices."""
     for dim, each in enumerate(where):
         if isinstance(each, slice):
             tensor = tensor.narrow(dim, each.start, each.stop - each.start)
         else:
             tensor = tensor.index_select(dim, each.to(tensor.device))
-    return tensor[0] if stack else tensor
+    return tensor
 
 
 def put(tensor: Tensor, where: Where, values: Tensor) -> None:

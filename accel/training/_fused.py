@@ -12,7 +12,7 @@ from accel.comm import Call, agreed, refuse_replaced
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, NonFiniteError, StepError
 from accel.errors._checks import check_choice
-from accel.optim import Muon, first_nonfinite, gradients, parameters_of, step_of, take_step
+from accel.optim import first_nonfinite, gradients, parameters_of, step_of, take_step
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import name_of
 from accel.parallel._leftovers import drop_unused
@@ -170,7 +170,7 @@ def _checked(ctx: DistContext, optimizer: Optimizer) -> dict[int, dict[str, Any]
         ),
         "an overflow of fp16 must be seen before any parameter moves": ctx.precision.compute == "fp16",
         "master weights need all gradients of a step": ctx.precision.master_weights is not None,
-        "ranks send the gradients of many matrices at once": isinstance(optimizer, Muon) and ctx.world_size > 1,
+        "a step sends messages for all parameters at once": ctx.world_size > 1 and hasattr(optimizer, "share_ranks"),
     }
     for problem, holds in refused.items():
         if holds:

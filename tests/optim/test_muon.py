@@ -234,6 +234,18 @@ def test_slips_are_refused_with_the_line_to_write(ranks: Simulator) -> None:
     ranks.run(rank, 2, default_group=True)
 
 
+@pytest.mark.parametrize("kind", [EXACT, lambda model: accel.optim.Adafactor(model.parameters())])
+def test_a_step_in_the_backward_is_refused_on_several_ranks(ranks: Simulator, kind: Any) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="dp=2", strategy="fsdp")
+        model, optimizer, _ = model_of(ctx, kind)
+        loss = model(lm.rows(2), torch.arange(lm.LENGTH).expand(2, -1)).sum()
+        with pytest.raises(ConfigError, match="optimizer_step"):
+            accel.training.fused_step(ctx, loss, optimizer)
+
+    ranks.run(rank, 2, default_group=True)
+
+
 def test_it_is_copied_and_pickled_without_its_ranks() -> None:
     model = nn.Linear(4, 6)
     optimizer = Muon(model)

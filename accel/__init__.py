@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         errors as errors,
         items as items,
         metrics as metrics,
+        optim as optim,
         parallel as parallel,
         precision as precision,
         preempt as preempt,

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         errors as errors,
         items as items,
         metrics as metrics,
+        optim as optim,
         parallel as parallel,
         precision as precision,
         preempt as preempt,
@@ -109,7 +110,7 @@ if TYPE_CHECKING:
         free_memory as free_memory,
         is_out_of_memory as is_out_of_memory,
     )
-    from accel.optim import Accumulation as Accumulation
+    from accel.optim._accumulation import Accumulation as Accumulation
     from accel.parallel._compile import checkpoint_activations as checkpoint_activations, compile_model as compile_model
     from accel.parallel._modules import unwrap_model as unwrap_model
     from accel.parallel._prepare_model import prepare_model as prepare_model
@@ -225,7 +226,7 @@ _HOMES = {
         "free_memory",
         "is_out_of_memory",
     ),
-    "optim": ("Accumulation",),
+    "optim._accumulation": ("Accumulation",),
     "parallel._compile": (
         "checkpoint_activations",
         "compile_model",
@@ -297,6 +298,7 @@ _MODULES = {
         "items",
         "launching",
         "metrics",
+        "optim",
         "parallel",
         "precision",
         "preempt",

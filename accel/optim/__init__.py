@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around an optimizer. Begin with `_accumulation.py`, the window of micro-batches as a record.
+"""Optimizers for sharded parameters, and what is around an optimizer. Begin with `_accumulation.py`, the window of
+micro-batches as a record.
 
 `optimizer_step` sums its weights, divides, un-scales and clips gradients in one pass (`_gradients.py`), and steps, on
-float32 copies where there are any (`_substitutes.py`).
+float32 copies where there are any (`_substitutes.py`). `_muon.py` steps whole matrices, which `_matrices.py` gives to
+their owners; `_adafactor.py` sums over rows and columns.
 """
 
 from accel.optim._accumulation import (
@@ -12,6 +14,7 @@ from accel.optim._accumulation import (
     keep_losses as keep_losses,
     next_micro_batch as next_micro_batch,
 )
+from accel.optim._adafactor import Adafactor
 from accel.optim._gradients import (
     CLOSURE_LINE as CLOSURE_LINE,
     Carried as Carried,
@@ -33,4 +36,11 @@ from accel.optim._gradients import (
     wide_norm as wide_norm,
     within_closure as within_closure,
 )
+from accel.optim._muon import Muon
 from accel.optim._substitutes import MASTER as MASTER
+
+__all__ = ["Adafactor", "Muon"]
+
+
+def __dir__() -> list[str]:
+    return __all__

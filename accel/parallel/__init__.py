@@ -22,7 +22,7 @@ from accel.parallel.axes.experts import (
 from accel.parallel.axes.pipeline import stage_plan
 from accel.parallel.axes.replicate._comm_hooks import PowerSgd
 from accel.parallel.axes.replicate._local_sgd import LocalSgd, local_sgd_step, prepare_local_model
-from accel.parallel.axes.tensor import tensor_plan, vocab_cross_entropy
+from accel.parallel.axes.tensor import linear_cross_entropy, tensor_plan, vocab_cross_entropy
 from accel.topology import Axes, Plan
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "dispatch_tokens",
     "expert_counts",
     "expert_plan",
+    "linear_cross_entropy",
     "local_sgd_step",
     "prepare_local_model",
     "route_tokens",

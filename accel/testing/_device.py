@@ -259,6 +259,8 @@ class SimulatedDevice:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory of the device, which belongs to the current stream."""
+        with self._lock:
+            self.settle()
         return self.new(shape, None, dtype, "device")
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -305,7 +307,9 @@ class SimulatedDevice:
                 stream = self._allocator
                 for number in owners:
                     self.wait(stream, self.record(self._streams[number - 1]))
-            self.queue(stream, block.poison, [(block, 0, block.bytes.numel(), True)], "free")
+            end = self.queue(stream, block.poison, [(block, 0, block.bytes.numel(), True)], "free")
+            if len(owners) == 1:
+                self.memory.cache(block, end)
 
     # Work
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a simulated device: that of the CPU, poison until it is written and once it is freed; and clocks of streams
-and host: accesses with nothing between them are races."""
+and host: accesses with nothing between them are races.
+
+Freed memory is given out again to the stream that owned it. In program order, what a copy wrote to pinned memory is
+poison to the host until it knows of the copy's end, and there for a copy to the device.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ from accel.testing._process import outside_of_modes
 Kind = Literal["device", "pinned"]
 
 _UNWRITTEN, _FREED = 0xFF, 0xEE  # the former is NaN in every format of floats
+_ROUNDING = 512  # bytes: sizes up to the same multiple of it can have the same memory, as with CUDA's allocator
+_CACHED = 256  # freed allocations that wait for another use
 
 
 class Access(NamedTuple):
@@ -47,16 +53,25 @@ class MemoryBlock:
         users: further streams that were named as its last users.
         bytes: its memory, alive until the device has seen the end of the last tensor on it.
         log: accesses that a later one may race with.
+        unknown: copies to and from pinned memory whose end the host does not know, in program order.
     """
 
-    __slots__ = ("bytes", "kind", "log", "owner", "users")
+    __slots__ = ("bytes", "kind", "log", "owner", "unknown", "users")
 
     def __init__(self, kind: Kind, owner: int, nbytes: int) -> None:
         self.kind: Kind = kind
         self.owner = owner
         self.users = set[int]()
-        self.bytes = torch.full((nbytes,), _UNWRITTEN, dtype=torch.uint8)
+        self.bytes = torch.full((_rounded(nbytes),), _UNWRITTEN, dtype=torch.uint8)[:nbytes]
         self.log = list[Access]()
+        self.unknown = list[UnknownCopy]()
+
+    def reused(self, nbytes: int, end: int) -> MemoryBlock:
+        """Return a block in the memory of this one, whose owner freed it by operation `end`."""
+        block = MemoryBlock(self.kind, self.owner, 0)
+        block.bytes = torch.empty(0, dtype=torch.uint8).set_(self.bytes.untyped_storage(), 0, (nbytes,), (1,))  # pyright: ignore[reportCallIssue, reportArgumentType] - not in the stub
+        block.log.append(Access(self.owner, end, 0, nbytes, True, "free"))
+        return block
 
     def poison(self) -> None:
         """Overwrite what was freed, as the next owner of the memory would."""
@@ -68,6 +83,95 @@ class MemoryBlock:
         storage = self.bytes.untyped_storage()
         return whole.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyright: ignore[reportCallIssue, reportArgumentType] - not in the stub
 
+    # Pinned memory in program order
+
+    def read_by_device(self, tensor: Tensor) -> Tensor:
+        """Return the values of a part of the memory with what earlier copies wrote, also unknown to the host."""
+        there = MemoryBlock(self.kind, self.owner, 0)
+        there.bytes = self.bytes.clone()
+        for copy in self.unknown:
+            if copy.writes:
+                _ = there.alias(copy.part).copy_(copy.values)
+        return there.alias(tensor)
+
+    def begin_copy(self, part: Tensor, values: Tensor, *, writes: bool) -> UnknownCopy:
+        """Return a copy to a part of the memory, or from it, that the host does not know of.
+
+        What it writes is poison until then, as no operator sees what reads it.
+        """
+        copy = UnknownCopy(part, values.clone(), writes)
+        self.unknown.append(copy)
+        if writes:
+            _fill(part, _UNWRITTEN)
+        return copy
+
+    def settled_reads(self, target: Tensor) -> bool:
+        """End unknown copies from the memory that a copy by the device is about to write to.
+
+        Returns:
+            Whether the host left the memory alone.
+        """
+        first, end = span(target)
+        read = [each for each in self.unknown if not each.writes and each.overlaps(first, end)]
+        is_same = all(map(self._is_as_read, read))
+        self.unknown = [each for each in self.unknown if each not in read]
+        return is_same
+
+    def end_copy(self, copy: UnknownCopy) -> bool:
+        """Show the host what a copy wrote, but for what later ones write.
+
+        Returns:
+            Whether the host left alone what a copy reads.
+        """
+        if copy not in self.unknown:  # a later copy by the device has ended it
+            return True
+        self.unknown.remove(copy)
+        if not copy.writes:
+            return self._is_as_read(copy)
+        _ = copy.part.copy_(copy.values)
+        for each in self.unknown:
+            if each.writes:
+                _fill(each.part, _UNWRITTEN)
+        return True
+
+    def _is_as_read(self, copy: UnknownCopy) -> bool:
+        return torch.equal(_as_bytes(self.read_by_device(copy.part)), _as_bytes(copy.values))
+
+
+class UnknownCopy:
+    """A copy to pinned memory, or from it, whose end the host does not know.
+
+    Attributes:
+        part: the part of the memory.
+        values: those it writes or reads.
+        writes: whether it writes to the memory.
+    """
+
+    __slots__ = ("part", "values", "writes")
+
+    def __init__(self, part: Tensor, values: Tensor, writes: bool) -> None:
+        self.part = part
+        self.values = values
+        self.writes = writes
+
+    def overlaps(self, first: int, end: int) -> bool:
+        """Return whether it touches some of these bytes."""
+        own_first, own_end = span(self.part)
+        return own_first < end and first < own_end
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _fill(part: Tensor, byte: int) -> None:
+    poison = torch.full((part.numel() * part.itemsize,), byte, dtype=torch.uint8).view(part.dtype)
+    _ = part.copy_(poison.view(part.shape))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ROUNDING) * _ROUNDING
+
 
 class DeviceMemory:
     """The blocks of one device."""
@@ -75,6 +179,7 @@ class DeviceMemory:
     def __init__(self) -> None:
         self._blocks: dict[int, MemoryBlock] = {}
         self._freed = deque[MemoryBlock]()
+        self._cached = deque[tuple[MemoryBlock, int]](maxlen=_CACHED)
 
     def new(
         self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype, kind: Kind, owner: int
@@ -84,7 +189,7 @@ class DeviceMemory:
             like = torch.empty(0, dtype=dtype, device="meta")
             like = like.new_empty(shape) if stride is None else like.new_empty_strided(shape, stride)
             nbytes = max(span(like)[1], dtype.itemsize, 1)
-            block = MemoryBlock(kind, owner, nbytes)
+            block = self._reused(kind, owner, nbytes) or MemoryBlock(kind, owner, nbytes)
             address = block.bytes.data_ptr()
             # torch keeps the buffer for as long as a storage uses it, so its end is that of the last tensor
             buffer: Any = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -92,6 +197,22 @@ class DeviceMemory:
             self._blocks[address] = block
             storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
             return torch.empty(0, dtype=dtype).set_(storage, 0, like.size(), like.stride())  # pyright: ignore[reportCallIssue, reportArgumentType] - not in the stub
+
+    def _reused(self, kind: Kind, owner: int, nbytes: int) -> MemoryBlock | None:
+        """Return a block in memory that its owner has freed last; None without one of the size."""
+        for at in reversed(range(len(self._cached))):
+            former, end = self._cached[at]
+            if (former.kind, former.owner) == (kind, owner) and _rounded(former.bytes.numel()) == _rounded(nbytes):
+                del self._cached[at]
+                return former.reused(nbytes, end)
+        return None
+
+    def cache(self, block: MemoryBlock, end: int) -> None:
+        """Let the owner of a block that it freed by operation `end` have its memory again.
+
+        The host hands it out at once, since the owner's later work runs after; other streams must wait for the owner.
+        """
+        self._cached.append((block, end))
 
     def block_of(self, tensor: Tensor) -> MemoryBlock | None:
         """Return the block of a tensor; None for memory of the host, and for tensors without memory."""

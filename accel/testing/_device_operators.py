@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from accel.testing._device_memory import Access, MemoryBlock, span, storage_key
+from accel.testing._device_memory import Access, MemoryBlock, UnknownCopy, span, storage_key
 from accel.testing._process import outside_of_modes
 
 if TYPE_CHECKING:
@@ -95,31 +95,28 @@ def _copy_watched(
     assert device.watch is not None
     watch, (there, block), (sent, source) = device.watch, to, of
     with outside_of_modes():
+        is_from_pinned = source is not None and source.kind == "pinned"
+        values = source.read_by_device(sent) if source is not None and is_from_pinned else sent
         if block.kind == "pinned":
-            # poison until the host knows of the copy's end, as no operator sees what reads it
-            value = sent.clone()
-            poison = torch.full((there.numel() * there.itemsize,), 0xFF, dtype=torch.uint8).view(there.dtype)
-            _ = there.copy_(poison.view(there.shape))
-            watch.once_known(*at, functools.partial(_write, there, value))
-            return
-        _ = there.copy_(sent)
-        if source is not None and source.kind == "pinned":
-            watch.once_known(*at, functools.partial(_compare, watch.races, sent, sent.clone()))
+            if not block.settled_reads(there):
+                watch.races.append(_REWRITTEN)
+            copy = block.begin_copy(there, values, writes=True)
+            watch.once_known(*at, functools.partial(_end_copy, device, block, copy))
+        else:
+            _ = there.copy_(values)
+        if source is not None and is_from_pinned:
+            copy = source.begin_copy(sent, values, writes=False)
+            watch.once_known(*at, functools.partial(_end_copy, device, source, copy))
 
 
-def _write(target: Tensor, value: Tensor) -> None:
+_REWRITTEN = "pinned memory was written to before the host knew the end of a copy from it"
+
+
+def _end_copy(device: SimulatedDevice, block: MemoryBlock, copy: UnknownCopy) -> None:
+    assert device.watch is not None
     with outside_of_modes():
-        _ = target.copy_(value)
-
-
-def _compare(races: list[str], sent: Tensor, was: Tensor) -> None:
-    with outside_of_modes():
-        if not torch.equal(_as_bytes(sent), _as_bytes(was)):
-            races.append("pinned memory was written to before the host knew the end of a copy from it")
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+        if not block.end_copy(copy):
+            device.watch.races.append(_REWRITTEN)
 
 
 class _Call:

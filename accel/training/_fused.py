@@ -170,6 +170,7 @@ def _checked(ctx: DistContext, optimizer: Optimizer) -> dict[int, dict[str, Any]
         ),
         "an overflow of fp16 must be seen before any parameter moves": ctx.precision.compute == "fp16",
         "master weights need all gradients of a step": ctx.precision.master_weights is not None,
+        "a step sends messages for all parameters at once": ctx.world_size > 1 and hasattr(optimizer, "share_ranks"),
     }
     for problem, holds in refused.items():
         if holds:

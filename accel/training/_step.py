@@ -18,7 +18,7 @@ from accel.comm import refuse_replaced
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_choice
-from accel.optim import Accumulation, KeptNorms, begun_here, clamp_, parameters_of, scale_, step_of, take_step
+from accel.optim import Accumulation, KeptNorms, begun_here, clamp_, parameters_of, scale_
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
 from accel.parallel._labels import decide_apart
 from accel.precision._amp import LossScale
@@ -41,6 +41,7 @@ from accel.training._window import (
     refuse_leftovers,
     seen_losses,
     shortening,
+    steps_of,
     times,
     total_weight,
     whole_norm,
@@ -92,8 +93,7 @@ def step_here(
     norms = [times(norm, factor) for norm in norms]
     _apply(parts, factor, request, norms)
     grad_norm = _joined(norms, parts, joint=request.joint)
-    for each in optimizers:
-        step = partial(take_step, each, step_of(each, masters=ctx.precision.master_weights is not None))
+    for each, step in steps_of(ctx, optimizers):
         if deferred is None:
             _ = step()
         else:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast, overload
 
@@ -25,10 +26,12 @@ from accel.optim import (
     gradients,
     parameters_of,
     reduce_power,
+    step_of,
+    take_step,
     total_norm,
     wide_norm,
 )
-from accel.parallel._labels import check_exchanged, name_of
+from accel.parallel._labels import check_exchanged, decide_apart, name_of
 from accel.parallel._later_batches import later_batches
 from accel.parallel._leftovers import drop_unused, found_gradient
 from accel.parallel._spread import average_
@@ -485,3 +488,12 @@ def blame(ctx: DistContext, seen: float | torch.Tensor | None, *, apart: bool) -
     if len(told) == ctx.world_size:
         return "; the loss was finite" + " on every rank" * (ctx.world_size > 1)
     return f"; the loss was finite on rank {', '.join(map(str, sorted(told)))}"
+
+
+def steps_of(ctx: DistContext, optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Callable[[], object]]]:
+    """Return optimizers with the functions that step them. Those that send messages learn their ranks, a collective."""
+    masters = ctx.precision.master_weights is not None
+    for each in optimizers:
+        if (share := getattr(each, "share_ranks", None)) is not None:
+            share(ctx, apart=decide_apart(ctx.position.axes, [each]))
+    return [(each, partial(take_step, each, step_of(each, masters=masters))) for each in optimizers]

@@ -187,15 +187,16 @@ def make_objects(
     *,
     frozen: bool = False,
     optimizer: Callable[..., torch.optim.Optimizer] = STEEPEST,
+    of_model: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Any]:
-    """A model in float64, the same on all ranks of any number, and its optimizer."""
+    """A model in float64, the same on all ranks of any number, and its optimizer, of its parameters or of it."""
     with accel.seeding.seeded(ctx, 0):
         model = LanguageModel(ctx, **options).double()
     if frozen:
         model.blocks[0].mlp.requires_grad_(False)
     trained = [each for each in model.parameters() if each.requires_grad]
-    return model, optimizer(trained)
+    return model, optimizer(trained) if of_model is None else of_model(model)
 
 
 def forward_backward(

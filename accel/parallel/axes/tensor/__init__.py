@@ -6,9 +6,10 @@ Begin with `_spread.py`. `_tensor_plan.py` has the styles of a model, from its o
 compares simulated ranks with the whole module. `_rules.py` makes a rule of each style,
 `_styles.py` and `_heads.py` the numbers in it. `_layers.py` and `_attention.py` compute on the parts, `_overlap.py` in
 chunks beside their messages, `_vocabulary.py` on parts of logits, and `_dropout.py` draws alike where ranks hold the
-same values.
+same values. `_head_loss.py` has the loss of a head without its logits.
 """
 
+from accel.parallel.axes.tensor._head_loss import linear_cross_entropy as linear_cross_entropy
 from accel.parallel.axes.tensor._spread import TENSOR as TENSOR, Division as Division, division_of as division_of
 from accel.parallel.axes.tensor._tensor_plan import tensor_plan as tensor_plan
 from accel.parallel.axes.tensor._vocabulary import vocab_cross_entropy as vocab_cross_entropy

@@ -18,6 +18,7 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
+    changed_by,
     expression,
     full_name,
     leading,
@@ -50,7 +51,7 @@ class Checkpoints(ScopePass):
         methods = {self._script.method(call) for call in calls(body)}
         if not made or not methods & {"save_state", "load_state"}:
             return node
-        return cast(cst.CSTNode, node.visit(_Scope(self._script, self._notes, node)))
+        return changed_by(node, _Scope(self._script, self._notes, node))
 
 
 def _lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:

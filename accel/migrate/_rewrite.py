@@ -30,6 +30,7 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
+    changed_by,
     comments,
     decisions,
     expression,
@@ -179,7 +180,7 @@ def _imports_tests(node: cst.If) -> bool:
 
 def drop_scaffolds(module: cst.Module, script: Script, notes: Remarks) -> cst.Module:
     """Leave out what takes the place of data in Accelerate's own tests."""
-    return module.visit(_Scaffold(notes))
+    return changed_by(module, _Scaffold(notes))
 
 
 class Dropped(cst.CSTTransformer):
@@ -299,8 +300,8 @@ class Imports(cst.CSTTransformer):
 
     @override
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        used = loads(updated_node.visit(_WithoutImports()))
-        updated_node = updated_node.visit(_InnerImports(lambda node: self._import(node, used)))
+        used = loads(changed_by(updated_node, _WithoutImports()))
+        updated_node = changed_by(updated_node, _InnerImports(lambda node: self._import(node, used)))
         lines = Lines()
         written = _imports(updated_node, "accel")
         for node in cast("Sequence[cst.BaseStatement]", updated_node.body):
@@ -462,7 +463,7 @@ def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
         place = f"{where}, cell {int(above[-1]) + 1}" if cells and above else f"{where}:{error.raw_line}"
         raise ConfigError("not Python", got=problem, where=place) from None
     try:
-        return _passed(text, module.visit(Unannotated()), cells=cells)
+        return _passed(text, changed_by(module, Unannotated()), cells=cells)
     except RecursionError:
         why = "an expression of too many parts, or too many blocks in each other"
         raise ConfigError("the file cannot be rewritten", got=why, where=where) from None
@@ -474,11 +475,13 @@ def _passed(text: str, module: cst.Module, *, cells: bool) -> Migrated:
         return Migrated(text, (), ())
     kept = find_kept(script, module)
     if kept.classes:
-        module = module.visit(Flattened(kept))
+        module = changed_by(module, Flattened(kept))
         script = Script(module, kept.holders)
     notes = Remarks()
-    module = module.visit(PlainBackward(script, notes, module))
-    script = Script(module, kept.holders)
+    trained = changed_by(module, PlainBackward(script, notes, module))
+    if trained is not module:
+        module = trained
+        script = Script(module, kept.holders)
     passes: list[cst.CSTTransformer] = [
         Before(script, notes),
         Lengths(script, notes),
@@ -495,6 +498,6 @@ def _passed(text: str, module: cst.Module, *, cells: bool) -> Migrated:
     ]
     module = drop_scaffolds(module, script, notes)
     for each in passes:
-        module = module.visit(each)
+        module = changed_by(module, each)
     written, changes = notes.finish(with_comments(text, module.code, MARK))
     return Migrated(written, tuple(decisions(written)), changes)

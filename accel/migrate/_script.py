@@ -139,36 +139,35 @@ class Script:
         self.schedulers: set[str] = set()
         self.devices: set[str] = set()
         self.prepared: set[str] = set()
-        self._imports(module)
+        self._nodes = tuple(walk(module))
+        self._imports()
+        self._names = loads(module)
         self.kept = kept  # variables of an Accelerator that a class keeps
-        self.holders = self._holders(module) | kept
-        self.ctx = self._free(_CONTEXTS, module)
-        self.state = self._free(_STATES, module)
-        self._kinds(module)
-        self._pass_on(module)
+        self.holders = self._holders() | kept
+        self.ctx = self._free(_CONTEXTS)
+        self.state = self._free(_STATES)
+        self._kinds()
+        self._pass_on()
         self.accumulation = self._option("gradient_accumulation_steps")
         self.model_options: dict[str, str] = {}
         self.local: dict[str, str] = {}  # models that LocalSGD averages, by its variable
         self.tracked = self._tracked()
-        self.carried = bool(kept) or any(
-            self.is_attribute(node, "gradient_accumulation_steps") for node in walk(module)
-        )
-        methods = {self.method(node) for node in walk(module)}
+        self.carried = bool(kept) or any(self.is_attribute(node, "gradient_accumulation_steps") for node in self._nodes)
+        methods = {self.method(node) for node in self._nodes}
         self.tracks = "init_trackers" in methods
-        self.tracked_if = self._guard(module)
-        self.searched = self._searched(module)
-        self.classes = {node.name.value for node in walk(module) if isinstance(node, cst.ClassDef)}
+        self.tracked_if = self._guard()
+        self.searched = self._searched()
+        self.classes = {node.name.value for node in self._nodes if isinstance(node, cst.ClassDef)}
         self.taken = self._taken()
-        self._numbers = self._scheduled(module)
+        self._numbers = self._scheduled()
         self.clipped = _clipped(module)
         self.looped = _called_in_loops(module)
         self.epochs: set[str] = set()  # functions that train one epoch a call, on the caller's state
         self.hooked: set[str] = set()  # functions of hooks that an item calls
         self.seeded = any(is_seeding(call) for call in calls(module))
         self.windows = "accumulate" in methods or self.accumulation is not None
-        self.trackers = self._free(("trackers", "run_trackers"), module)
+        self.trackers = self._free(("trackers", "run_trackers"))
         self.collective = self._reaching(("save", "save_model", "get_state_dict", "save_state"))
-        self._taken_names = loads(module)
         logs = [call for call in calls(module) if self.method(call) == "log"]
         self.log_steps = {text_of(step) if (step := argument(call, "step", 1)) else "" for call in logs}
         self.loggers = {name for name, value in self.assigned.items() if self.is_call(value, "get_logger")}
@@ -176,7 +175,7 @@ class Script:
 
     def free(self, *choices: str) -> str:
         """Return the first name that the script does not have."""
-        return next((each for each in choices if each not in self._taken_names), f"accel_{choices[0]}")
+        return next((each for each in choices if each not in self._names), f"accel_{choices[0]}")
 
     def _reaching(self, methods: tuple[str, ...]) -> set[str]:
         """Return functions of the script that call one of the methods, or a function that does."""
@@ -249,8 +248,8 @@ class Script:
             return self.assigned[node.value]
         return node
 
-    def _imports(self, module: cst.Module) -> None:
-        for node in walk(module):
+    def _imports(self) -> None:
+        for node in self._nodes:
             if isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
                 own = full_name(node.module).split(".")[0] == "accelerate"
                 if own and isinstance(node.names, cst.ImportStar):
@@ -266,10 +265,10 @@ class Script:
             elif isinstance(node, cst.FunctionDef):
                 _ = self.functions.setdefault(node.name.value, node)
 
-    def _holders(self, module: cst.Module) -> set[str]:
+    def _holders(self) -> set[str]:
         found: set[str] = set()
         self.values: dict[str, list[cst.BaseExpression]] = {}
-        for node in walk(module):
+        for node in self._nodes:
             if isinstance(node, cst.SimpleStatementLine) and (value := value_of(node)) is not None:
                 made = [each for each in _branches(value) if self.makes(each)]
                 for name in targets(node):
@@ -285,12 +284,11 @@ class Script:
         self.assigned = {name: value for name, value in self.assigned.items() if len(self.values[name]) == 1}
         return found
 
-    def _free(self, choices: tuple[str, ...], module: cst.Module) -> str:
-        taken = loads(module) | {node.name.value for node in walk(module) if isinstance(node, cst.Param)}
-        return next((each for each in choices if each not in taken), f"accel_{choices[0]}")
+    def _free(self, choices: tuple[str, ...]) -> str:
+        return next((each for each in choices if each not in self._names), f"accel_{choices[0]}")
 
-    def _kinds(self, module: cst.Module) -> None:
-        for node in walk(module):
+    def _kinds(self) -> None:
+        for node in self._nodes:
             if not isinstance(node, cst.SimpleStatementLine) or (call := called(node)) is None:
                 if isinstance(node, cst.SimpleStatementLine) and self.is_device(value_of(node)):
                     self.devices.update(targets(node))
@@ -319,11 +317,11 @@ class Script:
         else:
             self.models.add(name)
 
-    def _pass_on(self, module: cst.Module) -> None:
+    def _pass_on(self) -> None:
         """Parameters of the script's own functions are what the calls give them."""
         kinds = (self.holders, self.loaders, self.models, self.optimizers, self.schedulers, self.prepared)
         for _round in range(3):
-            for call in (node for node in walk(module) if isinstance(node, cst.Call)):
+            for call in (node for node in self._nodes if isinstance(node, cst.Call)):
                 function = self.functions.get(full_name(call.func))
                 if function is None:
                     continue
@@ -332,15 +330,15 @@ class Script:
                         if isinstance(value, cst.Name) and value.value in kind:
                             kind.add(name)
 
-    def _scheduled(self, module: cst.Module) -> set[str]:
+    def _scheduled(self) -> set[str]:
         """Return variables that a schedule is made of, however many lines make them; rates are none."""
         makers: dict[str, set[str]] = {}
         kinds = self.loaders | self.models | self.optimizers | self.schedulers
-        for node in walk(module):
+        for node in self._nodes:
             if isinstance(node, cst.SimpleStatementLine) and (value := value_of(node)) is not None:
                 for name in set(targets(node)) - kinds:
                     makers.setdefault(name, set()).update(loads(value))
-        schedules = [called(line) for line in walk(module) if self.schedules(line)]
+        schedules = [called(line) for line in self._nodes if self.schedules(line)]
         given = [arg for call in schedules if call is not None for arg in call.args]
         found: set[str] = set()
         waiting = {name for arg in given if not is_rate(arg) for name in loads(arg.value)}
@@ -349,9 +347,9 @@ class Script:
             waiting = {name for each in waiting for name in makers.get(each, ())} - found
         return found
 
-    def _guard(self, module: cst.Module) -> str:
+    def _guard(self) -> str:
         """Return the condition under which trackers begin, empty where they always do."""
-        for node in walk(module):
+        for node in self._nodes:
             if isinstance(node, cst.If) and any(self.method(called(each)) == "init_trackers" for each in block(node)):
                 rank = any(self.is_attribute(each, "is_main_process") for each in walk(node.test))
                 return "" if rank else text_of(node.test)
@@ -390,10 +388,10 @@ class Script:
                         waiting += made
         return found
 
-    def _searched(self, module: cst.Module) -> dict[str, tuple[cst.BaseExpression, str]]:
+    def _searched(self) -> dict[str, tuple[cst.BaseExpression, str]]:
         """Return functions that search a batch size: the first size, and their parameter's name."""
         found: dict[str, tuple[cst.BaseExpression, str]] = {}
-        for node in (each for each in walk(module) if isinstance(each, cst.FunctionDef)):
+        for node in (each for each in self._nodes if isinstance(each, cst.FunctionDef)):
             for each in node.decorators:
                 call = each.decorator
                 if isinstance(call, cst.Call) and self.origin(call.func) == "find_executable_batch_size":

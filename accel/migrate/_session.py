@@ -16,6 +16,7 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
+    changed_by,
     expression,
     full_name,
     leading,
@@ -280,7 +281,7 @@ class Sessions(cst.CSTTransformer):
                 body = [*body[:at], self._around(made, body[at + 1 :], kept)]
             updated_node = updated_node.with_changes(body=body)
         wrap = _Callers(self._script, self._hoisted, self._launched, self)
-        return updated_node.visit(wrap)
+        return changed_by(updated_node, wrap)
 
     def _replaced(self, name: str, made: Made) -> list[cst.BaseStatement]:
         """Return the line that gives a launched function's context the settings that its launcher does not take."""

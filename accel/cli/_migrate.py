@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, MissingExtraError
-from accel.migrate import FileResult, find_scripts, launch_files, migrate_file, write
+from accel.migrate import FileResult, find_scripts, launch_files, migrate_file, read_shared, write
 from accel.terminal import show_text
 
 _USAGE = "accel migrate [--write | --check] PATH [PATH ...]"
@@ -26,9 +26,11 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         raise ConfigError("two flags that exclude each other", got="--write and --check", fix="Give one of them.")
     left = failed = False
     results: list[FileResult] = []
-    for path in find_scripts(known.paths):
+    paths = list(find_scripts(known.paths))
+    shared = read_shared(paths)
+    for path in paths:
         try:
-            result = migrate_file(path)
+            result = migrate_file(path, shared)
             if known.write and result.changed:
                 kept = write(result)
                 print(show_text(f"{path}: written; the original is {kept}"))

@@ -12,5 +12,6 @@ from accel.migrate._files import (
     launch_files as launch_files,
     migrate_bytes as migrate_bytes,
     migrate_file as migrate_file,
+    read_shared as read_shared,
     write as write,
 )

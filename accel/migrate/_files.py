@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from accel.errors import ConfigError, MissingExtraError
+from accel.migrate._shared import Shared, shared_in
 from accel.opening import read_regular
 
 _CELL = "#@accel-cell {}"
@@ -98,6 +100,7 @@ def _dumped(book: object, text: str) -> str:
     return written.replace("\n", "\r\n") + end if "\r\n" in text else written + end
 
 
+_ALONE = Shared()
 ORIGINAL = ".orig"
 _LARGEST = 100_000_000  # bytes of a notebook with its outputs
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
@@ -184,7 +187,20 @@ def launch_files(paths: Sequence[str]) -> list[Path]:
     return found
 
 
-def migrate_file(path: Path) -> FileResult:
+def read_shared(paths: Sequence[Path]) -> Shared:
+    """Return what scripts know of each other; files that cannot be read have nothing to say."""
+    texts: list[str] = []
+    for path in paths:
+        try:
+            data = read_regular(path, _LARGEST) if path.suffix == ".py" else b""
+            encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+            texts += [data.decode(encoding)] if b"ccelerat" in data else []
+        except (OSError, SyntaxError, ValueError):
+            continue
+    return shared_in(texts)
+
+
+def migrate_file(path: Path, shared: Shared = _ALONE) -> FileResult:
     """Read a file and return what it becomes; nothing is written.
 
     Raises `ConfigError` for a file that cannot be read, is not Python, or cannot be rewritten.
@@ -194,7 +210,7 @@ def migrate_file(path: Path) -> FileResult:
     except OSError as error:
         raise ConfigError("the file cannot be read", got=str(error.strerror), where=str(path)) from None
     try:
-        return migrate_bytes(old, path)
+        return migrate_bytes(old, path, shared)
     except (ConfigError, MissingExtraError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a parser in Rust panics by one that is no Exception
@@ -203,7 +219,7 @@ def migrate_file(path: Path) -> FileResult:
         raise ConfigError("the file cannot be rewritten", got=got, where=str(path), fix=fix) from error
 
 
-def migrate_bytes(old: bytes, path: Path) -> FileResult:
+def migrate_bytes(old: bytes, path: Path, shared: Shared = _ALONE) -> FileResult:
     """Return what the bytes of a script or a notebook become; raise as `migrate_file`."""
     try:
         encoding = "utf-8" if path.suffix == ".ipynb" else tokenize.detect_encoding(io.BytesIO(old).readline)[0]
@@ -213,11 +229,11 @@ def migrate_bytes(old: bytes, path: Path) -> FileResult:
     if "\x00" in text:
         raise ConfigError("not a text file", got="a NUL character", where=str(path))
     if path.suffix == ".ipynb":
-        found = migrate_notebook(text, str(path), rewriter(path))
+        found = migrate_notebook(text, str(path), functools.partial(rewriter(path), shared=shared))
     elif "accelerat" not in text and "# accel: " not in text:
         return FileResult(path, old, old, encoding, (), ())
     else:
-        found = rewriter(path)(text, str(path))
+        found = rewriter(path)(text, str(path), shared=shared)
     new = old if found.text == text else found.text.encode(encoding)
     notes = tuple(Remark(line, what) for line, what in found.notes)
     changes = tuple(Remark(line, what) for line, what in found.changes)

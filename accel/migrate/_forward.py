@@ -99,12 +99,9 @@ def forward(
 ) -> tuple[int, int]:
     """Return the first statement of the forward, and the one after the last that makes the loss."""
     running = [at for at, node in enumerate(nodes) if runs(script, node, names)]
-    start = running[0] if running else len(nodes)
     wanted = loads(loss)
-    making = [
-        at
-        for at, node in enumerate(nodes)
-        if at >= start and wanted & {n for each in walk(node) for n in targets(each)}
-    ]
+    makes = [at for at, node in enumerate(nodes) if wanted & {n for each in walk(node) for n in targets(each)}]
+    start = min(running or makes, default=len(nodes))  # without a known model, the lines that make the loss run it
+    making = [at for at in makes if at >= start]
     end = max([*running, *making], default=len(nodes) - 1) + 1
     return start, end

@@ -383,7 +383,7 @@ class _Loop(cst.CSTTransformer):
         script = self._script
         own = any(script.method(each) == "autocast" for node in nodes for each in calls(node))
         lines: list[cst.BaseStatement] = list(nodes)
-        first = next((at for at, each in enumerate(nodes[:end]) if runs(script, each, running)), None)
+        first = next((at for at, each in enumerate(nodes[:end]) if not running or runs(script, each, running)), None)
         if first is not None and not own:
             marks = [self._notes.change(_OUTPUTS)]
             lines = [*nodes[:first], *autocast(script, nodes[first:end], marks), *nodes[end:]]

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts of a script, and the names of Accelerate with what stands in their place; each target is public in accel."""
+"""Facts of a script, found once before it changes."""
 
 from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import cast
 
 import libcst as cst
 from typing_extensions import override
 
+from accel.migrate._shared import Shared
 from accel.migrate._tree import (
     Remarks,
     argument,
@@ -25,109 +26,24 @@ from accel.migrate._tree import (
     value_of,
     walk,
 )
-
-# attributes of an Accelerator or a PartialState: expressions
-ATTRIBUTES: Mapping[str, str] = {
-    "device": "{ctx}.device",
-    "process_index": "{ctx}.rank",
-    "num_processes": "{ctx}.world_size",
-    "local_process_index": "{ctx}.local_rank",
-    "is_main_process": "{ctx}.is_main_process",
-    "is_local_main_process": "{ctx}.is_local_main_process",
-    "is_last_process": "{ctx}.is_last_process",
-    "use_distributed": "({ctx}.world_size > 1)",
-    "mixed_precision": "{ctx}.precision.compute",
-    "gradient_accumulation_steps": "{ctx}.accumulation",
-    "distributed_type": "{ctx}.strategy",
-    "state": "{ctx}",
-    "optimizer_step_was_skipped": "(not {state}.stepped)",
-    "sync_gradients": "{state}.sync",
-}
-# methods that keep their arguments: the function, and whether it takes the context
-METHODS: Mapping[str, tuple[str, bool]] = {
-    "print": ("accel.print", True),
-    "wait_for_everyone": ("accel.wait_for_everyone", True),
-    "main_process_first": ("accel.main_process_first", True),
-    "local_main_process_first": ("accel.local_main_process_first", True),
-    "on_main_process": ("accel.on_main_process", True),
-    "on_local_main_process": ("accel.on_local_main_process", True),
-    "on_last_process": ("accel.on_last_process", True),
-    "on_process": ("accel.on_process", True),
-    "on_local_process": ("accel.on_local_process", True),
-    "unwrap_model": ("accel.unwrap_model", False),
-    "gather": ("accel.gather", True),
-    "reduce": ("accel.reduce", True),
-    "pad_across_processes": ("accel.pad_across_processes", True),
-    "get_state_dict": ("accel.get_state_dict", True),
-    "save_model": ("accel.save_model", True),
-    "save": ("accel.save", True),
-    "prepare": ("accel.prepare", True),
-    "prepare_model": ("accel.prepare_model", True),
-    "prepare_optimizer": ("accel.prepare_optimizer", True),
-    "prepare_scheduler": ("accel.prepare_scheduler", True),
-    "prepare_data_loader": ("accel.prepare_loader", True),
-    "no_sync": ("accel.no_sync", True),
-    "autocast": ("accel.autocast", True),
-    "join_uneven_inputs": ("accel.join_uneven_inputs", True),
-    "free_memory": ("accel.free_memory", True),
-    "clear": ("accel.free_memory", True),
-}
-# keywords of methods: new name, or None where it is left out
-KEYWORDS: Mapping[tuple[str, str], str | None] = {
-    ("unwrap_model", "keep_fp32_wrapper"): None,
-    ("unwrap_model", "keep_torch_compile"): None,
-    ("get_state_dict", "unwrap"): None,
-    ("save_model", "safe_serialization"): None,
-    ("save_model", "save_directory"): "folder",
-    ("save", "safe_serialization"): None,
-    ("save", "save_on_each_node"): None,
-    ("reduce", "reduction"): "op",
-    ("reduce", "tensor"): "tree",
-    ("gather", "tensor"): "tree",
-    ("pad_across_processes", "tensor"): "tree",
-    ("pad_across_processes", "pad_value"): "pad_index",
-    ("split_between_processes", "apply_padding"): "pad",
-    ("broadcast", "from_process"): "src",
-    ("broadcast_object_list", "from_process"): "src",
-}
-# functions of accelerate and accelerate.utils that keep their arguments
-FUNCTIONS: Mapping[str, tuple[str, bool]] = {
-    "gather": ("accel.gather", True),
-    "reduce": ("accel.reduce", True),
-    "gather_object": ("accel.gather_object", True),
-    "broadcast": ("accel.broadcast", True),
-    "broadcast_object_list": ("accel.broadcast_object_list", True),
-    "pad_across_processes": ("accel.pad_across_processes", True),
-    "send_to_device": ("accel.tree.send_to_device", False),
-    "wait_for_everyone": ("accel.wait_for_everyone", True),
-    "extract_model_from_parallel": ("accel.unwrap_model", False),
-    "synchronize_rng_states": ("accel.seeding.synchronize_rng", True),
-}
-# kinds of accelerator.distributed_type: a condition
-DISTRIBUTED: Mapping[str, str] = {
-    "NO": "{ctx}.world_size == 1",
-    "MULTI_GPU": '({ctx}.world_size > 1 and {ctx}.device.type == "cuda")',
-    "MULTI_CPU": '({ctx}.world_size > 1 and {ctx}.device.type == "cpu")',
-    "FSDP": '{ctx}.strategy == "fsdp"',
-    "DEEPSPEED": '{ctx}.strategy == "deepspeed"',
-    "XLA": '{ctx}.device.type == "xla"',
-    "TPU": '{ctx}.device.type == "xla"',
-    "MULTI_XPU": '{ctx}.device.type == "xpu"',
-    "MULTI_NPU": '{ctx}.device.type == "npu"',
-}
+from accel.migrate._vocabulary import FUNCTIONS
 
 _MAKERS = ("Accelerator", "PartialState", "AcceleratorState")
 _LOADER = re.compile(r"loader|_dl$|^dl$")
-_OPTIMIZER = re.compile(r"optim|^opt(_|$)|_opt$")
+_OPTIMIZER = re.compile(r"optim|^opt|_opt$")
 _SCHEDULER = re.compile(r"sched|^warmup$")
 _CONTEXTS = ("ctx", "context", "dist_ctx", "accel_ctx")
 _STATES = ("state", "train_state", "run_state")
 
 
+_ALONE = Shared()
+
+
 class Script:
     """Facts of a script, found once before it changes."""
 
-    def __init__(self, module: cst.Module, kept: frozenset[str] = frozenset()) -> None:
+    def __init__(self, module: cst.Module, kept: frozenset[str] = frozenset(), shared: Shared = _ALONE) -> None:
+        self.shared = shared
         self.origins: dict[str, str] = {}
         self.modules: set[str] = set()
         self.functions: dict[str, cst.FunctionDef] = {}
@@ -143,16 +59,19 @@ class Script:
         self._imports()
         self._names = loads(module)
         self.kept = kept  # variables of an Accelerator that a class keeps
-        self.holders = self._holders() | kept
+        self.holders = self._holders()
         self.ctx = self._free(_CONTEXTS)
         self.state = self._free(_STATES)
+        self._uses = self._used()
         self._kinds()
+        self._given()
         self._pass_on()
         self.accumulation = self._option("gradient_accumulation_steps")
         self.model_options: dict[str, str] = {}
         self.local: dict[str, str] = {}  # models that LocalSGD averages, by its variable
         self.tracked = self._tracked()
-        self.carried = bool(kept) or any(self.is_attribute(node, "gradient_accumulation_steps") for node in self._nodes)
+        asked = any(self.is_attribute(node, "gradient_accumulation_steps") for node in self._nodes)
+        self.carried = bool(kept or shared.factories) or asked
         methods = {self.method(node) for node in self._nodes}
         self.tracks = "init_trackers" in methods
         self.tracked_if = self._guard()
@@ -212,7 +131,17 @@ class Script:
 
     def makes(self, node: cst.CSTNode | None) -> bool:
         """Whether an expression makes an Accelerator or its state."""
-        return isinstance(node, cst.Call) and self.origin(node.func) in _MAKERS
+        return isinstance(node, cst.Call) and (self.origin(node.func) in _MAKERS or self.is_factory(node))
+
+    def is_factory(self, call: cst.Call) -> bool:
+        """Whether a call is of a function that returns an Accelerator."""
+        return full_name(call.func).rpartition(".")[2] in self.shared.factories
+
+    def is_alias(self, line: cst.CSTNode) -> bool:
+        """Whether a line gives an Accelerator another variable."""
+        value = value_of(line)
+        plain = isinstance(value, cst.Name) and value.value in self.holders
+        return plain and bool(targets(line)) and set(targets(line)) <= self.holders - self.kept
 
     def holds(self, node: cst.CSTNode | None) -> bool:
         """Whether an expression is an Accelerator: a variable, or the call that makes one."""
@@ -266,7 +195,7 @@ class Script:
                 _ = self.functions.setdefault(node.name.value, node)
 
     def _holders(self) -> set[str]:
-        found: set[str] = set()
+        found = set(self.kept)
         self.values: dict[str, list[cst.BaseExpression]] = {}
         for node in self._nodes:
             if isinstance(node, cst.SimpleStatementLine) and (value := value_of(node)) is not None:
@@ -274,18 +203,55 @@ class Script:
                 for name in targets(node):
                     self.values.setdefault(name, []).append(value)
                     self.assigned[name] = value
-                    if made:
+                    if made or name == "accelerator":
                         found.add(name)
+                    if made:
                         self.makers.setdefault(name, []).extend(made)  # type: ignore[arg-type]
             elif isinstance(node, cst.Param):
                 annotation = text_of(node.annotation.annotation) if node.annotation else ""
                 if node.name.value == "accelerator" or re.search(r"\bAccelerator\b", annotation):
                     found.add(node.name.value)
+        while more := {
+            name
+            for name, values in self.values.items()
+            if name not in found and any(isinstance(each, cst.Name) and each.value in found for each in values)
+        }:
+            found |= more
         self.assigned = {name: value for name, value in self.assigned.items() if len(self.values[name]) == 1}
         return found
 
     def _free(self, choices: tuple[str, ...]) -> str:
         return next((each for each in choices if each not in self._names), f"accel_{choices[0]}")
+
+    def _used(self) -> dict[str, set[str]]:
+        """Return variables by what is done with them: a loop over them, a call, a call of `step`."""
+        found: dict[str, set[str]] = {"for": set(), "call": set(), "step": set()}
+        for node in self._nodes:
+            if isinstance(node, cst.For):
+                found["for"].add(full_name(node.iter))
+            elif isinstance(node, cst.Call):
+                owner, name = method_of(node)
+                found["call"].add(full_name(node.func))
+                if name == "step" and not node.args and owner is not None:
+                    found["step"].add(full_name(owner))
+        return found
+
+    def _given(self) -> None:
+        """Sort what another file has prepared: attributes of a class that keeps an Accelerator, and parameters."""
+        names = {name for name in self._names if name.startswith("self__")} if self.kept else set[str]()
+        for node in self._nodes:
+            if isinstance(node, cst.FunctionDef):
+                params = [each.name.value for each in (*node.params.params, *node.params.kwonly_params)]
+                names |= set(params) if self.holders & set(params) else set()
+        known = self.loaders | self.models | self.optimizers | self.schedulers
+        for name in names - known - self.holders:
+            plain = name.removeprefix("self__")
+            if name in self._uses["for"] and _LOADER.search(plain):
+                self.loaders.add(name)
+            elif name in self._uses["step"] and _SCHEDULER.search(plain):
+                self.schedulers.add(name)
+            elif name in self._uses["step"] and _OPTIMIZER.search(plain):
+                self.optimizers.add(name)
 
     def _kinds(self) -> None:
         for node in self._nodes:
@@ -304,11 +270,12 @@ class Script:
 
     def _sort(self, name: str, origin: str, method: str) -> None:
         """Note what kind of object a name is: by the calls that make it, or the name that it was prepared from."""
-        values = [value for each in {name, origin} for value in self.values.get(each, ())]
+        values = [value for each in (name, origin) for value in self.values.get(each, ())]
         makers = [full_name(value.func) for value in values if isinstance(value, cst.Call)]
         schedules = [maker for maker in makers if "sched" in maker.lower() or maker.endswith("LR")]
         loads_data = any(maker.endswith("DataLoader") for maker in makers)
-        if method == "prepare_data_loader" or loads_data or _LOADER.search(name):
+        read = name in self._uses["for"] - self._uses["call"]
+        if method == "prepare_data_loader" or loads_data or read or _LOADER.search(name):
             self.loaders.add(name)
         elif method == "prepare_scheduler" or schedules or _SCHEDULER.search(name):
             self.schedulers.add(name)

@@ -55,6 +55,7 @@ _NO_PLAN = (
 _DDP = ("find_unused_parameters", "bucket_cap_mb", "static_graph", "broadcast_buffers", "gradient_as_bucket_view")
 
 
+_OPENED = "who closes this context: the function opens a session for a `with`; a caller that has one can pass it"
 _OPEN = "who closes this context: accel.close(self.ctx), or the accel.session of a caller that passes it"
 
 
@@ -63,6 +64,7 @@ class Made(NamedTuple):
 
     settings: dict[str, cst.BaseExpression]
     notes: list[cst.EmptyLine]
+    opener: cst.Call | None = None  # call of a function that opens a session itself
 
 
 class Options:
@@ -207,6 +209,8 @@ def _grouped(node: cst.BaseExpression) -> cst.BaseExpression:
 
 def _merged(parts: Sequence[tuple[cst.BaseExpression | None, Made]]) -> Made:
     """Join the settings of branches: what differs becomes a condition."""
+    if len(parts) == 1:
+        return parts[0][1]
     settings = dict(parts[-1][1].settings)
     notes = [note for _, made in parts for note in made.notes]
     for test, made in reversed(parts[:-1]):
@@ -249,13 +253,15 @@ class Sessions(cst.CSTTransformer):
         _ = self._names.pop()
         body = block(updated_node)
         found = self._maker(body)
+        name = original_node.name.value
+        if name in self._script.shared.factories and not self._names:
+            return self._opening(updated_node, found)
         if found is None:
             return updated_node
         at, made = found
-        name = original_node.name.value
         kept = [*self._lead(body[at]), *made.notes]
         if set(targets(body[at])) & self._script.kept:
-            kept.append(self._notes.decide(_OPEN, "classes"))
+            kept.append(self._notes.decide(_OPEN if made.opener is None else _OPENED, "classes"))
             line = led_by(self._line(made), kept)
             return with_block(updated_node, [*body[:at], line, *body[at + 1 :]])
         rest = body[at + 1 :]
@@ -283,6 +289,18 @@ class Sessions(cst.CSTTransformer):
         wrap = _Callers(self._script, self._hoisted, self._launched, self)
         return changed_by(updated_node, wrap)
 
+    def _opening(self, node: cst.FunctionDef, found: tuple[int, Made] | None) -> cst.FunctionDef:
+        """Return a function that opens a session for its caller, in place of one that returned an Accelerator."""
+        body = block(node)
+        last = cast(cst.Return, small(body[-1]))
+        at, made = found if found is not None else (len(body) - 1, self._options.read(cast(cst.Call, last.value)))
+        lead = [*leading(body[at]), *made.notes]
+        given = led_by(statement(f"yield {self._script.ctx}"), leading(body[-1]) if found is not None else [])
+        rest = [*body[at + 1 : -1], given]
+        decorator = cst.Decorator(expression("contextlib.contextmanager"))
+        node = with_block(node, [*body[:at], led_by(with_block(self.opened(made, {}), rest), lead)])
+        return node.with_changes(decorators=[decorator], returns=None)
+
     def _replaced(self, name: str, made: Made) -> list[cst.BaseStatement]:
         """Return the line that gives a launched function's context the settings that its launcher does not take."""
         launches = [call for call in calls(self._module) if _runs(self._script, call) == name]
@@ -301,14 +319,15 @@ class Sessions(cst.CSTTransformer):
 
     def _line(self, made: Made) -> cst.BaseStatement:
         """Return a line that opens a context, which nothing closes."""
-        return statement(f"{self._script.ctx} = {{opened}}", opened=self._call("accel.from_env", made))
+        opened = self._call("accel.from_env", made) if made.opener is None else made.opener
+        return statement(f"{self._script.ctx} = {{opened}}", opened=opened)
 
     def opened(self, made: Made, values: Mapping[str, cst.BaseExpression]) -> cst.With:
         """Return `with accel.session(...) as ctx:`, its settings in the words of a caller."""
         settings = {name: replace_names(value, values) for name, value in made.settings.items()}
-        item = cst.WithItem(
-            self._call("accel.session", Made(settings, [])), asname=cst.AsName(name=cst.Name(self._script.ctx))
-        )
+        opener = None if made.opener is None else replace_names(made.opener, values)
+        call = self._call("accel.session", Made(settings, [])) if opener is None else opener
+        item = cst.WithItem(call, asname=cst.AsName(name=cst.Name(self._script.ctx)))
         return cst.With(items=[item], body=cst.IndentedBlock([]))
 
     def _around(
@@ -358,7 +377,11 @@ class Sessions(cst.CSTTransformer):
             first = self._values(value.body)
             other = self._values(value.orelse)
             return [(value.test, first[0][1]), *other] if len(first) == 1 and other else []
-        return [(None, self._options.read(cast(cst.Call, value)))] if self._script.makes(value) else []
+        if not self._script.makes(value) or not isinstance(value, cst.Call):
+            return []
+        if self._script.is_factory(value):
+            return [(None, Made({}, [], value))]
+        return [(None, self._options.read(value))]
 
     def _can_hoist(self, node: cst.FunctionDef, made: Made) -> bool:
         name = node.name.value
@@ -376,9 +399,14 @@ class Sessions(cst.CSTTransformer):
         ):
             return False
         values = dict(bound(found[0], node))
-        used = {each for value in made.settings.values() for each in loads(value)}
+        read = list(made.settings.values())
+        read += [] if made.opener is None else [arg.value for arg in made.opener.args]
+        used = {each for value in read for each in loads(value)}
         local = {each for line in walk(node.body) for each in targets(line)}
         params = {each.name.value for each in node.params.params}
+        literal = {name for name, value in values.items() if not isinstance(value, (cst.Name, cst.Attribute))}
+        if any(literal & loads(value) and not isinstance(value, cst.Name) for value in read):
+            return False
         for each in used & (local | params):
             if each in local or not isinstance(
                 values.get(each), (cst.Name, cst.Attribute, cst.SimpleString, cst.Integer)

@@ -357,6 +357,7 @@ PAGES: Mapping[str, str] = {
     "names": "docs/from-accelerate.md",
     "classes": "docs/migrate.md",
     "data": "docs/data.md",
+    "contexts": "docs/contexts.md",
     "trackers": "docs/trackers.md",
     "checkpoints": "docs/checkpoints.md",
     "fsdp": "docs/fsdp.md",
@@ -385,6 +386,7 @@ class Remarks:
 
     def decide(self, what: str, page: str) -> cst.EmptyLine:
         """Return the comment for what has no mechanical counterpart."""
+        what = " ".join(what.replace("self__", "self.").split())  # an attribute, as the script has it
         return cst.EmptyLine(comment=cst.Comment(f"{DECIDE} {what} ({PAGES[page]})"))
 
     def change(self, text: str) -> cst.EmptyLine:

@@ -14,7 +14,7 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._tree import called, text_of
+from accel.migrate._tree import text_of, value_of
 
 
 class Fit(cst.CSTTransformer):
@@ -43,17 +43,19 @@ class Fit(cst.CSTTransformer):
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
         text = text_of(updated_node.with_changes(leading_lines=[]))
-        call = called(updated_node)
+        value = value_of(updated_node)
+        call = value.value if isinstance(value, cst.Subscript) else value
         if (
             "\n" in text
             or not any(word in text for word in self._words)
             or not self._is_long(text)
-            or call is None
+            or not isinstance(call, cst.Call)
             or not call.args
         ):
             return updated_node
         inner = cast(cst.Assign, updated_node.body[0])
-        broken = self._broken(call, text)
+        broken: cst.BaseExpression = self._broken(call, text)
+        broken = value.with_changes(value=broken) if isinstance(value, cst.Subscript) else broken
         return updated_node.with_changes(body=[inner.with_changes(value=broken)])
 
     @override

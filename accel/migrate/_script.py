@@ -71,7 +71,7 @@ class Script:
         self.local: dict[str, str] = {}  # models that LocalSGD averages, by its variable
         self.tracked = self._tracked()
         asked = any(self.is_attribute(node, "gradient_accumulation_steps") for node in self._nodes)
-        self.carried = bool(kept or shared.factories) or asked
+        self.carried = bool(kept) or asked or self._has_factory(module)
         methods = {self.method(node) for node in self._nodes}
         self.tracks = "init_trackers" in methods
         self.tracked_if = self._guard()
@@ -80,6 +80,8 @@ class Script:
         self.taken = self._taken()
         self._numbers = self._scheduled()
         self.clipped = _clipped(module)
+        grown = [method_of(call) for call in calls(module)]
+        self.extended = [owner for owner, name in grown if owner is not None and name in ("append", "extend")]
         self.looped = _called_in_loops(module)
         self.epochs: set[str] = set()  # functions that train one epoch a call, on the caller's state
         self.hooked: set[str] = set()  # functions of hooks that an item calls
@@ -137,6 +139,11 @@ class Script:
         """Whether a call is of a function that returns an Accelerator."""
         return full_name(call.func).rpartition(".")[2] in self.shared.factories
 
+    def _has_factory(self, module: cst.Module) -> bool:
+        """Whether the script makes an Accelerator by a function, or has such a function."""
+        made = any(self.is_factory(call) for call in calls(module))
+        return made or bool(self.shared.factories & self.functions.keys())
+
     def is_alias(self, line: cst.CSTNode) -> bool:
         """Whether a line gives an Accelerator another variable."""
         value = value_of(line)
@@ -170,6 +177,18 @@ class Script:
         if node is None:
             return False
         return self.is_attribute(node, "device") or (isinstance(node, cst.Name) and node.value in self.devices)
+
+    def has_key(self, name: str, key: str) -> bool:
+        """Whether a variable is a dict that a line gives a key."""
+        dicts = [each for each in self.values.get(name, ()) if isinstance(each, cst.Dict)]
+        keys = [each.key for value in dicts for each in value.elements if isinstance(each, cst.DictElement)]
+        keyed = any(isinstance(each, cst.SimpleString) and each.raw_value == key for each in keys)
+        set_later = (
+            each
+            for each in self._nodes
+            if isinstance(each, cst.AssignTarget) and text_of(each.target).replace("'", '"') == f'{name}["{key}"]'
+        )
+        return keyed or any(True for _ in set_later)
 
     def resolved(self, node: cst.BaseExpression | None) -> cst.BaseExpression | None:
         """Return the value of a variable that was assigned once, else the expression itself."""

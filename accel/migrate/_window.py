@@ -161,6 +161,9 @@ def split_step(
     for node in nodes:
         guarded = isinstance(node, cst.If) and node.orelse is None
         whole = guarded and (asks_sync(script, cast(cst.If, node).test) or steps(script, node))
+        if guarded and not whole and _clips_under(script, cast(cst.If, node), step):
+            step.held += [line for line in leading(node) if line.comment]
+            continue
         if whole and (_takes_any(script, node, step)):
             test = cast(cst.If, node).test
             if not asks_sync(script, test) and (length := window_length(script, test)) is not None:
@@ -195,6 +198,23 @@ def split_step(
         body.insert(at, _sync_block(script, step, inside))
         return body, at
     return rest.body, -1
+
+
+def _clips_under(script: Script, node: cst.If, step: Step) -> bool:
+    """Take a block that clips, under a condition beside that of the window's end; whether it was one."""
+    test, held = node.test, step.clip
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+        parts = [each for each in (test.left, test.right) if not asks_sync(script, each)]
+        test = parts[0] if len(parts) == 1 else test
+    probe = Step(script)
+    lines = block(node)
+    if held is not None or not all(probe.takes(each) for each in lines) or probe.clip is None or probe.optimizers:
+        return False
+    for each in lines:
+        _ = step.takes(each)
+    kind, value = probe.clip
+    step.clip = (kind, expression("{value} if {test} else None", value=value, test=test))
+    return True
 
 
 def _blank(node: cst.BaseStatement) -> list[cst.EmptyLine]:
@@ -274,6 +294,8 @@ class Tracking:
     def begun(self, call: cst.Call) -> cst.BaseExpression:
         """Return the call that begins trackers."""
         tracked = self._script.tracked
+        if not self._script.tracked and not any(self._script.makes(each) for each in self._made()):
+            self._decide("the trackers of log_with=, which another function is given", "trackers")
         project = argument(call, "project_name", 0) or expression('"run"')
         config = argument(call, "config", 1)
         folder = tracked.get("logging_dir") or tracked.get("project_dir")
@@ -284,10 +306,15 @@ class Tracking:
             options += f", config={text_of(config)}"
         return cst.parse_expression(f"accel.init_trackers({self._script.ctx}, {text_of(project)}{options})")
 
+    def _made(self) -> list[cst.Call]:
+        """Return the calls that make an Accelerator here, not by another function."""
+        return [call for made in self._script.makers.values() for call in made if not self._script.is_factory(call)]
+
     def _to(self, given: cst.BaseExpression | None, kwargs: cst.BaseExpression | None) -> str:
         names: list[str] = []
         elements = [each.value for each in given.elements] if isinstance(given, (cst.List, cst.Tuple)) else [given]
         for each in elements:
+            own = isinstance(each, cst.Call) and full_name(each.func) in self._script.classes
             name = text_of(each).strip("\"'") if each is not None else ""
             name = name.removeprefix("LoggerType.").lower() if name.startswith("LoggerType.") else name
             if name in TRACKERS:
@@ -295,12 +322,17 @@ class Tracking:
             elif name in ("all", ""):
                 self._change('log_with="all": no tracker is on because it is installed; jsonl() writes metrics.jsonl')
                 names.append("accel.trackers.jsonl()")
-            elif isinstance(each, (cst.Name, cst.Attribute, cst.Subscript)):
-                self._change(f'log_with={name} names one tracker; None, a list and "all" are none')
-                names.append(f"getattr(accel.trackers, {text_of(each)})()")
+            elif name == "None":
+                continue
+            elif isinstance(each, (cst.Name, cst.Attribute, cst.Subscript, cst.IfExp, cst.Call)) and not own:
+                self._change(f'log_with={name}: "all" writes metrics.jsonl: no tracker is on because it is installed')
+                chosen = f'getattr(accel.trackers, "jsonl" if name == "all" else name)() for name in [{text_of(each)}]'
+                names.append(f"*({chosen} if name)")
             else:
                 self._decide(f"the trackers in place of log_with={name}", "trackers")
                 names.append("accel.trackers.jsonl()")
+        if len(names) == 1 and names[0].startswith("*("):
+            return f"[{names[0][2:-1]}]"
         return f"[{', '.join(names)}]"
 
     @staticmethod
@@ -312,6 +344,27 @@ class Tracking:
                 return _keywords(element.value)
         return ""
 
+    def _without_step(self, arg: cst.Arg) -> cst.Arg:
+        """Return the values of a line without "step", which each line has; "time" and values elsewhere are noted."""
+        value = arg.value
+        if isinstance(value, cst.Call) and full_name(value.func) == "dict":
+            kept_args = [each for each in value.args if each.keyword is None or each.keyword.value != "step"]
+            last = [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) for each in kept_args[-1:]]
+            return arg.with_changes(value=value.with_changes(args=[*kept_args[:-1], *last]))
+        if isinstance(value, cst.Dict):
+            kept = [each for each in value.elements if not (isinstance(each, cst.DictElement) and _is_step(each.key))]
+            if len(kept) < len(value.elements) and kept:
+                kept[-1] = kept[-1].with_changes(comma=value.elements[-1].comma)
+            value = value.with_changes(elements=kept)
+            times = [each for each in kept if isinstance(each, cst.DictElement) and _is_reserved(each.key)]
+            if times:
+                self._decide('another name for the value "time": each line of a log has its own', "trackers")
+            return arg.with_changes(value=value)
+        if isinstance(value, cst.Name) and self._script.has_key(value.value, "step"):
+            text = '{{name: value for name, value in {values}.items() if name != "step"}}'
+            return arg.with_changes(value=cst.parse_expression(text.format(values=value.value)))
+        return arg
+
     def logged(self, call: cst.Call, *, in_steps: bool = False) -> cst.BaseExpression:
         """Return the call that logs values; in steps of the optimizer where another step is left out."""
         args = [arg for arg in call.args if not arg.keyword or arg.keyword.value not in ("log_kwargs",)]
@@ -319,19 +372,40 @@ class Tracking:
             args = [arg for arg in args[:1] + args[2:] if not arg.keyword or arg.keyword.value != "step"]
             call = call.with_changes(args=args)
             self._change("values of an epoch are logged by the optimizer's steps, as others are: they only grow")
+        args[:1] = [self._without_step(arg) for arg in args[:1]]
         plain = [arg for arg in args if arg.keyword is None]
         if len(plain) > 1:
             args[1] = args[1].with_changes(keyword=cst.Name("step"), equal=_EQUAL)
         elif argument(call, "step") is None:
-            step = cst.Arg(expression(f"{self._script.state}.updates"), keyword=cst.Name("step"), equal=_EQUAL)
+            own = None if in_steps else _own_step(call.args[0].value)
+            counted = own or expression(f"{self._script.state}.updates")
+            step = cst.Arg(counted, keyword=cst.Name("step"), equal=_EQUAL)
             args = [args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT), step]
-            if not in_steps:
+            if not in_steps and own is None:
                 self._change("log needs a step: that of the optimizer")
+        if len(args) < len(call.args):
+            args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         first = [cst.Arg(cst.Name(self._script.ctx)), cst.Arg(cst.Name(self._script.trackers))]
         if isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace):
             comma = cst.Comma(whitespace_after=call.whitespace_before_args)
             first = [each.with_changes(comma=comma) for each in first]
         return call.with_changes(func=expression("accel.log"), args=[*first, *args])
+
+
+def _own_step(values: cst.BaseExpression) -> cst.BaseExpression | None:
+    """Return the value "step" of a dict that is logged."""
+    if isinstance(values, cst.Call) and full_name(values.func) == "dict":
+        return argument(values, "step")
+    found = values.elements if isinstance(values, cst.Dict) else ()
+    return next((each.value for each in found if isinstance(each, cst.DictElement) and _is_step(each.key)), None)
+
+
+def _is_step(key: cst.BaseExpression) -> bool:
+    return isinstance(key, cst.SimpleString) and key.raw_value == "step"
+
+
+def _is_reserved(key: cst.BaseExpression | None) -> bool:
+    return isinstance(key, cst.SimpleString) and key.raw_value in ("step", "time")
 
 
 def _keywords(value: cst.BaseExpression) -> str:

@@ -21,6 +21,7 @@ from accel.opening import read_regular
 
 _CELL = "#@accel-cell {}"
 _MAGIC = "#@accel-magic "
+_NEXT = " #@accel-line "  # between the lines of a magic
 _FOUND = re.compile(r"^#@accel-cell (\d+)$")
 _WHOLE = re.compile(r"^\s*%%(?!time\b|timeit\b|capture\b)")  # a cell of another language
 _LINE = re.compile(r"^\s*(%|!|\?)|\?\s*$|^\s*[\w, ]+=\s*[%!]")
@@ -61,22 +62,41 @@ def _source(cell: dict[str, Any]) -> str:
 
 
 def _hidden(source: str) -> str:
-    """Return a cell with its magics as comments, a `pass` in the place of each."""
+    """Return a cell with its magics as comments, a `pass` in the place of each; one of several lines is one."""
     lines: list[str] = []
-    for line in source.split("\n"):
-        if _LINE.search(line):
+    open_lines: list[str] = []  # of a statement that is not closed
+    waiting = source.split("\n")
+    while waiting:
+        line = waiting.pop(0)
+        if not open_lines and _LINE.search(line) and not line.lstrip().startswith("#"):
             blank = line[: len(line) - len(line.lstrip())]
-            lines.append(f"{blank}pass  {_MAGIC}{line.strip()}")
+            magic = [line.strip()]
+            while magic[-1].endswith("\\") and waiting:
+                magic.append(waiting.pop(0))
+            lines.append(f"{blank}pass  {_MAGIC}{_NEXT.join(magic)}")
         else:
+            open_lines = [*open_lines, line] if _is_open([*open_lines, line]) else []
             lines.append(line)
     return "\n".join(lines)
+
+
+def _is_open(lines: Sequence[str]) -> bool:
+    """Whether lines end within brackets, a string or a line that goes on."""
+    try:
+        for _ in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
+            pass
+    except tokenize.TokenError:
+        return True
+    except SyntaxError:
+        return False
+    return lines[-1].endswith("\\")
 
 
 def _shown(source: str) -> str:
     lines: list[str] = []
     for line in source.split("\n"):
         head, mark, magic = line.partition(f"pass  {_MAGIC}")
-        lines.append(f"{head}{magic}" if mark else line)
+        lines.append(f"{head}{magic}".replace(_NEXT, "\n") if mark else line)
     return "\n".join(lines)
 
 
@@ -221,11 +241,7 @@ def migrate_file(path: Path, shared: Shared = _ALONE) -> FileResult:
 
 def migrate_bytes(old: bytes, path: Path, shared: Shared = _ALONE) -> FileResult:
     """Return what the bytes of a script or a notebook become; raise as `migrate_file`."""
-    try:
-        encoding = "utf-8" if path.suffix == ".ipynb" else tokenize.detect_encoding(io.BytesIO(old).readline)[0]
-        text = old.decode(encoding)
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError("not a text file", got=str(error).partition(":")[0], where=str(path)) from None
+    encoding, text = _decoded(old, path)
     if "\x00" in text:
         raise ConfigError("not a text file", got="a NUL character", where=str(path))
     if path.suffix == ".ipynb":
@@ -238,6 +254,23 @@ def migrate_bytes(old: bytes, path: Path, shared: Shared = _ALONE) -> FileResult
     notes = tuple(Remark(line, what) for line, what in found.notes)
     changes = tuple(Remark(line, what) for line, what in found.changes)
     return FileResult(path, old, new, encoding, notes, changes)
+
+
+def _decoded(old: bytes, path: Path) -> tuple[str, str]:
+    """Return a file's encoding and text; raise `ConfigError` for one that is in another encoding than it says."""
+    named = ""
+    try:
+        named = "utf-8" if path.suffix == ".ipynb" else tokenize.detect_encoding(io.BytesIO(old).readline)[0]
+    except SyntaxError as error:
+        if "invalid or missing" not in str(error):
+            raise ConfigError("not a text file", got=str(error).partition(":")[0], where=str(path)) from None
+    try:
+        return named, old.decode(named or "utf-8")
+    except UnicodeDecodeError as error:
+        line = old.count(b"\n", 0, error.start) + 1
+        got = f"byte {old[error.start]:#04x} in line {line}, which is not {error.encoding}"
+        fix = "Save it as UTF-8, or write its encoding into the first line: `# coding: latin-1`."
+        raise ConfigError("not a text file", got=got, where=str(path), fix=fix) from None
 
 
 def rewriter(path: Path):

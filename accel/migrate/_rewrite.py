@@ -20,6 +20,7 @@ from accel.migrate._imports import Imports, bound_names
 from accel.migrate._layout import Fit, Unannotated, with_comments
 from accel.migrate._loops import Training
 from accel.migrate._names import Names
+from accel.migrate._nested import TOO_DEEP, Asked, in_child, is_deep
 from accel.migrate._reading import Evaluation, Lengths
 from accel.migrate._script import Script
 from accel.migrate._session import Sessions
@@ -287,6 +288,14 @@ def rewrite(text: str, where: str = "", *, cells: bool = False, shared: Shared =
         return Migrated(text, tuple(decisions(text)), ())
     if "accelerat" not in text:
         return Migrated(text, (), ())
+    if is_deep(text, where):
+        found = in_child(Asked(text, where, cells, shared))
+        return Migrated(found.text, found.notes, found.changes)
+    return rewrite_here(text, where, cells=cells, shared=shared)
+
+
+def rewrite_here(text: str, where: str, *, cells: bool, shared: Shared) -> Migrated:
+    """Return a script on accel, written by this process."""
     try:
         module = cst.parse_module(text)
     except cst.ParserSyntaxError as error:
@@ -300,8 +309,7 @@ def rewrite(text: str, where: str = "", *, cells: bool = False, shared: Shared =
             module = changed_by(module, _Renamed("accel", "accelerator"))
         return _passed(text, module, shared.joined(shared_in([text])), cells=cells)
     except RecursionError:
-        why = "an expression of too many parts, or too many blocks in each other"
-        raise ConfigError("the file cannot be rewritten", got=why, where=where) from None
+        raise ConfigError("the file cannot be rewritten", got=TOO_DEEP, where=where) from None
 
 
 def _passed(text: str, module: cst.Module, shared: Shared, *, cells: bool) -> Migrated:

@@ -209,3 +209,38 @@ def test_a_file_that_breaks_the_rewriting_is_named_and_the_others_are_written(
             in said.err
         )
         assert f"+++ b/{script}" in said.out
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("# é\nfrom accelerate import Accelerator\n".encode("latin-1"), "byte 0xe9 in line 1, which is not utf-8"),
+        ("from accelerate import Accelerator\n".encode("utf-16"), "not a text file"),
+        (b"# coding: no-such\nfrom accelerate import Accelerator\n", "unknown encoding"),
+        (b"\xef\xbb\xbf# coding: latin-1\nfrom accelerate import Accelerator\n", "not a text file"),
+    ],
+)
+def test_an_encoding_that_is_not_said_is_named(
+    data: bytes, said: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _ = Path("odd.py").write_bytes(data)
+    assert main(["migrate", "odd.py", "train.py"]) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert "+++ b/train.py" in told.out
+
+
+def test_magics_of_several_lines_stay(script: Path) -> None:
+    sources = [
+        "!pip install \\\n    accelerate \\\n    torch\nfrom accelerate import Accelerator",
+        'rest = (7\n % 4)\ntext = """\n!no magic\n"""\nfiles = !ls \\\n  -l',
+        "accelerator = Accelerator()\naccelerator.print(rest)",
+    ]
+    cells = [{"cell_type": "code", "metadata": {}, "source": source} for source in sources]
+    path = Path("train.ipynb")
+    _ = path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 4}))
+    assert main(["migrate", "--write", "train.ipynb"]) == 0
+    found = [cell["source"] for cell in json.loads(path.read_text())["cells"]]
+    assert found[0] == sources[0].replace("from accelerate import Accelerator", "import accel")
+    assert found[1] == sources[1]
+    assert found[2] == "ctx = accel.from_env()\naccel.print(ctx, rest)"

@@ -473,9 +473,17 @@ def test_an_import_within_a_function_goes_and_one_of_all_names_is_noted() -> Non
     ]
 
 
-def test_an_expression_of_too_many_parts_is_an_error_of_its_file() -> None:
-    with pytest.raises(ConfigError, match="too many parts"):
-        _ = migrated("from accelerate import Accelerator\nx = " + "+".join("1" * 1500) + "\n")
+@pytest.mark.parametrize("value", ["[" * 3000 + "]" * 3000, "-" * 5000 + "1", "a" + "(1)" * 3000])
+def test_what_python_itself_cannot_read_is_an_error_of_its_file(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"not Python: got .*too many"):
+        _ = migrated(f"from accelerate import Accelerator\nx = {value}\n")
+
+
+@pytest.mark.slow  # each starts a process
+@pytest.mark.parametrize("value", ["+".join("1" * 500), "f(" * 150 + ")" * 150, "lambda: " * 200 + "1"])
+def test_deep_expressions_are_rewritten_in_a_process_of_their_own(value: str) -> None:
+    text = f"from accelerate import Accelerator\nx = {value}\n\n\ndef f(accelerator):\n    accelerator.print(x)\n"
+    assert migrated(text).new.decode() == f"import accel\nx = {value}\n\n\ndef f(ctx):\n    accel.print(ctx, x)\n"
 
 
 def test_every_name_that_is_written_exists() -> None:

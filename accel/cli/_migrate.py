@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, MissingExtraError
-from accel.migrate import FileResult, find_scripts, launch_files, migrate_file, read_shared, write
+from accel.migrate import FileResult, find_scripts, in_order, launch_files, migrate_file, read_shared, write
 from accel.terminal import show_text
 
 _USAGE = "accel migrate [--write | --check] PATH [PATH ...]"
@@ -28,7 +28,9 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     results: list[FileResult] = []
     paths = list(find_scripts(known.paths))
     shared = read_shared(paths)
-    for path in paths:
+    for number, path in enumerate(paths, 1):
+        if len(paths) > 1:
+            print(show_text(f"[{number}/{len(paths)}] {path}"), file=sys.stderr, flush=True)
         try:
             result = migrate_file(path, shared)
             if known.write and result.changed:
@@ -60,14 +62,11 @@ def _counted(count: int, what: str) -> str:
 
 
 def _summary(results: Sequence[FileResult], paths: Sequence[str], *, wrote: bool) -> None:
-    changes = [(result, change) for result in results for change in result.changes]
-    if changes:
+    if any(result.changes for result in results):
         print("\nChanged in meaning:")
-    lines: dict[tuple[str, str], list[str]] = {}
-    for result, change in changes:
-        lines.setdefault((str(result.path), change.text), []).append(str(change.line))
-    for (path, text), numbers in lines.items():
-        print(show_text(f"  {path}:{','.join(numbers)}: {text}"))
+    for result in results:
+        for text, lines in in_order(result.changes):
+            print(show_text(f"  {result.path}:{','.join(map(str, lines))}: {text}"))
     notes = [(result, note) for result in results for note in result.notes]
     if notes:
         print("\nLeft to you:")

@@ -9,6 +9,7 @@
 from accel.migrate._files import (
     FileResult as FileResult,
     find_scripts as find_scripts,
+    in_order as in_order,
     launch_files as launch_files,
     migrate_bytes as migrate_bytes,
     migrate_file as migrate_file,

@@ -166,6 +166,44 @@ class FileResult(NamedTuple):
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in found)
 
 
+REMARKS = ".remarks"
+_CHANGED = "Changed in meaning:"
+_LEFT = "Left to you:"
+_REMARK = re.compile(r"^  (\d+(?:,\d+)*): (.*)$")
+# what matters most in a remark, first; others follow, and options that are left out come last
+_WEIGHTS = ("loss", "gradient", "clip", "schedule", "seed", "batch", "output", "checkpoint", "step")
+
+
+def in_order(changes: Sequence[Remark]) -> list[tuple[str, list[int]]]:
+    """Return changes in meaning with their lines, the most important first."""
+    lines: dict[str, list[int]] = {}
+    for change in changes:
+        lines.setdefault(change.text, []).append(change.line)
+
+    def weight(text: str) -> int:
+        found = [at for at, word in enumerate(_WEIGHTS) if word in text]
+        return len(_WEIGHTS) + 1 if "left out" in text else min(found, default=len(_WEIGHTS))
+
+    return sorted(lines.items(), key=lambda each: weight(each[0]))
+
+
+def _remarks(result: FileResult) -> str:
+    notes = [f"  {note.line}: {note.text}" for note in result.notes]
+    changes = [f"  {','.join(map(str, lines))}: {text}" for text, lines in in_order(result.changes)]
+    parts = [*([_LEFT, *notes] if notes else []), *([_CHANGED, *changes] if changes else [])]
+    return "\n".join(parts) + "\n" if parts else ""
+
+
+def _told_before(path: Path) -> tuple[Remark, ...]:
+    """Return the changes in meaning that an earlier run wrote next to a script."""
+    try:
+        text = read_regular(path.with_name(path.name + REMARKS)).decode()
+    except (OSError, UnicodeDecodeError):
+        return ()
+    found = [match for line in text.partition(_CHANGED)[2].splitlines() if (match := _REMARK.match(line))]
+    return tuple(Remark(int(line), match[2]) for match in found for line in match[1].split(","))
+
+
 def find_scripts(paths: Sequence[str]) -> Iterator[Path]:
     """Yield the files that paths name: a file itself, the scripts and notebooks of a folder."""
     for text in paths:
@@ -230,7 +268,8 @@ def migrate_file(path: Path, shared: Shared = _ALONE) -> FileResult:
     except OSError as error:
         raise ConfigError("the file cannot be read", got=str(error.strerror), where=str(path)) from None
     try:
-        return migrate_bytes(old, path, shared)
+        found = migrate_bytes(old, path, shared)
+        return found if found.changed else found._replace(changes=_told_before(path))
     except (ConfigError, MissingExtraError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a parser in Rust panics by one that is no Exception
@@ -291,6 +330,8 @@ def rewriter(path: Path):
 def write(result: FileResult) -> Path:
     """Write a file by one rename, and keep the original beside it; return the original's place.
 
+    Notes and changes in meaning go into a file next to it, from which a later run reports the changes again.
+
     Raises `ConfigError` where there is an original already, or the file has changed since it was read.
     """
     # Not by accel.storage: its files are new, have plain names, and lie in a folder that is renamed as a whole. It is
@@ -313,6 +354,8 @@ def write(result: FileResult) -> Path:
         os.chmod(partial, target.stat().st_mode & 0o7777)
         os.link(target, kept)  # fails where there is one, and never leaves the file without a name
         os.replace(partial, target)
+        if remarks := _remarks(result):
+            _ = target.with_name(target.name + REMARKS).write_text(remarks)
     except FileExistsError:
         fix = "Move it away, or migrate that one."
         raise ConfigError("there is an original already", got=str(kept), where=str(result.path), fix=fix) from None

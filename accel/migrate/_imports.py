@@ -100,6 +100,10 @@ class Imports(cst.CSTTransformer):
         module = updated_node.with_changes(body=lines.body, footer=[*lines.rest(), *updated_node.footer])
         if not written and any(full_name(call.func).startswith("accel.") for call in calls(module)):
             module = _with_import(module)
+        body = list(cast("Sequence[cst.BaseStatement]", module.body))
+        mine = [node for node in body if _key(node) == (False, "accel")]
+        if mine:
+            module = module.with_changes(body=_sorted(body, mine[0]))
         module = self._without_loggers(module)
         used = {full_name(each).partition(".")[0] for each in walk(module) if isinstance(each, cst.Attribute)}
         for name in ("contextlib", "functools", "torch"):
@@ -187,13 +191,57 @@ def bound_names(module: cst.Module, *, imported: bool = False) -> set[str]:
 
 
 def _with_import(module: cst.Module, name: str = "accel") -> cst.Module:
+    """Return a script that imports a module, among its first imports."""
     body = list(cast("Sequence[cst.BaseStatement]", module.body))
     at = next((i for i, node in enumerate(body) if isinstance(small(node), (cst.Import, cst.ImportFrom))), 0)
     if isinstance(small(body[at]), cst.ImportFrom) and "__future__" in cst.Module([]).code_for_node(body[at]):
         at += 1
     made = led_by(statement(f"import {name}"), leading(body[at]))
     body[at] = led_by(body[at], [])
-    return module.with_changes(body=[*body[:at], made, *body[at:]])
+    return module.with_changes(body=_sorted([*body[:at], made, *body[at:]], made))
+
+
+def _sorted(body: list[cst.BaseStatement], made: cst.BaseStatement) -> list[cst.BaseStatement]:
+    """Return statements with a new import in its place among those around it, where these are in order."""
+    at = next(index for index, each in enumerate(body) if each is made)
+    first = at
+    while first > 0 and _joins(body[first]) and _key(body[first - 1]) is not None:
+        first -= 1
+    last = at + 1
+    while last < len(body) and _joins(body[last]) and _key(body[last]) is not None:
+        last += 1
+    others = [*body[first:at], *body[at + 1 : last]]
+    for key in (_key, _key_by_name):
+        keys = [cast("tuple[bool, str]", key(each)) for each in others]
+        if others and keys == sorted(keys):
+            new = sum(each < cast("tuple[bool, str]", key(made)) for each in keys)
+            lines = [leading(each) for each in body[first:last]]
+            run = [*others[:new], made, *others[new:]]
+            if any(line.comment for each in lines[1:] for line in each):
+                return body  # a comment above a line stays with it
+            run = [led_by(each, lines[0] if at == 0 else []) for at, each in enumerate(run)]
+            return [*body[:first], *run, *body[last:]]
+    return body
+
+
+def _joins(node: cst.BaseStatement) -> bool:
+    """Whether a line is right below the one above it."""
+    return not any(line.comment is None for line in leading(node))
+
+
+def _key(node: cst.BaseStatement) -> tuple[bool, str] | None:
+    """Return the order of an import as isort has it, plain ones first; None for other lines."""
+    inner = small(node)
+    if isinstance(inner, cst.Import):
+        return False, inner.names[0].evaluated_name.lower()
+    if isinstance(inner, cst.ImportFrom) and inner.module is not None and not inner.relative:
+        return True, full_name(inner.module).lower()
+    return None
+
+
+def _key_by_name(node: cst.BaseStatement) -> tuple[bool, str] | None:
+    key = _key(node)
+    return None if key is None else (False, key[1])
 
 
 def _after_docstring(body: list[cst.BaseStatement], made: list[cst.BaseStatement]) -> list[cst.BaseStatement]:

@@ -122,14 +122,14 @@ class _Source:
         return self.starts[max(found, 0)] if self.starts else len(self.lines)
 
 
-def with_comments(before: str, after: str, mark: str) -> str:
-    """Return a written script with all comments of its source, each as often as there.
+def with_comments(before: str, after: str, mark: str, gone: Sequence[str] = ()) -> str:
+    """Return a written script with all comments of its source, each as often as there, but for those of `gone`.
 
     Lines that begin with `mark` stay right before the line that they are of.
     """
     old = _Source(before)
     new = _Source(after)
-    missing = _missing(old.comments, new.comments)
+    missing = _missing(old.comments, new.comments, gone)
     if not missing:
         return after
     pairs = _pairs(old.code, new.code)
@@ -142,11 +142,13 @@ def with_comments(before: str, after: str, mark: str) -> str:
     return _inserted(new, added)
 
 
-def _missing(old: Sequence[tuple[int, str]], new: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+def _missing(
+    old: Sequence[tuple[int, str]], new: Sequence[tuple[int, str]], gone: Sequence[str]
+) -> list[tuple[int, str]]:
     """Return the comments that are fewer in the new text, by those that are not in line with it."""
     texts = [text for _, text in old]
     others = [text for _, text in new]
-    lost = Counter(texts) - Counter(others)
+    lost = Counter(texts) - Counter(others) - Counter(gone)
     if not lost:
         return []
     kept = {at for at, _ in _pairs(texts, others)}

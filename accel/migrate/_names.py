@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from accel.migrate._calls import as_value, is_method_value, launched, placed
 from accel.migrate._script import Script
+from accel.migrate._trackers import Tracking
 from accel.migrate._tree import (
     Remarks,
     argument,
@@ -28,7 +29,6 @@ from accel.migrate._tree import (
     walk,
 )
 from accel.migrate._vocabulary import ATTRIBUTES, DISTRIBUTED, FUNCTIONS, METHODS
-from accel.migrate._window import Tracking
 
 # functions that ask for a device
 AVAILABLE: Mapping[str, str] = {
@@ -432,7 +432,7 @@ class Names(cst.CSTTransformer):
             line = led_by(statement(f"del {', '.join(targets(original_node))}"), leading(updated_node))
             freed = statement(f"accel.free_memory({self._script.ctx})")
             return cst.FlattenSentinel([line, freed])
-        if self._script.schedules(original_node):
+        if self._script.schedules(original_node) and set(targets(original_node)) & self._script.constant:
             self._change(_STEPS)
         return updated_node
 

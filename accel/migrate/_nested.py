@@ -23,7 +23,7 @@ _CODE = "from accel.migrate._nested import answer; answer()"
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What a child is asked to rewrite."""
+    """Request to a child: a script to rewrite."""
 
     text: str
     where: str
@@ -32,7 +32,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a child found: the script, its notes and changes; or why there is none."""
+    """Answer of a child: the script, its notes and changes; or why there is none."""
 
     text: str = ""
     notes: tuple[tuple[int, str], ...] = ()

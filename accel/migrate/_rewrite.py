@@ -25,6 +25,7 @@ from accel.migrate._reading import Evaluation, Lengths
 from accel.migrate._script import Script
 from accel.migrate._session import Sessions
 from accel.migrate._shared import Shared, shared_in
+from accel.migrate._trackers import HandedTrackers
 from accel.migrate._tree import (
     DECIDE,
     MARK,
@@ -46,7 +47,6 @@ from accel.migrate._tree import (
     text_of,
     walk,
 )
-from accel.migrate._window import HandedTrackers
 
 _STAND_INS = ("DummyOptim", "DummyScheduler")
 
@@ -184,11 +184,12 @@ def drop_scaffolds(module: cst.Module, script: Script, notes: Remarks) -> cst.Mo
 
 
 class Dropped(cst.CSTTransformer):
-    """Leave out statements that nothing takes the place of; their comments stay."""
+    """Leave out statements that nothing takes the place of, with their comments."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, notes: Remarks) -> None:
         super().__init__()
         self._script = script
+        self._notes = notes
 
     @override
     def leave_IndentedBlock(
@@ -202,6 +203,8 @@ class Dropped(cst.CSTTransformer):
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If | cst.RemovalSentinel:
         """Leave out a condition with all of its lines."""
         gone = original_node.orelse is None and all(self._goes(each) for each in block(original_node))
+        if gone:
+            self._notes.leave_out(original_node)
         return cst.RemoveFromParent() if gone else updated_node
 
     @override
@@ -213,7 +216,7 @@ class Dropped(cst.CSTTransformer):
         lines = Lines()
         for node in cast("Sequence[cst.BaseStatement]", nodes):
             if self._goes(node):
-                lines.drop(node)
+                self._notes.leave_out(node)
             else:
                 lines.add(node)
         return lines.body, lines.rest()
@@ -334,7 +337,7 @@ def _passed(text: str, module: cst.Module, shared: Shared, *, cells: bool) -> Mi
         Training(script, notes),
         Checkpoints(script, notes),
         Sessions(script, notes, module, cells=cells),
-        Dropped(script),
+        Dropped(script, notes),
         Names(script, notes),
         Imports(script, notes),
         Restored(script, kept),
@@ -343,6 +346,6 @@ def _passed(text: str, module: cst.Module, shared: Shared, *, cells: bool) -> Mi
     module = drop_scaffolds(module, script, notes)
     for each in passes:
         module = changed_by(module, each)
-    written = noted(text, with_comments(text, module.code, MARK), script.ctx, script.state, script.trackers)
+    written = noted(text, with_comments(text, module.code, MARK, notes.gone), script.ctx, script.state, script.trackers)
     written, changes = notes.finish(written)
     return Migrated(written, tuple(decisions(written)), changes)

@@ -16,8 +16,10 @@ from accel.migrate._tree import (
     Remarks,
     argument,
     block,
+    bound,
     called,
     calls,
+    children,
     full_name,
     loads,
     method_of,
@@ -31,6 +33,8 @@ from accel.migrate._vocabulary import FUNCTIONS
 _MAKERS = ("Accelerator", "PartialState", "AcceleratorState")
 _LOADER = re.compile(r"loader|_dl$|^dl$")
 _OPTIMIZER = re.compile(r"optim|^opt|_opt$")
+_COUNTED = re.compile(r"warmup|steps|milestone|step_size")
+_FEW = 10  # smaller integers are powers and counts of cycles
 _SCHEDULER = re.compile(r"sched|^warmup$")
 _CONTEXTS = ("ctx", "context", "dist_ctx", "accel_ctx")
 _STATES = ("state", "train_state", "run_state")
@@ -79,6 +83,8 @@ class Script:
         self.classes = {node.name.value for node in self._nodes if isinstance(node, cst.ClassDef)}
         self.taken = self._taken()
         self._numbers = self._scheduled()
+        schedules = [node for node in self._nodes if self.schedules(node)]
+        self.constant = {name for each in schedules if self._has_constant_steps(each) for name in targets(each)}
         self.clipped = _clipped(module)
         grown = [method_of(call) for call in calls(module)]
         self.extended = [owner for owner, name in grown if owner is not None and name in ("append", "extend")]
@@ -349,6 +355,28 @@ class Script:
             and (called(line) is not None and not self.method(called(line)))
         )
 
+    def _has_constant_steps(self, line: cst.CSTNode) -> bool:
+        """Whether a schedule counts in steps that are neither a length nor scaled by the number of processes."""
+        call = called(line)
+        waiting: list[cst.CSTNode] = [] if call is None else [arg.value for arg in call.args if not is_rate(arg)]
+        seen = self.loaders | self.models | self.optimizers | self.schedulers
+        while waiting:
+            node = waiting.pop()
+            text = text_of(node) if isinstance(node, cst.BaseExpression) else ""
+            if "len(" in text or "num_processes" in text:
+                continue
+            name = full_name(node).rpartition(".")[2] if isinstance(node, cst.BaseExpression) else ""
+            if isinstance(node, cst.Integer) and int(node.value, 0) >= _FEW:
+                return True
+            if isinstance(node, cst.Name) and node.value in self.values:
+                waiting += [] if node.value in seen else self.values[node.value]
+                seen = seen | {node.value}
+            elif name and _COUNTED.search(name):
+                return True
+            elif not name:
+                waiting += children(node)
+        return False
+
     def feeds_schedule(self, line: cst.CSTNode) -> bool:
         """Whether a line makes a scheduler, or a number that one takes."""
         return self.schedules(line) or bool(set(targets(line)) & self._numbers)
@@ -416,20 +444,6 @@ def _branches(value: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
         yield from _branches(value.orelse)
     else:
         yield value
-
-
-def bound(call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
-    """Yield the parameters that a call gives, with their values."""
-    names = [param.name.value for param in (*function.params.posonly_params, *function.params.params)]
-    if names[:1] == ["self"]:
-        names = names[1:]
-    for at, arg in enumerate(call.args):
-        if arg.star:
-            return
-        if arg.keyword is not None:
-            yield arg.keyword.value, arg.value
-        elif at < len(names):
-            yield names[at], arg.value
 
 
 def _clipped(module: cst.Module) -> set[str]:

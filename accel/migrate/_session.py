@@ -11,10 +11,11 @@ from typing_extensions import override
 
 from accel.migrate._lifted import lifted
 from accel.migrate._options import Made, Options, merged
-from accel.migrate._script import Script, bound
+from accel.migrate._script import Script
 from accel.migrate._tree import (
     Remarks,
     block,
+    bound,
     called,
     calls,
     changed_by,
@@ -46,6 +47,7 @@ class Sessions(cst.CSTTransformer):
         self._cells = cells
         self._options = Options(script, notes)
         self._hoisted: dict[str, Made] = {}
+        self.above: dict[str, list[cst.EmptyLine]] = {}  # comments of an opener, by the function that it leaves
         self._launched = _launched(script, module)
         self._names: list[str] = []
 
@@ -78,7 +80,8 @@ class Sessions(cst.CSTTransformer):
             return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept)]), self._script.ctx)
         if not self._names and self._can_hoist(original_node, made):
             self._hoisted[name] = made
-            return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept)]), self._script.ctx)
+            self.above[name] = [line for line in kept if line.comment]
+            return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept[:0])]), self._script.ctx)
         if not self._names:
             opened = cast(cst.With, led_by(self.opened(made, {}), kept))
             apart = lifted(updated_node, opened, body[:at], rest, self._script.ctx, set(self._script.functions))
@@ -191,6 +194,7 @@ class Sessions(cst.CSTTransformer):
             return [(value.test, first[0][1]), *other] if len(first) == 1 and other else []
         if not self._script.makes(value) or not isinstance(value, cst.Call):
             return []
+        self._notes.leave_out(value)
         if self._script.is_factory(value):
             return [(None, Made({}, [], value))]
         return [(None, self._options.read(value))]
@@ -308,4 +312,5 @@ class _Callers(cst.CSTTransformer):
         values = dict(bound(call, function))
         opened = self._sessions.opened(self._hoisted[name], values)
         line = led_by(updated_node, [])
-        return led_by(with_block(opened, [line]), updated_node.leading_lines)
+        above = self._sessions.above.get(name, [])
+        return led_by(with_block(opened, [line]), [*updated_node.leading_lines, *above])

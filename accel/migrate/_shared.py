@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files of a folder know of each other: classes that keep an Accelerator, and functions that return one."""
+"""Facts that files of a folder share: classes that keep an Accelerator, and functions that return one."""
 
 from __future__ import annotations
 

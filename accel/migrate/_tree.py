@@ -229,6 +229,20 @@ def argument(call: cst.Call, name: str, position: int | None = None) -> cst.Base
     return None
 
 
+def bound(call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
+    """Yield the parameters that a call gives, with their values."""
+    names = [param.name.value for param in (*function.params.posonly_params, *function.params.params)]
+    if names[:1] == ["self"]:
+        names = names[1:]
+    for at, arg in enumerate(call.args):
+        if arg.star:
+            return
+        if arg.keyword is not None:
+            yield arg.keyword.value, arg.value
+        elif at < len(names):
+            yield names[at], arg.value
+
+
 def block(node: cst.CSTNode) -> list[cst.BaseStatement]:
     """Return the statements of a body; a body on the line of its header becomes lines."""
     body: cst.CSTNode = node.body if hasattr(node, "body") and not isinstance(node, cst.IndentedBlock) else node  # type: ignore[assignment]
@@ -383,6 +397,7 @@ class Remarks:
 
     def __init__(self) -> None:
         self._texts: list[str] = []
+        self.gone: list[str] = []  # comments of lines that are left out
 
     def decide(self, what: str, page: str) -> cst.EmptyLine:
         """Return the comment for what has no mechanical counterpart."""
@@ -394,6 +409,10 @@ class Remarks:
         if text not in self._texts:
             self._texts.append(text)
         return cst.EmptyLine(comment=cst.Comment(f"{MARK} {self._texts.index(text)}"))
+
+    def leave_out(self, node: cst.CSTNode) -> None:
+        """Leave the comments of a node out with it: nothing that stays needs them."""
+        self.gone += [line.comment.value for line in comments(node) if line.comment]
 
     def finish(self, text: str) -> tuple[str, tuple[tuple[int, str], ...]]:
         """Take the marks out of a written script; return it, and the changes with their lines."""

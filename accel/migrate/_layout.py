@@ -14,7 +14,7 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._tree import text_of, value_of
+from accel.migrate._tree import loads, text_of, value_of
 
 
 class Fit(cst.CSTTransformer):
@@ -25,6 +25,7 @@ class Fit(cst.CSTTransformer):
         self._most = max(88, min(120, max(map(len, text.splitlines()), default=0)))
         self._indent = indent
         self._words = ("accel.", f"{state}, ")
+        self._written = {"accel", state}
         self._depth = 0
 
     @override
@@ -42,8 +43,10 @@ class Fit(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
-        text = text_of(updated_node.with_changes(leading_lines=[]))
         value = value_of(updated_node)
+        if value is None or not self._written & loads(value):
+            return updated_node
+        text = text_of(updated_node.with_changes(leading_lines=[]))
         call = value.value if isinstance(value, cst.Subscript) else value
         if (
             "\n" in text

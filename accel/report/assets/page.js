@@ -12,6 +12,8 @@ function toggle(run, isAlone) {
   } else if (!state.hidden.delete(run)) {
     state.hidden.add(run);
   }
+  addEventListener("beforeprint", beginPrint);
+  addEventListener("afterprint", endPrint);
   changed("runs");
 }
 
@@ -202,6 +204,19 @@ function addChart(card) {
   sized.observe(chart.canvas);
   card.querySelector("button")?.addEventListener("click", () => card.classList.toggle("whole"));
 }
+// On paper all charts are in sight, and what is folded is open.
+const unfolded = [];
+function beginPrint() {
+  for (const each of document.querySelectorAll("main details:not([open])")) {
+    each.open = true;
+    unfolded.push(each);
+  }
+  for (const chart of charts) if (!chart.card.hidden) chart.draw();
+}
+function endPrint() {
+  for (const each of unfolded.splice(0)) each.open = false;
+  redraw();
+}
 function fillDots() {
   for (const dot of document.querySelectorAll(".dot[data-run]")) dot.style.background = colorOf(Number(dot.dataset.run));
 }
@@ -229,5 +244,7 @@ function start() {
   });
   addEventListener("pointerdown", ({ target }) => { if (state.hover && target.tagName !== "CANVAS") setHover(null); });
   addEventListener("scroll", () => { if (state.hover) setHover(null); }, { passive: true });
+  addEventListener("beforeprint", beginPrint);
+  addEventListener("afterprint", endPrint);
   changed("runs");
 }

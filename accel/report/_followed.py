@@ -19,10 +19,10 @@ from accel.report._run_data import (
     MediaFolder,
     MetricCurve,
     RunData,
-    RunState,
     StoredCheckpoint,
     why_closed,
 )
+from accel.report._run_state import RunState
 from accel.report._series import charts_of, ranked_metrics
 from accel.report._tables import rank_text, show_number
 from accel.run_folder import METRICS, PROFILE, LaunchRecord, Position, decode_line, noted, read_new, read_records

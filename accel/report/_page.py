@@ -14,7 +14,8 @@ import msgspec
 from accel.opening import read_regular
 from accel.report import _summary, _tables
 from accel.report._media import MEDIA_ROOM, MediaShelf, PageMedia, media_section
-from accel.report._run_data import AT, MetricCurve, RunData, RunState, state_of
+from accel.report._run_data import AT, MetricCurve, RunData
+from accel.report._run_state import RunState, state_of
 from accel.report._series import ChartData, SeriesWriter, charts_of, clock_of, counted_axes, marks_of, ranked_metrics
 from accel.report._tables import Html, element, join, launch_sections, table
 from accel.run_folder import CODE
@@ -63,7 +64,7 @@ def page_of(
         shelf: media of earlier pages, and the room for them.
         unreadable: folders that may hold more runs and cannot be searched, a line each.
     """
-    states = [state_of(run.run, run.launches) for run in runs]
+    states = [state_of(run.run, run.launches, folder=run.folder) for run in runs]
     charts = charts_of(runs)
     if order is not None:
         charts.sort(key=lambda chart: order.setdefault(chart.title, len(order)))

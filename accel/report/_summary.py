@@ -10,7 +10,8 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from accel.report._run_data import AT, MetricCurve, RunData, RunState
+from accel.report._run_data import AT, MetricCurve, RunData
+from accel.report._run_state import RunState
 from accel.report._series import ChartData, best_of, clock_of, condense
 from accel.report._tables import NONE, Html, element, join, ranks_of, show_source, show_time, table
 from accel.terminal import show_size

@@ -145,13 +145,13 @@ function setHover(hover) {
   if (!hover) {
     tip.hidden = true;
     light(null);
-    redraw();
+    redraw(true);
     return;
   }
   const found = hover.chart.nearest(hover.place, hover.y);
   light(found.length > 1 && found[0].distance < 30 ? found[0].run : null);
   fillTip(hover, found);
-  redraw();
+  redraw(true);
 }
 
 function fillTip(hover, found) {
@@ -196,7 +196,7 @@ const seen = new IntersectionObserver((entries) => {
     if (isIntersecting) schedule();
   }
 }, { rootMargin: "100px" });
-const sized = new ResizeObserver(redraw);
+const sized = new ResizeObserver(() => redraw());
 function addChart(card) {
   const chart = new Chart(card);
   charts.push(chart);
@@ -235,7 +235,7 @@ function start() {
     if (what === "runs" || what === "lit") renderMedia();
     if (what === "runs") state.view = state.view && currentView();
     document.getElementById("reset")?.toggleAttribute("disabled", !state.view);
-    redraw();
+    redraw(what === "lit");
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     readTheme();

@@ -62,11 +62,17 @@ class FollowedRun:
         self._profiled: Stamps = ()
         self._machine = MachineSamples()
         self._media = MediaFolder()
+        self._was_folder = False  # a folder that is one, and not a link, stays so
         self._seen = RunData(name=name, folder=folder, curves=self._curves)
 
     def look(self) -> RunData:
         """Return the run as it is now. Of a file that was cut back, only the rest counts; of one that cannot be read,
-        what it had before."""
+        what it had before. A link in the place of a folder that was followed is not."""
+        if self._folder.is_symlink():
+            if self._was_folder:
+                return replace(self._seen, problems=["the folder was replaced by a link, which is not followed"])
+        elif self._folder.is_dir():
+            self._was_folder = True
         if reason := why_closed(self._folder):
             return replace(self._seen, problems=[reason])
         self._seen = self._read()

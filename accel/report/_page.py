@@ -23,6 +23,7 @@ from accel.terminal import show_size
 
 MOST_SIDE_BY_SIDE = 6  # runs; more are a table of one row a run
 _MOST_TILES = 4
+_MOST_GROUPS = 6  # groups of charts that are not folded
 _MOST_OPEN = 12  # charts of a page whose readings of clocks are not folded
 _LAST = ("time/", "system/", "constants and counters")  # titles of groups, behind the media
 _FIRST = ("train", "eval", "val", "valid", "validation", "test")  # groups
@@ -284,9 +285,9 @@ def _groups(charts: Sequence[ChartData]) -> Iterator[tuple[str, bool, list[int]]
         found.setdefault("", []).extend(found.pop(name))
     first = [name for name in _FIRST if name in found]
     rest = [name for name in found if name not in (*first, "")]
-    for name in [*first, *([""] if "" in found else []), *rest]:
+    for at, name in enumerate([*first, *([""] if "" in found else []), *rest]):
         title = f"{name}/" if name else "others" if len(found) > 1 else "metrics"
-        yield title, True, found[name]
+        yield title, at < _MOST_GROUPS, found[name]
     for title, members in clocks:
         yield title, len(charts) <= _MOST_OPEN, members
     if dull:

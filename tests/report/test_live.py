@@ -498,3 +498,22 @@ def test_a_token_file_is_made_for_its_owner_and_kept(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert _token(path) == token
     assert main(["report", str(tmp_path), "--port", "70000"]) == 2
+
+
+def test_a_folder_that_becomes_a_link_is_not_followed(tmp_path: Path) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    write_metrics(folder, 100)
+    write_metrics(other, 500)
+    followed = follow(folder)
+    assert followed.look().curves.last_step == 90
+    folder.rename(tmp_path / "away")
+    folder.symlink_to(other)
+    seen = followed.look()
+    assert seen.curves.last_step == 90
+    assert seen.problems == ["the folder was replaced by a link, which is not followed"]
+    folder.unlink()
+    (tmp_path / "away").rename(folder)
+    assert not followed.look().problems
+    chosen = tmp_path / "chosen"  # a link from the beginning is the reader's own
+    chosen.symlink_to(other)
+    assert follow(chosen).look().curves.last_step == 490

@@ -677,3 +677,16 @@ def test_five_hundred_runs_take_thirty_seconds_and_ten_megabytes_at_most(tmp_pat
     assert main(["report", str(tmp_path / "runs")]) == 0
     assert time.process_time() - began_s < 30
     assert (tmp_path / "runs" / "report.html").stat().st_size < 10_000_000
+
+
+def test_groups_beyond_six_are_folded_and_small_curves_have_the_colour_of_their_run(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        values = {f"{group}{at}/loss_{part}": 0.5 + at for group in "xy" for at in range(4) for part in "pq"}
+        lines = [encode_line(step, {key: value / step for key, value in values.items()}) for step in (1, 2)]
+        (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+    page = report_page([read_data(name, tmp_path / name) for name in ("a", "b")])
+    groups = re.findall(r'<details [^>]*class="group"[^>]*>', page) or re.findall(r"<details[^>]*group[^>]*>", page)
+    assert [("open" in each) for each in groups] == [True] * 6 + [False] * 2
+    assert set(re.findall(r'class="spark"[^>]*data-run="(\d)"', page)) == {"0", "1"}

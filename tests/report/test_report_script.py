@@ -124,3 +124,34 @@ def test_a_printed_page_draws_charts_out_of_sight_and_opens_groups() -> None:
     console.log(JSON.stringify([...during, group.open]));
     """
     assert run_script(2, program) == [True, True, False]
+
+
+def test_a_link_keeps_filter_zoom_axis_and_hidden_runs() -> None:
+    program = """
+    const made = (id, value, type = "text") => Object.assign(element("input"), { id, value, type, tagName: "INPUT",
+      dispatchEvent(event) { made.events.push(`${id} ${event.type}`); } });
+    made.events = [];
+    const controls = Object.fromEntries([made("filter", ""), made("axis", "step"), made("smooth", "0"),
+      made("log", "", "checkbox")].map((each) => [each.id, each]));
+    document.getElementById = (id) => controls[id] ?? null;
+    const location = { hash: "", search: "", pathname: "/x" };
+    const history = { replaceState(_, __, to) { location.hash = to.startsWith("#") ? to : ""; } };
+    openLink();
+    const none = linkOf();
+    controls.filter.value = "lr<0.1 a&b";
+    controls.axis.value = "time";
+    state.hidden.add(1);
+    state.view = [3, 50];
+    keepLink();
+    const link = location.hash;
+    Object.assign(controls.filter, { value: "" });
+    Object.assign(controls.axis, { value: "step" });
+    state.hidden.clear();
+    state.view = null;
+    openLink();
+    console.log(JSON.stringify([none, link.startsWith("#"), controls.filter.value, controls.axis.value,
+      [...state.hidden], state.view, made.events]));
+    """
+    assert run_script(3, program) == [
+        "", True, "lr<0.1 a&b", "time", [1], [3, 50], ["filter input", "axis input"],
+    ]  # fmt: skip

@@ -29,7 +29,7 @@ _LAST = ("time/", "system/", "constants and counters")  # titles of groups, behi
 _FIRST = ("train", "eval", "val", "valid", "validation", "test")  # groups
 _LONGEST_CODE = 200_000  # characters of changed code on the page
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("data.js", "charts.js", "media.js", "page.js", "sweep.js")
+_SCRIPTS = ("data.js", "charts.js", "export.js", "media.js", "page.js", "sweep.js")
 _LIVE = "live.js"
 
 

@@ -10,6 +10,7 @@ import struct
 import subprocess
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -63,7 +64,7 @@ def run_script(runs: int, program: str) -> Any:
         "differing": [],
     }
     stubs = STUBS.replace("DATA_TEXT", json.dumps(json.dumps(data)))
-    scripts = [(ASSETS / name).read_text() for name in ("data.js", "charts.js", "page.js")]
+    scripts = [(ASSETS / name).read_text() for name in ("data.js", "charts.js", "export.js", "page.js")]
     whole = "\n".join([stubs, *scripts, program]).encode()
     ended = subprocess.run(["node", "-"], input=whole, capture_output=True, check=False)
     assert ended.returncode == 0, ended.stderr.decode()
@@ -155,3 +156,24 @@ def test_a_link_keeps_filter_zoom_axis_and_hidden_runs() -> None:
     assert run_script(3, program) == [
         "", True, "lr<0.1 a&b", "time", [1], [3, 50], ["filter input", "axis input"],
     ]  # fmt: skip
+
+
+def test_a_chart_is_saved_as_svg_and_csv() -> None:
+    program = """
+    RUNS[1].name = '=<b>"1"';
+    const card = element("div");
+    card.dataset.metric = 0;
+    const chart = new Chart(card);
+    Object.assign(theme, { card: "white", soft: "gray", line: "gray" });
+    console.log(JSON.stringify([svgOf(chart), csvOf(chart)]));
+    """
+    svg, csv = run_script(2, program)
+    root = ElementTree.fromstring(svg)
+    paths = [each for each in root.iter() if each.tag.endswith("path")]
+    assert {"#2185d0", "#d55e00"} <= {each.get("stroke") for each in paths}
+    assert '=<b>"1"' in [each.text for each in root.iter() if each.tag.endswith("text")]
+    lines = csv.splitlines()
+    assert lines[0] == "run,step,mean,least,most"
+    assert lines[1] == '"run0",0,0,0,0'
+    assert len(lines) == 1 + 2 * 200
+    assert lines[-1].startswith('"\'=<b>""1""",199,')

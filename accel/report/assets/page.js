@@ -206,6 +206,7 @@ function addChart(card) {
   seen.observe(chart.canvas);
   sized.observe(chart.canvas);
   card.querySelector("button")?.addEventListener("click", () => card.classList.toggle("whole"));
+  addExports(chart);
 }
 // On paper all charts are in sight, and what is folded is open.
 const unfolded = [];

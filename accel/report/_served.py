@@ -141,11 +141,13 @@ def change_of(old: Any, new: Any) -> dict[str, Any] | None:
     if old == new:
         return None
     if isinstance(old, dict) and isinstance(new, dict):
-        was, now = cast("dict[str, Any]", old), cast("dict[str, Any]", new)
+        was = cast("dict[str, Any]", old)
+        now = cast("dict[str, Any]", new)
         kept = {key: change_of(was[key], value) if key in was else {"v": value} for key, value in now.items()}
         return {"k": {key: each for key, each in kept.items() if each}, "x": [key for key in was if key not in now]}
     if isinstance(old, list) and isinstance(new, list):
-        before, after = cast("list[Any]", old), cast("list[Any]", new)
+        before = cast("list[Any]", old)
+        after = cast("list[Any]", new)
         places = {
             str(at): change_of(before[at], value) if at < len(before) else {"v": value}
             for at, value in enumerate(after)

@@ -285,7 +285,8 @@ def _groups(charts: Sequence[ChartData]) -> Iterator[tuple[str, bool, list[int]]
         found.setdefault("", []).extend(found.pop(name))
     first = [name for name in _FIRST if name in found]
     rest = [name for name in found if name not in (*first, "")]
-    for at, name in enumerate([*first, *([""] if "" in found else []), *rest]):
+    ordered: list[str] = [*first, *([""] if "" in found else []), *rest]
+    for at, name in enumerate(ordered):
         title = f"{name}/" if name else "others" if len(found) > 1 else "metrics"
         yield title, at < _MOST_GROUPS, found[name]
     for title, members in clocks:

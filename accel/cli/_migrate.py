@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, MissingExtraError
-from accel.migrate import FileResult, find_scripts, launch_files, migrate_file, write
+from accel.migrate import FileResult, find_scripts, in_order, launch_files, migrate_file, read_shared, write
 from accel.terminal import show_text
 
 _USAGE = "accel migrate [--write | --check] PATH [PATH ...]"
@@ -26,9 +26,13 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         raise ConfigError("two flags that exclude each other", got="--write and --check", fix="Give one of them.")
     left = failed = False
     results: list[FileResult] = []
-    for path in find_scripts(known.paths):
+    paths = list(find_scripts(known.paths))
+    shared = read_shared(paths)
+    for number, path in enumerate(paths, 1):
+        if len(paths) > 1:
+            print(show_text(f"[{number}/{len(paths)}] {path}"), file=sys.stderr, flush=True)
         try:
-            result = migrate_file(path)
+            result = migrate_file(path, shared)
             if known.write and result.changed:
                 kept = write(result)
                 print(show_text(f"{path}: written; the original is {kept}"))
@@ -58,14 +62,11 @@ def _counted(count: int, what: str) -> str:
 
 
 def _summary(results: Sequence[FileResult], paths: Sequence[str], *, wrote: bool) -> None:
-    changes = [(result, change) for result in results for change in result.changes]
-    if changes:
+    if any(result.changes for result in results):
         print("\nChanged in meaning:")
-    lines: dict[tuple[str, str], list[str]] = {}
-    for result, change in changes:
-        lines.setdefault((str(result.path), change.text), []).append(str(change.line))
-    for (path, text), numbers in lines.items():
-        print(show_text(f"  {path}:{','.join(numbers)}: {text}"))
+    for result in results:
+        for text, lines in in_order(result.changes):
+            print(show_text(f"  {result.path}:{','.join(map(str, lines))}: {text}"))
     notes = [(result, note) for result in results for note in result.notes]
     if notes:
         print("\nLeft to you:")

@@ -378,7 +378,7 @@ def _print_lines(followed: FollowedRun, every_s: float, *, once: bool) -> int:
     shown = ""
     while True:
         seen = followed.look()
-        state = state_of(seen.run, seen.launches)
+        state = state_of(seen.run, seen.launches, folder=seen.folder)
         line = status_line(seen, state, followed.alerts)
         if line != shown:
             print(line, flush=True)

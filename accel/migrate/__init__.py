@@ -9,8 +9,10 @@
 from accel.migrate._files import (
     FileResult as FileResult,
     find_scripts as find_scripts,
+    in_order as in_order,
     launch_files as launch_files,
     migrate_bytes as migrate_bytes,
     migrate_file as migrate_file,
+    read_shared as read_shared,
     write as write,
 )

@@ -18,12 +18,14 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
+    changed_by,
     expression,
     full_name,
     leading,
     led_by,
     loads,
     own_lines,
+    replace_names,
     small,
     statement,
     targets,
@@ -50,7 +52,7 @@ class Checkpoints(ScopePass):
         methods = {self._script.method(call) for call in calls(body)}
         if not made or not methods & {"save_state", "load_state"}:
             return node
-        return cast(cst.CSTNode, node.visit(_Scope(self._script, self._notes, node)))
+        return changed_by(node, _Scope(self._script, self._notes, node))
 
 
 def _lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
@@ -234,7 +236,8 @@ class _Scope(cst.CSTTransformer):
                 continue
             mine = {name for line in _lines(each) for name in targets(line)}
             if "accel.load_state(" in text:
-                lines.add(self._newest(each, derived))
+                for made in self._newest(each, derived, node):
+                    lines.add(made)
             elif "loaded[" in text or not (mine | loads(each)) & (derived | set(self._counters)):
                 lines.add(each)
             else:
@@ -255,23 +258,35 @@ class _Scope(cst.CSTTransformer):
         """Whether a line keeps a counter under another name."""
         return full_name(cast(cst.CSTNode, value_of(line))) in self._counters
 
-    def _newest(self, line: cst.BaseStatement, derived: set[str]) -> cst.BaseStatement:
-        """Return a load from a folder that the script searched for as `resume` of the newest checkpoint."""
+    def _newest(self, line: cst.BaseStatement, derived: set[str], node: cst.If) -> list[cst.BaseStatement]:
+        """Return a load from a folder that the script searched for as `resume` of the newest checkpoint.
+
+        A branch that takes the folder's name from elsewhere stays a load of that folder.
+        """
         call = value_of(line)
         call = call.value if isinstance(call, cst.Subscript) else call
         if not isinstance(call, cst.Call) or len(call.args) < 2 or not loads(call.args[1].value) & derived:
-            return line
+            return [line]
+        named, test = _named(node, call.args[1].value, derived)
+        if named is not None:
+            named = line.with_deep_changes(call.args[1], value=named)
         folder = _folder(call.args[1].value)
         state, ctx = self._script.state, self._script.ctx
         if folder is None or loads(folder) & derived:
+            if named is not None:
+                return [named]
             what = self._notes.decide(
                 "the folder to resume from: accel.resume(ctx, folder, items, state)", "checkpoints"
             )
-            return led_by(line, [*leading(line), what])
+            return [led_by(line, [*leading(line), what])]
         made = cst.parse_statement(f"{state} = accel.resume({ctx}, {text_of(folder)}, items, {state})")
         if targets(line) == ["loaded"]:  # with counters, which resume does not return
             made = cst.parse_statement(text_of(line).replace(text_of(call.args[1].value), text_of(folder), 1))
-        return led_by(made, [*leading(line), self._notes.change(_NEWEST)])
+        marks = [*leading(line), self._notes.change(_NEWEST)]
+        if named is None or test is None:
+            return [led_by(made, marks)]
+        other = cst.Else(cst.IndentedBlock([made]))
+        return [cst.If(test, cst.IndentedBlock([led_by(named, [])]), other, leading_lines=marks)]
 
     def _set_elsewhere(self, name: str, node: cst.If) -> bool:
         inside = sum(1 for line in _lines(node) if name in targets(line))
@@ -304,6 +319,26 @@ class _Scope(cst.CSTTransformer):
             cst.parse_statement(f"{names} = {values}"),
         ]
         return _like(updated_node, lines, [])
+
+
+def _named(
+    node: cst.If, path: cst.BaseExpression, derived: set[str]
+) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
+    """Return the path of a checkpoint that the script names, and the condition of that branch; None where it searches.
+
+    The branch gives the variables of the path: `if args.resume != "latest": name = os.path.basename(args.resume)`.
+    """
+    for each in walk(node.body):
+        if not isinstance(each, cst.If) or not isinstance(each.orelse, cst.Else):
+            continue
+        other = expression("not ({test})", test=each.test)
+        for body, test in ((block(each), each.test), (block(each.orelse), other)):
+            made = {targets(line)[0]: value for line in body if (value := value_of(line)) is not None and targets(line)}
+            if len(made) == len(body):
+                found = replace_names(path, made)
+                if loads(path) & made.keys() and not loads(found) & derived:
+                    return found, test
+    return None, None
 
 
 def _saved(node: cst.SimpleStatementLine, keep: str, path: str) -> cst.BaseStatement:

@@ -9,6 +9,7 @@ import libcst as cst
 from typing_extensions import override
 
 from accel.migrate._script import Script
+from accel.migrate._shared import Shared
 from accel.migrate._tree import OfVariables, small, targets, walk
 
 _PREFIX = "self__"
@@ -21,21 +22,14 @@ class OwnContexts(NamedTuple):
     holders: frozenset[str]
 
 
-def find_kept(script: Script, module: cst.Module) -> OwnContexts:
-    """Return the classes with a line such as `self.accelerator = Accelerator()`."""
-    classes: set[str] = set()
-    holders: set[str] = set()
-    for node in module.body:
-        if isinstance(node, cst.ClassDef) and not any(_is_prefixed(each) for each in walk(module)):
-            lines = [each for each in walk(node) if isinstance(each, cst.Assign) and script.holds(each.value)]
-            names = {_own(target.target) for each in lines for target in each.targets} - {""}
-            classes |= {node.name.value} if names else set()
-            holders |= {_PREFIX + name for name in names}
+def find_kept(shared: Shared, module: cst.Module) -> OwnContexts:
+    """Return the classes that keep an Accelerator, by `self.accelerator = Accelerator()` or by their base."""
+    if any(isinstance(each, cst.Name) and each.value.startswith(_PREFIX) for each in walk(module)):
+        return OwnContexts(frozenset(), frozenset())
+    names = [node.name.value for node in module.body if isinstance(node, cst.ClassDef)]
+    classes = {name for name in names if shared.kept(name)}
+    holders = {_PREFIX + held for name in classes for held in shared.kept(name)}
     return OwnContexts(frozenset(classes), frozenset(holders))
-
-
-def _is_prefixed(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.Name) and node.value.startswith(_PREFIX)
 
 
 def _own(node: cst.CSTNode) -> str:

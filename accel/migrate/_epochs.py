@@ -17,6 +17,7 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
+    changed_by,
     children,
     expression,
     full_name,
@@ -136,7 +137,7 @@ class OnState(cst.CSTTransformer):
 
     def applied(self, node: cst.FunctionDef) -> cst.FunctionDef:
         """Return the function with the state among its parameters and in what it returns."""
-        node = cast(cst.FunctionDef, node.visit(self))
+        node = changed_by(node, self)
         params = list(node.params.params)
         at = next((at for at, each in enumerate(params) if each.name.value in self._script.holders), -1) + 1
         params.insert(at, cst.Param(cst.Name(self._script.state)))
@@ -231,7 +232,7 @@ class Caller(cst.CSTTransformer):
 
     def applied(self) -> cst.CSTNode:
         """Return the scope with the state made, given and taken."""
-        return cast(cst.CSTNode, self._scope.visit(self))
+        return changed_by(self._scope, self)
 
     @override
     def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import io
 import json
 import os
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from accel.errors import ConfigError, MissingExtraError
+from accel.migrate._shared import Shared, shared_in
 from accel.opening import read_regular
 
 _CELL = "#@accel-cell {}"
 _MAGIC = "#@accel-magic "
+_NEXT = " #@accel-line "  # between the lines of a magic
 _FOUND = re.compile(r"^#@accel-cell (\d+)$")
 _WHOLE = re.compile(r"^\s*%%(?!time\b|timeit\b|capture\b)")  # a cell of another language
 _LINE = re.compile(r"^\s*(%|!|\?)|\?\s*$|^\s*[\w, ]+=\s*[%!]")
@@ -59,22 +62,41 @@ def _source(cell: dict[str, Any]) -> str:
 
 
 def _hidden(source: str) -> str:
-    """Return a cell with its magics as comments, a `pass` in the place of each."""
+    """Return a cell with its magics as comments, a `pass` in the place of each; one of several lines is one."""
     lines: list[str] = []
-    for line in source.split("\n"):
-        if _LINE.search(line):
+    open_lines: list[str] = []  # of a statement that is not closed
+    waiting = source.split("\n")
+    while waiting:
+        line = waiting.pop(0)
+        if not open_lines and _LINE.search(line) and not line.lstrip().startswith("#"):
             blank = line[: len(line) - len(line.lstrip())]
-            lines.append(f"{blank}pass  {_MAGIC}{line.strip()}")
+            magic = [line.strip()]
+            while magic[-1].endswith("\\") and waiting:
+                magic.append(waiting.pop(0))
+            lines.append(f"{blank}pass  {_MAGIC}{_NEXT.join(magic)}")
         else:
+            open_lines = [*open_lines, line] if _is_open([*open_lines, line]) else []
             lines.append(line)
     return "\n".join(lines)
+
+
+def _is_open(lines: Sequence[str]) -> bool:
+    """Whether lines end within brackets, a string or a line that goes on."""
+    try:
+        for _ in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
+            pass
+    except tokenize.TokenError:
+        return True
+    except SyntaxError:
+        return False
+    return lines[-1].endswith("\\")
 
 
 def _shown(source: str) -> str:
     lines: list[str] = []
     for line in source.split("\n"):
         head, mark, magic = line.partition(f"pass  {_MAGIC}")
-        lines.append(f"{head}{magic}" if mark else line)
+        lines.append(f"{head}{magic}".replace(_NEXT, "\n") if mark else line)
     return "\n".join(lines)
 
 
@@ -98,6 +120,7 @@ def _dumped(book: object, text: str) -> str:
     return written.replace("\n", "\r\n") + end if "\r\n" in text else written + end
 
 
+_ALONE = Shared()
 ORIGINAL = ".orig"
 _LARGEST = 100_000_000  # bytes of a notebook with its outputs
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
@@ -143,6 +166,44 @@ class FileResult(NamedTuple):
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in found)
 
 
+REMARKS = ".remarks"
+_CHANGED = "Changed in meaning:"
+_LEFT = "Left to you:"
+_REMARK = re.compile(r"^  (\d+(?:,\d+)*): (.*)$")
+# what matters most in a remark, first; others follow, and options that are left out come last
+_WEIGHTS = ("loss", "gradient", "clip", "schedule", "seed", "batch", "output", "checkpoint", "step")
+
+
+def in_order(changes: Sequence[Remark]) -> list[tuple[str, list[int]]]:
+    """Return changes in meaning with their lines, the most important first."""
+    lines: dict[str, list[int]] = {}
+    for change in changes:
+        lines.setdefault(change.text, []).append(change.line)
+
+    def weight(text: str) -> int:
+        found = [at for at, word in enumerate(_WEIGHTS) if word in text]
+        return len(_WEIGHTS) + 1 if "left out" in text else min(found, default=len(_WEIGHTS))
+
+    return sorted(lines.items(), key=lambda each: weight(each[0]))
+
+
+def _remarks(result: FileResult) -> str:
+    notes = [f"  {note.line}: {note.text}" for note in result.notes]
+    changes = [f"  {','.join(map(str, lines))}: {text}" for text, lines in in_order(result.changes)]
+    parts = [*([_LEFT, *notes] if notes else []), *([_CHANGED, *changes] if changes else [])]
+    return "\n".join(parts) + "\n" if parts else ""
+
+
+def _told_before(path: Path) -> tuple[Remark, ...]:
+    """Return the changes in meaning that an earlier run wrote next to a script."""
+    try:
+        text = read_regular(path.with_name(path.name + REMARKS)).decode()
+    except (OSError, UnicodeDecodeError):
+        return ()
+    found = [match for line in text.partition(_CHANGED)[2].splitlines() if (match := _REMARK.match(line))]
+    return tuple(Remark(int(line), match[2]) for match in found for line in match[1].split(","))
+
+
 def find_scripts(paths: Sequence[str]) -> Iterator[Path]:
     """Yield the files that paths name: a file itself, the scripts and notebooks of a folder."""
     for text in paths:
@@ -184,7 +245,20 @@ def launch_files(paths: Sequence[str]) -> list[Path]:
     return found
 
 
-def migrate_file(path: Path) -> FileResult:
+def read_shared(paths: Sequence[Path]) -> Shared:
+    """Return what scripts know of each other; files that cannot be read have nothing to say."""
+    texts: list[str] = []
+    for path in paths:
+        try:
+            data = read_regular(path, _LARGEST) if path.suffix == ".py" else b""
+            encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+            texts += [data.decode(encoding)] if b"ccelerat" in data else []
+        except (OSError, SyntaxError, ValueError):
+            continue
+    return shared_in(texts)
+
+
+def migrate_file(path: Path, shared: Shared = _ALONE) -> FileResult:
     """Read a file and return what it becomes; nothing is written.
 
     Raises `ConfigError` for a file that cannot be read, is not Python, or cannot be rewritten.
@@ -194,7 +268,8 @@ def migrate_file(path: Path) -> FileResult:
     except OSError as error:
         raise ConfigError("the file cannot be read", got=str(error.strerror), where=str(path)) from None
     try:
-        return migrate_bytes(old, path)
+        found = migrate_bytes(old, path, shared)
+        return found if found.changed else found._replace(changes=_told_before(path))
     except (ConfigError, MissingExtraError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a parser in Rust panics by one that is no Exception
@@ -203,25 +278,38 @@ def migrate_file(path: Path) -> FileResult:
         raise ConfigError("the file cannot be rewritten", got=got, where=str(path), fix=fix) from error
 
 
-def migrate_bytes(old: bytes, path: Path) -> FileResult:
+def migrate_bytes(old: bytes, path: Path, shared: Shared = _ALONE) -> FileResult:
     """Return what the bytes of a script or a notebook become; raise as `migrate_file`."""
-    try:
-        encoding = "utf-8" if path.suffix == ".ipynb" else tokenize.detect_encoding(io.BytesIO(old).readline)[0]
-        text = old.decode(encoding)
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError("not a text file", got=str(error).partition(":")[0], where=str(path)) from None
+    encoding, text = _decoded(old, path)
     if "\x00" in text:
         raise ConfigError("not a text file", got="a NUL character", where=str(path))
     if path.suffix == ".ipynb":
-        found = migrate_notebook(text, str(path), rewriter(path))
+        found = migrate_notebook(text, str(path), functools.partial(rewriter(path), shared=shared))
     elif "accelerat" not in text and "# accel: " not in text:
         return FileResult(path, old, old, encoding, (), ())
     else:
-        found = rewriter(path)(text, str(path))
+        found = rewriter(path)(text, str(path), shared=shared)
     new = old if found.text == text else found.text.encode(encoding)
     notes = tuple(Remark(line, what) for line, what in found.notes)
     changes = tuple(Remark(line, what) for line, what in found.changes)
     return FileResult(path, old, new, encoding, notes, changes)
+
+
+def _decoded(old: bytes, path: Path) -> tuple[str, str]:
+    """Return a file's encoding and text; raise `ConfigError` for one that is in another encoding than it says."""
+    named = ""
+    try:
+        named = "utf-8" if path.suffix == ".ipynb" else tokenize.detect_encoding(io.BytesIO(old).readline)[0]
+    except SyntaxError as error:
+        if "invalid or missing" not in str(error):
+            raise ConfigError("not a text file", got=str(error).partition(":")[0], where=str(path)) from None
+    try:
+        return named, old.decode(named or "utf-8")
+    except UnicodeDecodeError as error:
+        line = old.count(b"\n", 0, error.start) + 1
+        got = f"byte {old[error.start]:#04x} in line {line}, which is not {error.encoding}"
+        fix = "Save it as UTF-8, or write its encoding into the first line: `# coding: latin-1`."
+        raise ConfigError("not a text file", got=got, where=str(path), fix=fix) from None
 
 
 def rewriter(path: Path):
@@ -241,6 +329,8 @@ def rewriter(path: Path):
 
 def write(result: FileResult) -> Path:
     """Write a file by one rename, and keep the original beside it; return the original's place.
+
+    Notes and changes in meaning go into a file next to it, from which a later run reports the changes again.
 
     Raises `ConfigError` where there is an original already, or the file has changed since it was read.
     """
@@ -264,6 +354,8 @@ def write(result: FileResult) -> Path:
         os.chmod(partial, target.stat().st_mode & 0o7777)
         os.link(target, kept)  # fails where there is one, and never leaves the file without a name
         os.replace(partial, target)
+        if remarks := _remarks(result):
+            _ = target.with_name(target.name + REMARKS).write_text(remarks)
     except FileExistsError:
         fix = "Move it away, or migrate that one."
         raise ConfigError("there is an original already", got=str(kept), where=str(result.path), fix=fix) from None

@@ -59,14 +59,26 @@ def flattened(
         if not inner or not found:
             lines.append(node)
             continue
-        if len(inner.items) > 1:
+        others = [each for each in inner.items if each not in found and script.method(each.item) != "autocast"]
+        if others:
             return lines, models, "where the other managers of this block belong"
-        models += [arg.star + text_of(arg.value) for arg in cast(cst.Call, found[0].item).args]
+        models += [name for each in found for arg in cast(cst.Call, each.item).args for name in _given(script, arg)]
         body = block(inner)
         header = list(leading(inner))
         body[0] = led_by(body[0], [*header, *leading(body[0])])
         lines += body
     return lines, models, None
+
+
+def _given(script: Script, arg: cst.Arg) -> list[str]:
+    """Return the models that `accumulate` is given, those of a list one by one, or with a star."""
+    if isinstance(arg.value, (cst.List, cst.Tuple)):
+        return [text_of(each.value) for each in arg.value.elements]
+    name = full_name(arg.value)
+    made = script.values.get(name, ())
+    grows = any(full_name(owner) == name for owner in script.extended)
+    listed = name not in script.models and (grows or any(isinstance(each, (cst.List, cst.ListComp)) for each in made))
+    return [("*" if listed and not arg.star else arg.star) + text_of(arg.value)]
 
 
 def models_of(script: Script, nodes: Sequence[cst.BaseStatement]) -> list[str]:
@@ -99,12 +111,9 @@ def forward(
 ) -> tuple[int, int]:
     """Return the first statement of the forward, and the one after the last that makes the loss."""
     running = [at for at, node in enumerate(nodes) if runs(script, node, names)]
-    start = running[0] if running else len(nodes)
     wanted = loads(loss)
-    making = [
-        at
-        for at, node in enumerate(nodes)
-        if at >= start and wanted & {n for each in walk(node) for n in targets(each)}
-    ]
+    makes = [at for at, node in enumerate(nodes) if wanted & {n for each in walk(node) for n in targets(each)}]
+    start = min(running or makes, default=len(nodes))  # without a known model, the lines that make the loss run it
+    making = [at for at in makes if at >= start]
     end = max([*running, *making], default=len(nodes) - 1) + 1
     return start, end

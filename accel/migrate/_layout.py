@@ -14,7 +14,7 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._tree import called, text_of
+from accel.migrate._tree import loads, text_of, value_of
 
 
 class Fit(cst.CSTTransformer):
@@ -25,6 +25,7 @@ class Fit(cst.CSTTransformer):
         self._most = max(88, min(120, max(map(len, text.splitlines()), default=0)))
         self._indent = indent
         self._words = ("accel.", f"{state}, ")
+        self._written = {"accel", state}
         self._depth = 0
 
     @override
@@ -42,18 +43,22 @@ class Fit(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
+        value = value_of(updated_node)
+        if value is None or not self._written & loads(value):
+            return updated_node
         text = text_of(updated_node.with_changes(leading_lines=[]))
-        call = called(updated_node)
+        call = value.value if isinstance(value, cst.Subscript) else value
         if (
             "\n" in text
             or not any(word in text for word in self._words)
             or not self._is_long(text)
-            or call is None
+            or not isinstance(call, cst.Call)
             or not call.args
         ):
             return updated_node
         inner = cast(cst.Assign, updated_node.body[0])
-        broken = self._broken(call, text)
+        broken: cst.BaseExpression = self._broken(call, text)
+        broken = value.with_changes(value=broken) if isinstance(value, cst.Subscript) else broken
         return updated_node.with_changes(body=[inner.with_changes(value=broken)])
 
     @override
@@ -120,14 +125,14 @@ class _Source:
         return self.starts[max(found, 0)] if self.starts else len(self.lines)
 
 
-def with_comments(before: str, after: str, mark: str) -> str:
-    """Return a written script with all comments of its source, each as often as there.
+def with_comments(before: str, after: str, mark: str, gone: Sequence[str] = ()) -> str:
+    """Return a written script with all comments of its source, each as often as there, but for those of `gone`.
 
     Lines that begin with `mark` stay right before the line that they are of.
     """
     old = _Source(before)
     new = _Source(after)
-    missing = _missing(old.comments, new.comments)
+    missing = _missing(old.comments, new.comments, gone)
     if not missing:
         return after
     pairs = _pairs(old.code, new.code)
@@ -140,11 +145,13 @@ def with_comments(before: str, after: str, mark: str) -> str:
     return _inserted(new, added)
 
 
-def _missing(old: Sequence[tuple[int, str]], new: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+def _missing(
+    old: Sequence[tuple[int, str]], new: Sequence[tuple[int, str]], gone: Sequence[str]
+) -> list[tuple[int, str]]:
     """Return the comments that are fewer in the new text, by those that are not in line with it."""
     texts = [text for _, text in old]
     others = [text for _, text in new]
-    lost = Counter(texts) - Counter(others)
+    lost = Counter(texts) - Counter(others) - Counter(gone)
     if not lost:
         return []
     kept = {at for at, _ in _pairs(texts, others)}

@@ -20,6 +20,7 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
+    changed_by,
     children,
     expression,
     full_name,
@@ -153,7 +154,7 @@ class _Mark(cst.CSTTransformer):
         self._note = note
 
     def applied(self, node: cst.CSTNode) -> cst.CSTNode:
-        return cast(cst.CSTNode, node.visit(self))
+        return changed_by(node, self)
 
     @override
     def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
@@ -195,7 +196,7 @@ class _Loop(cst.CSTTransformer):
             return _Mark([self._chain[-1]], self.failed).applied(self._scope)
         anchors = restores(self._script, self._scope, self._chain[0])
         self._anchor = anchors[0] if anchors else self._chain[0]
-        return cast(cst.CSTNode, self._scope.visit(self))
+        return changed_by(self._scope, self)
 
     @override
     def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
@@ -282,7 +283,7 @@ class _Loop(cst.CSTTransformer):
             _ = self._give_up(self._chain[-1], "where the optimizer takes its step", "step")  # type: ignore[arg-type]
             return []
         behind = _Synced(script)
-        rest = [*rest[:at], *(cast(cst.BaseStatement, each.visit(behind)) for each in rest[at:])]
+        rest = [*rest[:at], *(changed_by(each, behind) for each in rest[at:])]
         script.windows = script.windows or step.by_hand
         call = cast(cst.Call, called(backward))
         inside, begin, several = self._whole(early.body, begin, call)
@@ -317,9 +318,9 @@ class _Loop(cst.CSTTransformer):
             head.append(statement("trigger = False"))
         lines = [*head, *inside.body[:start], window, *rest]
         gathers = Gathers(script, body.batch, evaluating=False)
-        lines = [cast(cst.BaseStatement, each.visit(gathers)) for each in lines]
+        lines = [changed_by(each, gathers) for each in lines]
         leave = _Leave(script, body.batch, names, returns=self._carried)
-        return [cast(cst.BaseStatement, each.visit(leave)) for each in lines]
+        return [changed_by(each, leave) for each in lines]
 
     def _whole(
         self, nodes: Sequence[cst.BaseStatement], begin: int | None, last: cst.Call
@@ -382,7 +383,7 @@ class _Loop(cst.CSTTransformer):
         script = self._script
         own = any(script.method(each) == "autocast" for node in nodes for each in calls(node))
         lines: list[cst.BaseStatement] = list(nodes)
-        first = next((at for at, each in enumerate(nodes[:end]) if runs(script, each, running)), None)
+        first = next((at for at, each in enumerate(nodes[:end]) if not running or runs(script, each, running)), None)
         if first is not None and not own:
             marks = [self._notes.change(_OUTPUTS)]
             lines = [*nodes[:first], *autocast(script, nodes[first:end], marks), *nodes[end:]]

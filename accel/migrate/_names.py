@@ -9,7 +9,9 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._script import ATTRIBUTES, DISTRIBUTED, FUNCTIONS, KEYWORDS, METHODS, Script
+from accel.migrate._calls import as_value, is_method_value, launched, placed
+from accel.migrate._script import Script
+from accel.migrate._trackers import Tracking
 from accel.migrate._tree import (
     Remarks,
     argument,
@@ -26,7 +28,7 @@ from accel.migrate._tree import (
     text_of,
     walk,
 )
-from accel.migrate._window import Tracking
+from accel.migrate._vocabulary import ATTRIBUTES, DISTRIBUTED, FUNCTIONS, METHODS
 
 # functions that ask for a device
 AVAILABLE: Mapping[str, str] = {
@@ -51,6 +53,8 @@ class Names(cst.CSTTransformer):
         self._notes = notes
         self._pending: list[list[cst.EmptyLine]] = []
         self._scopes: list[cst.CSTNode] = []
+        self._opened: list[bool] = []  # whether a line above opens the context, by scope
+        self._counted: set[int] = set()  # arguments of `len`
         self._called: set[int] = set()  # attributes that are methods of calls
         self._tracking = Tracking(script, self._decide, self._change)
 
@@ -60,6 +64,8 @@ class Names(cst.CSTTransformer):
             self._pending.append([])
         if isinstance(node, (cst.FunctionDef, cst.Module)):
             self._scopes.append(node)
+            self._opened.append(False)
+        self._opened[-1] = self._opened[-1] or self._opens(node)
         return super().on_visit(node)
 
     @override
@@ -67,6 +73,7 @@ class Names(cst.CSTTransformer):
         result: object = super().on_leave(original_node, updated_node)
         if isinstance(original_node, (cst.FunctionDef, cst.Module)):
             _ = self._scopes.pop()
+            _ = self._opened.pop()
         if isinstance(original_node, (cst.BaseCompoundStatement, cst.SimpleStatementLine)):
             lines = self._pending.pop()
             if lines and isinstance(result, cst.BaseStatement):
@@ -90,6 +97,8 @@ class Names(cst.CSTTransformer):
     @override
     def visit_Call(self, node: cst.Call) -> None:
         self._called.add(id(node.func))
+        if full_name(node.func) == "len":
+            self._counted |= {id(arg.value) for arg in node.args}
 
     @override
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
@@ -115,7 +124,7 @@ class Names(cst.CSTTransformer):
     def _passed(self, call: cst.Call) -> None:
         """Note an Accelerator that is handed to code from elsewhere."""
         script = self._script
-        own = full_name(call.func).rpartition(".")[2] in {*script.functions, *script.classes}
+        own = full_name(call.func).rpartition(".")[2] in {*script.functions, *script.classes, *script.shared.takers}
         if (
             own
             or script.method(call)
@@ -143,9 +152,11 @@ class Names(cst.CSTTransformer):
         if name == "end_training":
             return cst.parse_expression(f"accel.end_trackers({self._script.ctx}, {self._script.trackers})")
         if name == "get_tracker":
-            options = [arg for arg in updated.args if arg.keyword is None]
-            call = cast(cst.Call, expression(f"accel.get_tracker({self._script.trackers})"))
-            return call.with_changes(args=[*call.args, *options])
+            name_of = argument(updated, "name", 0) or expression('"wandb"')
+            unwrap = argument(original, "unwrap", 1)
+            if unwrap is None or text_of(unwrap) != "True":
+                self._decide("methods of this tracker: get_tracker gives the package's own object", "trackers")
+            return expression(f"accel.get_tracker({self._script.trackers}, {{name}})", name=name_of)
         if name == "check_trigger":
             return self._expression("accel.any_rank({ctx}, trigger)")
         if name == "gather_for_metrics":
@@ -167,50 +178,24 @@ class Names(cst.CSTTransformer):
             self._decide(f"what takes the place of accelerator.{name}: unknown to accel migrate")
         return updated
 
-    def _built(self, found: tuple[str, bool], name: str, call: cst.Call, *, mean: bool = False) -> cst.BaseExpression:
-        function, with_ctx = found
-        args: list[cst.Arg] = []
-        for arg in call.args:
-            key = (name, arg.keyword.value) if arg.keyword is not None else ("", "")
-            if key in KEYWORDS:
-                keyword = KEYWORDS[key]
-                if keyword is None:
-                    continue
-                arg = arg.with_changes(keyword=cst.Name(keyword))
-            if name == "unwrap_model" and args and arg.keyword is None:
-                continue
-            if name in ("gather", "reduce", "pad_across_processes") and arg.keyword and arg.keyword.value == "tree":
-                arg = arg.with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT)
-            args.append(arg)
-        if name == "reduce" and mean and len(args) < 2:
-            args.append(cst.Arg(expression('"mean"')))
-        if name in ("free_memory", "clear"):
-            args = []
-        if with_ctx:
-            first = cst.Arg(cst.Name(self._script.ctx))
-            comma = call.args[0].comma if len(call.args) > 1 else None
-            if (
-                args
-                and isinstance(comma, cst.Comma)
-                and isinstance(comma.whitespace_after, cst.ParenthesizedWhitespace)
-            ):
-                first = first.with_changes(comma=comma.with_changes(whitespace_after=call.whitespace_before_args))
-            args = [first, *args]
-        if args and call.args[-1:] != args[-1:]:
-            args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        return call.with_changes(func=expression(function), args=args)
+    def _built(self, found: tuple[str, bool], name: str, call: cst.Call) -> cst.BaseExpression:
+        return placed(self._script, self._decide, self._change, found, name, call)
 
     def _function(self, name: str, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         if name in FUNCTIONS:
             self._needs_context(name)
-            return self._built(FUNCTIONS[name], name, updated, mean=True)
+            if name == "reduce" and argument(updated, "reduction", 1) is None:  # whose default is the mean
+                mean = cst.Arg(expression('"mean"'))
+                args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in updated.args]
+                updated = updated.with_changes(args=[*args[:1], mean, *args[1:]])
+            return self._built(FUNCTIONS[name], name, updated)
         if name == "set_seed":
             self._change(_SEEDING)
             return self._seeded(updated)
         if name in AVAILABLE:
             return expression(AVAILABLE[name])
         if name.endswith("_launcher"):
-            return self._launcher(name, updated)
+            return launched(name, updated)
         if name in ("Accelerator", "PartialState", "AcceleratorState"):
             self._needs_context(name)
             return cst.Name(self._script.ctx)
@@ -239,22 +224,22 @@ class Names(cst.CSTTransformer):
                 names = {param.name.value for param in (*scope.params.params, *scope.params.kwonly_params)}
                 if ctx in names or names & self._script.holders or ("self" in names and self._script.kept):
                     return True
-        return any(
-            targets(node) == [ctx]
-            or (
-                isinstance(node, cst.With)
-                and any(each.asname is not None and text_of(each.asname.name) == ctx for each in node.items)
-            )
-            for node in self._around()
-        )
+        return self._opened[-1] or any(self._opens(node) for node in self._around(self._scopes[:-1]))
+
+    def _opens(self, node: cst.CSTNode) -> bool:
+        """Whether a line, or the head of a block, makes the context."""
+        ctx = self._script.ctx
+        if isinstance(node, cst.With):
+            return any(each.asname is not None and text_of(each.asname.name) == ctx for each in node.items)
+        return isinstance(node, cst.SimpleStatementLine) and targets(node) == [ctx]
 
     def _has_state(self) -> bool:
         """Whether a line of one of the scopes around makes the state."""
-        return any(self._script.state in targets(node) for node in self._around(deep=True))
+        return any(self._script.state in targets(node) for node in self._around(self._scopes, deep=True))
 
-    def _around(self, *, deep: bool = False) -> Iterator[cst.CSTNode]:
+    def _around(self, scopes: Sequence[cst.CSTNode], *, deep: bool = False) -> Iterator[cst.CSTNode]:
         """Yield the nodes of the scopes around; of a module its own lines, or all but its functions and classes."""
-        for scope in self._scopes:
+        for scope in scopes:
             if not isinstance(scope, cst.Module):
                 yield from walk(scope)
                 continue
@@ -282,20 +267,6 @@ class Names(cst.CSTTransformer):
         ctx = "accel.single()" if alone else self._script.ctx
         return expression(f"accel.seeding.set_seed({ctx}, {{seed}}{options})", seed=args[0].value)
 
-    def _launcher(self, name: str, call: cst.Call) -> cst.BaseExpression:
-        renamed = {"num_processes": "nproc", "function": "fn", "mixed_precision": "precision"}
-        args: list[cst.Arg] = []
-        for arg in call.args:
-            keyword = arg.keyword.value if arg.keyword else ""
-            if keyword in ("use_port", "master_addr"):
-                continue
-            if keyword in renamed:
-                arg = arg.with_changes(keyword=cst.Name(renamed[keyword]))
-            args.append(arg)
-        if args:
-            args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        return call.with_changes(func=expression(f"accel.{name}"), args=args)
-
     def _searched(self, name: str, call: cst.Call) -> cst.BaseExpression:
         start, parameter = self._script.searched[name]
         self._change("find_executable_batch_size halves the size; Accelerate takes 0.9 of it: shrink=")
@@ -319,13 +290,17 @@ class Names(cst.CSTTransformer):
             self._decide(f"the state that has what {name} asks: no loop stands in this function", "loop")
         if name in ATTRIBUTES:
             return self._expression(ATTRIBUTES[name])
+        if name == "trackers" and id(original_node) in self._counted:
+            return expression(f"{script.trackers}.names")
         if name == "trackers":
             self._decide("which tracker: accel.get_tracker(trackers, name)", "trackers")
         elif name == "project_dir" and "project_dir" in script.tracked:
             return script.tracked["project_dir"]
         elif name == "logging_dir" and "logging_dir" in script.tracked:
             return script.tracked["logging_dir"]
-        elif id(original_node) not in self._called and name not in METHODS:
+        elif name in METHODS and id(original_node) not in self._called:
+            return as_value(script, METHODS[name])
+        elif id(original_node) not in self._called:
             self._decide(f"what takes the place of accelerator.{name}")
         return updated_node.with_changes(attr=original_node.attr)
 
@@ -345,10 +320,8 @@ class Names(cst.CSTTransformer):
     @override
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg | cst.RemovalSentinel:
         value, keyword = original_node.value, original_node.keyword
-        if isinstance(value, cst.Attribute) and self._script.holds(value.value) and value.attr.value in METHODS:
-            if keyword is not None and keyword.value == "save_function":
-                return cst.RemoveFromParent()
-            self._decide(f"a function in place of the method {value.attr.value}")
+        if is_method_value(self._script, value, METHODS) and keyword is not None and keyword.value == "save_function":
+            return cst.RemoveFromParent()
         if keyword is not None and keyword.value in self._script.holders and self._script.holds(value):
             return updated_node.with_changes(keyword=cst.Name(self._script.ctx))
         return updated_node.with_changes(keyword=keyword)
@@ -414,8 +387,9 @@ class Names(cst.CSTTransformer):
         script = self._script
         if any(script.is_attribute(each, "is_main_process") for each in walk(original_node.test)):
             for call in calls(original_node.body):
-                name = script.method(call) or full_name(call.func)
-                if name in ("save", "save_model", "get_state_dict", "save_state") or name in script.collective:
+                method = script.method(call)
+                name = method or full_name(call.func)
+                if method in ("save", "save_model", "get_state_dict", "save_state") or name in script.collective:
                     self._decide(f"which lines of this block rank 0 alone runs: every rank calls {name}")
         if updated_node.test.lpar and not original_node.test.lpar:
             return updated_node.with_changes(test=updated_node.test.with_changes(lpar=[], rpar=[]))
@@ -458,7 +432,7 @@ class Names(cst.CSTTransformer):
             line = led_by(statement(f"del {', '.join(targets(original_node))}"), leading(updated_node))
             freed = statement(f"accel.free_memory({self._script.ctx})")
             return cst.FlattenSentinel([line, freed])
-        if self._script.schedules(original_node):
+        if self._script.schedules(original_node) and set(targets(original_node)) & self._script.constant:
             self._change(_STEPS)
         return updated_node
 

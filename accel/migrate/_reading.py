@@ -17,6 +17,7 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
+    changed_by,
     expression,
     full_name,
     leading,
@@ -127,7 +128,7 @@ class Body:
         keeps = plain and names[0] not in stored and names[0] != "_"
         self.batch = names[0] if keeps else self._free(lines.body)
         strip = _Strip(script, moved)
-        stripped = [cast(cst.BaseStatement, node.visit(strip)) for node in lines.body]
+        stripped = [changed_by(node, strip) for node in lines.body]
         self.head: list[cst.BaseStatement] = []
         if keeps:
             data = expression(f"{self.batch}.data")
@@ -259,9 +260,9 @@ class Evaluation(cst.CSTTransformer):
         script = self._script
         body = Body(script, self._notes, reading, block(updated_node))
         gathers = Gathers(script, body.batch, evaluating=True)
-        lines = [cast(cst.BaseStatement, node.visit(gathers)) for node in body.statements]
+        lines = [changed_by(node, gathers) for node in body.statements]
         models = _Forward(script, script.models)
-        lines = [cast(cst.BaseStatement, node.visit(models)) for node in lines]
+        lines = [changed_by(node, models) for node in lines]
         iterator = reading.wrap(expression(f"accel.batches({script.ctx}, {{loader}})", loader=reading.loader))
         built = with_block(retarget(updated_node, reading, body.batch), [*body.head, *lines])
         return built.with_changes(iter=iterator)
@@ -331,7 +332,7 @@ class Lengths(cst.CSTTransformer):
         lines: list[cst.BaseStatement] = []
         for index, node in enumerate(body):
             if index < at[-1] and not isinstance(node, (cst.FunctionDef, cst.ClassDef)):
-                node = cast(cst.BaseStatement, node.visit(change))
+                node = changed_by(node, change)
             lines.append(node)
         return lines
 
@@ -340,7 +341,7 @@ class Lengths(cst.CSTTransformer):
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
         if self._script.feeds_schedule(original_node):
-            return cast(cst.SimpleStatementLine, updated_node.visit(_Shrink(self._script)))
+            return changed_by(updated_node, _Shrink(self._script))
         return updated_node
 
 
@@ -402,7 +403,7 @@ class _Shrink(cst.CSTTransformer):
         self._steps: set[str] = set()
 
     @override
-    def visit_Lambda_body(self, node: cst.Lambda) -> None:
+    def visit_Lambda(self, node: cst.Lambda) -> None:
         self._steps |= {param.name.value for param in node.params.params}
 
     @override

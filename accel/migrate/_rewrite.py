@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import libcst as cst
@@ -12,15 +12,20 @@ from typing_extensions import override
 
 from accel.errors import ConfigError
 from accel.migrate._backward import PlainBackward
+from accel.migrate._check import noted, noted_uses
 from accel.migrate._checkpoints import Checkpoints
 from accel.migrate._classes import Flattened, Restored, find_kept
 from accel.migrate._guards import asks_main, calls_all, opened
+from accel.migrate._imports import Imports, bound_names
 from accel.migrate._layout import Fit, Unannotated, with_comments
 from accel.migrate._loops import Training
 from accel.migrate._names import Names
+from accel.migrate._nested import TOO_DEEP, Asked, in_child, is_deep
 from accel.migrate._reading import Evaluation, Lengths
 from accel.migrate._script import Script
 from accel.migrate._session import Sessions
+from accel.migrate._shared import Shared, shared_in
+from accel.migrate._trackers import HandedTrackers
 from accel.migrate._tree import (
     DECIDE,
     MARK,
@@ -29,10 +34,8 @@ from accel.migrate._tree import (
     argument,
     block,
     called,
-    calls,
-    comments,
+    changed_by,
     decisions,
-    expression,
     full_name,
     leading,
     led_by,
@@ -43,9 +46,7 @@ from accel.migrate._tree import (
     targets,
     text_of,
     walk,
-    with_block,
 )
-from accel.migrate._window import HandedTrackers
 
 _STAND_INS = ("DummyOptim", "DummyScheduler")
 
@@ -179,15 +180,16 @@ def _imports_tests(node: cst.If) -> bool:
 
 def drop_scaffolds(module: cst.Module, script: Script, notes: Remarks) -> cst.Module:
     """Leave out what takes the place of data in Accelerate's own tests."""
-    return module.visit(_Scaffold(notes))
+    return changed_by(module, _Scaffold(notes))
 
 
 class Dropped(cst.CSTTransformer):
-    """Leave out statements that nothing takes the place of; their comments stay."""
+    """Leave out statements that nothing takes the place of, with their comments."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, notes: Remarks) -> None:
         super().__init__()
         self._script = script
+        self._notes = notes
 
     @override
     def leave_IndentedBlock(
@@ -201,6 +203,8 @@ class Dropped(cst.CSTTransformer):
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If | cst.RemovalSentinel:
         """Leave out a condition with all of its lines."""
         gone = original_node.orelse is None and all(self._goes(each) for each in block(original_node))
+        if gone:
+            self._notes.leave_out(original_node)
         return cst.RemoveFromParent() if gone else updated_node
 
     @override
@@ -212,7 +216,7 @@ class Dropped(cst.CSTTransformer):
         lines = Lines()
         for node in cast("Sequence[cst.BaseStatement]", nodes):
             if self._goes(node):
-                lines.drop(node)
+                self._notes.leave_out(node)
             else:
                 lines.add(node)
         return lines.body, lines.rest()
@@ -224,6 +228,8 @@ class Dropped(cst.CSTTransformer):
             return all(each.name.value in script.holders for each in inner.names)
         if isinstance(inner, cst.Assign) and script.is_attribute(inner.targets[0].target, "native_amp"):
             return True  # autocast asks the device
+        if isinstance(inner, cst.Assign) and isinstance(inner.value, cst.Name) and script.is_alias(node):
+            return True
         if len(targets(node)) == 1 and targets(node)[0] in script.taken:
             made = script.configures(script.assigned[targets(node)[0]])
             return all(script.origin(each.func) in _CONFIGURES for each in made)
@@ -251,193 +257,24 @@ _CONFIGURES = (
 )
 
 
-class Imports(cst.CSTTransformer):
-    """`import accel` in place of the first import of Accelerate; loggers where there is a context."""
+class _Renamed(cst.CSTTransformer):
+    """Gives a variable another name, and the keywords of calls too; attributes stay."""
 
-    def __init__(self, script: Script, notes: Remarks) -> None:
+    def __init__(self, old: str, new: str) -> None:
         super().__init__()
-        self._script = script
-        self._notes = notes
-        self._loggers: dict[str, cst.Call] = {}
+        self._old = old
+        self._new = new
 
     @override
-    def visit_Module(self, node: cst.Module) -> None:
-        for line in walk(node):
-            call = called(line)
-            if call is not None and self._script.origin(call.func) == "get_logger" and targets(line):
-                self._loggers[targets(line)[0]] = call
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
+        return updated_node.with_changes(attr=original_node.attr)
 
     @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        """Make a logger that knows its rank, where a function has the context."""
-        names = {param.name.value for param in updated_node.params.params}
-        body = block(updated_node)
-        used = [name for name in self._loggers if name in loads(updated_node.body)]
-        if not used:
-            return updated_node
-        if self._script.ctx in names:
-            return with_block(updated_node, _after_docstring(body, [self._logger(name) for name in used]))
-        return with_block(updated_node, [self._inside(node, used) for node in body])
-
-    def _inside(self, node: cst.BaseStatement, used: Sequence[str]) -> cst.BaseStatement:
-        opened = isinstance(node, cst.With) and any(
-            item.asname is not None and full_name(cast(cst.Name, item.asname.name)) == self._script.ctx
-            for item in node.items
-        )
-        if not opened:
-            return node
-        mine = [name for name in used if name in loads(cast(cst.With, node).body)]
-        return with_block(cast(cst.With, node), [*[self._logger(name) for name in mine], *block(node)])
-
-    def _logger(self, name: str) -> cst.BaseStatement:
-        call = self._loggers[name]
-        first = call.args[0].value if call.args else expression("__name__")
-        level = argument(call, "log_level")
-        options = ", level={level}" if level is not None else ""
-        parts = {"level": level} if level is not None else {}
-        return statement(f"{name} = accel.get_logger({{name}}, {self._script.ctx}{options})", name=first, **parts)
-
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        used = loads(updated_node.visit(_WithoutImports()))
-        updated_node = updated_node.visit(_InnerImports(lambda node: self._import(node, used)))
-        lines = Lines()
-        written = _imports(updated_node, "accel")
-        for node in cast("Sequence[cst.BaseStatement]", updated_node.body):
-            made = self._import(node, used)
-            if made is None:
-                lines.add(node)
-                continue
-            own = leading(node)
-            if not written:
-                lines.add(led_by(statement("import accel"), own))
-            if not made:
-                lines.hold(comments(node) if written else comments(led_by(node, [])))
-            written = True
-            for each in made:
-                lines.add(each)
-        module = updated_node.with_changes(body=lines.body, footer=[*lines.rest(), *updated_node.footer])
-        if not written and any(full_name(call.func).startswith("accel.") for call in calls(module)):
-            module = _with_import(module)
-        return self._without_loggers(module)
-
-    def _import(self, node: cst.BaseStatement, used: set[str]) -> list[cst.BaseStatement] | None:
-        inner = small(node)
-        if isinstance(inner, cst.ImportFrom) and inner.module is not None and not inner.relative:
-            if full_name(inner.module).split(".")[0] != "accelerate":
-                return None
-            if isinstance(inner.names, cst.ImportStar):
-                note = self._notes.decide("names of Accelerate that this line brings", "names")
-                return [led_by(node, [note])]
-            kept = [
-                each
-                for each in inner.names
-                if (each.evaluated_alias or each.evaluated_name) in used and each.evaluated_name != "get_logger"
-            ]
-            if not kept:
-                return []
-            kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-            note = [self._notes.decide("names of Accelerate that are left", "names")]
-            line = cast(cst.SimpleStatementLine, node)
-            return [line.with_changes(body=[inner.with_changes(names=kept)], leading_lines=note)]
-        if isinstance(inner, cst.Import):
-            kept = [each for each in inner.names if each.evaluated_name.split(".")[0] != "accelerate"]
-            if len(kept) == len(inner.names):
-                return None
-            if any((each.evaluated_alias or "accelerate") in used for each in inner.names if each not in kept):
-                note = self._notes.decide("names of Accelerate that are left", "names")
-                return [led_by(node, [note])]
-            if not kept:
-                return []
-            kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-            return [led_by(cast(cst.SimpleStatementLine, node).with_changes(body=[inner.with_changes(names=kept)]), [])]
-        return None
-
-    def _without_loggers(self, module: cst.Module) -> cst.Module:
-        if not self._loggers:
-            return module
-        lines = Lines()
-        for node in cast("Sequence[cst.BaseStatement]", module.body):
-            name = next(iter(targets(node)), "")
-            if name not in self._loggers or called(node) is None:
-                lines.add(node)
-            elif self._only_inside(module, name):
-                lines.drop(node)
-            else:
-                made = statement(f"{name} = logging.getLogger({{name}})", name=self._loggers[name].args[0].value)
-                why = self._notes.change("this logger knows no rank; functions with ctx make their own")
-                lines.add(led_by(made, [*leading(node), why]))
-        module = module.with_changes(body=lines.body)
-        if any(full_name(call.func) == "logging.getLogger" for call in calls(module)) and not _imports(
-            module, "logging"
-        ):
-            module = _with_import(module, "logging")
-        return module
-
-    def _only_inside(self, module: cst.Module, name: str) -> bool:
-        for node in cast("Sequence[cst.BaseStatement]", module.body):
-            if name in targets(node):
-                continue
-            makes = isinstance(node, cst.FunctionDef) and any(targets(each) == [name] for each in walk(node))
-            if name in loads(node) and not makes:
-                return False
-        return True
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
+        return updated_node.with_changes(value=self._new) if updated_node.value == self._old else updated_node
 
 
-def _imports(module: cst.Module, name: str) -> bool:
-    return any(
-        isinstance(each, cst.Import) and any(alias.evaluated_name == name for alias in each.names)
-        for each in walk(module)
-    )
-
-
-def _with_import(module: cst.Module, name: str = "accel") -> cst.Module:
-    body = list(cast("Sequence[cst.BaseStatement]", module.body))
-    at = next((i for i, node in enumerate(body) if isinstance(small(node), (cst.Import, cst.ImportFrom))), 0)
-    if isinstance(small(body[at]), cst.ImportFrom) and "__future__" in cst.Module([]).code_for_node(body[at]):
-        at += 1
-    made = led_by(statement(f"import {name}"), leading(body[at]))
-    body[at] = led_by(body[at], [])
-    return module.with_changes(body=[*body[:at], made, *body[at:]])
-
-
-def _after_docstring(body: list[cst.BaseStatement], made: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
-    inner = small(body[0]) if body else None
-    at = 1 if isinstance(inner, cst.Expr) and isinstance(inner.value, (cst.SimpleString, cst.ConcatenatedString)) else 0
-    return [*body[:at], *made, *body[at:]]
-
-
-class _WithoutImports(cst.CSTTransformer):
-    """Leave out the lines that import, to read the other names."""
-
-    @override
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
-        imports = isinstance(small(updated_node), (cst.Import, cst.ImportFrom))
-        return cst.RemoveFromParent() if imports else updated_node
-
-
-class _InnerImports(cst.CSTTransformer):
-    """Rewrite the imports within blocks; `import accel` is above them."""
-
-    def __init__(self, change: Callable[[cst.BaseStatement], list[cst.BaseStatement] | None]) -> None:
-        super().__init__()
-        self._change = change
-
-    @override
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        lines = Lines()
-        for node in updated_node.body:
-            made = self._change(node)
-            if made == []:
-                lines.drop(node)
-            for each in [node] if made is None else made:
-                lines.add(each)
-        body = lines.body or [cst.SimpleStatementLine([cst.Pass()])]
-        return updated_node.with_changes(body=body, footer=[*lines.rest(), *updated_node.footer])
+_ALONE = Shared()
 
 
 class Migrated(NamedTuple):
@@ -448,12 +285,20 @@ class Migrated(NamedTuple):
     changes: tuple[tuple[int, str], ...]
 
 
-def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
+def rewrite(text: str, where: str = "", *, cells: bool = False, shared: Shared = _ALONE) -> Migrated:
     """Return a script on accel; one without Accelerate, or with notes already, as it is."""
     if DECIDE in text:
         return Migrated(text, tuple(decisions(text)), ())
     if "accelerat" not in text:
         return Migrated(text, (), ())
+    if is_deep(text, where):
+        found = in_child(Asked(text, where, cells, shared))
+        return Migrated(found.text, found.notes, found.changes)
+    return rewrite_here(text, where, cells=cells, shared=shared)
+
+
+def rewrite_here(text: str, where: str, *, cells: bool, shared: Shared) -> Migrated:
+    """Return a script on accel, written by this process."""
     try:
         module = cst.parse_module(text)
     except cst.ParserSyntaxError as error:
@@ -462,23 +307,28 @@ def rewrite(text: str, where: str = "", *, cells: bool = False) -> Migrated:
         place = f"{where}, cell {int(above[-1]) + 1}" if cells and above else f"{where}:{error.raw_line}"
         raise ConfigError("not Python", got=problem, where=place) from None
     try:
-        return _passed(text, module.visit(Unannotated()), cells=cells)
+        module = changed_by(module, Unannotated())
+        if "accel" in loads(module) - bound_names(module, imported=True):  # a variable of this name
+            module = changed_by(module, _Renamed("accel", "accelerator"))
+        return _passed(text, module, shared.joined(shared_in([text])), cells=cells)
     except RecursionError:
-        why = "an expression of too many parts, or too many blocks in each other"
-        raise ConfigError("the file cannot be rewritten", got=why, where=where) from None
+        raise ConfigError("the file cannot be rewritten", got=TOO_DEEP, where=where) from None
 
 
-def _passed(text: str, module: cst.Module, *, cells: bool) -> Migrated:
-    script = Script(module)
-    if not script.uses_accelerate:
-        return Migrated(text, (), ())
-    kept = find_kept(script, module)
+def _passed(text: str, module: cst.Module, shared: Shared, *, cells: bool) -> Migrated:
+    script = Script(module, shared=shared)
+    kept = find_kept(shared, module)
+    if not script.uses_accelerate and not kept.classes:
+        written = noted_uses(text)
+        return Migrated(written, tuple(decisions(written)), ())
     if kept.classes:
-        module = module.visit(Flattened(kept))
-        script = Script(module, kept.holders)
+        module = changed_by(module, Flattened(kept))
+        script = Script(module, kept.holders, shared)
     notes = Remarks()
-    module = module.visit(PlainBackward(script, notes, module))
-    script = Script(module, kept.holders)
+    trained = changed_by(module, PlainBackward(script, notes, module))
+    if trained is not module:
+        module = trained
+        script = Script(module, kept.holders, shared)
     passes: list[cst.CSTTransformer] = [
         Before(script, notes),
         Lengths(script, notes),
@@ -487,7 +337,7 @@ def _passed(text: str, module: cst.Module, *, cells: bool) -> Migrated:
         Training(script, notes),
         Checkpoints(script, notes),
         Sessions(script, notes, module, cells=cells),
-        Dropped(script),
+        Dropped(script, notes),
         Names(script, notes),
         Imports(script, notes),
         Restored(script, kept),
@@ -495,6 +345,7 @@ def _passed(text: str, module: cst.Module, *, cells: bool) -> Migrated:
     ]
     module = drop_scaffolds(module, script, notes)
     for each in passes:
-        module = module.visit(each)
-    written, changes = notes.finish(with_comments(text, module.code, MARK))
+        module = changed_by(module, each)
+    written = noted(text, with_comments(text, module.code, MARK, notes.gone), script.ctx, script.state, script.trackers)
+    written, changes = notes.finish(written)
     return Migrated(written, tuple(decisions(written)), changes)

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts of a script, and the names of Accelerate with what stands in their place; each target is public in accel."""
+"""Facts of a script, found once before it changes."""
 
 from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import cast
 
 import libcst as cst
 from typing_extensions import override
 
+from accel.migrate._shared import Shared
 from accel.migrate._tree import (
     Remarks,
     argument,
     block,
+    bound,
     called,
     calls,
+    children,
     full_name,
     loads,
     method_of,
@@ -25,109 +28,26 @@ from accel.migrate._tree import (
     value_of,
     walk,
 )
-
-# attributes of an Accelerator or a PartialState: expressions
-ATTRIBUTES: Mapping[str, str] = {
-    "device": "{ctx}.device",
-    "process_index": "{ctx}.rank",
-    "num_processes": "{ctx}.world_size",
-    "local_process_index": "{ctx}.local_rank",
-    "is_main_process": "{ctx}.is_main_process",
-    "is_local_main_process": "{ctx}.is_local_main_process",
-    "is_last_process": "{ctx}.is_last_process",
-    "use_distributed": "({ctx}.world_size > 1)",
-    "mixed_precision": "{ctx}.precision.compute",
-    "gradient_accumulation_steps": "{ctx}.accumulation",
-    "distributed_type": "{ctx}.strategy",
-    "state": "{ctx}",
-    "optimizer_step_was_skipped": "(not {state}.stepped)",
-    "sync_gradients": "{state}.sync",
-}
-# methods that keep their arguments: the function, and whether it takes the context
-METHODS: Mapping[str, tuple[str, bool]] = {
-    "print": ("accel.print", True),
-    "wait_for_everyone": ("accel.wait_for_everyone", True),
-    "main_process_first": ("accel.main_process_first", True),
-    "local_main_process_first": ("accel.local_main_process_first", True),
-    "on_main_process": ("accel.on_main_process", True),
-    "on_local_main_process": ("accel.on_local_main_process", True),
-    "on_last_process": ("accel.on_last_process", True),
-    "on_process": ("accel.on_process", True),
-    "on_local_process": ("accel.on_local_process", True),
-    "unwrap_model": ("accel.unwrap_model", False),
-    "gather": ("accel.gather", True),
-    "reduce": ("accel.reduce", True),
-    "pad_across_processes": ("accel.pad_across_processes", True),
-    "get_state_dict": ("accel.get_state_dict", True),
-    "save_model": ("accel.save_model", True),
-    "save": ("accel.save", True),
-    "prepare": ("accel.prepare", True),
-    "prepare_model": ("accel.prepare_model", True),
-    "prepare_optimizer": ("accel.prepare_optimizer", True),
-    "prepare_scheduler": ("accel.prepare_scheduler", True),
-    "prepare_data_loader": ("accel.prepare_loader", True),
-    "no_sync": ("accel.no_sync", True),
-    "autocast": ("accel.autocast", True),
-    "join_uneven_inputs": ("accel.join_uneven_inputs", True),
-    "free_memory": ("accel.free_memory", True),
-    "clear": ("accel.free_memory", True),
-}
-# keywords of methods: new name, or None where it is left out
-KEYWORDS: Mapping[tuple[str, str], str | None] = {
-    ("unwrap_model", "keep_fp32_wrapper"): None,
-    ("unwrap_model", "keep_torch_compile"): None,
-    ("get_state_dict", "unwrap"): None,
-    ("save_model", "safe_serialization"): None,
-    ("save_model", "save_directory"): "folder",
-    ("save", "safe_serialization"): None,
-    ("save", "save_on_each_node"): None,
-    ("reduce", "reduction"): "op",
-    ("reduce", "tensor"): "tree",
-    ("gather", "tensor"): "tree",
-    ("pad_across_processes", "tensor"): "tree",
-    ("pad_across_processes", "pad_value"): "pad_index",
-    ("split_between_processes", "apply_padding"): "pad",
-    ("broadcast", "from_process"): "src",
-    ("broadcast_object_list", "from_process"): "src",
-}
-# functions of accelerate and accelerate.utils that keep their arguments
-FUNCTIONS: Mapping[str, tuple[str, bool]] = {
-    "gather": ("accel.gather", True),
-    "reduce": ("accel.reduce", True),
-    "gather_object": ("accel.gather_object", True),
-    "broadcast": ("accel.broadcast", True),
-    "broadcast_object_list": ("accel.broadcast_object_list", True),
-    "pad_across_processes": ("accel.pad_across_processes", True),
-    "send_to_device": ("accel.tree.send_to_device", False),
-    "wait_for_everyone": ("accel.wait_for_everyone", True),
-    "extract_model_from_parallel": ("accel.unwrap_model", False),
-    "synchronize_rng_states": ("accel.seeding.synchronize_rng", True),
-}
-# kinds of accelerator.distributed_type: a condition
-DISTRIBUTED: Mapping[str, str] = {
-    "NO": "{ctx}.world_size == 1",
-    "MULTI_GPU": '({ctx}.world_size > 1 and {ctx}.device.type == "cuda")',
-    "MULTI_CPU": '({ctx}.world_size > 1 and {ctx}.device.type == "cpu")',
-    "FSDP": '{ctx}.strategy == "fsdp"',
-    "DEEPSPEED": '{ctx}.strategy == "deepspeed"',
-    "XLA": '{ctx}.device.type == "xla"',
-    "TPU": '{ctx}.device.type == "xla"',
-    "MULTI_XPU": '{ctx}.device.type == "xpu"',
-    "MULTI_NPU": '{ctx}.device.type == "npu"',
-}
+from accel.migrate._vocabulary import FUNCTIONS
 
 _MAKERS = ("Accelerator", "PartialState", "AcceleratorState")
 _LOADER = re.compile(r"loader|_dl$|^dl$")
-_OPTIMIZER = re.compile(r"optim|^opt(_|$)|_opt$")
+_OPTIMIZER = re.compile(r"optim|^opt|_opt$")
+_COUNTED = re.compile(r"warmup|steps|milestone|step_size")
+_FEW = 10  # smaller integers are powers and counts of cycles
 _SCHEDULER = re.compile(r"sched|^warmup$")
 _CONTEXTS = ("ctx", "context", "dist_ctx", "accel_ctx")
 _STATES = ("state", "train_state", "run_state")
 
 
+_ALONE = Shared()
+
+
 class Script:
     """Facts of a script, found once before it changes."""
 
-    def __init__(self, module: cst.Module, kept: frozenset[str] = frozenset()) -> None:
+    def __init__(self, module: cst.Module, kept: frozenset[str] = frozenset(), shared: Shared = _ALONE) -> None:
+        self.shared = shared
         self.origins: dict[str, str] = {}
         self.modules: set[str] = set()
         self.functions: dict[str, cst.FunctionDef] = {}
@@ -139,36 +59,42 @@ class Script:
         self.schedulers: set[str] = set()
         self.devices: set[str] = set()
         self.prepared: set[str] = set()
-        self._imports(module)
+        self._nodes = tuple(walk(module))
+        self._imports()
+        self._names = loads(module)
         self.kept = kept  # variables of an Accelerator that a class keeps
-        self.holders = self._holders(module) | kept
-        self.ctx = self._free(_CONTEXTS, module)
-        self.state = self._free(_STATES, module)
-        self._kinds(module)
-        self._pass_on(module)
+        self.holders = self._holders()
+        self.ctx = self._free(_CONTEXTS)
+        self.state = self._free(_STATES)
+        self._uses = self._used()
+        self._kinds()
+        self._given()
+        self._pass_on()
         self.accumulation = self._option("gradient_accumulation_steps")
         self.model_options: dict[str, str] = {}
         self.local: dict[str, str] = {}  # models that LocalSGD averages, by its variable
         self.tracked = self._tracked()
-        self.carried = bool(kept) or any(
-            self.is_attribute(node, "gradient_accumulation_steps") for node in walk(module)
-        )
-        methods = {self.method(node) for node in walk(module)}
+        asked = any(self.is_attribute(node, "gradient_accumulation_steps") for node in self._nodes)
+        self.carried = bool(kept) or asked or self._has_factory(module)
+        methods = {self.method(node) for node in self._nodes}
         self.tracks = "init_trackers" in methods
-        self.tracked_if = self._guard(module)
-        self.searched = self._searched(module)
-        self.classes = {node.name.value for node in walk(module) if isinstance(node, cst.ClassDef)}
+        self.tracked_if = self._guard()
+        self.searched = self._searched()
+        self.classes = {node.name.value for node in self._nodes if isinstance(node, cst.ClassDef)}
         self.taken = self._taken()
-        self._numbers = self._scheduled(module)
+        self._numbers = self._scheduled()
+        schedules = [node for node in self._nodes if self.schedules(node)]
+        self.constant = {name for each in schedules if self._has_constant_steps(each) for name in targets(each)}
         self.clipped = _clipped(module)
+        grown = [method_of(call) for call in calls(module)]
+        self.extended = [owner for owner, name in grown if owner is not None and name in ("append", "extend")]
         self.looped = _called_in_loops(module)
         self.epochs: set[str] = set()  # functions that train one epoch a call, on the caller's state
         self.hooked: set[str] = set()  # functions of hooks that an item calls
         self.seeded = any(is_seeding(call) for call in calls(module))
         self.windows = "accumulate" in methods or self.accumulation is not None
-        self.trackers = self._free(("trackers", "run_trackers"), module)
+        self.trackers = self._free(("trackers", "run_trackers"))
         self.collective = self._reaching(("save", "save_model", "get_state_dict", "save_state"))
-        self._taken_names = loads(module)
         logs = [call for call in calls(module) if self.method(call) == "log"]
         self.log_steps = {text_of(step) if (step := argument(call, "step", 1)) else "" for call in logs}
         self.loggers = {name for name, value in self.assigned.items() if self.is_call(value, "get_logger")}
@@ -176,7 +102,7 @@ class Script:
 
     def free(self, *choices: str) -> str:
         """Return the first name that the script does not have."""
-        return next((each for each in choices if each not in self._taken_names), f"accel_{choices[0]}")
+        return next((each for each in choices if each not in self._names), f"accel_{choices[0]}")
 
     def _reaching(self, methods: tuple[str, ...]) -> set[str]:
         """Return functions of the script that call one of the methods, or a function that does."""
@@ -213,7 +139,22 @@ class Script:
 
     def makes(self, node: cst.CSTNode | None) -> bool:
         """Whether an expression makes an Accelerator or its state."""
-        return isinstance(node, cst.Call) and self.origin(node.func) in _MAKERS
+        return isinstance(node, cst.Call) and (self.origin(node.func) in _MAKERS or self.is_factory(node))
+
+    def is_factory(self, call: cst.Call) -> bool:
+        """Whether a call is of a function that returns an Accelerator."""
+        return full_name(call.func).rpartition(".")[2] in self.shared.factories
+
+    def _has_factory(self, module: cst.Module) -> bool:
+        """Whether the script makes an Accelerator by a function, or has such a function."""
+        made = any(self.is_factory(call) for call in calls(module))
+        return made or bool(self.shared.factories & self.functions.keys())
+
+    def is_alias(self, line: cst.CSTNode) -> bool:
+        """Whether a line gives an Accelerator another variable."""
+        value = value_of(line)
+        plain = isinstance(value, cst.Name) and value.value in self.holders
+        return plain and bool(targets(line)) and set(targets(line)) <= self.holders - self.kept
 
     def holds(self, node: cst.CSTNode | None) -> bool:
         """Whether an expression is an Accelerator: a variable, or the call that makes one."""
@@ -243,14 +184,26 @@ class Script:
             return False
         return self.is_attribute(node, "device") or (isinstance(node, cst.Name) and node.value in self.devices)
 
+    def has_key(self, name: str, key: str) -> bool:
+        """Whether a variable is a dict that a line gives a key."""
+        dicts = [each for each in self.values.get(name, ()) if isinstance(each, cst.Dict)]
+        keys = [each.key for value in dicts for each in value.elements if isinstance(each, cst.DictElement)]
+        keyed = any(isinstance(each, cst.SimpleString) and each.raw_value == key for each in keys)
+        set_later = (
+            each
+            for each in self._nodes
+            if isinstance(each, cst.AssignTarget) and text_of(each.target).replace("'", '"') == f'{name}["{key}"]'
+        )
+        return keyed or any(True for _ in set_later)
+
     def resolved(self, node: cst.BaseExpression | None) -> cst.BaseExpression | None:
         """Return the value of a variable that was assigned once, else the expression itself."""
         if isinstance(node, cst.Name) and node.value in self.assigned:
             return self.assigned[node.value]
         return node
 
-    def _imports(self, module: cst.Module) -> None:
-        for node in walk(module):
+    def _imports(self) -> None:
+        for node in self._nodes:
             if isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
                 own = full_name(node.module).split(".")[0] == "accelerate"
                 if own and isinstance(node.names, cst.ImportStar):
@@ -266,31 +219,67 @@ class Script:
             elif isinstance(node, cst.FunctionDef):
                 _ = self.functions.setdefault(node.name.value, node)
 
-    def _holders(self, module: cst.Module) -> set[str]:
-        found: set[str] = set()
+    def _holders(self) -> set[str]:
+        found = set(self.kept)
         self.values: dict[str, list[cst.BaseExpression]] = {}
-        for node in walk(module):
+        for node in self._nodes:
             if isinstance(node, cst.SimpleStatementLine) and (value := value_of(node)) is not None:
                 made = [each for each in _branches(value) if self.makes(each)]
                 for name in targets(node):
                     self.values.setdefault(name, []).append(value)
                     self.assigned[name] = value
-                    if made:
+                    if made or name == "accelerator":
                         found.add(name)
+                    if made:
                         self.makers.setdefault(name, []).extend(made)  # type: ignore[arg-type]
             elif isinstance(node, cst.Param):
                 annotation = text_of(node.annotation.annotation) if node.annotation else ""
                 if node.name.value == "accelerator" or re.search(r"\bAccelerator\b", annotation):
                     found.add(node.name.value)
+        while more := {
+            name
+            for name, values in self.values.items()
+            if name not in found and any(isinstance(each, cst.Name) and each.value in found for each in values)
+        }:
+            found |= more
         self.assigned = {name: value for name, value in self.assigned.items() if len(self.values[name]) == 1}
         return found
 
-    def _free(self, choices: tuple[str, ...], module: cst.Module) -> str:
-        taken = loads(module) | {node.name.value for node in walk(module) if isinstance(node, cst.Param)}
-        return next((each for each in choices if each not in taken), f"accel_{choices[0]}")
+    def _free(self, choices: tuple[str, ...]) -> str:
+        return next((each for each in choices if each not in self._names), f"accel_{choices[0]}")
 
-    def _kinds(self, module: cst.Module) -> None:
-        for node in walk(module):
+    def _used(self) -> dict[str, set[str]]:
+        """Return variables by what is done with them: a loop over them, a call, a call of `step`."""
+        found: dict[str, set[str]] = {"for": set(), "call": set(), "step": set()}
+        for node in self._nodes:
+            if isinstance(node, cst.For):
+                found["for"].add(full_name(node.iter))
+            elif isinstance(node, cst.Call):
+                owner, name = method_of(node)
+                found["call"].add(full_name(node.func))
+                if name == "step" and not node.args and owner is not None:
+                    found["step"].add(full_name(owner))
+        return found
+
+    def _given(self) -> None:
+        """Sort what another file has prepared: attributes of a class that keeps an Accelerator, and parameters."""
+        names = {name for name in self._names if name.startswith("self__")} if self.kept else set[str]()
+        for node in self._nodes:
+            if isinstance(node, cst.FunctionDef):
+                params = [each.name.value for each in (*node.params.params, *node.params.kwonly_params)]
+                names |= set(params) if self.holders & set(params) else set()
+        known = self.loaders | self.models | self.optimizers | self.schedulers
+        for name in names - known - self.holders:
+            plain = name.removeprefix("self__")
+            if name in self._uses["for"] and _LOADER.search(plain):
+                self.loaders.add(name)
+            elif name in self._uses["step"] and _SCHEDULER.search(plain):
+                self.schedulers.add(name)
+            elif name in self._uses["step"] and _OPTIMIZER.search(plain):
+                self.optimizers.add(name)
+
+    def _kinds(self) -> None:
+        for node in self._nodes:
             if not isinstance(node, cst.SimpleStatementLine) or (call := called(node)) is None:
                 if isinstance(node, cst.SimpleStatementLine) and self.is_device(value_of(node)):
                     self.devices.update(targets(node))
@@ -306,11 +295,12 @@ class Script:
 
     def _sort(self, name: str, origin: str, method: str) -> None:
         """Note what kind of object a name is: by the calls that make it, or the name that it was prepared from."""
-        values = [value for each in {name, origin} for value in self.values.get(each, ())]
+        values = [value for each in (name, origin) for value in self.values.get(each, ())]
         makers = [full_name(value.func) for value in values if isinstance(value, cst.Call)]
         schedules = [maker for maker in makers if "sched" in maker.lower() or maker.endswith("LR")]
         loads_data = any(maker.endswith("DataLoader") for maker in makers)
-        if method == "prepare_data_loader" or loads_data or _LOADER.search(name):
+        read = name in self._uses["for"] - self._uses["call"]
+        if method == "prepare_data_loader" or loads_data or read or _LOADER.search(name):
             self.loaders.add(name)
         elif method == "prepare_scheduler" or schedules or _SCHEDULER.search(name):
             self.schedulers.add(name)
@@ -319,11 +309,11 @@ class Script:
         else:
             self.models.add(name)
 
-    def _pass_on(self, module: cst.Module) -> None:
+    def _pass_on(self) -> None:
         """Parameters of the script's own functions are what the calls give them."""
         kinds = (self.holders, self.loaders, self.models, self.optimizers, self.schedulers, self.prepared)
         for _round in range(3):
-            for call in (node for node in walk(module) if isinstance(node, cst.Call)):
+            for call in (node for node in self._nodes if isinstance(node, cst.Call)):
                 function = self.functions.get(full_name(call.func))
                 if function is None:
                     continue
@@ -332,15 +322,15 @@ class Script:
                         if isinstance(value, cst.Name) and value.value in kind:
                             kind.add(name)
 
-    def _scheduled(self, module: cst.Module) -> set[str]:
+    def _scheduled(self) -> set[str]:
         """Return variables that a schedule is made of, however many lines make them; rates are none."""
         makers: dict[str, set[str]] = {}
         kinds = self.loaders | self.models | self.optimizers | self.schedulers
-        for node in walk(module):
+        for node in self._nodes:
             if isinstance(node, cst.SimpleStatementLine) and (value := value_of(node)) is not None:
                 for name in set(targets(node)) - kinds:
                     makers.setdefault(name, set()).update(loads(value))
-        schedules = [called(line) for line in walk(module) if self.schedules(line)]
+        schedules = [called(line) for line in self._nodes if self.schedules(line)]
         given = [arg for call in schedules if call is not None for arg in call.args]
         found: set[str] = set()
         waiting = {name for arg in given if not is_rate(arg) for name in loads(arg.value)}
@@ -349,9 +339,9 @@ class Script:
             waiting = {name for each in waiting for name in makers.get(each, ())} - found
         return found
 
-    def _guard(self, module: cst.Module) -> str:
+    def _guard(self) -> str:
         """Return the condition under which trackers begin, empty where they always do."""
-        for node in walk(module):
+        for node in self._nodes:
             if isinstance(node, cst.If) and any(self.method(called(each)) == "init_trackers" for each in block(node)):
                 rank = any(self.is_attribute(each, "is_main_process") for each in walk(node.test))
                 return "" if rank else text_of(node.test)
@@ -364,6 +354,28 @@ class Script:
             and bool(set(targets(line)) & self.schedulers)
             and (called(line) is not None and not self.method(called(line)))
         )
+
+    def _has_constant_steps(self, line: cst.CSTNode) -> bool:
+        """Whether a schedule counts in steps that are neither a length nor scaled by the number of processes."""
+        call = called(line)
+        waiting: list[cst.CSTNode] = [] if call is None else [arg.value for arg in call.args if not is_rate(arg)]
+        seen = self.loaders | self.models | self.optimizers | self.schedulers
+        while waiting:
+            node = waiting.pop()
+            text = text_of(node) if isinstance(node, cst.BaseExpression) else ""
+            if "len(" in text or "num_processes" in text:
+                continue
+            name = full_name(node).rpartition(".")[2] if isinstance(node, cst.BaseExpression) else ""
+            if isinstance(node, cst.Integer) and int(node.value, 0) >= _FEW:
+                return True
+            if isinstance(node, cst.Name) and node.value in self.values:
+                waiting += [] if node.value in seen else self.values[node.value]
+                seen = seen | {node.value}
+            elif name and _COUNTED.search(name):
+                return True
+            elif not name:
+                waiting += children(node)
+        return False
 
     def feeds_schedule(self, line: cst.CSTNode) -> bool:
         """Whether a line makes a scheduler, or a number that one takes."""
@@ -390,10 +402,10 @@ class Script:
                         waiting += made
         return found
 
-    def _searched(self, module: cst.Module) -> dict[str, tuple[cst.BaseExpression, str]]:
+    def _searched(self) -> dict[str, tuple[cst.BaseExpression, str]]:
         """Return functions that search a batch size: the first size, and their parameter's name."""
         found: dict[str, tuple[cst.BaseExpression, str]] = {}
-        for node in (each for each in walk(module) if isinstance(each, cst.FunctionDef)):
+        for node in (each for each in self._nodes if isinstance(each, cst.FunctionDef)):
             for each in node.decorators:
                 call = each.decorator
                 if isinstance(call, cst.Call) and self.origin(call.func) == "find_executable_batch_size":
@@ -432,20 +444,6 @@ def _branches(value: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
         yield from _branches(value.orelse)
     else:
         yield value
-
-
-def bound(call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
-    """Yield the parameters that a call gives, with their values."""
-    names = [param.name.value for param in (*function.params.posonly_params, *function.params.params)]
-    if names[:1] == ["self"]:
-        names = names[1:]
-    for at, arg in enumerate(call.args):
-        if arg.star:
-            return
-        if arg.keyword is not None:
-            yield arg.keyword.value, arg.value
-        elif at < len(names):
-            yield names[at], arg.value
 
 
 def _clipped(module: cst.Module) -> set[str]:

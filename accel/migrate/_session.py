@@ -4,225 +4,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._script import Script, bound
+from accel.migrate._lifted import lifted
+from accel.migrate._options import Made, Options, merged
+from accel.migrate._script import Script
 from accel.migrate._tree import (
     Remarks,
-    argument,
     block,
+    bound,
     called,
     calls,
+    changed_by,
     expression,
     full_name,
     leading,
     led_by,
     loads,
-    matches_code,
     replace_names,
     small,
     statement,
     targets,
-    text_of,
     walk,
     with_block,
 )
 
-# communication hooks by their member of DDPCommunicationHookType, and by its value
-HOOKS: Mapping[str, str] = {
-    "no": "None",
-    "fp16": '"fp16"',
-    "bf16": '"bf16"',
-    "power_sgd": "accel.parallel.PowerSgd()",
-    "batched_power_sgd": "accel.parallel.PowerSgd(batched=True)",
-}
-_TAKEN = (
-    *("log_with", "project_dir", "logging_dir", "project_config", "gradient_accumulation_steps"),
-    *("gradient_accumulation_plugin", "rng_types"),
-)
-_UNNEEDED = ("use_stateful_dataloader", "use_seedable_sampler", "non_blocking", "data_seed")
-_NO_PLAN = (
-    "state_dict_config",
-    "optim_state_dict_config",
-    "state_dict_type",
-    "cpu_ram_efficient_loading",
-    "sync_module_states",
-)
-_DDP = ("find_unused_parameters", "bucket_cap_mb", "static_graph", "broadcast_buffers", "gradient_as_bucket_view")
-
-
+_OPENED = "who closes this context: the function opens a session for a `with`; a caller that has one can pass it"
 _OPEN = "who closes this context: accel.close(self.ctx), or the accel.session of a caller that passes it"
-
-
-class Made(NamedTuple):
-    """Settings of one call of `Accelerator`, and notes on the rest."""
-
-    settings: dict[str, cst.BaseExpression]
-    notes: list[cst.EmptyLine]
-
-
-class Options:
-    """Translate the arguments of `Accelerator(...)`; keeps what models and trackers take of them."""
-
-    def __init__(self, script: Script, notes: Remarks) -> None:
-        self._script = script
-        self._notes = notes
-
-    def read(self, call: cst.Call) -> Made:
-        """Return the settings of a session, and notes on what has none."""
-        made = Made({}, [])
-        for arg in call.args:
-            name = arg.keyword.value if arg.keyword is not None else ""
-            value = self._script.resolved(arg.value) if name != "mixed_precision" else arg.value
-            self._one(name, arg.value, value, made)
-        if self._script.carried and self._script.accumulation is not None:
-            made.settings["accumulation"] = self._script.accumulation
-        return made
-
-    def _one(self, name: str, given: cst.BaseExpression, value: cst.BaseExpression | None, made: Made) -> None:
-        if name in _TAKEN or value is None:
-            if name == "rng_types":
-                made.notes.append(self._notes.change("rng_types= is left out: data order is arithmetic on the state"))
-            return
-        text = text_of(value)
-        if name == "mixed_precision":
-            made.settings["precision"] = given
-        elif name == "cpu":
-            if text != "False":
-                device = '"cpu"' if text == "True" else '"cpu" if {cpu} else None'
-                made.settings["device"] = expression(device, **({} if text == "True" else {"cpu": given}))
-        elif name == "step_scheduler_with_optimizer":
-            why = "step_scheduler_with_optimizer= is left out: a scheduler takes one step for each optimizer step"
-            made.notes.append(self._notes.change(why))
-        elif name in ("dataloader_config", "split_batches", "even_batches", "dispatch_batches"):
-            self._data(name, value, made)
-        elif name == "fsdp_plugin":
-            self._sharded(value, made)
-        elif name == "kwargs_handlers" and isinstance(value, (cst.List, cst.Tuple)):
-            for element in value.elements:
-                self._handler(self._script.resolved(element.value) or element.value, made)
-        elif name == "dynamo_backend" and text.strip("\"'").lower() in ("no", "inductor"):
-            if "inductor" in text.lower():
-                made.settings["compile"] = expression('"whole"')
-        elif text != "None" and not (name == "device_placement" and text == "True"):
-            page = "deepspeed" if "deepspeed" in name else "meshes" if "parallel" in name or "mega" in name else "names"
-            made.notes.append(self._notes.decide(f"what takes the place of {name or 'an option'}={_short(text)}", page))
-
-    def _data(self, name: str, value: cst.BaseExpression, made: Made) -> None:
-        pairs: list[tuple[str, str]] = [(name, text_of(value))]
-        if isinstance(value, cst.Call):
-            pairs = [(arg.keyword.value if arg.keyword else "", text_of(arg.value)) for arg in value.args]
-        for option, text in pairs:
-            if option in _UNNEEDED:
-                why = f"{option}= is left out: the state holds the position in the data"
-                made.notes.append(self._notes.change(why))
-            elif option == "even_batches":
-                why = 'even_batches= is left out: the last step is shorter and repeats nothing; else tail="pad"'
-                made.notes.append(self._notes.change(why))
-            elif text not in ("None", "False"):
-                page = self._notes.decide(f"the arguments of accel.prepare_loader in place of {option}={text}", "data")
-                made.notes.append(page)
-
-    def _sharded(self, value: cst.BaseExpression, made: Made) -> None:
-        if text_of(value) == "None":
-            return
-        made.settings["strategy"] = expression('"fsdp"')
-        fields = [arg.keyword.value for arg in value.args if arg.keyword] if isinstance(value, cst.Call) else ["it"]
-        for field in fields:
-            if field in _NO_PLAN:
-                why = f"{field}= is left out: checkpoints have one format, and each rank takes its own shards"
-                made.notes.append(self._notes.change(why))
-        left = [field for field in fields if field not in _NO_PLAN]
-        if left:
-            made.notes.append(
-                self._notes.decide(f"the fields of accel.parallel.Plan in place of {', '.join(left)}", "fsdp")
-            )
-
-    def _handler(self, value: cst.BaseExpression, made: Made) -> None:
-        kind = self._script.origin(value.func) if isinstance(value, cst.Call) else ""
-        args = (
-            {arg.keyword.value: arg.value for arg in value.args if arg.keyword} if isinstance(value, cst.Call) else {}
-        )
-        if kind == "DistributedDataParallelKwargs":
-            for name in list(args):
-                if name in _DDP:
-                    self._script.model_options[name] = text_of(args.pop(name))
-            if (hook := self._hook(args.pop("comm_hook", None))) is not None:
-                self._script.model_options["comm_hook"] = hook
-            if (wrapper := args.pop("comm_wrapper", None)) is not None:
-                self._wrapper(wrapper, made)
-        elif kind == "InitProcessGroupKwargs":
-            if (timeout := args.pop("timeout", None)) is not None:
-                made.settings["timeout_s"] = _seconds(timeout)
-            if (backend := args.pop("backend", None)) is not None:
-                made.settings["backend"] = backend
-        elif kind in ("ProfileKwargs",):
-            return
-        else:
-            args = {kind or text_of(value): value}
-        if args:
-            made.notes.append(
-                self._notes.decide(f"what takes the place of {', '.join(args)} of {kind or 'a handler'}", "names")
-            )
-
-    def _hook(self, value: cst.BaseExpression | None) -> str | None:
-        value = self._script.resolved(value)
-        if value is None:
-            return None
-        name = full_name(value)
-        if name.startswith("DDPCommunicationHookType."):
-            return HOOKS.get(name.rpartition(".")[2].lower())
-        if isinstance(value, cst.Call) and self._script.origin(value.func) == "DDPCommunicationHookType":
-            table = ", ".join(f'"{key}": {hook}' for key, hook in HOOKS.items())
-            return f"{{{table}}}[{text_of(value.args[0].value)}]"
-        return None
-
-    def _wrapper(self, value: cst.BaseExpression, made: Made) -> None:
-        why = f"comm_wrapper={text_of(value)} is left out: one hook compresses at a time"
-        made.notes.append(self._notes.change(why))
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _seconds(value: cst.BaseExpression) -> cst.BaseExpression:
-    if isinstance(value, cst.Call) and full_name(value.func).rpartition(".")[2] == "timedelta":
-        seconds = argument(value, "seconds")
-        if len(value.args) == 1 and seconds is not None:
-            return seconds
-    return expression("{value}.total_seconds()", value=value)
-
-
-def _grouped(node: cst.BaseExpression) -> cst.BaseExpression:
-    if isinstance(node, (cst.IfExp, cst.Lambda)) and not node.lpar:
-        return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-    return node
-
-
-def _merged(parts: Sequence[tuple[cst.BaseExpression | None, Made]]) -> Made:
-    """Join the settings of branches: what differs becomes a condition."""
-    settings = dict(parts[-1][1].settings)
-    notes = [note for _, made in parts for note in made.notes]
-    for test, made in reversed(parts[:-1]):
-        for name in {**made.settings, **settings}:
-            here = made.settings.get(name)
-            there = settings.get(name)
-            if here is not None and there is not None and matches_code(here, there):
-                continue
-            none = expression("None")
-            built = cst.IfExp(
-                test=_grouped(cast(cst.BaseExpression, test)),
-                body=_grouped(here or none),
-                orelse=_grouped(there or none),
-            )
-            settings[name] = built
-    unique: dict[str, cst.EmptyLine] = {note.comment.value: note for note in notes if note.comment}
-    return Made(settings, list(unique.values()))
 
 
 class Sessions(cst.CSTTransformer):
@@ -236,6 +47,7 @@ class Sessions(cst.CSTTransformer):
         self._cells = cells
         self._options = Options(script, notes)
         self._hoisted: dict[str, Made] = {}
+        self.above: dict[str, list[cst.EmptyLine]] = {}  # comments of an opener, by the function that it leaves
         self._launched = _launched(script, module)
         self._names: list[str] = []
 
@@ -244,17 +56,21 @@ class Sessions(cst.CSTTransformer):
         self._names.append(node.name.value)
 
     @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_FunctionDef(
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef | cst.FlattenSentinel[cst.BaseStatement]:
         _ = self._names.pop()
         body = block(updated_node)
         found = self._maker(body)
+        name = original_node.name.value
+        if name in self._script.shared.factories and not self._names:
+            return self._opening(updated_node, found)
         if found is None:
             return updated_node
         at, made = found
-        name = original_node.name.value
         kept = [*self._lead(body[at]), *made.notes]
         if set(targets(body[at])) & self._script.kept:
-            kept.append(self._notes.decide(_OPEN, "classes"))
+            kept.append(self._notes.decide(_OPEN if made.opener is None else _OPENED, "classes"))
             line = led_by(self._line(made), kept)
             return with_block(updated_node, [*body[:at], line, *body[at + 1 :]])
         rest = body[at + 1 :]
@@ -264,7 +80,13 @@ class Sessions(cst.CSTTransformer):
             return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept)]), self._script.ctx)
         if not self._names and self._can_hoist(original_node, made):
             self._hoisted[name] = made
-            return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept)]), self._script.ctx)
+            self.above[name] = [line for line in kept if line.comment]
+            return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept[:0])]), self._script.ctx)
+        if not self._names:
+            opened = cast(cst.With, led_by(self.opened(made, {}), kept))
+            apart = lifted(updated_node, opened, body[:at], rest, self._script.ctx, set(self._script.functions))
+            if apart is not None:
+                return apart
         return with_block(updated_node, [*body[:at], self._around(made, rest, kept)])
 
     @override
@@ -280,7 +102,19 @@ class Sessions(cst.CSTTransformer):
                 body = [*body[:at], self._around(made, body[at + 1 :], kept)]
             updated_node = updated_node.with_changes(body=body)
         wrap = _Callers(self._script, self._hoisted, self._launched, self)
-        return updated_node.visit(wrap)
+        return changed_by(updated_node, wrap)
+
+    def _opening(self, node: cst.FunctionDef, found: tuple[int, Made] | None) -> cst.FunctionDef:
+        """Return a function that opens a session for its caller, in place of one that returned an Accelerator."""
+        body = block(node)
+        last = cast(cst.Return, small(body[-1]))
+        at, made = found if found is not None else (len(body) - 1, self._options.read(cast(cst.Call, last.value)))
+        lead = [*leading(body[at]), *made.notes]
+        given = led_by(statement(f"yield {self._script.ctx}"), leading(body[-1]) if found is not None else [])
+        rest = [*body[at + 1 : -1], given]
+        decorator = cst.Decorator(expression("contextlib.contextmanager"))
+        node = with_block(node, [*body[:at], led_by(with_block(self.opened(made, {}), rest), lead)])
+        return node.with_changes(decorators=[decorator], returns=None)
 
     def _replaced(self, name: str, made: Made) -> list[cst.BaseStatement]:
         """Return the line that gives a launched function's context the settings that its launcher does not take."""
@@ -300,14 +134,15 @@ class Sessions(cst.CSTTransformer):
 
     def _line(self, made: Made) -> cst.BaseStatement:
         """Return a line that opens a context, which nothing closes."""
-        return statement(f"{self._script.ctx} = {{opened}}", opened=self._call("accel.from_env", made))
+        opened = self._call("accel.from_env", made) if made.opener is None else made.opener
+        return statement(f"{self._script.ctx} = {{opened}}", opened=opened)
 
     def opened(self, made: Made, values: Mapping[str, cst.BaseExpression]) -> cst.With:
         """Return `with accel.session(...) as ctx:`, its settings in the words of a caller."""
         settings = {name: replace_names(value, values) for name, value in made.settings.items()}
-        item = cst.WithItem(
-            self._call("accel.session", Made(settings, [])), asname=cst.AsName(name=cst.Name(self._script.ctx))
-        )
+        opener = None if made.opener is None else replace_names(made.opener, values)
+        call = self._call("accel.session", Made(settings, [])) if opener is None else opener
+        item = cst.WithItem(call, asname=cst.AsName(name=cst.Name(self._script.ctx)))
         return cst.With(items=[item], body=cst.IndentedBlock([]))
 
     def _around(
@@ -332,7 +167,7 @@ class Sessions(cst.CSTTransformer):
         for at, node in enumerate(body):
             parts = self._parts(node)
             if parts:
-                return at, _merged(parts)
+                return at, merged(parts)
         return None
 
     def _parts(self, node: cst.BaseStatement) -> list[tuple[cst.BaseExpression | None, Made]]:
@@ -357,7 +192,12 @@ class Sessions(cst.CSTTransformer):
             first = self._values(value.body)
             other = self._values(value.orelse)
             return [(value.test, first[0][1]), *other] if len(first) == 1 and other else []
-        return [(None, self._options.read(cast(cst.Call, value)))] if self._script.makes(value) else []
+        if not self._script.makes(value) or not isinstance(value, cst.Call):
+            return []
+        self._notes.leave_out(value)
+        if self._script.is_factory(value):
+            return [(None, Made({}, [], value))]
+        return [(None, self._options.read(value))]
 
     def _can_hoist(self, node: cst.FunctionDef, made: Made) -> bool:
         name = node.name.value
@@ -375,9 +215,14 @@ class Sessions(cst.CSTTransformer):
         ):
             return False
         values = dict(bound(found[0], node))
-        used = {each for value in made.settings.values() for each in loads(value)}
+        read = list(made.settings.values())
+        read += [] if made.opener is None else [arg.value for arg in made.opener.args]
+        used = {each for value in read for each in loads(value)}
         local = {each for line in walk(node.body) for each in targets(line)}
         params = {each.name.value for each in node.params.params}
+        literal = {name for name, value in values.items() if not isinstance(value, (cst.Name, cst.Attribute))}
+        if any(literal & loads(value) and not isinstance(value, cst.Name) for value in read):
+            return False
         for each in used & (local | params):
             if each in local or not isinstance(
                 values.get(each), (cst.Name, cst.Attribute, cst.SimpleString, cst.Integer)
@@ -467,4 +312,5 @@ class _Callers(cst.CSTTransformer):
         values = dict(bound(call, function))
         opened = self._sessions.opened(self._hoisted[name], values)
         line = led_by(updated_node, [])
-        return led_by(with_block(opened, [line]), updated_node.leading_lines)
+        above = self._sessions.above.get(name, [])
+        return led_by(with_block(opened, [line]), [*updated_node.leading_lines, *above])

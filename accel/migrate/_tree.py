@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
@@ -14,11 +15,12 @@ from typing_extensions import override
 Statement = cst.BaseStatement | cst.BaseSmallStatement
 Compound = cst.If | cst.For | cst.While | cst.With | cst.Try | cst.FunctionDef | cst.ClassDef
 N = TypeVar("N", bound=cst.CSTNode)
+_NODES = frozenset(kind for kind in vars(cst).values() if isinstance(kind, type) and issubclass(kind, cst.CSTNode))
 # fields of nodes that hold whitespace, comments and punctuation alone
 _LAYOUT = frozenset(
     name
-    for kind in vars(cst).values()
-    if isinstance(kind, type) and issubclass(kind, cst.CSTNode) and hasattr(kind, "__dataclass_fields__")
+    for kind in _NODES
+    if hasattr(kind, "__dataclass_fields__")
     for name in kind.__dataclass_fields__
     if name.startswith(("whitespace", "leading", "trailing", "lines_after", "lpar", "rpar", "lbr", "rbr"))
     or name in ("header", "footer", "indent", "comma", "semicolon", "equal", "first_line", "empty_lines")
@@ -55,19 +57,82 @@ def full_name(node: cst.CSTNode) -> str:
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Yield a node and all below it, without whitespace and comments."""
-    yield node
-    for child in children(node):
-        yield from walk(child)
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        waiting += list(children(each))[::-1]
 
 
 def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Yield the nodes right below a node, without whitespace and comments; libcst's `children` copies each node."""
-    for name in node.__dataclass_fields__:
-        if name not in _LAYOUT:
-            value: object = getattr(node, name)
-            for each in cast("Sequence[object]", value) if type(value) in (list, tuple) else (value,):
-                if hasattr(each, "__dataclass_fields__"):
-                    yield cast(cst.CSTNode, each)
+    for name in _parts(type(node)):
+        value: object = getattr(node, name)
+        if type(value) in _NODES:
+            yield cast(cst.CSTNode, value)
+        elif type(value) is tuple or type(value) is list:
+            yield from (cast(cst.CSTNode, each) for each in cast("Sequence[object]", value) if type(each) in _NODES)
+
+
+@functools.lru_cache(maxsize=512)
+def _parts(kind: type[cst.CSTNode]) -> tuple[str, ...]:
+    """Return the fields of a kind of node that hold code."""
+    return tuple(name for name in kind.__dataclass_fields__ if name not in _LAYOUT)
+
+
+def changed_by(node: N, change: cst.CSTTransformer) -> N:
+    """Return a node as a transformer changes it. Unlike `node.visit`, it passes over whitespace and comments.
+
+    A statement may become several, as with `visit`: the result is then a sentinel, which the caller's list takes.
+    """
+    return cast("N", _changed(node, change))
+
+
+def _changed(node: cst.CSTNode, change: cst.CSTTransformer) -> object:
+    visits, leaves = _overrides(type(change), type(node))
+    updated = node
+    if not visits or getattr(change, visits)(node) is not False:
+        updated = _with_changed_parts(node, change)
+    return getattr(change, leaves)(node, updated) if leaves else updated
+
+
+def _with_changed_parts(node: cst.CSTNode, change: cst.CSTTransformer) -> cst.CSTNode:
+    found: dict[str, object] = {}
+    for name in _parts(type(node)):
+        value: object = getattr(node, name)
+        if type(value) in _NODES:
+            made = _changed(cast(cst.CSTNode, value), change)
+            if made is not value:
+                found[name] = None if isinstance(made, cst.RemovalSentinel) else made
+        elif value and (type(value) is tuple or type(value) is list):
+            old = cast("Sequence[object]", value)
+            new = list(_each_changed(old, change))
+            if len(old) != len(new) or any(one is not other for one, other in zip(old, new, strict=True)):
+                found[name] = new
+    return node.with_changes(**found) if found else node
+
+
+def _each_changed(values: Sequence[object], change: cst.CSTTransformer) -> Iterator[object]:
+    for value in values:
+        made = _changed(cast(cst.CSTNode, value), change) if type(value) in _NODES else value
+        if made is value:
+            yield value
+        elif isinstance(made, cst.FlattenSentinel):
+            yield from cast("cst.FlattenSentinel[cst.CSTNode]", made)
+        elif not isinstance(made, cst.RemovalSentinel):
+            yield made
+
+
+@functools.lru_cache(maxsize=8192)
+def _overrides(change: type[cst.CSTTransformer], kind: type[cst.CSTNode]) -> tuple[str, str]:
+    """Return the methods of a transformer for a kind of node, empty where it has none of its own."""
+    names = [("on_visit", f"visit_{kind.__name__}"), ("on_leave", f"leave_{kind.__name__}")]
+    visits, leaves = ([each for each in pair if _is_own(change, each)] for pair in names)
+    return (visits or [""])[0], (leaves or [""])[0]
+
+
+def _is_own(change: type[cst.CSTTransformer], name: str) -> bool:
+    return getattr(change, name, None) is not getattr(cst.CSTTransformer, name, None)
 
 
 def _walk_all(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -94,23 +159,15 @@ def own_lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
 def loads(node: cst.CSTNode) -> set[str]:
     """Return the names that a node mentions, without those of attributes and keywords."""
     found: set[str] = set()
-
-    class Finder(cst.CSTVisitor):
-        @override
-        def visit_Attribute(self, node: cst.Attribute) -> bool:
-            _ = node.value.visit(self)
-            return False
-
-        @override
-        def visit_Arg(self, node: cst.Arg) -> bool:
-            _ = node.value.visit(self)
-            return False
-
-        @override
-        def visit_Name(self, node: cst.Name) -> None:
-            found.add(node.value)
-
-    _ = node.visit(Finder())
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, cst.Name):
+            found.add(each.value)
+        elif isinstance(each, (cst.Attribute, cst.Arg)):
+            waiting.append(each.value)
+        else:
+            waiting += children(each)
     return found
 
 
@@ -170,6 +227,20 @@ def argument(call: cst.Call, name: str, position: int | None = None) -> cst.Base
     if position is not None and position < len(plain) and call.args[position] is plain[position]:
         return plain[position].value
     return None
+
+
+def bound(call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
+    """Yield the parameters that a call gives, with their values."""
+    names = [param.name.value for param in (*function.params.posonly_params, *function.params.params)]
+    if names[:1] == ["self"]:
+        names = names[1:]
+    for at, arg in enumerate(call.args):
+        if arg.star:
+            return
+        if arg.keyword is not None:
+            yield arg.keyword.value, arg.value
+        elif at < len(names):
+            yield names[at], arg.value
 
 
 def block(node: cst.CSTNode) -> list[cst.BaseStatement]:
@@ -270,7 +341,7 @@ class _Renames(OfVariables):
 
 def replace_names(node: N, found: Mapping[str, cst.BaseExpression]) -> N:
     """Replace names that are read, not those of attributes, keywords and parameters."""
-    return cast("N", node.visit(_Renames(lambda name: found.get(name.value, name))))
+    return changed_by(node, _Renames(lambda name: found.get(name.value, name)))
 
 
 def matches_code(one: cst.CSTNode | None, other: cst.CSTNode | None) -> bool:
@@ -300,6 +371,7 @@ PAGES: Mapping[str, str] = {
     "names": "docs/from-accelerate.md",
     "classes": "docs/migrate.md",
     "data": "docs/data.md",
+    "contexts": "docs/contexts.md",
     "trackers": "docs/trackers.md",
     "checkpoints": "docs/checkpoints.md",
     "fsdp": "docs/fsdp.md",
@@ -325,9 +397,11 @@ class Remarks:
 
     def __init__(self) -> None:
         self._texts: list[str] = []
+        self.gone: list[str] = []  # comments of lines that are left out
 
     def decide(self, what: str, page: str) -> cst.EmptyLine:
         """Return the comment for what has no mechanical counterpart."""
+        what = " ".join(what.replace("self__", "self.").split())  # an attribute, as the script has it
         return cst.EmptyLine(comment=cst.Comment(f"{DECIDE} {what} ({PAGES[page]})"))
 
     def change(self, text: str) -> cst.EmptyLine:
@@ -335,6 +409,10 @@ class Remarks:
         if text not in self._texts:
             self._texts.append(text)
         return cst.EmptyLine(comment=cst.Comment(f"{MARK} {self._texts.index(text)}"))
+
+    def leave_out(self, node: cst.CSTNode) -> None:
+        """Leave the comments of a node out with it: nothing that stays needs them."""
+        self.gone += [line.comment.value for line in comments(node) if line.comment]
 
     def finish(self, text: str) -> tuple[str, tuple[tuple[int, str], ...]]:
         """Take the marks out of a written script; return it, and the changes with their lines."""

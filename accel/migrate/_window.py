@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statements of a training step, sorted: backward, clipping, step, the `if` around it; trackers, calls that log."""
+"""Statements of a training step, sorted: backward, clipping, step, the `if` around it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._script import Script
 from accel.migrate._tree import (
     Lines,
-    Remarks,
     argument,
     block,
     called,
@@ -30,11 +28,8 @@ from accel.migrate._tree import (
     targets,
     text_of,
     walk,
-    with_block,
 )
 
-# trackers by their name in `log_with=`
-TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 _CLIPS = {"clip_grad_norm_": "max_norm", "clip_grad_value_": "max_value"}
 
 
@@ -161,6 +156,9 @@ def split_step(
     for node in nodes:
         guarded = isinstance(node, cst.If) and node.orelse is None
         whole = guarded and (asks_sync(script, cast(cst.If, node).test) or steps(script, node))
+        if guarded and not whole and _clips_under(script, cast(cst.If, node), step):
+            step.held += [line for line in leading(node) if line.comment]
+            continue
         if whole and (_takes_any(script, node, step)):
             test = cast(cst.If, node).test
             if not asks_sync(script, test) and (length := window_length(script, test)) is not None:
@@ -195,6 +193,23 @@ def split_step(
         body.insert(at, _sync_block(script, step, inside))
         return body, at
     return rest.body, -1
+
+
+def _clips_under(script: Script, node: cst.If, step: Step) -> bool:
+    """Take a block that clips, under a condition beside that of the window's end; whether it was one."""
+    test, held = node.test, step.clip
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+        parts = [each for each in (test.left, test.right) if not asks_sync(script, each)]
+        test = parts[0] if len(parts) == 1 else test
+    probe = Step(script)
+    lines = block(node)
+    if held is not None or not all(probe.takes(each) for each in lines) or probe.clip is None or probe.optimizers:
+        return False
+    for each in lines:
+        _ = step.takes(each)
+    kind, value = probe.clip
+    step.clip = (kind, expression("{value} if {test} else None", value=value, test=test))
+    return True
 
 
 def _blank(node: cst.BaseStatement) -> list[cst.EmptyLine]:
@@ -258,217 +273,3 @@ def whole_loss(
 
 def _is_length(script: Script, node: cst.BaseExpression, length: cst.BaseExpression | None) -> bool:
     return script.is_attribute(node, "gradient_accumulation_steps") or matches_code(node, length)
-
-
-_EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
-
-
-class Tracking:
-    """Calls of trackers: `init_trackers` with the trackers of `log_with=`, `log` with the trackers and a step."""
-
-    def __init__(self, script: Script, decide: Callable[[str, str], None], change: Callable[[str], None]) -> None:
-        self._script = script
-        self._decide = decide
-        self._change = change
-
-    def begun(self, call: cst.Call) -> cst.BaseExpression:
-        """Return the call that begins trackers."""
-        tracked = self._script.tracked
-        project = argument(call, "project_name", 0) or expression('"run"')
-        config = argument(call, "config", 1)
-        folder = tracked.get("logging_dir") or tracked.get("project_dir")
-        options = f", to={self._to(tracked.get('log_with'), argument(call, 'init_kwargs', 2))}"
-        if folder is not None and text_of(folder) != "None":
-            options += f", dir={text_of(folder)}"
-        if config is not None:
-            options += f", config={text_of(config)}"
-        return cst.parse_expression(f"accel.init_trackers({self._script.ctx}, {text_of(project)}{options})")
-
-    def _to(self, given: cst.BaseExpression | None, kwargs: cst.BaseExpression | None) -> str:
-        names: list[str] = []
-        elements = [each.value for each in given.elements] if isinstance(given, (cst.List, cst.Tuple)) else [given]
-        for each in elements:
-            name = text_of(each).strip("\"'") if each is not None else ""
-            name = name.removeprefix("LoggerType.").lower() if name.startswith("LoggerType.") else name
-            if name in TRACKERS:
-                names.append(f"accel.trackers.{name}({self._options(name, kwargs)})")
-            elif name in ("all", ""):
-                self._change('log_with="all": no tracker is on because it is installed; jsonl() writes metrics.jsonl')
-                names.append("accel.trackers.jsonl()")
-            elif isinstance(each, (cst.Name, cst.Attribute, cst.Subscript)):
-                self._change(f'log_with={name} names one tracker; None, a list and "all" are none')
-                names.append(f"getattr(accel.trackers, {text_of(each)})()")
-            else:
-                self._decide(f"the trackers in place of log_with={name}", "trackers")
-                names.append("accel.trackers.jsonl()")
-        return f"[{', '.join(names)}]"
-
-    @staticmethod
-    def _options(name: str, kwargs: cst.BaseExpression | None) -> str:
-        if not isinstance(kwargs, cst.Dict):
-            return ""
-        for element in kwargs.elements:
-            if isinstance(element, cst.DictElement) and text_of(element.key).strip("\"'") == name:
-                return _keywords(element.value)
-        return ""
-
-    def logged(self, call: cst.Call, *, in_steps: bool = False) -> cst.BaseExpression:
-        """Return the call that logs values; in steps of the optimizer where another step is left out."""
-        args = [arg for arg in call.args if not arg.keyword or arg.keyword.value not in ("log_kwargs",)]
-        if in_steps:
-            args = [arg for arg in args[:1] + args[2:] if not arg.keyword or arg.keyword.value != "step"]
-            call = call.with_changes(args=args)
-            self._change("values of an epoch are logged by the optimizer's steps, as others are: they only grow")
-        plain = [arg for arg in args if arg.keyword is None]
-        if len(plain) > 1:
-            args[1] = args[1].with_changes(keyword=cst.Name("step"), equal=_EQUAL)
-        elif argument(call, "step") is None:
-            step = cst.Arg(expression(f"{self._script.state}.updates"), keyword=cst.Name("step"), equal=_EQUAL)
-            args = [args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT), step]
-            if not in_steps:
-                self._change("log needs a step: that of the optimizer")
-        first = [cst.Arg(cst.Name(self._script.ctx)), cst.Arg(cst.Name(self._script.trackers))]
-        if isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace):
-            comma = cst.Comma(whitespace_after=call.whitespace_before_args)
-            first = [each.with_changes(comma=comma) for each in first]
-        return call.with_changes(func=expression("accel.log"), args=[*first, *args])
-
-
-def _keywords(value: cst.BaseExpression) -> str:
-    """Return a dict's items as keywords of a call, or the dict itself with two stars."""
-    elements = value.elements if isinstance(value, cst.Dict) else ()
-    pairs = [
-        (text_of(each.key).strip("\"'"), text_of(each.value)) for each in elements if isinstance(each, cst.DictElement)
-    ]
-    if isinstance(value, cst.Dict) and len(pairs) == len(elements) and all(key.isidentifier() for key, _ in pairs):
-        return ", ".join(f"{key}={text}" for key, text in pairs)
-    return f"**{text_of(value)}"
-
-
-_USES = ("log", "log_images", "get_tracker", "end_training")
-_RUNS = ("tracker", "writer", "run")  # attributes of Accelerate's trackers that are the package's own object
-
-
-class HandedTrackers(cst.CSTTransformer):
-    """Hand the trackers to functions that take the context and log; write loops over all trackers by their names."""
-
-    def __init__(self, script: Script, notes: Remarks, module: cst.Module) -> None:
-        super().__init__()
-        self._script = script
-        self._notes = notes
-        self._needing = _needing(script, module)
-
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        if original_node.name.value not in self._needing:
-            return updated_node
-        params: list[cst.Param] = []
-        for param in updated_node.params.params:
-            params.append(param.with_changes(comma=cst.MaybeSentinel.DEFAULT))
-            if param.name.value in self._script.holders:
-                params.append(cst.Param(cst.Name(self._script.trackers)))
-        return updated_node.with_changes(params=updated_node.params.with_changes(params=params))
-
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        if full_name(original_node.func) not in self._needing:
-            return updated_node
-        args: list[cst.Arg] = []
-        name = cst.Name(self._script.trackers)
-        for arg in updated_node.args:
-            args.append(arg)
-            if self._script.holds(arg.value):
-                keyed = cast(cst.Call, expression(f"f({name.value}={name.value})")).args[0]
-                args.append((cst.Arg(name) if arg.keyword is None else keyed).with_changes(comma=arg.comma))
-                args[-2] = arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) if arg is updated_node.args[-1] else arg
-        return updated_node.with_changes(args=args)
-
-    @override
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
-        """Begin a run without trackers where a condition leaves them out and functions are handed them."""
-        begins = any(self._script.method(call) == "init_trackers" for call in calls(original_node.body))
-        if not begins or not self._needing or original_node.orelse is not None or not self._script.tracked_if:
-            return updated_node
-        none = statement(f'{self._script.trackers} = accel.init_trackers({self._script.ctx}, "none", to=[])')
-        return updated_node.with_changes(orelse=cst.Else(body=cst.IndentedBlock([none])))
-
-    @override
-    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
-        script = self._script
-        if not script.is_attribute(original_node.iter, "trackers") or not isinstance(original_node.target, cst.Name):
-            return updated_node
-        tracker = original_node.target.value
-        change = _Runs(tracker, f"{tracker}_name")
-        body = with_block(updated_node, [cast(cst.BaseStatement, each.visit(change)) for each in block(updated_node)])
-        if change.unknown:
-            return updated_node
-        lines = block(body)
-        if tracker in loads(body.body):
-            own = statement(f"{tracker} = accel.get_tracker({script.trackers}, {tracker}_name)")
-            lines = [own, *lines]
-        names = expression(f"{script.trackers}.names")
-        return with_block(body, lines).with_changes(target=cst.Name(f"{tracker}_name"), iter=names)
-
-
-class _Runs(cst.CSTTransformer):
-    """Uses of a tracker of Accelerate, written for its package's own object."""
-
-    def __init__(self, tracker: str, name: str) -> None:
-        super().__init__()
-        self.unknown = False
-        self._tracker = tracker
-        self._name = name
-        self._known = 0
-        self._kinds: list[str] = []
-
-    @override
-    def visit_If_body(self, node: cst.If) -> None:
-        self._kinds.append(text_of(node.test))
-
-    @override
-    def leave_If_body(self, node: cst.If) -> None:
-        _ = self._kinds.pop()
-
-    @override
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        if not (isinstance(node.value, cst.Name) and node.value.value == self._tracker):
-            return True
-        logs = node.attr.value == "log" and any("wandb" in kind for kind in self._kinds)
-        self.unknown = self.unknown or not (node.attr.value in (*_RUNS, "name") or logs)
-        return False
-
-    @override
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        if isinstance(original_node.value, cst.Name) and original_node.value.value == self._tracker:
-            if original_node.attr.value == "name":
-                return cst.Name(self._name)
-            return original_node.value if original_node.attr.value in _RUNS else original_node
-        return updated_node
-
-    @override
-    def visit_Name(self, node: cst.Name) -> None:
-        self.unknown = self.unknown or node.value == self._tracker
-
-
-def _needing(script: Script, module: cst.Module) -> set[str]:
-    """Return functions that take an Accelerator and use its trackers, or call one that does, without beginning them."""
-    if not script.tracks:
-        return set()
-    begin = [node for node in script.functions.values() if _methods(script, node) & {"init_trackers"}]
-    inside = {each.name.value for node in begin for each in walk(node) if isinstance(each, cst.FunctionDef)}
-    own = {
-        name: node
-        for name, node in script.functions.items()
-        if name not in inside and any(param.name.value in script.holders for param in node.params.params)
-    }
-    found = {name for name, node in own.items() if _methods(script, node) & {*_USES, "trackers"}}
-    while more := {
-        name for name, node in own.items() if name not in found and {full_name(c.func) for c in calls(node)} & found
-    }:
-        found |= more
-    return found
-
-
-def _methods(script: Script, node: cst.CSTNode) -> set[str]:
-    """Return the attributes and methods of an Accelerator that a node uses."""
-    return {each.attr.value for each in walk(node) if isinstance(each, cst.Attribute) and script.holds(each.value)}

@@ -29,14 +29,13 @@ if TYPE_CHECKING:
         FoundRuns as FoundRuns,
         MetricCurve as MetricCurve,
         RunData as RunData,
-        RunState as RunState,
         StoredCheckpoint as StoredCheckpoint,
         find_runs as find_runs,
         name_runs as name_runs,
         read_data as read_data,
-        state_of as state_of,
         thin as thin,
     )
+    from accel.report._run_state import RunState as RunState, state_of as state_of
     from accel.report._served import LiveReport as LiveReport, ReportServer as ReportServer
     from accel.report._watch_app import WatchApp as WatchApp, open_app as open_app
 
@@ -51,9 +50,8 @@ __getattr__ = exports(
             "StoredCheckpoint",
             *("FoundRuns", "find_runs", "name_runs"),
             "read_data",
-            "RunState",
-            "state_of",
         ),
+        "_run_state": ("RunState", "state_of"),
         "_media": ("MEDIA_ROOM",),
         "_page": ("report_page",),
         "_followed": ("FollowedRun", "exit_status", "rank_rows", "status_line"),

@@ -19,10 +19,10 @@ from accel.report._run_data import (
     MediaFolder,
     MetricCurve,
     RunData,
-    RunState,
     StoredCheckpoint,
     why_closed,
 )
+from accel.report._run_state import RunState
 from accel.report._series import charts_of, ranked_metrics
 from accel.report._tables import rank_text, show_number
 from accel.run_folder import METRICS, PROFILE, LaunchRecord, Position, decode_line, noted, read_new, read_records
@@ -62,11 +62,17 @@ class FollowedRun:
         self._profiled: Stamps = ()
         self._machine = MachineSamples()
         self._media = MediaFolder()
+        self._was_folder = False  # a folder that is one, and not a link, stays so
         self._seen = RunData(name=name, folder=folder, curves=self._curves)
 
     def look(self) -> RunData:
         """Return the run as it is now. Of a file that was cut back, only the rest counts; of one that cannot be read,
-        what it had before."""
+        what it had before. A link in the place of a folder that was followed is not."""
+        if self._folder.is_symlink():
+            if self._was_folder:
+                return replace(self._seen, problems=["the folder was replaced by a link, which is not followed"])
+        elif self._folder.is_dir():
+            self._was_folder = True
         if reason := why_closed(self._folder):
             return replace(self._seen, problems=[reason])
         self._seen = self._read()

@@ -14,7 +14,8 @@ import msgspec
 from accel.opening import read_regular
 from accel.report import _summary, _tables
 from accel.report._media import MEDIA_ROOM, MediaShelf, PageMedia, media_section
-from accel.report._run_data import AT, MetricCurve, RunData, RunState, state_of
+from accel.report._run_data import AT, MetricCurve, RunData
+from accel.report._run_state import RunState, state_of
 from accel.report._series import ChartData, SeriesWriter, charts_of, clock_of, counted_axes, marks_of, ranked_metrics
 from accel.report._tables import Html, element, join, launch_sections, table
 from accel.run_folder import CODE
@@ -22,12 +23,13 @@ from accel.terminal import show_size
 
 MOST_SIDE_BY_SIDE = 6  # runs; more are a table of one row a run
 _MOST_TILES = 4
+_MOST_GROUPS = 6  # groups of charts that are not folded
 _MOST_OPEN = 12  # charts of a page whose readings of clocks are not folded
 _LAST = ("time/", "system/", "constants and counters")  # titles of groups, behind the media
 _FIRST = ("train", "eval", "val", "valid", "validation", "test")  # groups
 _LONGEST_CODE = 200_000  # characters of changed code on the page
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("data.js", "charts.js", "media.js", "page.js", "sweep.js")
+_SCRIPTS = ("data.js", "charts.js", "export.js", "media.js", "page.js", "sweep.js")
 _LIVE = "live.js"
 
 
@@ -63,7 +65,7 @@ def page_of(
         shelf: media of earlier pages, and the room for them.
         unreadable: folders that may hold more runs and cannot be searched, a line each.
     """
-    states = [state_of(run.run, run.launches) for run in runs]
+    states = [state_of(run.run, run.launches, folder=run.folder) for run in runs]
     charts = charts_of(runs)
     if order is not None:
         charts.sort(key=lambda chart: order.setdefault(chart.title, len(order)))
@@ -283,9 +285,10 @@ def _groups(charts: Sequence[ChartData]) -> Iterator[tuple[str, bool, list[int]]
         found.setdefault("", []).extend(found.pop(name))
     first = [name for name in _FIRST if name in found]
     rest = [name for name in found if name not in (*first, "")]
-    for name in [*first, *([""] if "" in found else []), *rest]:
+    ordered: list[str] = [*first, *([""] if "" in found else []), *rest]
+    for at, name in enumerate(ordered):
         title = f"{name}/" if name else "others" if len(found) > 1 else "metrics"
-        yield title, True, found[name]
+        yield title, at < _MOST_GROUPS, found[name]
     for title, members in clocks:
         yield title, len(charts) <= _MOST_OPEN, members
     if dull:

@@ -6,14 +6,13 @@ from __future__ import annotations
 import math
 import os
 import re
-import socket
 import stat
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -418,73 +417,3 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
         seen[name] = seen.get(name, 0) + 1
         names[at] = name if seen[name] == 1 else f"{name} ({seen[name]})"
     return names
-
-
-class RunState(msgspec.Struct, frozen=True):
-    """The state of a run.
-
-    Attributes:
-        kind: state in one word.
-        text: the same for people, with the reason.
-        started_s: time of the first start, in seconds since the epoch; None if no record has it.
-        ended_s: time of the end; None while it runs, or if no record has it.
-    """
-
-    kind: Literal["running", "finished", "failed", "stopped", "lost", "unknown"]
-    text: str
-    started_s: float | None = None
-    ended_s: float | None = None
-
-
-def is_alive(record: LaunchRecord | RunRecord) -> bool:
-    """Return whether a launcher, or rank 0, that has not ended may still run: on another host that is unknown."""
-    if record.host != socket.gethostname() or record.pid <= 0:
-        return True
-    try:
-        os.kill(record.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def state_of(
-    run: RunRecord | None,
-    launches: Sequence[LaunchRecord],
-    alive: Callable[[LaunchRecord | RunRecord], bool] = is_alive,
-) -> RunState:
-    """Return the state of a run: that of its newest launch, or else of its own record; `alive` asks whether the process
-    of either still runs."""
-    starts = [each.started_s for each in launches] + ([run.started_s] if run else [])
-    started_s = min(starts, default=None)
-    if launches and (run is None or max((run.started_s, *run.resumed_s)) <= _end(launches[-1])):
-        launch = launches[-1]
-        if launch.ended_s is not None:
-            kind, text = _ended(launch)
-            return RunState(kind, text, started_s, launch.ended_s)
-        if alive(launch):
-            return RunState("running", "running", started_s)
-        return RunState("lost", "the launcher ended without a word, as after SIGKILL or a loss of power", started_s)
-    if run is not None and run.status == "running" and not alive(run):
-        return RunState("lost", "rank 0 ended without a word, as after SIGKILL or a loss of power", started_s)
-    if run is not None:
-        text = f"failed: {run.error}" if run.status == "failed" and run.error else run.status
-        return RunState(run.status, text, started_s, run.ended_s)
-    return RunState("unknown", "state unknown", started_s)
-
-
-def _end(launch: LaunchRecord) -> float:
-    return float("inf") if launch.ended_s is None else launch.ended_s
-
-
-def _ended(launch: LaunchRecord) -> tuple[Literal["finished", "failed", "stopped"], str]:
-    if launch.stopped:
-        return "stopped", f"stopped by {launch.stopped}"
-    if launch.status == 0:
-        return "finished", "finished"
-    error = launch.attempts[-1].error if launch.attempts else None
-    if error is None:
-        return "failed", f"failed with status {launch.status}"
-    cause = error.exception or (f"signal {-error.status}" if error.status < 0 else f"status {error.status}")
-    return "failed", f"rank {error.rank} failed: {cause}"

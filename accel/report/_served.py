@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import hmac
 import re
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -24,7 +25,8 @@ from accel.errors import ConfigError
 from accel.report._followed import FollowedRun, Stamps
 from accel.report._media import MEDIA_ROOM, MediaShelf
 from accel.report._page import contents_json, page_of, served_page
-from accel.report._run_data import FoundRuns, RunData, name_runs, state_of
+from accel.report._run_data import FoundRuns, RunData, name_runs
+from accel.report._run_state import state_of
 
 
 class ServedPage(NamedTuple):
@@ -115,7 +117,8 @@ class LiveReport:
             if not self._runs[folder][2].is_empty:
                 _ = self._shown.setdefault(folder)
         found = [self._runs[folder] for folder in self._shown or list(self._runs)[:1]]
-        seen = [*runs_now.unreadable, *((stamps, state_of(run.run, run.launches)) for _, stamps, run in found)]
+        states = [state_of(run.run, run.launches, folder=run.folder) for *_, run in found]
+        seen = [*runs_now.unreadable, *zip((stamps for _, stamps, _ in found), states, strict=True)]
         if seen == self._seen:
             return self._kept
         runs = [run for *_, run in found]
@@ -129,10 +132,38 @@ class LiveReport:
         return ServedPage(version, text, data, contents=page.contents)
 
 
+def change_of(old: Any, new: Any) -> dict[str, Any] | None:
+    """Return what turns one JSON value into another; None for equal ones.
+
+    {"v": value} replaces it. {"k": {key: change}, "x": [keys]} changes and drops keys of an object; {"k": ..., "n":
+    length} does so for a list, whose keys are places.
+    """
+    if old == new:
+        return None
+    if isinstance(old, dict) and isinstance(new, dict):
+        was = cast("dict[str, Any]", old)
+        now = cast("dict[str, Any]", new)
+        kept = {key: change_of(was[key], value) if key in was else {"v": value} for key, value in now.items()}
+        return {"k": {key: each for key, each in kept.items() if each}, "x": [key for key in was if key not in now]}
+    if isinstance(old, list) and isinstance(new, list):
+        before = cast("list[Any]", old)
+        after = cast("list[Any]", new)
+        places = {
+            str(at): change_of(before[at], value) if at < len(before) else {"v": value}
+            for at, value in enumerate(after)
+        }
+        return {"k": {at: each for at, each in places.items() if each}, "n": len(after)}
+    return {"v": new}
+
+
+_NOTHING = object()
 _FIRST_S = 10.0  # a reader's wait for the first snapshot
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 _PATHS = ("/", "/data", "/media")
+_SMALL = 1000  # bytes that are not worth it
+_LEVEL = 5
+_KEPT = 4  # the page and the data of two moments
 _PATIENCE_S = 20.0  # for a reader's next bytes
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -169,6 +200,9 @@ class ReportServer(ThreadingHTTPServer):
         self.report = report
         self.token = token
         self.names = {*_LOCAL, host.lower()}
+        self._lock = Lock()
+        self._known: dict[str, bytes] = {}  # data of the newest versions that were sent
+        self._packed: dict[bytes, bytes] = {}  # the newest bodies, by their digest, packed once for all readers
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         super().__init__((host, port), _Reader)
         shown = f"[{host}]" if ":" in host else host
@@ -178,10 +212,51 @@ class ReportServer(ThreadingHTTPServer):
         """Bind without the question to a name server that `HTTPServer` asks."""
         socketserver.TCPServer.server_bind(self)
 
+    def data_since(self, base: str, found: ServedPage) -> bytes:
+        """Return a page's data, or what changed in it since a version that a reader has."""
+        with self._lock:
+            before = self._known.get(base)
+            _put(self._known, found.version, found.data)
+        if before is None:
+            return found.data
+        change = change_of(msgspec.json.decode(before), msgspec.json.decode(found.data))
+        return msgspec.json.encode({"base": base, "change": change})
+
+    def packed(self, body: bytes) -> bytes:
+        """Return a body compressed by gzip; one that several readers get is compressed once."""
+        digest = hashlib.blake2b(body, digest_size=16).digest()
+        with self._lock:
+            made = self._packed.get(digest)
+        if made is None:
+            made = gzip.compress(body, _LEVEL, mtime=0)
+            with self._lock:
+                _put(self._packed, digest, made)
+        return made
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of readers that went away."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
+
+
+K = TypeVar("K")
+
+
+def _put(kept: dict[K, bytes], key: K, value: bytes) -> None:
+    """Keep a value as the newest of a few."""
+    _ = kept.pop(key, None)
+    while len(kept) >= _KEPT:
+        _ = kept.pop(next(iter(kept)))
+    kept[key] = value
+
+
+def _takes_gzip(accepted: str) -> bool:
+    """Whether a reader's `Accept-Encoding` has gzip, and not with a weight of zero."""
+    for each in accepted.lower().split(","):
+        name, _, weight = each.replace(" ", "").partition(";q=")
+        if name == "gzip":
+            return weight.strip("0.") != "" or not weight
+    return False
 
 
 class _Reader(BaseHTTPRequestHandler):
@@ -204,7 +279,9 @@ class _Reader(BaseHTTPRequestHandler):
         elif self.headers.get("If-None-Match") == f'"{found.version}"':
             self._send(304, b"", {"ETag": f'"{found.version}"'})
         else:
-            self._send(200, found.data, {"Content-Type": "application/json", "ETag": f'"{found.version}"'})
+            base = parse_qs(target.query).get("base", [""])[0]
+            data = cast("ReportServer", self.server).data_since(base, found)
+            self._send(200, data, {"Content-Type": "application/json", "ETag": f'"{found.version}"'})
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -236,6 +313,9 @@ class _Reader(BaseHTTPRequestHandler):
 
     def _send(self, code: int, body: bytes, headers: dict[str, str]) -> None:
         self.close_connection = True
+        if len(body) > _SMALL and _takes_gzip(self.headers.get("Accept-Encoding", "")):
+            body = cast("ReportServer", self.server).packed(body)
+            headers = {**headers, "Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
         self.send_response(code)
         for name, value in {**_HEADERS, **headers, "Content-Length": str(len(body)), "Connection": "close"}.items():
             self.send_header(name, value)

@@ -10,7 +10,8 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from accel.report._run_data import AT, MetricCurve, RunData, RunState
+from accel.report._run_data import AT, MetricCurve, RunData
+from accel.report._run_state import RunState
 from accel.report._series import ChartData, best_of, clock_of, condense
 from accel.report._tables import NONE, Html, element, join, ranks_of, show_source, show_time, table
 from accel.terminal import show_size
@@ -61,8 +62,8 @@ def show_duration(seconds: float) -> str:
     raise AssertionError
 
 
-def sparkline(curve: MetricCurve) -> Html | None:
-    """Return a small curve; None for fewer than two values."""
+def sparkline(curve: MetricCurve, run: int) -> Html | None:
+    """Return a small curve in the colour of a run, by its number; None for fewer than two values."""
     if len(curve.values) < 2:
         return None
     found = condense(curve.steps, curve.values, _POINTS)
@@ -76,7 +77,9 @@ def sparkline(curve: MetricCurve) -> Html | None:
     )
     line = element("polyline", points=points, vector_effect="non-scaling-stroke")
     box = f"0 0 {_WIDTH} {_HEIGHT}"
-    return element("svg", line, class_="spark", viewBox=box, preserveAspectRatio="none", aria_hidden="true")
+    return element(
+        "svg", line, class_="spark", viewBox=box, preserveAspectRatio="none", aria_hidden="true", data_run=str(run)
+    )
 
 
 def rates_of(run: RunData) -> list[tuple[str, float, MetricCurve]]:
@@ -210,9 +213,9 @@ def one_run(run: RunData, state: RunState, metrics: Sequence[ChartData], at: int
     """Yield the first screen of a page of one run."""
     facts = [_badge(state), *_facts(run, state)]
     yield element("p", *_dotted(facts), class_="facts")
-    tiles = [_metric_tile(chart, chart.curves[at]) for chart in metrics if at in chart.curves]
+    tiles = [_metric_tile(chart, at) for chart in metrics if at in chart.curves]
     for title, value, curve in rates_of(run)[:2]:
-        tiles.append(_tile(title, show_value(value), "by the clock", sparkline(curve)))
+        tiles.append(_tile(title, show_value(value), "by the clock", sparkline(curve, at)))
     if (found := newest_checkpoint(run)) is not None:
         name, note = found
         tiles.append(_tile("newest checkpoint", name, note, None, is_name=True))
@@ -243,12 +246,13 @@ def _badge(state: RunState) -> Html:
     return element("span", state.text, class_=f"badge {state.kind}")
 
 
-def _metric_tile(chart: ChartData, curve: MetricCurve) -> Html:
+def _metric_tile(chart: ChartData, run: int) -> Html:
+    curve = chart.curves[run]
     last = curve.last
     newest = NONE if last is None else show_value(last[1])
     best = best_of(curve, chart.better)
     note = "" if best is None else f"best {show_value(best[1])} at step {show_value(best[0])}"
-    return _tile(chart.title, newest, note, sparkline(curve))
+    return _tile(chart.title, newest, note, sparkline(curve, run))
 
 
 def _tile(title: str, value: str, note: str, drawn: Html | None, *, is_name: bool = False) -> Html:
@@ -309,7 +313,7 @@ def _metric_cell(chart: ChartData, at: int) -> str:
         return NONE
     best = best_of(curve, chart.better)
     note = None if best is None else element("span", f" best {show_value(best[1])}", class_="soft")
-    return element("div", element("span", show_value(curve.last[1])), note, sparkline(curve), class_="cell")
+    return element("div", element("span", show_value(curve.last[1])), note, sparkline(curve, at), class_="cell")
 
 
 def many_runs(runs: Sequence[RunData], states: Sequence[RunState]) -> Iterator[Html]:

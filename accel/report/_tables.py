@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import msgspec
 
-from accel.report._run_data import AT, RunData, RunState
+from accel.report._run_data import AT, RunData
+from accel.report._run_state import RunState
 from accel.run_folder import Attempt, LaunchRecord, RankError, RankState, Setting, SourceState
 from accel.terminal import show_clock, show_size
 

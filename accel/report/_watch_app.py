@@ -14,7 +14,8 @@ from textual.widgets import DataTable, Footer, Header, Static
 from textual_plotext import PlotextPlot
 
 from accel.report._followed import FollowedRun, alert_text, ordered_names, rank_rows, status_line
-from accel.report._run_data import AT, MetricCurve, RunData, RunState, state_of, thin
+from accel.report._run_data import AT, MetricCurve, RunData, thin
+from accel.report._run_state import RunState, state_of
 from accel.report._summary import show_value
 from accel.terminal import show_age, show_size, show_text
 
@@ -101,7 +102,7 @@ class WatchApp(App[None]):
             self.sub_title = "held"
             return
         run = self._followed.look()
-        state = state_of(run.run, run.launches)
+        state = state_of(run.run, run.launches, folder=run.folder)
         self.title = show_text(run.name)
         self.sub_title = show_text(state.text)
         self.query_one("#status", Static).update(Text(status_line(run, state)))

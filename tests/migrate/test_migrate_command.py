@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from accel.cli import main
+from accel.migrate import migrate_bytes
 
 SCRIPT = """from accelerate import Accelerator
 
@@ -209,3 +210,98 @@ def test_a_file_that_breaks_the_rewriting_is_named_and_the_others_are_written(
             in said.err
         )
         assert f"+++ b/{script}" in said.out
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("# é\nfrom accelerate import Accelerator\n".encode("latin-1"), "byte 0xe9 in line 1, which is not utf-8"),
+        ("from accelerate import Accelerator\n".encode("utf-16"), "not a text file"),
+        (b"# coding: no-such\nfrom accelerate import Accelerator\n", "unknown encoding"),
+        (b"\xef\xbb\xbf# coding: latin-1\nfrom accelerate import Accelerator\n", "not a text file"),
+    ],
+)
+def test_an_encoding_that_is_not_said_is_named(
+    data: bytes, said: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _ = Path("odd.py").write_bytes(data)
+    assert main(["migrate", "odd.py", "train.py"]) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert "+++ b/train.py" in told.out
+
+
+def test_magics_of_several_lines_stay(script: Path) -> None:
+    sources = [
+        "!pip install \\\n    accelerate \\\n    torch\nfrom accelerate import Accelerator",
+        'rest = (7\n % 4)\ntext = """\n!no magic\n"""\nfiles = !ls \\\n  -l',
+        "accelerator = Accelerator()\naccelerator.print(rest)",
+    ]
+    none: dict[str, object] = {}
+    cells = [{"cell_type": "code", "metadata": none, "source": source} for source in sources]
+    path = Path("train.ipynb")
+    _ = path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 4}))
+    assert main(["migrate", "--write", "train.ipynb"]) == 0
+    found = [cell["source"] for cell in json.loads(path.read_text())["cells"]]
+    assert found[0] == sources[0].replace("from accelerate import Accelerator", "import accel")
+    assert found[1] == sources[1]
+    assert found[2] == "ctx = accel.from_env()\naccel.print(ctx, rest)"
+
+
+def test_remarks_stand_next_to_the_script_and_are_told_again(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _ = script.write_text(
+        "from accelerate import Accelerator\n\n\ndef f(accelerator, model, opt, loader):\n"
+        "    loader = accelerator.prepare(loader, device_placement=False)\n"
+        "    accelerator.unheard_of()\n    for batch in loader:\n        accelerator.backward(model(batch))\n"
+        "        opt.step()\n        opt.zero_grad()\n"
+    )
+    assert main(["migrate", "--write", "train.py"]) == 1
+    first = capsys.readouterr().out.partition("Changed in meaning:")[2]
+    assert "  train.py:" in first
+    told = Path("train.py.remarks").read_text()
+    assert told.startswith("Left to you:\n  ")
+    assert told.index("a mean loss is weighed") < told.index("no seed is set")  # what changes numbers most is first
+    assert main(["migrate", "train.py"]) == 1
+    again = capsys.readouterr().out.partition("Changed in meaning:")[2]
+    assert first.replace("1 rewritten", "0 to rewrite") == again
+
+
+def test_a_folder_shows_how_far_it_is(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _ = Path("other.py").write_text("x = 1\n")
+    assert main(["migrate", "."]) == 0
+    assert "[1/2] other.py\n[2/2] train.py\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("schedule", "advises"),
+    [
+        ("make(optimizer, 100, args.total * accelerator.num_processes)", True),
+        ("make(optimizer, num_warmup_steps=args.warmup)", True),
+        ("make(optimizer, num_warmup_steps=args.warmup * accelerator.num_processes)", False),
+        ("make(optimizer, T_max=len(loader) * args.epochs)", False),
+        ("make(optimizer, gamma=0.5, last_lr=1000)", False),
+    ],
+)
+def test_constants_are_to_be_divided_only_where_they_are(schedule: str, advises: bool, script: Path) -> None:
+    text = (
+        "from accelerate import Accelerator\n\n\ndef f(accelerator, args, optimizer, loader):\n"
+        f"    scheduler = {schedule}\n    optimizer, scheduler, loader = "
+        "accelerator.prepare(optimizer, scheduler, loader)\n"
+    )
+    result = migrate_bytes(text.encode(), Path("x.py"))
+    assert any("divide constants" in change.text for change in result.changes) == advises
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import os\n\nimport torch\nfrom accelerate import Accelerator\nfrom x import y", "accel,torch,x"),
+        ("import os\n\nimport numpy\nimport torch\nfrom accelerate import Accelerator", "accel,numpy,torch"),
+        ("import os\n\nfrom accelerate import Accelerator\nfrom x import y", "accel,x"),
+        ("import torch\nimport os\nfrom accelerate import Accelerator", "torch,os,accel"),  # in no order itself
+    ],
+)
+def test_imports_that_were_sorted_stay_so(before: str, after: str, script: Path) -> None:
+    text = migrate_bytes(f"{before}\n\nAccelerator().print(1)\n".encode(), Path("x.py")).new.decode()
+    words = [line.split()[1] for line in text.splitlines() if line.startswith(("import", "from"))]
+    assert ",".join(words).removeprefix("os,") == after

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,16 +15,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
+from hypothesis import given, settings, strategies as st
 from sample_runs import write_launch, write_metrics, write_run
 
+import accel.report
 from accel.cli import main
 from accel.cli._runs import _token, run_report
 from accel.errors import ConfigError
 from accel.report import FollowedRun, FoundRuns, LiveReport, ReportServer, _followed, _media, _served, read_data
+from accel.report._served import change_of
 from accel.run_folder import encode_line
 
 TOKEN = "a-token-of-24-characters"
@@ -85,6 +90,71 @@ def ask(server: ReportServer, target: str, *headers: str, method: str = "GET", h
 
 
 PAGE, DATA = f"/?token={TOKEN}", f"/data?token={TOKEN}"
+
+
+JSON = st.recursive(
+    st.none() | st.integers(0, 3) | st.sampled_from(["", "a"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("kvxn"), inner, max_size=3),
+)
+
+
+def changed(old: Any, change: Any) -> Any:
+    """What `changedBy` of the page's script does."""
+    if not change:
+        return old
+    if "v" in change:
+        return change["v"]
+    if isinstance(old, list):
+        made = {str(at): each for at, each in enumerate(cast("list[Any]", old)[: change["n"]])}
+    else:
+        made = dict(old)
+    made |= {key: changed(made.get(key), each) for key, each in change["k"].items()}
+    for key in change.get("x", ()):
+        del made[key]
+    return [made[str(at)] for at in range(len(made))] if isinstance(old, list) else made
+
+
+@given(old=JSON, new=JSON)
+def test_a_change_gives_the_new_value_and_is_none_for_an_equal_one(old: Any, new: Any) -> None:
+    change = change_of(old, new)
+    assert (change is None) == (old == new)
+    assert changed(old, change) == new
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node on this machine")
+@settings(max_examples=10, deadline=None)
+@given(pairs=st.lists(st.tuples(JSON, JSON), min_size=20, max_size=20))
+def test_the_script_of_the_page_applies_a_change(pairs: list[tuple[Any, Any]]) -> None:
+    script = (Path(accel.report.__file__).parent / "assets" / "live.js").read_text()
+    function = re.search(r"function changedBy\(.*?\n}\n", script, flags=re.DOTALL)
+    assert function
+    cases = msgspec.json.encode([[old, change_of(old, new)] for old, new in pairs]).decode()
+    program = f"{function[0]}console.log(JSON.stringify({cases}.map(([old, change]) => changedBy(old, change))))"
+    made = subprocess.run(["node", "-e", program], capture_output=True, check=True).stdout
+    assert msgspec.json.decode(made) == [new for _, new in pairs]
+
+
+def test_a_reader_gets_what_changed_and_all_of_it_compressed(
+    server: ReportServer, tmp_path: Path, clock: Clock
+) -> None:
+    status, head, whole = ask(server, DATA)
+    tag = re.search(r'ETag: "(\w+)"', head)
+    assert tag
+    write_metrics(tmp_path / "runs" / "demo", 600)
+    clock.now_s += 10
+    status, head, part = ask(server, f"{DATA}&base={tag[1]}", f'If-None-Match: "{tag[1]}"')
+    assert status == 200
+    found = msgspec.json.decode(part)
+    assert found["base"] == tag[1]
+    fresh = msgspec.json.decode(ask(server, f"{DATA}&base=unknown")[2])
+    assert changed(msgspec.json.decode(whole), found["change"]) == fresh
+    request = f"GET {PAGE} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept-Encoding: br, gzip\r\n\r\n".encode()
+    head_bytes, _, body = exchange(server, request).partition(b"\r\n\r\n")
+    assert b"Content-Encoding: gzip" in head_bytes
+    plain = ask(server, PAGE, "Accept-Encoding: gzip;q=0")[2].encode()
+    assert gzip.decompress(body) == plain
+    assert len(body) < len(plain) / 2
 
 
 def test_a_reader_with_the_token_gets_the_page_and_its_data(server: ReportServer, tmp_path: Path) -> None:
@@ -428,3 +498,22 @@ def test_a_token_file_is_made_for_its_owner_and_kept(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert _token(path) == token
     assert main(["report", str(tmp_path), "--port", "70000"]) == 2
+
+
+def test_a_folder_that_becomes_a_link_is_not_followed(tmp_path: Path) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    write_metrics(folder, 100)
+    write_metrics(other, 500)
+    followed = follow(folder)
+    assert followed.look().curves.last_step == 90
+    folder.rename(tmp_path / "away")
+    folder.symlink_to(other)
+    seen = followed.look()
+    assert seen.curves.last_step == 90
+    assert seen.problems == ["the folder was replaced by a link, which is not followed"]
+    folder.unlink()
+    (tmp_path / "away").rename(folder)
+    assert not followed.look().problems
+    chosen = tmp_path / "chosen"  # a link from the beginning is the reader's own
+    chosen.symlink_to(other)
+    assert follow(chosen).look().curves.last_step == 490

@@ -420,8 +420,13 @@ def test_the_state_of_a_run_is_that_of_its_newest_launch(tmp_path: Path) -> None
 def test_a_run_whose_rank_0_is_gone_is_lost(tmp_path: Path) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    run = RunRecord(id="a", project="p", started_s=START_S, host=socket.gethostname(), pid=os.getpid())
+    run = RunRecord(id="a", project="p", started_s=time.time(), host=socket.gethostname(), pid=os.getpid())
     assert state_of(run, []).kind == "running"
+    assert state_of(msgspec.structs.replace(run, started_s=START_S), []).kind == "lost"  # a later process of its number
+    ended = subprocess.Popen(["true"])
+    assert os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT) is not None
+    assert state_of(msgspec.structs.replace(run, pid=ended.pid), []).kind == "lost"  # its parent has not asked yet
+    ended.wait()
     assert state_of(msgspec.structs.replace(run, pid=gone.pid), []).kind == "lost"
     assert state_of(msgspec.structs.replace(run, pid=gone.pid, status="finished"), []).kind == "finished"
     # another host's processes, and those of older records, are unknown
@@ -430,6 +435,19 @@ def test_a_run_whose_rank_0_is_gone_is_lost(tmp_path: Path) -> None:
     write_launch(tmp_path)
     again = msgspec.structs.replace(run, pid=gone.pid, resumed_s=(START_S + 9000,))  # by another command
     assert state_of(again, read_launches(tmp_path)).kind == "lost"
+
+
+def test_a_run_of_another_host_that_writes_nothing_is_not_running(tmp_path: Path) -> None:
+    run = RunRecord(id="a", project="p", started_s=START_S, host="elsewhere", pid=7)
+    inside = tmp_path / "logs" / "rank0.log"
+    inside.parent.mkdir()
+    inside.write_text("x")
+    assert state_of(run, [], folder=tmp_path).kind == "running"
+    for each in (inside, inside.parent, tmp_path):
+        os.utime(each, (START_S, START_S))
+    assert state_of(run, [], folder=tmp_path).text.startswith("unknown: nothing written for 30 min")
+    inside.write_text("y")
+    assert state_of(run, [], folder=tmp_path).kind == "running"
 
 
 def test_settings_are_those_that_the_run_had_and_a_launch_says_where_they_come_from(tmp_path: Path) -> None:
@@ -659,3 +677,16 @@ def test_five_hundred_runs_take_thirty_seconds_and_ten_megabytes_at_most(tmp_pat
     assert main(["report", str(tmp_path / "runs")]) == 0
     assert time.process_time() - began_s < 30
     assert (tmp_path / "runs" / "report.html").stat().st_size < 10_000_000
+
+
+def test_groups_beyond_six_are_folded_and_small_curves_have_the_colour_of_their_run(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        values = {f"{group}{at}/loss_{part}": 0.5 + at for group in "xy" for at in range(4) for part in "pq"}
+        lines = [encode_line(step, {key: value / step for key, value in values.items()}) for step in (1, 2)]
+        (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+    page = report_page([read_data(name, tmp_path / name) for name in ("a", "b")])
+    groups = re.findall(r'<details [^>]*class="group"[^>]*>', page) or re.findall(r"<details[^>]*group[^>]*>", page)
+    assert [("open" in each) for each in groups] == [True] * 6 + [False] * 2
+    assert set(re.findall(r'class="spark"[^>]*data-run="(\d)"', page)) == {"0", "1"}

@@ -21,6 +21,8 @@ class Chart {
     this.canvas = card.querySelector("canvas");
     this.isVisible = false;
     this.isDirty = true;
+    this.isStale = true; // whether more than the pointer and the lit run differ from the picture below
+    this.below = make("canvas");
     this.drag = null;
     this.listen();
   }
@@ -45,11 +47,10 @@ class Chart {
     const found = [];
     const shown = this.runs.filter(isShown);
     for (const run of shown) {
-      const isFine = shown.length <= MOST_BANDS || run === state.lit;
       const curve = curveOf(this.metric, run);
       const xs = placesOf(curve);
       if (!xs.length && !curve.marks.length) continue;
-      found.push({ run, curve, part: partOf(curve, xs, from, to, pixels / (isFine ? 3 : 6)) });
+      found.push({ run, curve, part: partOf(curve, xs, from, to, pixels / (shown.length <= MOST_BANDS ? 3 : 6)) });
     }
     return found.sort((one, other) => (one.run === state.lit) - (other.run === state.lit));
   }
@@ -81,9 +82,29 @@ class Chart {
     if (!box.width) return;
     const [width, height] = [Math.round(box.width * ratio), Math.round(box.height * ratio)];
     if (this.canvas.width !== width || this.canvas.height !== height) Object.assign(this.canvas, { width, height });
+    const isKept = !this.isStale && this.isCrowded && this.below.width === width && this.below.height === height;
+    if (!isKept) {
+      Object.assign(this.below, { width, height });
+      this.drawBelow(this.below.getContext("2d"), ratio);
+      this.isStale = false;
+    }
     const pen = this.canvas.getContext("2d");
+    pen.setTransform(1, 0, 0, 1, 0, 0);
+    pen.clearRect(0, 0, width, height);
+    pen.drawImage(this.below, 0, 0);
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.clearRect(0, 0, box.width, box.height);
+    if (this.isCrowded) this.drawLit(pen);
+    this.drawHover(pen, this.drawn.toX);
+  }
+
+  get isCrowded() {
+    return this.drawn?.lines.length > MOST_BANDS;
+  }
+
+  // What stays while the pointer moves: with many runs all lines alike, since drawing them takes longer than a frame.
+  drawBelow(pen, ratio) {
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.clearRect(0, 0, this.size.width, this.size.height);
     const lines = this.lines();
     const [from, to] = currentView();
     const domain = this.domain(lines);
@@ -94,14 +115,33 @@ class Chart {
     const toY = (value) => plot.bottom - ((domain.isLog ? Math.log10(Math.max(value, floor)) : value) - domain.low) * up;
     this.drawn = { lines, toX, toY, from, to };
     this.drawAxes(pen, domain, toX);
+    this.clipped(pen, () => this.drawLines(pen, lines, this.isCrowded ? null : state.lit));
+    if (!this.isCrowded) this.drawMarks(pen, lines, toX); // whole ones at both ends, too
+  }
+
+  clipped(pen, paint) {
+    const plot = this.plot;
     pen.save();
     pen.beginPath();
     pen.rect(plot.left, plot.top - 2, plot.right - plot.left, plot.bottom - plot.top + 4);
     pen.clip();
-    this.drawLines(pen, lines, toX, toY);
+    paint();
     pen.restore();
-    if (lines.length <= MOST_BANDS) this.drawMarks(pen, lines, toX); // whole ones at both ends, too
-    this.drawHover(pen, toX);
+  }
+
+  // The lit run of many: the others pale below it.
+  drawLit(pen) {
+    const { lines, from, to } = this.drawn;
+    const found = lines.find(({ run }) => run === state.lit);
+    if (!found) return;
+    const { left, right } = this.plot;
+    const part = partOf(found.curve, placesOf(found.curve), from, to, Math.max(20, right - left) / 3);
+    this.clipped(pen, () => {
+      pen.globalAlpha = 0.75;
+      pen.fillStyle = theme.card;
+      pen.fillRect(0, 0, this.size.width, this.size.height);
+      this.drawLines(pen, [{ ...found, part }], state.lit);
+    });
   }
 
   drawAxes(pen, domain, toX) {
@@ -138,11 +178,12 @@ class Chart {
     pen.stroke();
   }
 
-  drawLines(pen, lines, toX, toY) {
-    const isCrowded = lines.length > MOST_BANDS;
+  drawLines(pen, lines, lit) {
+    const { toX, toY } = this.drawn;
+    const { isCrowded } = this;
     for (const { run, curve, part } of lines) {
-      const isLit = run === state.lit;
-      const isDim = state.lit !== null && !isLit;
+      const isLit = run === lit;
+      const isDim = lit !== null && !isLit;
       pen.strokeStyle = pen.fillStyle = colorOf(run);
       const hasBand = curve.low !== curve.mean || Array.isArray(part.x);
       if (hasBand && (!isCrowded || isLit) && !isDim) {
@@ -349,8 +390,12 @@ function schedule() {
     if (frames.length > 1000) frames.shift();
   });
 }
-function redraw() {
-  for (const chart of charts) chart.isDirty = true;
+// Draw all charts again; `isLight` if nothing but the pointer and the lit run changed.
+function redraw(isLight = false) {
+  for (const chart of charts) {
+    chart.isDirty = true;
+    chart.isStale ||= !isLight;
+  }
   schedule();
 }
 function setView(view) {

@@ -119,6 +119,16 @@ function take(fresh) {
   return true;
 }
 
+// A value with a change of the server's, which is none, another value, or changes of parts by their keys.
+function changedBy(old, change) {
+  if (!change) return old;
+  if ("v" in change) return change.v;
+  const made = Array.isArray(old) ? old.slice(0, change.n) : { ...old };
+  for (const [key, each] of Object.entries(change.k)) made[key] = changedBy(made[key], each);
+  for (const key of change.x ?? []) delete made[key];
+  return made;
+}
+
 function say(text) {
   told.textContent = text;
   told.hidden = !text;
@@ -129,9 +139,12 @@ async function ask() {
   live.asks = true;
   try {
     const headers = { "If-None-Match": `"${live.version}"` };
-    const answer = await fetch(`data${location.search}`, { headers, cache: "no-store" });
+    const base = live.raw ? `&base=${live.version}` : ""; // what is here: only changes of it are sent
+    const answer = await fetch(`data${location.search}${base}`, { headers, cache: "no-store" });
     if (answer.status === 200) {
-      const fresh = await answer.json();
+      const found = await answer.json();
+      live.raw = "change" in found ? changedBy(live.raw, found.change) : found;
+      const fresh = structuredClone(live.raw); // which is put into the page's order
       if (!take(fresh)) { location.reload(); return; }
       live.version = answer.headers.get("ETag").replaceAll('"', "");
     } else if (answer.status !== 304) {

@@ -12,6 +12,11 @@ function toggle(run, isAlone) {
   } else if (!state.hidden.delete(run)) {
     state.hidden.add(run);
   }
+  openLink();
+  onChange((what) => { if (what !== "lit") keepLink(); });
+  for (const id of ["search", "against"]) document.getElementById(id)?.addEventListener("input", keepLink);
+  addEventListener("beforeprint", beginPrint);
+  addEventListener("afterprint", endPrint);
   changed("runs");
 }
 
@@ -143,13 +148,13 @@ function setHover(hover) {
   if (!hover) {
     tip.hidden = true;
     light(null);
-    redraw();
+    redraw(true);
     return;
   }
   const found = hover.chart.nearest(hover.place, hover.y);
   light(found.length > 1 && found[0].distance < 30 ? found[0].run : null);
   fillTip(hover, found);
-  redraw();
+  redraw(true);
 }
 
 function fillTip(hover, found) {
@@ -194,16 +199,65 @@ const seen = new IntersectionObserver((entries) => {
     if (isIntersecting) schedule();
   }
 }, { rootMargin: "100px" });
-const sized = new ResizeObserver(redraw);
+const sized = new ResizeObserver(() => redraw());
 function addChart(card) {
   const chart = new Chart(card);
   charts.push(chart);
   seen.observe(chart.canvas);
   sized.observe(chart.canvas);
   card.querySelector("button")?.addEventListener("click", () => card.classList.toggle("whole"));
+  addExports(chart);
+}
+// On paper all charts are in sight, and what is folded is open.
+const unfolded = [];
+function beginPrint() {
+  for (const each of document.querySelectorAll("main details:not([open])")) {
+    each.open = true;
+    unfolded.push(each);
+  }
+  for (const chart of charts) if (!chart.card.hidden) chart.draw();
+}
+function endPrint() {
+  for (const each of unfolded.splice(0)) each.open = false;
+  redraw();
 }
 function fillDots() {
   for (const dot of document.querySelectorAll(".dot[data-run]")) dot.style.background = colorOf(Number(dot.dataset.run));
+  for (const spark of document.querySelectorAll(".spark[data-run]")) spark.style.stroke = colorOf(Number(spark.dataset.run));
+}
+
+// What a reader chose is part of the page's address, so that a link shows the same.
+const CONTROLS = ["filter", "search", "axis", "log", "smooth", "against"];
+function linkOf() {
+  const kept = new URLSearchParams();
+  for (const id of CONTROLS) {
+    const control = document.getElementById(id);
+    const value = control?.type === "checkbox" ? (control.checked ? "1" : "") : control?.value ?? "";
+    if (value && value !== control.dataset.first) kept.set(id, value);
+  }
+  if (state.view) kept.set("view", state.view.map((each) => Number(each.toPrecision(12))).join(","));
+  for (const run of [...state.hidden].slice(0, MOST_HIDDEN)) kept.append("hide", RUNS[run].name);
+  return kept.size ? `#${kept}` : "";
+}
+const MOST_HIDDEN = 200;
+function keepLink() {
+  const link = linkOf();
+  if (link !== location.hash) history.replaceState(null, "", link || location.pathname + location.search);
+}
+function openLink() {
+  const kept = new URLSearchParams(location.hash.slice(1));
+  for (const id of CONTROLS) {
+    const control = document.getElementById(id);
+    if (!control) continue;
+    control.dataset.first ??= control.type === "checkbox" ? "" : control.value;
+    if (!kept.has(id)) continue;
+    if (control.type === "checkbox") control.checked = kept.get(id) === "1"; else control.value = kept.get(id);
+    control.dispatchEvent(new Event(control.tagName === "SELECT" || control.type === "checkbox" ? "change" : "input"));
+  }
+  const hidden = new Set(kept.getAll("hide"));
+  RUNS.forEach(({ name }, run) => { if (hidden.has(name)) state.hidden.add(run); });
+  const view = (kept.get("view") ?? "").split(",").map(Number);
+  if (view.length === 2 && view.every(Number.isFinite) && view[0] < view[1]) setView(view);
 }
 
 function start() {
@@ -220,7 +274,7 @@ function start() {
     if (what === "runs" || what === "lit") renderMedia();
     if (what === "runs") state.view = state.view && currentView();
     document.getElementById("reset")?.toggleAttribute("disabled", !state.view);
-    redraw();
+    redraw(what === "lit");
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     readTheme();
@@ -229,5 +283,7 @@ function start() {
   });
   addEventListener("pointerdown", ({ target }) => { if (state.hover && target.tagName !== "CANVAS") setHover(null); });
   addEventListener("scroll", () => { if (state.hover) setHover(null); }, { passive: true });
+  addEventListener("beforeprint", beginPrint);
+  addEventListener("afterprint", endPrint);
   changed("runs");
 }

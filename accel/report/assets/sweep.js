@@ -260,7 +260,9 @@ function buildParallel() {
     const title = axis.column.title.length > 22 ? `…${axis.column.title.slice(-21)}` : axis.column.title;
     svg.append(draw("text", { x: x(at), y: 14, class: "title", "text-anchor": "middle" }, title));
     const isLast = at === axes.length - 1;
-    for (const [part, text] of axis.ticks) {
+    const most = at && !isLast ? Math.max(4, Math.floor((x(1) - x(0) - 24) / 6.5)) : Infinity; // up to the axis before
+    for (const [part, whole] of axis.ticks) {
+      const text = whole.length > most ? `${whole.slice(0, most - 1)}…` : whole;
       const attributes = { x: x(at) + (isLast ? 6 : -6), y: y(part) + 4, "text-anchor": isLast ? "start" : "end" };
       svg.append(draw("text", attributes, text));
     }

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts with deep nesting, rewritten in a child process: a parser that runs out of stack ends the child alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from accel.errors import ConfigError
+from accel.migrate._shared import Shared
+
+_DEEP = 60  # blocks and expressions in each other; scripts have about 20
+_STACK = 512 * 2**20
+_LIMIT = 100_000
+_SECONDS = 600.0
+TOO_DEEP = "an expression of too many parts, or too many blocks in each other"
+_CODE = "from accel.migrate._nested import answer; answer()"
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """Request to a child: a script to rewrite."""
+
+    text: str
+    where: str
+    cells: bool
+    shared: Shared
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Answer of a child: the script, its notes and changes; or why there is none."""
+
+    text: str = ""
+    notes: tuple[tuple[int, str], ...] = ()
+    changes: tuple[tuple[int, str], ...] = ()
+    error: str = ""
+
+
+def is_deep(text: str, where: str) -> bool:
+    """Whether a script is too deep for this process; raise `ConfigError` for one that Python itself refuses so."""
+    try:
+        waiting: list[tuple[ast.AST, int]] = [(ast.parse(text), 0)]
+    except SyntaxError as error:
+        if "too many" not in str(error):
+            return False  # the parser of the rewriting names line and column
+        raise ConfigError("not Python", got=str(error.msg), where=f"{where}:{error.lineno}") from None
+    except (RecursionError, MemoryError):
+        raise ConfigError("not Python", got=TOO_DEEP, where=where) from None
+    while waiting:
+        node, depth = waiting.pop()
+        if depth > _DEEP:
+            return True
+        waiting += [(child, depth + 1) for child in ast.iter_child_nodes(node)]
+    return False
+
+
+def in_child(asked: Asked) -> Answer:
+    """Return what a child process makes of a script; raise `ConfigError` where it ends without an answer."""
+    command = [sys.executable, "-c", _CODE]
+    try:
+        ended = subprocess.run(command, input=msgspec.json.encode(asked), capture_output=True, timeout=_SECONDS)
+        answer = msgspec.json.decode(ended.stdout, type=Answer)
+    except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError):
+        raise ConfigError("the file cannot be rewritten", got=TOO_DEEP, where=asked.where) from None
+    if answer.error:
+        raise ConfigError("the file cannot be rewritten", got=answer.error, where=asked.where)
+    return answer
+
+
+def answer() -> None:
+    """Rewrite the script that standard input asks for, on a thread with a large stack. The child's whole work."""
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
+    sys.setrecursionlimit(_LIMIT)
+    _ = threading.stack_size(_STACK)
+    thread = threading.Thread(target=_answer, args=(asked,))
+    thread.start()
+    thread.join()
+
+
+def _answer(asked: Asked) -> None:
+    from accel.migrate._rewrite import rewrite_here
+
+    _write(lambda: Answer(*rewrite_here(asked.text, asked.where, cells=asked.cells, shared=asked.shared)))
+
+
+def _write(made: Callable[[], Answer]) -> None:
+    try:
+        found = made()
+    except BaseException as error:  # a parser in Rust panics by one that is no Exception
+        found = Answer(error=f"{type(error).__name__}: {error}".partition("\n")[0])
+    _ = sys.stdout.buffer.write(msgspec.json.encode(found))
+    sys.stdout.flush()

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accel migrate` on scripts in the manner of strangers: exit status 0 means that the written script holds together."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import io
+import re
+import symtable
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import accel
+from accel.migrate import FileResult, find_scripts, migrate_file, read_shared
+
+TEXTS = sorted(Path(__file__).parent.glob("strangers_*.txt"))
+SCRIPTS = {
+    name.strip(): body
+    for path in TEXTS
+    for name, body in re.findall(r"^#### (.*)\n((?:(?!####).*\n)*)", path.read_text(), flags=re.MULTILINE)
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FileResult]:
+    root = tmp_path_factory.mktemp("strangers")
+    for name, body in SCRIPTS.items():
+        path = root / name
+        path.parent.mkdir(exist_ok=True)
+        _ = path.write_text(body)
+    shared = read_shared(list(find_scripts([str(root)])))
+    return {name: migrate_file(root / name, shared) for name in SCRIPTS}
+
+
+def undefined(text: str) -> set[str]:
+    """The names that a script reads, and that no scope around them binds."""
+    found: set[str] = set()
+    tables = [symtable.symtable(text, "script.py", "exec")]
+    module = {each.get_name() for each in tables[0].get_symbols() if each.is_local()}
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        found |= {each.get_name() for each in table.get_symbols() if each.is_referenced() and not each.is_local()}
+        found -= {each.get_name() for each in table.get_symbols() if each.is_free()}
+    return found - module - set(dir(builtins))
+
+
+def test_the_checks_of_these_tests_find_what_they_look_for() -> None:
+    assert undefined("def f(a):\n    return a + b + len(c)\n\n\nc = 1\n") == {"b"}
+    assert undefined("def f(a):\n    def g():\n        return a\n    return g\n") == set()
+    assert len(list(misfits("accel.prepare(ctx, a, device_placement=[True])\naccel.gather(ctx, x)\n"))) == 1
+    assert left("from accelerate import Accelerator\nself.accelerator.print(1)\n# accelerate\n") == [1, 1, 2]
+
+
+def left(text: str) -> list[int]:
+    """The lines that name Accelerate outside of comments and strings."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [each.start[0] for each in tokens if each.type == tokenize.NAME and "accelerat" in each.string.lower()]
+
+
+def misfits(text: str) -> Iterator[str]:
+    """The calls of accel's functions that do not bind to a signature."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call) or not re.fullmatch(r"accel(\.\w+)+", ast.unparse(node.func)):
+            continue
+        found: object = accel
+        for part in ast.unparse(node.func).split(".")[1:]:
+            found = getattr(found, part)
+        starred = any(isinstance(each, ast.Starred) for each in node.args) or any(
+            each.arg is None for each in node.keywords
+        )
+        bind = inspect.signature(found).bind_partial if starred else inspect.signature(found).bind  # type: ignore[arg-type]
+        try:
+            plain = [each for each in node.args if not isinstance(each, ast.Starred)]
+            _ = bind(*plain, **{each.arg: 0 for each in node.keywords if each.arg})
+        except TypeError as error:
+            yield f"{ast.unparse(node)}: {error}"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_without_notes_holds_together(name: str, written: dict[str, FileResult]) -> None:
+    """Nothing of Accelerate is left, no name is undefined that was not, and each call fits; or a note says where."""
+    result = written[name]
+    text = result.new.decode()
+    _ = compile(text, name, "exec")
+    if not result.notes:
+        assert undefined(text) <= undefined(SCRIPTS[name])
+        assert list(misfits(text)) == []
+        assert left(text) == []
+
+
+def test_most_scripts_need_at_most_two_decisions(written: dict[str, FileResult]) -> None:
+    few = [name for name, result in written.items() if len(result.notes) <= 2]
+    assert len(few) >= 18, sorted(set(SCRIPTS) - set(few))

@@ -81,6 +81,8 @@ class PartTensor(Tensor):
         from accel.parallel.parts._rules import rule_of  # which imports this file
 
         rule = rule_of(func)
+        if kwargs and kwargs.get("out") is not None:
+            raise no_rule(f"{name_of(func)}, with out=")
         try:
             if getattr(rule, "composed", False):  # of functions that have rules
                 return rule(func, args, kwargs or {})
@@ -139,7 +141,7 @@ def leave(part: Tensor) -> Tensor:
     whole = gathered(own, layout.dim, ranks.group)
     order = _order(layout.cut, ranks.size)
     if order is not None:
-        whole = whole.index_select(layout.dim, torch.tensor(order, device=whole.device))
+        whole = whole.index_select(layout.dim, torch.tensor(order).to(whole.device, non_blocking=True))
     return whole.contiguous()
 
 
@@ -233,7 +235,7 @@ def taken(rows: Tensor, dim: int, places: Places) -> Tensor:
     """Return some rows along a dimension."""
     if isinstance(places, slice):
         return rows.narrow(dim, places.start, places.stop - places.start)
-    return rows.index_select(dim, torch.tensor(places, device=rows.device))
+    return rows.index_select(dim, torch.tensor(places).to(rows.device, non_blocking=True))
 
 
 class Alignment(NamedTuple):

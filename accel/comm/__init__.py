@@ -85,7 +85,7 @@ from accel.comm._rounds import (
     send_flat as send_flat,
     unit_of as unit_of,
 )
-from accel.comm._threads import ThreadGroup as ThreadGroup, run_in_threads as run_in_threads
+from accel.comm._threads import SilentGroup as SilentGroup, ThreadGroup as ThreadGroup, run_in_threads as run_in_threads
 from accel.comm._torch import (
     ReduceOp as ReduceOp,
     all_gather_flat as all_gather_flat,

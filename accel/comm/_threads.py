@@ -93,6 +93,18 @@ class ThreadGroup(_Untyped):
         return _Done()
 
 
+class SilentGroup(ThreadGroup):
+    """The first rank of a group whose other ranks never send anything: what it would receive is zeros."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(_Meeting(size), 0, size)
+
+    def _met(self, given: list[Tensor], of: Callable[[Sequence[list[Tensor]]], Tensor], output: Tensor) -> dist.Work:
+        if output is not given[0]:  # no sum, which is that of this rank
+            _ = output.zero_()
+        return _Done()
+
+
 def run_in_threads(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
     """Run work on every rank of a group of threads, and return what each returned. The first error of a rank is raised,
     not those of ranks that waited for it. No communication."""

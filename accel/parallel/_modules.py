@@ -165,6 +165,7 @@ HELD = "accel_held"  # attribute of an engine's wrapper: its `EngineGradients`
 EMPTIED = "accel_emptied"  # attribute of modules whose parameters are empty between passes: what makes them so
 COMPILES = "accel_compile_with"  # attribute of a traced stage: options of torch.compile for its graphs
 FREED = "accel_freed"  # attribute of a module of another stage: paths of its tensors, by name
+RANKS = "accel_ranks"  # attribute of modules that compute with parts of tensors: the ranks that hold these
 OVERLAPS = "accel_overlaps"  # attribute of modules that send beside their own products
 STAGES = "accel_stages"  # attribute of a pipelined model
 _DIVIDED = "accel_divided"  # attribute of a module that follows a pipelined model

@@ -351,7 +351,8 @@ def own_options(
     sources = (_checked_plan(plan), keywords or ReplicateOptions())
     found: dict[str, Any] = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
     found |= {"plan": sources[0], "example": example}
-    found |= {"division": None, "gathered": None, "rules": None, "beside": {}}  # these follow from the model
+    # these follow from the model
+    found |= {"division": None, "gathered": None, "rules": None, "beside": {}, "regions": {}}
     own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
     own.check()
     return own

@@ -29,7 +29,11 @@ PRIVATE = {
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
-    "torch": ("_disable_dynamo", "_ops"),  # torch.compiler.disable, without importing the compiler at once; operators
+    "torch": (
+        "_disable_dynamo",
+        "_ops",
+        "_weight_norm",
+    ),  # torch.compiler.disable, without importing the compiler at once; operators
     "torch.nn.Module": (
         "_parameters",
         "_modules",
@@ -45,7 +49,7 @@ PRIVATE = {
     "torch.nn.RNNBase": ("_flat_weights", "_flat_weights_names", "_flat_weight_refs"),
     "torch._subclasses.fake_tensor": ("FakeTensorMode", "FakeTensor"),
     "torch._ops": ("OpOverload",),
-    "torch._C": ("_current_graph_task_id", "_autograd"),
+    "torch._C": ("_current_graph_task_id", "_autograd", "_is_torch_function_enabled", "DisableTorchFunctionSubclass"),
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
     "torch.distributed.tensor.DTensor": ("_spec", "_local_tensor"),  # and the arguments of its constructor
@@ -74,6 +78,9 @@ PRIVATE = {
 
 GET_DATA = cast(Any, torch.Tensor.data).__get__  # as modes of torch's functions see it
 SET_DATA = cast(Any, torch.Tensor.data).__set__
+# A block in which subclasses of tensors are tensors as any, and whether that is not so.
+without_subclasses: type[contextlib.AbstractContextManager[None]] = cast(Any, torch)._C.DisableTorchFunctionSubclass
+subclasses_are_on: Callable[[], bool] = cast(Any, torch)._C._is_torch_function_enabled
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

@@ -293,7 +293,7 @@ def test_parameters_that_are_read_are_told_with_the_line(ranks: Simulator) -> No
 
 def test_an_example_that_nothing_divides_is_told_with_the_reason(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> Any:
-        model = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
+        model = nn.Sequential(nn.Linear(WIDTH, 33), nn.ReLU(), nn.Linear(33, WIDTH))
         tied = _Tied(model)
         return caught(partial(accel.prepare, accel.replace(ctx, mesh="tp=2"), tied, example=torch.ones(2, WIDTH)))
 

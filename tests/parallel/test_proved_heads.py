@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import accel
 from accel.errors import PrepareError
-from accel.parallel.axes.tensor._found import found_plan
+from accel.parallel.axes.tensor._found_plan import found_plan
 from accel.parallel.axes.tensor._prove import Verdict, prove
 from accel.parallel.axes.tensor._rules import rules_of
 from accel.parallel.axes.tensor._styles import needed_grouped, needed_groups, needed_queries, row_exchange

@@ -81,6 +81,8 @@ class Mlp(nn.Module):
         hidden = self.norm(functional.gelu(hidden))
         if self.kind == "scaled":
             hidden = hidden * self.scale
+        if self.kind == "flipped":
+            hidden = hidden.flip(-1)
         if self.kind == "softmax":
             hidden = hidden.softmax(-1)
         return self.down(hidden) + (hidden.mean(-1, keepdim=True) if self.kind == "read" else 0)
@@ -474,7 +476,7 @@ def test_prepare_says_what_is_divided_and_what_stays_whole(ranks: Any, caplog: A
 @pytest.mark.parametrize("what", ["refuted", "failed"])
 def test_a_plan_that_was_refuted_is_not_the_line_to_write(ranks: Any, what: str) -> None:
     def rank(ctx: accel.DistContext) -> str:
-        model = nn.Sequential(nn.LayerNorm(8), Mlp("read"))
+        model = nn.Sequential(nn.LayerNorm(8), Mlp("flipped"))
         with pytest.raises(PrepareError) as caught:
             accel.prepare(accel.replace(ctx, mesh="tp=2"), model, example=torch.empty(2, 8 if what == "refuted" else 7))
         return str(caught.value)

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from accel.parallel._modules import example_of, named_modules, without_cache
-from accel.parallel.axes.tensor._prove import Verdict, prove, proved_in_parts, short
+from accel.parallel._modules import named_modules
+from accel.parallel.axes.tensor._prove import Verdict, prove
 from accel.parallel.axes.tensor._rules import clashes, is_in
 from accel.parallel.axes.tensor._styles import COLWISE, is_adapted, is_linear, output_dim, problems_of
-from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, Node, settings_of, trace
+from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, Node, settings_of
 from accel.topology import TensorStyle
 
+_LEAST_ROWS = 32  # of a table that is worth dividing
 _LAYER, _EMBEDDING, _ATTENTION = "linear layer", "embedding", "scaled_dot_product_attention"
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "__matmul__", "__rmatmul__", "einsum", "addbmm"})
 # Functions that mix elements: no path of a hidden value from one layer of a pair to the other.
@@ -270,50 +271,6 @@ def _pairs(graph: _Graph, outputs: Mapping[str, int], inputs: Mapping[str, int])
 Styles = Mapping[str, TensorStyle]
 
 
-class FoundPlan(NamedTuple):
-    """A plan that is found and proved.
-
-    Attributes:
-        styles: by path.
-        left: why candidates stay whole, by the path of their unit.
-        is_seen: whether a forward was recorded; without, the model's known layers may be right.
-    """
-
-    styles: Styles
-    left: Mapping[str, str]
-    is_seen: bool = True
-
-
-def found_plan(
-    model: nn.Module,
-    size: int,
-    example: Mapping[str, Any] | Sequence[Any] | None = None,
-    in_parts: Callable[[Styles], Styles] | None = None,
-    within: Sequence[str] = ("",),
-) -> FoundPlan:
-    """Return the plan by which so many ranks compute what the model does. No communication; the model and torch's
-    streams are unchanged.
-
-    `example` are arguments of the model's forward; None for small ones by the config of a model of transformers.
-    `in_parts` returns styles by which blocks work on parts of the tokens; `PrepareError` where these are not proved.
-    `within` are paths of the modules to look in; without, all blocks and ends of the model.
-    """
-    inputs = example_of(model, size if in_parts else 1) if example is None else without_cache(model, example)
-    if inputs is None:
-        return FoundPlan({}, {"": "no example of its inputs"}, is_seen=False)
-    try:
-        recorded = trace(model, inputs)
-    except Exception as error:  # whatever a forward raises without values
-        return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"}, is_seen=False)
-    search = _Search(model, recorded, size)
-    styles, left = search.blocks(within)
-    styles |= search.ends() if "" in within else {}
-    if not styles:
-        return FoundPlan({}, left)
-    styles = search.read(within) | styles
-    return FoundPlan(styles if in_parts is None else proved_in_parts(recorded, in_parts(styles), search.verdict), left)
-
-
 class _Proved(NamedTuple):
     candidate: Candidate
     styles: Styles
@@ -321,7 +278,9 @@ class _Proved(NamedTuple):
     outputs: frozenset[int]
 
 
-class _Search:
+class StyleSearch:
+    """A search for styles in a recorded forward."""
+
     def __init__(self, model: nn.Module, recorded: ForwardTrace, size: int) -> None:
         self._modules = dict(named_modules(model))
         self._model = model
@@ -451,16 +410,42 @@ class _Search:
         readers = {at for at, node in enumerate(self._trace.nodes) if at not in own and one.outputs & {*node.inputs}}
         return readers <= inside
 
-    def ends(self) -> dict[str, TensorStyle]:
+    def ends(self, styles: Styles) -> dict[str, TensorStyle]:
         """Styles of the embedding of words and of the head, and of all that is tied to them."""
         head = self._named("get_output_embeddings")
         words = self._named("get_input_embeddings")
         heads = [each for each in self._linear.values() if each is head]
         first = [each for each in self._modules.values() if each is words and isinstance(each, nn.Embedding)]
+        if not hasattr(self._model, "get_input_embeddings"):
+            first = self._tables(styles)
+            heads = [self._linear[path] for path in self._heads(first) if path not in styles]
         found: dict[str, TensorStyle] = {}
         for weight in {id(each.weight): each.weight for each in (*heads, *first) if not is_adapted(each)}.values():
             found |= self._with_weight(weight)
         return found
+
+    def _tables(self, styles: Styles) -> list[nn.Embedding]:
+        """Embeddings that were called, without small ones, as of positions, and those with a style."""
+        total = sum(each.numel() for each in self._model.parameters())
+        paths = dict.fromkeys(call.path for call in self._trace.calls if call.path not in styles)
+        called = (self._modules[path] for path in paths)
+        tables = [each for each in called if isinstance(each, nn.Embedding)]
+        return [each for each in tables if len(each.weight) >= _LEAST_ROWS and each.weight.numel() * 100 >= total]
+
+    def _heads(self, tables: Sequence[nn.Embedding]) -> list[str]:
+        """Paths of layers with as many outputs as a table has rows, which the model returns or ties to the table."""
+        rows = {len(each.weight) for each in tables}
+        tied = {id(each.weight) for each in tables}
+        returned = {
+            node.path
+            for node in self._trace.nodes
+            if node.path in self._linear and not set(node.outputs).isdisjoint(self._trace.outputs)
+        }
+        return [
+            path
+            for path, each in self._linear.items()
+            if self._features(path, 0) in rows and (path in returned or id(each.weight) in tied)
+        ]
 
     def _named(self, name: str) -> object:
         """The layer that a model of transformers names; None for none."""

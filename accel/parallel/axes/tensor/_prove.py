@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from accel.comm import ThreadGroup, run_in_threads
+from accel.comm import SilentGroup, ThreadGroup, run_in_threads
 from accel.errors import PrepareError
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
@@ -22,8 +22,9 @@ from accel.parallel._modules import copied_model, named_modules
 from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._layers import SEQUENCE_DIM, GroupLayer
 from accel.parallel.axes.tensor._rules import install, is_in, rules_of
-from accel.parallel.axes.tensor._styles import Rule
+from accel.parallel.axes.tensor._styles import Regions, Rule
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, batch_experts, plain, tensors_in
+from accel.parallel.parts import NoRuleError
 from accel.topology import TensorStyle
 
 _TOLERANCE = 1e-10
@@ -57,15 +58,17 @@ def prove(
     size: int,
     *,
     divided: Mapping[int, int] | None = None,
+    regions: Regions | None = None,
 ) -> Verdict:
     """Return whether a module that ranks divide computes as the whole one, in a call of its own. No communication.
 
     `styles` are by path in the module; `divided` are dimensions of the call's inputs that ranks get parts of, by the
-    tensor's number. The module and torch's streams are unchanged.
+    tensor's number. With `regions` of parts, a forward and backward in training mode must run, too. The module and
+    torch's streams are unchanged.
     """
     with cast(Any, torch.random).fork_rng(devices=[]), torch.enable_grad():
-        whole = _redrawn(module)
-        values = _drawn_inputs(call)
+        whole = redrawn(module)
+        values = drawn_inputs(call)
         try:
             expected = _run(whole, call, values, {}, None)
         except Exception as error:  # whatever a forward says of values that are drawn
@@ -73,7 +76,7 @@ def prove(
         if not all(bool(torch.isfinite(each).all()) for each in expected.outputs):
             return Verdict("the whole module's outputs are not finite", styles)
         while True:
-            verdict, summands = _compared(whole, call, values, expected, styles, size, divided or {})
+            verdict, summands = _compared(whole, call, values, expected, styles, size, divided or {}, regions or {})
             if not summands:
                 return verdict
             styles = {**styles, **dict.fromkeys(summands, cast(TensorStyle, _SUMMANDS))}
@@ -123,8 +126,8 @@ def _not_in_parts(problem: str) -> PrepareError:
     )
 
 
-def _redrawn(module: nn.Module) -> nn.Module:
-    """A copy in float64 with other parameters."""
+def redrawn(module: nn.Module) -> nn.Module:
+    """Return a copy in float64 with other parameters, in evaluation mode."""
     draw = torch.Generator().manual_seed(17)
     memo: dict[int, Any] = {}
     for each in module.parameters():
@@ -161,8 +164,8 @@ def _values(like: Tensor, draw: torch.Generator) -> Tensor:
     return torch.arange(last).expand(like.shape).to(like.dtype).clone()
 
 
-def _drawn_inputs(call: ModuleCall) -> Mapping[int, Tensor]:
-    """Values of a call's tensors, by their number."""
+def drawn_inputs(call: ModuleCall) -> Mapping[int, Tensor]:
+    """Return drawn values of a call's tensors, by their number."""
     draw = torch.Generator().manual_seed(23)
     tensors = tensors_in((call.args, call.kwargs))
     return {number: _values(each, draw) for number, each in zip(call.inputs, tensors, strict=True)}
@@ -218,6 +221,17 @@ def _run(
     return _ProofRun([each.detach() for each in outputs], {number: each.grad for number, each in given.items()}, own)
 
 
+def run_valued(module: nn.Module, call: ModuleCall, values: Mapping[int, Tensor]) -> object:
+    """Run a copy of a module in a call of its own, with values."""
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for at, number in zip(places, call.inputs, strict=True):
+        leaves[at] = values[number]
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    with _Wide():
+        return module(*args, **kwargs)
+
+
 def _divided_dim(whole: torch.Size, part: torch.Size, group: ThreadGroup | None) -> int | None:
     """The dimension that ranks divide equally; None for none."""
     if group is None or len(whole) != len(part):
@@ -250,10 +264,11 @@ def _compared(
     styles: Mapping[str, TensorStyle],
     size: int,
     divided: Mapping[int, int],
+    regions: Regions,
 ) -> tuple[Verdict, list[str]]:
     """A verdict, and paths of modules whose gradients may be summands, where nothing else differs."""
     try:
-        rules = rules_of(whole, styles, size)
+        rules = rules_of(whole, styles, size, regions=regions)
     except PrepareError as error:
         return Verdict(error.got.replace("the model: ", ""), styles), []
     shapes = [each.shape for each in expected.outputs]
@@ -283,11 +298,18 @@ def _compared(
         if dims.get(name) is not None or path in styles:
             return Verdict(f"the gradient of {name} differs", styles, outputs), []
         wrong.append(path)
+    if regions and not wrong:
+        try:  # one rank alone, as threads would draw different numbers
+            _ = _run(_part(whole, rules, SilentGroup(size)).train(), call, values, divided, SilentGroup(size))
+        except Exception as error:  # whatever a forward says of parts
+            return Verdict(f"in training, {short(error)}", styles, outputs), []
     return Verdict("", styles, outputs), list(dict.fromkeys(wrong))
 
 
 def short(error: Exception) -> str:
-    """Return the kind and the beginning of an error in one line."""
+    """Return the kind and the beginning of an error in one line; of a function without a rule, what it got."""
+    if isinstance(error, NoRuleError):
+        return f"no rule for {error.got}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

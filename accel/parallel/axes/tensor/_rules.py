@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,13 +15,15 @@ from accel.errors._checks import did_you_mean
 from accel.mixins import Mixin
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._compile import add_within
-from accel.parallel._modules import OVERLAPS, matching, named_modules
+from accel.parallel._modules import OVERLAPS, RANKS, matching, named_modules
 from accel.parallel.axes.tensor._attention import Attention, Recurrent
 from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
 from accel.parallel.axes.tensor._layers import Layer, ReadList, mixin_for
+from accel.parallel.axes.tensor._part_layers import LayerRanks, PartParameters, RegionEnd
 from accel.parallel.axes.tensor._styles import (
     COPYING,
     STYLES,
+    Regions,
     Rule,
     is_linear,
     problems_of,
@@ -39,7 +42,12 @@ _FAST_PATHS: Mapping[type[nn.Module], Mapping[str, int]] = {
 
 
 def rules_of(
-    model: nn.Module, plan: Mapping[str, TensorStyle], size: int, *, is_stage: bool = False
+    model: nn.Module,
+    plan: Mapping[str, TensorStyle],
+    size: int,
+    *,
+    regions: Regions | None = None,
+    is_stage: bool = False,
 ) -> dict[str, Rule]:
     """Return the rule of each module that has parameters or that the plan names, by path.
 
@@ -73,7 +81,37 @@ def rules_of(
     problems += [f"{path}: split_heads is of modules in one with divided heads" for path in _alone(rules, totals)]
     if problems:
         raise _refused(problems, size)
-    return _with_shares(model, _with_attributes(model, rules, attributes), totals)
+    rules = _with_shares(model, _with_attributes(model, rules, attributes), totals)
+    return _with_regions(model, rules, regions) if regions else rules
+
+
+def _with_regions(model: nn.Module, rules: Mapping[str, Rule], regions: Regions) -> dict[str, Rule]:
+    """Rules where some parameters are parts, in modules whose styles leave them whole."""
+    found = dict(rules)
+    for path, layouts in regions.items():
+        found[path] = msgspec.structs.replace(found.get(path) or Rule(style="replicated"), ends=True)
+        parameters = {
+            id(model.get_parameter(name)): layout for name, layout in layouts.items() if _is_here(model, name)
+        }
+        for owner, module in named_modules(model):  # tied ones everywhere
+            own = {
+                name: parameters[id(each)]
+                for name, each in module.named_parameters(recurse=False)
+                if id(each) in parameters
+            }
+            if own:
+                rule = found[owner]
+                dims = {name: layout.dim for name, layout in own.items()}
+                found[owner] = msgspec.structs.replace(
+                    rule, dims={**rule.dims, **dims}, layouts={**rule.layouts, **own}
+                )
+    return found
+
+
+def _is_here(model: nn.Module, name: str) -> bool:
+    """Whether this stage has a parameter."""
+    path, _, own = name.rpartition(".")
+    return own in dict(model.get_submodule(path).named_parameters(recurse=False))
 
 
 def match(plan: Mapping[str, str], paths: Iterable[str]) -> tuple[dict[str, str], list[str]]:
@@ -250,6 +288,20 @@ def share_of(model: nn.Module, rules: Mapping[str, Rule]) -> float:
     return sum(divided.values()) / max(sum(each.numel() for each in model.parameters()), 1)
 
 
+def lines_of(left: Mapping[str, str]) -> list[str]:
+    """Return a line for each module that stays whole, with the reason."""
+    return [f"{path or 'the model'}: {problem}" for path, problem in left.items()]
+
+
+def log_share(model: nn.Module, rules: Mapping[str, Rule], size: int, way: str, left: Mapping[str, str]) -> None:
+    """Log the share of the parameters that ranks divide, and what stays whole."""
+    listed = lines_of(left)
+    whole = f"; whole: {'; '.join(listed[:5])}" if listed else ""
+    text = "%s: %.0f%% of the parameters are divided along tp=%d, by %s%s"
+    name = type(model).__name__
+    logging.getLogger("accel.parallel").warning(text, name, 100 * share_of(model, rules), size, way, whole)
+
+
 def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rule], Layer]) -> None:
     """Let modules compute by their rules, each with a layer of its own. Those of one class stay of one class, for
     torch.compile to compile once."""
@@ -262,6 +314,12 @@ def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rul
         if rule.overlap:
             vars(module)[OVERLAPS] = True
         mixin = ReadList if isinstance(module, nn.ParameterList) else mixin_for(rule) or Attention
-        modules.setdefault(Recurrent if isinstance(module, nn.RNNBase) else mixin, []).append(module)
+        mixin = PartParameters if rule.layouts else Recurrent if isinstance(module, nn.RNNBase) else mixin
+        modules.setdefault(mixin, []).append(module)
+    within = [model.get_submodule(path) for path, rule in rules.items() if rule.layouts or rule.ends]
+    ranks = LayerRanks(cast(Any, within[0]).accel_layer) if within else None
+    for module in within:
+        setattr(module, RANKS, ranks)
     for mixin, own in modules.items():
         add_within(own, mixin)
+    add_within([model.get_submodule(path) for path, rule in rules.items() if rule.ends], RegionEnd)

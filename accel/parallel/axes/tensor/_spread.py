@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -39,7 +39,7 @@ from accel.parallel.axes.tensor._dropout import RecordedStreams, Streams, draw_o
 from accel.parallel.axes.tensor._layers import GroupLayer, Layer, local_of
 from accel.parallel.axes.tensor._overlap import with_overlap
 from accel.parallel.axes.tensor._pairs import LinearPair, guard_pairs
-from accel.parallel.axes.tensor._rules import WHERE, install, rules_of, share_of
+from accel.parallel.axes.tensor._rules import WHERE, install, lines_of, log_share, rules_of
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.axes.tensor._tensor_plan import (
     collapsed,
@@ -55,6 +55,7 @@ from accel.parallel.axes.tensor._tensor_plan import (
     with_head,
 )
 from accel.parallel.axes.tensor._vocabulary import gathered_note, refuse_own_loss, set_own_loss
+from accel.parallel.parts import RowLayout
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import HeadStyle, TensorStyle, dimension_of
 
@@ -72,11 +73,12 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
     overlap: bool = False
     example: Any = None
     beside: Mapping[str, TensorStyle] = {}  # found for what a declared plan passes over
+    regions: Mapping[str, Mapping[str, RowLayout]] = {}  # found for what styles leave whole
     rules: Mapping[str, Rule] | None = None  # of a model that is cut by tracing, before the cut
 
     def describe(self) -> str:
         """Return the options without what follows from them, and without the example."""
-        return repr(msgspec.structs.replace(self, example=None, beside={}, rules=None))
+        return repr(msgspec.structs.replace(self, example=None, beside={}, regions={}, rules=None))
 
     def check(self) -> None:
         """Raise `ConfigError` for a plan of one's own beside `sequence` or `head`."""
@@ -135,17 +137,27 @@ def _resolve(ctx: DistContext, model: nn.Module, options: TensorOptions) -> Tens
     inner = unwrap_model(model)
     is_found = _is_found(inner, options)
     if not is_found and not _has_more(inner, options):
+        if ctx.rank == 0 and options.tensor == "model":
+            rules = rules_of(inner, _styles(inner, options), _size(ctx))
+            log_share(inner, rules, _size(ctx), "the plan that it declares or its known layers", {})
         return options
     call = Call("prepare_model", "styles of tensor parallelism", call_site())
-    styles: dict[str, TensorStyle] = {}
+    plan = _SentPlan({}, {})
     with shared_failure(ctx.comm, call):
         if ctx.rank == 0:
-            styles = (_found if is_found else _found_beside)(inner, _size(ctx), options)
-    styles = broadcast_value(ctx.comm, call, styles, dict[str, TensorStyle])
+            plan = _found(ctx, inner, options) if is_found else _found_beside(inner, _size(ctx), options)
+    plan = broadcast_value(ctx.comm, call, plan, _SentPlan)
     if not is_found:
-        return msgspec.structs.replace(options, beside=styles, example=None)
-    styles = styles if options.head is None else with_head(inner, styles, options.head)
-    return msgspec.structs.replace(options, tensor=styles, example=None)
+        return msgspec.structs.replace(options, beside=plan.styles, example=None)
+    styles = plan.styles if options.head is None else with_head(inner, plan.styles, options.head)
+    return msgspec.structs.replace(options, tensor=styles, regions=plan.regions, example=None)
+
+
+class _SentPlan(NamedTuple):
+    """Styles by pattern and layouts of parameters, as rank 0 sends them."""
+
+    styles: dict[str, TensorStyle]
+    regions: dict[str, dict[str, RowLayout]]
 
 
 def _has_more(model: nn.Module, options: TensorOptions) -> bool:
@@ -159,36 +171,29 @@ def _inputs(options: TensorOptions) -> Any:
     return [options.example] if isinstance(options.example, torch.Tensor) else options.example
 
 
-def _found(model: nn.Module, size: int, options: TensorOptions) -> dict[str, TensorStyle]:
-    plan = found_styles(model, size, None if finds(model) else _inputs(options), sequence=options.sequence)
+def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentPlan:
+    inputs = None if finds(model) else _inputs(options)
+    size = _size(ctx)
+    with_regions = not isinstance(ctx.settings.compile, Compile)  # which torch.compile has not been tried on
+    is_staged = ctx.axis("pp").size > 1
+    plan = found_styles(model, size, inputs, sequence=options.sequence, with_regions=with_regions, is_staged=is_staged)
     styles = collapsed(model, plan.styles)
     if not plan.is_seen:
         styles = tensor_plan(model, sequence=options.sequence)
-    if not styles:
-        got = "; ".join([with_article(type(model).__name__), *_lines(plan.left)[:5]])
+    if not styles and not plan.regions:
+        got = "; ".join([with_article(type(model).__name__), *lines_of(plan.left)[:5]])
         raise _unknown(got, _REFUTED if plan.left.keys() - {""} else _NOT_FOUND)
     way = "a plan that is found and proved" if plan.is_seen else "the styles of its known layers"
-    _log(model, styles, size, way, _lines(plan.left))
-    return styles
+    log_share(model, rules_of(model, styles, size, regions=plan.regions), size, way, plan.left)
+    return _SentPlan(styles, {path: {**layouts} for path, layouts in plan.regions.items()})
 
 
-def _found_beside(model: nn.Module, size: int, options: TensorOptions) -> dict[str, TensorStyle]:
+def _found_beside(model: nn.Module, size: int, options: TensorOptions) -> _SentPlan:
     plan = styles_beside(model, size, _inputs(options))
     styles = declared_plan(model, plan.styles, head=options.head)
     way = "the plan that it declares" + (", and one beside it that is found and proved" if plan.styles else "")
-    _log(model, styles, size, way, _lines(plan.left))
-    return {**plan.styles}
-
-
-def _lines(left: Mapping[str, str]) -> list[str]:
-    return [f"{path or 'the model'}: {problem}" for path, problem in left.items()]
-
-
-def _log(model: nn.Module, styles: Mapping[str, TensorStyle], size: int, way: str, lines: Sequence[str]) -> None:
-    share = 100 * share_of(model, rules_of(model, styles, size))
-    whole = f"; whole: {'; '.join(lines[:5])}" if lines else ""
-    text = "%s: %.0f%% of the parameters are divided along tp=%d, by %s%s"
-    logging.getLogger("accel.parallel").warning(text, type(model).__name__, share, size, way, whole)
+    log_share(model, rules_of(model, styles, size), size, way, plan.left)
+    return _SentPlan({**plan.styles}, {})
 
 
 def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_empty: bool) -> nn.Module:
@@ -290,7 +295,7 @@ def _rules(
     *,
     is_stage: bool = False,
 ) -> dict[str, Rule]:
-    rules = rules_of(model, styles, _size(ctx), is_stage=is_stage)
+    rules = rules_of(model, styles, _size(ctx), regions=options.regions, is_stage=is_stage)
     return with_overlap(model, rules) if options.overlap else rules
 
 
@@ -357,7 +362,7 @@ def division_of(ctx: DistContext, options: TensorOptions, model: nn.Module) -> D
     mesh = _mesh(ctx)
     own_loss = options.head == "colwise"
     streams = Streams(mesh.get_local_rank(), ctx.device)
-    rules = _rules(ctx, inner, styles, options)
+    rules = rules_of(inner, styles, _size(ctx))  # a graph has no parts
     return Division(
         rules, _summands(inner, rules), pairs, patterns_of(pairs, styles), mesh.get_group(), streams, own_loss
     )

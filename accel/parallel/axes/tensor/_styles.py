@@ -12,6 +12,7 @@ import msgspec
 from torch import nn
 
 from accel.errors._checks import with_article
+from accel.parallel.parts import RowLayout
 from accel.topology import TensorStyle
 
 
@@ -142,6 +143,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         heads: number of heads of the whole module, where it has `shares`.
         attributes: values for attributes of the module that speak of what one rank computes.
         overlap: whether messages travel beside the module's products.
+        layouts: layouts of its parameters that are parts in a forward, by name.
+        ends: whether its outputs are whole tensors, where modules in it compute with parts.
         early: path in the module of the layer whose product goes beside the messages of the module's input; "" for
             none.
     """
@@ -160,6 +163,12 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     attributes: Mapping[str, int] = {}
     overlap: bool = False
     early: str = ""
+    layouts: Mapping[str, RowLayout] = {}
+    ends: bool = False
+
+
+# Layouts of parameters by path, in the module around them at whose end tensors are whole, by its path.
+Regions = Mapping[str, Mapping[str, RowLayout]]
 
 
 # norms whose kernels sum the gradients over rows

@@ -17,7 +17,7 @@ from accel.errors._checks import check_choice
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
 from accel.parallel._modules import example_of, has_parameters, matching, named_modules
 from accel.parallel.axes.tensor._dropout import draws
-from accel.parallel.axes.tensor._found import FoundPlan, found_plan
+from accel.parallel.axes.tensor._found_plan import FoundPlan, found_plan
 from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
 from accel.parallel.axes.tensor._rules import is_in, modules_around, passed_over
 from accel.parallel.axes.tensor._styles import COLWISE, is_linear
@@ -293,7 +293,11 @@ def _own_styles(model: nn.Module, declared: dict[str, TensorStyle]) -> dict[str,
     return with_copies(model, known_styles(model) | _tied(model, declared) | _between(model, declared) | declared)
 
 
-def styles_beside(model: nn.Module, size: int, example: Mapping[str, Any] | Sequence[Any] | None = None) -> FoundPlan:
+def styles_beside(
+    model: nn.Module,
+    size: int,
+    example: Mapping[str, Any] | Sequence[Any] | None = None,
+) -> FoundPlan:
     """Return the styles that are found and proved for what a declared plan leaves whole in its blocks, and why the rest
     stays so, by path. Pure."""
     left = left_whole(model)
@@ -320,9 +324,16 @@ def found_styles(
     example: Mapping[str, Any] | Sequence[Any] | None = None,
     *,
     sequence: bool = False,
+    with_regions: bool = False,
+    is_staged: bool = False,
 ) -> FoundPlan:
-    """Return the styles that are found and proved for so many ranks, and why candidates stay whole, by path."""
-    return found_plan(model, size, example, partial(with_sequence, model) if sequence else None)
+    """Return the styles that are found and proved for so many ranks, and why candidates stay whole, by path;
+    `with_regions` divides what styles leave whole, too, `is_staged` inside of blocks alone, which stages call."""
+    if sequence:
+        return found_plan(model, size, example, partial(with_sequence, model))
+    blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
+    regions_in = () if not with_regions else blocks if is_staged else ("",)
+    return found_plan(model, size, example, regions_in=regions_in)
 
 
 def finds(model: nn.Module, example: object = None) -> bool:

@@ -68,12 +68,14 @@ class ForwardTrace(NamedTuple):
         calls: in the order of their end.
         outputs: numbers of the tensors that the model returned.
         read: paths of modules whose parameters another module read.
+        readers: paths of the modules that read them, by their path.
     """
 
     nodes: Sequence[Node]
     calls: Sequence[ModuleCall]
     outputs: tuple[int, ...]
     read: frozenset[str] = frozenset()
+    readers: Mapping[str, set[str]] = {}
 
     def signature(self, call: ModuleCall) -> str:
         """Return a text that is equal for calls of equal operations on equal shapes, whatever the layers' paths."""
@@ -106,7 +108,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) -> Forwar
         recorder = _Recorder()
         try:
             outputs = _run_blank(model, inputs, recorder, tuple(kinds))
-            return ForwardTrace(recorder.nodes, recorder.calls, outputs, frozenset(recorder.read))
+            return ForwardTrace(recorder.nodes, recorder.calls, outputs, frozenset(recorder.read), recorder.readers)
         except Exception as error:
             kind = recorder.failed
             asks = type(error).__name__ in _OF_VALUES
@@ -121,7 +123,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) -> Forwar
         outputs = _run_valued(model, inputs, recorder)
     except Exception:  # whatever a forward says of small inputs
         raise first from None
-    return ForwardTrace(recorder.nodes, recorder.calls, outputs, frozenset(recorder.read))
+    return ForwardTrace(recorder.nodes, recorder.calls, outputs, frozenset(recorder.read), recorder.readers)
 
 
 _OF_VALUES = ("DynamicOutputShapeException", "DataDependentOutputException")  # of torch's fake tensors
@@ -236,6 +238,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.read: set[str] = set()
+        self.readers: dict[str, set[str]] = {}
         self._owners: Mapping[int, list[str]] = {}
         self._within: list[tuple[str, nn.Module]] = []
         self.nodes: list[Node] = []
@@ -280,6 +283,8 @@ class _Recorder(TorchFunctionMode):
             owners = self._owners.get(id(each), ())
             if owners and self._within and self._within[-1][0] not in owners:
                 self.read.update(owners)
+                for owner in owners:
+                    self.readers.setdefault(owner, set()).add(self._within[-1][0])
         numbers = tuple(map(self.number, outputs))
         if changes:  # so do all views of it
             shared = tuple(each for out in outputs for each in self._same_memory[_memory_of(out)])
@@ -290,7 +295,9 @@ class _Recorder(TorchFunctionMode):
 
     def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin the call of a module."""
-        self._begun.append((len(self.nodes), args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given: Any = pytree.tree_unflatten(leaves, spec)  # lists and dicts as they are before the call
+        self._begun.append((len(self.nodes), *given))
         self._within.append((path, module))
         self._layers += _kind_of(module) is not None
 

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts that a module's own gradients name: the rows of parameters that a chunk of a matmul's input depends on.
+
+A matmul with a weight contracts some features. Rank r's chunk of them depends on some rows of the parameters before it,
+and those rows have gradients. `fit` makes a layout of them; packs, groups of heads and segments need no names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from accel.parallel.parts import RowLayout
+from accel.parallel.parts._attention import written_out
+from accel.parallel.parts._layout import even, fit
+
+Layouts = Mapping[str, RowLayout]
+# Places of the activation and of the weight among arguments, and their contracted dimensions.
+_MATMULS: Mapping[str, tuple[int, int, int, int]] = {
+    "linear": (0, 1, -1, 1),
+    "addmm": (1, 2, -1, 0),
+    "matmul": (0, 1, -1, -2),
+    "__matmul__": (0, 1, -1, -2),
+    "mm": (0, 1, -1, -2),
+    "bmm": (0, 1, -1, -2),
+    "conv1d": (0, 1, 1, 1),
+    "conv2d": (0, 1, 1, 1),
+}
+_WITH_DEAD = frozenset({"relu", "relu_", "relu6", "hardtanh", "clamp"})  # of units without a gradient
+_STEPS = 12  # of a way from parameters to a weight that is made of them
+
+
+class _Matmul(NamedTuple):
+    """A matmul of an activation and a weight.
+
+    Attributes:
+        input: as the module made it; the matmul itself took a copy, so that its gradient ends here.
+        weight: a parameter, or a tensor made of parameters alone.
+        dims: contracted dimensions of both.
+    """
+
+    input: Tensor
+    weight: Tensor
+    dims: tuple[int, int]
+
+
+class _MatmulRecorder(TorchFunctionMode):
+    """Records the matmuls of a forward, each of which begins a way of gradients of its own."""
+
+    def __init__(self, parameters: Mapping[int, str]) -> None:
+        super().__init__()
+        self.matmuls: list[_Matmul] = []
+        self.weights: list[Tensor] = []
+        self._parameters = parameters
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named: dict[str, Any] = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "multi_head_attention_forward":
+            with self:
+                return written_out(*args, **named)
+        if name in _WITH_DEAD and args[0].is_floating_point():
+            return functional.softplus(args[0])
+        if name in _MATMULS and (found := self._matmul(func, name, [*args], named)) is not None:
+            return found
+        return func(*args, **named)
+
+    def _matmul(self, func: Any, name: str, args: list[Any], named: dict[str, Any]) -> Any:
+        """The result of a recorded matmul; None for another one."""
+        first, second, of_input, of_weight = _MATMULS[name]
+        if len(args) <= first:
+            return None
+        weight = args[second] if len(args) > second else named.get("weight", named.get("mat2", named.get("other")))
+        if not isinstance(weight, Tensor) or not isinstance(args[first], Tensor):
+            return None
+        x = args[first]
+        if name.startswith("conv"):
+            if named.get("groups", args[6] if len(args) > 6 else 1) != 1:
+                self._note(weight, named.get("bias", args[2] if len(args) > 2 else None))
+                return None
+            of_input = x.dim() - weight.dim() + 1
+        if self._is_weight(weight):
+            bias = named.get("bias", args[0] if name == "addmm" else args[2] if len(args) > 2 else None)
+            self._note(weight, bias)
+            args[first] = x.detach().requires_grad_()
+        elif name in ("matmul", "__matmul__", "bmm", "mm") and self._is_weight(x):  # experts in one tensor
+            self._note(x)
+            args[second] = weight.detach().requires_grad_()
+            x, weight = weight, x
+            of_input, of_weight = -2 if x.dim() > 1 else -1, -1
+        else:
+            return None
+        self.matmuls.append(_Matmul(x, weight, (of_input % x.dim(), of_weight % weight.dim())))
+        return func(*args, **named)
+
+    def _note(self, *tensors: Any) -> None:
+        self.weights += [each for each in tensors if isinstance(each, Tensor) and self._is_weight(each)]
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, or made of parameters alone."""
+        if not tensor.requires_grad:
+            return False
+        if tensor.grad_fn is None:
+            return id(tensor) in self._parameters
+        seen: set[Any] = set()
+        todo: list[Any] = [tensor.grad_fn]
+        while todo:
+            step = todo.pop()
+            if step is None or step in seen:
+                continue
+            seen.add(step)
+            leaf = getattr(step, "variable", None)
+            if len(seen) > _STEPS or (leaf is not None and id(leaf) not in self._parameters):
+                return False
+            todo += [each for each, _ in step.next_functions]
+        return True
+
+
+def dependent_layouts(whole: nn.Module, forward: Callable[[nn.Module], object], size: int) -> list[Layouts]:
+    """Return layouts of parameters, by name, that end in a matmul each; those of one pattern of paths are one mapping.
+
+    `forward` runs a module with values, in evaluation mode; its gradients are left as they are.
+    """
+    parameters = dict(whole.named_parameters())
+    names = {id(each): name for name, each in parameters.items()}
+    recorder = _MatmulRecorder(names)
+    with torch.enable_grad(), recorder:
+        _ = forward(whole)
+    search = _Search(parameters, names, recorder, size)
+    merged: dict[str, dict[str, RowLayout]] = {}
+    for row, layouts in search.found():
+        group = merged.setdefault(pattern_of(row), {})
+        if all(group.get(name, layout) == layout for name, layout in layouts.items()):
+            group.update(layouts)
+    return list(merged.values())
+
+
+def pattern_of(path: str) -> str:
+    """Return a path with `*` for the numbers between dots."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", path)
+
+
+class _Search:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], names: Mapping[int, str], recorder: _MatmulRecorder, size: int
+    ) -> None:
+        self._parameters = parameters
+        self._names = names
+        self._recorder = recorder
+        self._size = size
+        self._draw = torch.Generator().manual_seed(5)
+        used = {name: None for each in recorder.weights for name in self._made_of(each)}
+        self._used = list(used)
+
+    def _made_of(self, weight: Tensor) -> list[str]:
+        """The names of the parameters that a weight is, or is made of."""
+        if id(weight) in self._names:
+            return [self._names[id(weight)]]
+        return [name for name, each in self._gradients(weight, list(self._parameters)) if each is not None]
+
+    def _gradients(self, tensor: Tensor, names: Sequence[str]) -> list[tuple[str, Tensor | None]]:
+        """Gradients of a random function of a tensor."""
+        if not tensor.requires_grad:
+            return [(name, None) for name in names]
+        weights = torch.randn(tensor.shape, generator=self._draw, dtype=tensor.dtype)
+        leaves = [self._parameters[name] for name in names]
+        found = torch.autograd.grad([(tensor * weights).sum()], leaves, retain_graph=True, allow_unused=True)
+        return list(zip(names, found, strict=True))
+
+    def found(self) -> list[tuple[str, Layouts]]:
+        """The largest weight that is contracted, and all layouts, of each set of matmuls that are divided together."""
+        found: list[tuple[str, Layouts]] = []
+        for matmuls in self._together():
+            length = matmuls[0].weight.shape[matmuls[0].dims[1]]
+            alike = all(
+                each.input.requires_grad and each.input.shape[each.dims[0]] == length == each.weight.shape[each.dims[1]]
+                for each in matmuls
+            )
+            layouts, rows = self._layouts(matmuls, length) if alike and length % self._size == 0 else ({}, [])
+            matrices = [name for name in layouts if self._parameters[name].dim() > 1]
+            if rows and set(matrices) - set(rows):
+                found.append((max(rows, key=lambda name: self._parameters[name].numel()), layouts))
+        return found
+
+    def _together(self) -> list[list[_Matmul]]:
+        """Matmuls of one weight, and those of one input, are divided together."""
+        head: dict[object, object] = {}
+
+        def root(key: object) -> object:
+            while head.get(key, key) != key:
+                key = head[key]
+            return key
+
+        for each in self._recorder.matmuls:
+            for name in self._made_of(each.weight):
+                head[root(name)] = root(id(each.input))
+        found: dict[object, list[_Matmul]] = defaultdict(list)
+        for each in self._recorder.matmuls:
+            found[root(id(each.input))].append(each)
+        return list(found.values())
+
+    def _layouts(self, matmuls: Sequence[_Matmul], length: int) -> tuple[dict[str, RowLayout], list[str]]:
+        """Layouts of the parameters behind the inputs and of the weights, and the names of the latter."""
+        before = self._needed([(each.input, each.dims[0]) for each in matmuls], length)
+        contracted = self._needed([(each.weight, each.dims[1]) for each in matmuls], length)
+        layouts: dict[str, RowLayout] = {}
+        for each in matmuls:  # a weight that is made of a parameter of its shape, whatever couples its rows
+            if id(each.weight) not in self._names:
+                alike = [name for name in self._made_of(each.weight) if self._shape(name) == each.weight.shape]
+                layouts |= {name: RowLayout(each.dims[1], even(length, self._size)) for name in alike}
+        rows = list(layouts)
+        for needed, is_weight in ((before, False), (contracted, True)):
+            for (name, dim), ranks in sorted(needed.items(), key=lambda item: item[0][1]):
+                cut = None if name in layouts else fit(ranks, self._shape(name)[dim])
+                if cut is None or cut.total % self._size or (is_weight and cut.repeat > 1):
+                    continue
+                layouts[name] = RowLayout(dim, cut)
+                rows += [name] * is_weight
+        return layouts, rows
+
+    def _shape(self, name: str) -> torch.Size:
+        return self._parameters[name].shape
+
+    def _needed(
+        self, tensors: Sequence[tuple[Tensor, int]], length: int
+    ) -> dict[tuple[str, int], list[frozenset[int]]]:
+        """Rows of each parameter and dimension that each rank's chunk of tensors depends on."""
+        found: dict[tuple[str, int], list[set[int]]] = {}
+        distinct = {id(tensor): (tensor, dim) for tensor, dim in tensors}
+        part = length // self._size
+        for tensor, dim in distinct.values():
+            for rank in range(self._size):
+                chunk = tensor.narrow(dim, rank * part, part)
+                for name, grad in self._gradients(chunk, self._used):
+                    for axis in range(0 if grad is None else grad.dim()):
+                        rows = found.setdefault((name, axis), [set() for _ in range(self._size)])
+                        rows[rank].update(_rows_in(cast(Tensor, grad), axis))
+        return {key: [frozenset(each) for each in rows] for key, rows in found.items()}
+
+
+def _rows_in(grad: Tensor, dim: int) -> list[int]:
+    """Rows of a gradient that are not zero."""
+    others = [each for each in range(grad.dim()) if each != dim]
+    is_there: Any = (grad != 0).any(dim=others) if others else grad != 0
+    return is_there.nonzero().flatten().tolist()

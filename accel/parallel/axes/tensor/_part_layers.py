@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that compute with parts: their parameters in a forward, and the module at whose end all tensors are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from accel.comm import exchanged
+from accel.mixins import Mixin
+from accel.parallel.axes.tensor._layers import Layer, LocalParameters
+from accel.parallel.axes.tensor._styles import RowExchange, row_exchange
+from accel.parallel.parts import PartTensor, Ranks, leave, make
+from accel.parallel.parts._layout import Cut, even, rows_of
+
+
+class LayerRanks(Ranks):
+    """The ranks of a layer's group. Copies of a model have one of their own, and pickles one of the layer's."""
+
+    __slots__ = ("depth", "layer")
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__(layer.group)
+        self.layer = layer
+        self.depth = 0  # of the regions that run
+
+    def __deepcopy__(self, memo: object) -> LayerRanks:
+        return LayerRanks(self.layer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LayerRanks, (self.layer,)
+
+
+class PartParameters(LocalParameters):
+    """Computes with parts of its parameters: this rank's rows of their layouts."""
+
+    accel_ranks: LayerRanks
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a part in the place of a parameter that another module reads, while a region runs."""
+        value = cast(Any, super().__getattr__(name))  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        if not isinstance(value, nn.Parameter) or not self.accel_ranks.depth:
+            return value
+        return self.parameters_here({name: value})[name]
+
+    def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, Tensor | None]:
+        """Return parts, after an exchange of rows where this rank computes with others than it stores."""
+        here = super().parameters_here(stored)
+        layouts = self.accel_layer.rule.layouts
+        for name, layout in layouts.items():
+            own = here.get(name)
+            if own is None:
+                continue
+            rows = own.movedim(layout.dim, 0)
+            if layout.cut != even(layout.cut.total, self.accel_ranks.size):
+                rows = self._needed(rows, layout.cut)
+            here[name] = make(rows.movedim(0, layout.dim), layout, self.accel_ranks)
+        return here
+
+    def _needed(self, rows: Tensor, cut: Cut) -> Tensor:
+        exchange = _exchange(cut, self.accel_ranks.rank, self.accel_ranks.size)
+        order = torch.tensor(exchange.order).to(rows.device, non_blocking=True)
+        got = exchanged(rows.index_select(0, order), exchange.to, exchange.back, self.accel_ranks.group)
+        if not exchange.places:
+            return got
+        return got.index_select(0, torch.tensor(exchange.places).to(rows.device, non_blocking=True))
+
+
+@lru_cache(1024)
+def _exchange(cut: Cut, rank: int, size: int) -> RowExchange:
+    needed = [[range(row, row + 1) for row in rows_of(cut, at, size)] for at in range(size)]
+    return row_exchange(cut.total, needed, rank)
+
+
+class RegionEnd(Mixin):
+    """A module around others that compute with parts; what it returns is whole."""
+
+    accel_ranks: LayerRanks
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, and make parts whole that it returns."""
+        ranks = self.accel_ranks
+        if not ranks.depth:
+            ranks.clear()
+        ranks.depth += 1
+        try:
+            output = super().forward(*args, **kwargs)
+            return pytree.tree_map_only(PartTensor, leave, output)
+        finally:
+            ranks.depth -= 1
+            if not ranks.depth:
+                ranks.clear()

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of torch's attention: each rank computes some heads. `multi_head_attention_forward` is written out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accel.parallel.parts._layout import Cut, RowLayout, even, no_rule
+from accel.parallel.parts._part import (
+    Args,
+    Named,
+    Ranks,
+    aligned,
+    entered,
+    layout_of,
+    make,
+    named,
+    own_rows,
+    ranks_of,
+    whole_shape,
+)
+from accel.random import Key, torch_rng_scope
+
+
+def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
+    """scaled_dot_product_attention, of parts along the heads or another dimension of the batch."""
+    given = named("query key value attn_mask dropout_p is_causal", args, kwargs)
+    ranks = ranks_of(args, kwargs)
+    tensors: list[Tensor] = [given.pop(name) for name in ("query", "key", "value")]
+    if (mask := given.pop("attn_mask", None)) is not None:
+        tensors.append(mask)
+    rank = tensors[0].dim()
+    layouts = [layout for each in tensors[:3] if (layout := layout_of(each))]
+    if any(each.dim >= rank - 2 for each in layouts):
+        raise no_rule("over a divided dimension")
+    if given.get("enable_gqa") and any(each.dim == rank - 3 for each in layouts):
+        own, layout = _grouped(tensors, ranks)
+    else:
+        own, alignment = aligned(tensors, ranks)
+        layout = alignment.layout(rank)
+    if len(own) > 3:
+        given["attn_mask"] = own.pop()
+    if not given.get("dropout_p") or layout is None:
+        return make(func(*own, **given), layout, ranks)
+    # Each rank draws for its heads, from a stream of its own that the shared stream gives.
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    with torch_rng_scope(Key(seed).fold_in("tp", ranks.rank), own[0].device):
+        return make(func(*own, **given), layout, ranks)
+
+
+def _grouped(tensors: list[Tensor], ranks: Ranks) -> tuple[list[Tensor], RowLayout]:
+    """Heads of queries with the keys and values of their groups: as many of them on each rank, or one."""
+    query, key, value, *masks = tensors
+    layout = layout_of(query)
+    keys = whole_shape(key)[-3]
+    ways = math.gcd(keys, ranks.size)
+    if layout is None or layout.cut != even(layout.cut.total, ranks.size) or ways not in (keys, ranks.size):
+        raise no_rule("of groups that ranks cannot share")
+    need = Cut(1, ((keys, ways),))
+    own = [entered(each, ranks) if ways == 1 else own_rows(each, each.dim() - 3, need, ranks) for each in (key, value)]
+    for mask in masks:
+        dim = mask.dim() - 3
+        has_heads = dim >= 0 and whole_shape(mask)[dim] != 1
+        own.append(own_rows(mask, dim, layout.cut, ranks) if has_heads else entered(mask, ranks))
+    return [query, *own], layout
+
+
+class _Given(NamedTuple):
+    """Arguments of `multi_head_attention_forward`, as torch names them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    embed_dim_to_check: int
+    num_heads: int
+    in_proj_weight: Tensor | None
+    in_proj_bias: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+    add_zero_attn: bool
+    dropout_p: float
+    out_proj_weight: Tensor
+    out_proj_bias: Tensor | None
+    training: bool = True
+    key_padding_mask: Tensor | None = None
+    need_weights: bool = True
+    attn_mask: Tensor | None = None
+    use_separate_proj_weight: bool = False
+    q_proj_weight: Tensor | None = None
+    k_proj_weight: Tensor | None = None
+    v_proj_weight: Tensor | None = None
+    static_k: Tensor | None = None
+    static_v: Tensor | None = None
+    average_attn_weights: bool = True
+    is_causal: bool = False
+
+
+def multi_head(func: Any, args: Args, kwargs: Named) -> Any:
+    """multi_head_attention_forward, in functions that have rules."""
+    return written_out(*args, **kwargs)
+
+
+multi_head.composed = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def written_out(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Compute what `multi_head_attention_forward` does, of whole tensors or parts."""
+    given = _Given(*args, **kwargs)
+    if given.bias_k is not None or given.add_zero_attn or given.static_k is not None:
+        raise no_rule("with keys that it adds itself")
+    inputs = [given.query, given.key, given.value]
+    is_single = given.query.dim() == 2
+    if is_single:
+        inputs = [each.unsqueeze(1) for each in inputs]
+    query, key, value = _projected(given, inputs)
+    mask = _mask(given, query)
+    rate = given.dropout_p if given.training else 0.0
+    weights = None
+    if given.need_weights:
+        scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
+        weights = functional.dropout((scores if mask is None else scores + mask).softmax(-1), rate)
+        mixed = weights @ value
+        weights = weights.mean(1) if given.average_attn_weights else weights
+    else:
+        mixed = functional.scaled_dot_product_attention(query, key, value, mask, rate)
+    output = functional.linear(mixed.transpose(1, 2).flatten(2), given.out_proj_weight, given.out_proj_bias)
+    output = output.transpose(0, 1)
+    if is_single:
+        return output.squeeze(1), None if weights is None else weights.squeeze(0)
+    return output, weights
+
+
+def _projected(given: _Given, inputs: list[Tensor]) -> list[Tensor]:
+    """Queries, keys and values, [batch, heads, tokens, features of a head]."""
+    query, key, value = inputs
+    linear: Any = functional.linear
+    by_batch = {id(each): each.transpose(0, 1) for each in inputs}
+    if given.use_separate_proj_weight:
+        weights = [given.q_proj_weight, given.k_proj_weight, given.v_proj_weight]
+    else:
+        assert given.in_proj_weight is not None
+        weights = list(given.in_proj_weight.chunk(3))
+    biases = [None] * 3 if given.in_proj_bias is None else list(given.in_proj_bias.chunk(3))
+    if query is key is value and not given.use_separate_proj_weight:
+        made: Any = linear(by_batch[id(query)], given.in_proj_weight, given.in_proj_bias).chunk(3, -1)
+    else:
+        triples = zip(inputs, weights, biases, strict=True)
+        made = [linear(by_batch[id(each)], weight, bias) for each, weight, bias in triples]
+    return [each.unflatten(-1, (given.num_heads, -1)).transpose(1, 2) for each in made]
+
+
+def _mask(given: _Given, query: Tensor) -> Tensor | None:
+    """The sum of both masks, which broadcasts to [batch, heads, queries, keys]."""
+    mask = None if given.attn_mask is None else _added(given.attn_mask, query.dtype)
+    if mask is not None and mask.dim() == 3:
+        mask = mask.view(query.size(0), given.num_heads, *mask.shape[1:])
+    if given.key_padding_mask is None:
+        return mask
+    padding = _added(given.key_padding_mask, query.dtype)
+    padding = padding.view(-1, 1, 1, padding.size(-1))
+    return padding if mask is None else mask + padding
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to add to scores: -inf for True."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+
+
+RULES = {
+    "scaled_dot_product_attention": scaled_dot_product,
+    "multi_head_attention_forward": multi_head,
+}

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of matmuls. A contraction of the divided dimension ends the region: its result is summed over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from string import ascii_letters
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accel.comm import summed
+from accel.parallel.parts._elementwise import elementwise
+from accel.parallel.parts._layout import Cut, RowLayout, at, finest, no_rule
+from accel.parallel.parts._part import (
+    Args,
+    Named,
+    PartTensor,
+    Ranks,
+    aligned,
+    entered,
+    layout_of,
+    make,
+    name_of,
+    named,
+    own_rows,
+    ranks_of,
+    whole_shape,
+)
+
+_TWO = "a matmul of two tensors that ranks divide along different dimensions"
+
+
+def contracted_cut(cuts: Sequence[Cut], ranks: Ranks) -> Cut:
+    """Return the cut of rows that are contracted, which each rank must hold for itself."""
+    need = finest(cuts)
+    if need.is_shared(ranks.size):
+        raise no_rule("a matmul over rows that several ranks hold")
+    return need
+
+
+def linear(func: Any, args: Args, kwargs: Named) -> Any:
+    """linear."""
+    given = named("input weight bias", args, kwargs)
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    ranks = ranks_of(args, kwargs)
+    own = layout_of(x)
+    other = layout_of(weight)
+    last = x.dim() - 1
+    over = [each.cut for each, dim in ((own, last), (other, 1)) if each is not None and each.dim == dim]
+    if over:
+        if (own and own.dim != last) or (other and other.dim != 1):
+            raise no_rule(_TWO)
+        need = contracted_cut(over, ranks)
+        total = summed(func(own_rows(x, last, need, ranks), own_rows(weight, 1, need, ranks)), ranks.group)
+        return total if bias is None else added(total, bias)
+    if own and other:
+        raise no_rule(_TWO)
+    if other is None:
+        if layout_of(bias) is not None:
+            raise no_rule("with a divided bias and another weight")
+        return make(func(*(entered(each, ranks) for each in (x, weight, bias))), own, ranks)
+    if weight.dim() == 1:
+        raise no_rule("with a divided weight of one dimension")
+    rows = None if bias is None else own_rows(bias, 0, other.cut, ranks)
+    return make(func(entered(x, ranks), weight, rows), RowLayout(last, other.cut), ranks)
+
+
+def added(one: Tensor, other: Tensor) -> Tensor:
+    """Return a sum of tensors, each plain or a part."""
+    return (
+        elementwise(torch.add, (one, other), {})
+        if isinstance(one, PartTensor) or isinstance(other, PartTensor)
+        else one + other
+    )
+
+
+def product(func: Any, args: Args, kwargs: Named) -> Any:
+    """matmul, mm, bmm, mv, dot and the operator @."""
+    x, y = (*args, *kwargs.values())[:2]
+    return multiplied(*((y, x) if name_of(func) == "__rmatmul__" else (x, y)), ranks_of(x, y))
+
+
+def multiplied(x: Tensor, y: Tensor, ranks: Ranks) -> Tensor:
+    """Return the matmul of two tensors, one or both of them parts."""
+    own = layout_of(x)
+    other = layout_of(y)
+    last = x.dim() - 1  # the contracted dimensions
+    first = max(y.dim() - 2, 0)
+    over = [each.cut for each, dim in ((own, last), (other, first)) if each is not None and each.dim == dim]
+    if over:
+        if (own and own.dim != last) or (other and other.dim != first):
+            raise no_rule(_TWO)
+        need = contracted_cut(over, ranks)
+        return summed(torch.matmul(own_rows(x, last, need, ranks), own_rows(y, first, need, ranks)), ranks.group)
+    in_batch = [each is not None and each.dim < tensor.dim() - 2 for each, tensor in ((own, x), (other, y))]
+    if any(in_batch):
+        return _batched(x, y, ranks, in_batch)
+    if own and other:
+        raise no_rule(_TWO)
+    found = torch.matmul(entered(x, ranks), entered(y, ranks))
+    if own:
+        return make(found, RowLayout(found.dim() - min(y.dim(), 2), own.cut), ranks)
+    return make(found, other and RowLayout(found.dim() - 1, other.cut), ranks)
+
+
+def _batched(x: Tensor, y: Tensor, ranks: Ranks, in_batch: Sequence[bool]) -> PartTensor:
+    """A matmul where a dimension of the batch is divided."""
+    layouts = [layout_of(x), layout_of(y)]
+    if any(each is not None and not inside for each, inside in zip(layouts, in_batch, strict=True)):
+        raise no_rule(_TWO)
+    if min(x.dim(), y.dim()) <= 2:  # a matrix for the whole batch
+        tensor, layout = (x, layouts[0]) if layouts[0] is not None else (y, layouts[1])
+        found = torch.matmul(entered(x, ranks), entered(y, ranks))
+        assert layout is not None
+        return make(found, RowLayout(layout.dim + max(0, found.dim() - tensor.dim()), layout.cut), ranks)
+    own, alignment = aligned([x, y], ranks)
+    found = torch.matmul(*own)
+    return make(found, alignment.layout(found.dim()), ranks)
+
+
+def added_product(func: Any, args: Args, kwargs: Named) -> Any:
+    """addmm, baddbmm."""
+    given = named("input mat1 mat2", args, kwargs)
+    x: Tensor = given["batch1"] if "batch1" in given else given["mat1"]
+    y: Tensor = given["batch2"] if "batch2" in given else given["mat2"]
+    found = multiplied(x, y, ranks_of(x, y)) if ranks_or_none(x, y) else torch.matmul(x, y)
+    return added(_times(found, given.get("alpha", 1)), _times(given["input"], given.get("beta", 1)))
+
+
+def ranks_or_none(*tensors: Tensor) -> Ranks | None:
+    """Return the ranks of the first part among tensors; None for none."""
+    return next((each.ranks for each in tensors if isinstance(each, PartTensor)), None)
+
+
+def _times(tensor: Tensor, factor: float) -> Tensor:
+    if factor == 1:
+        return tensor
+    return elementwise(torch.mul, (tensor, factor), {}) if isinstance(tensor, PartTensor) else tensor * factor
+
+
+def einsum(func: Any, args: Args, kwargs: Named) -> Any:
+    """einsum, by an equation."""
+    equation, *given = args
+    tensors: list[Tensor] = [*given[0]] if isinstance(given[0], list | tuple) else given
+    if not isinstance(equation, str):
+        raise no_rule("without an equation")
+    ranks = ranks_of(tensors)
+    terms, result = _terms(equation, [each.dim() for each in tensors])
+    divided = {term[layout.dim]: None for term, each in zip(terms, tensors, strict=True) if (layout := layout_of(each))}
+    written = f"{','.join(terms)}->{result}"
+    if not divided:
+        return make(torch.einsum(written, *(entered(each, ranks) for each in tensors)), None, ranks)
+    if len(divided) > 1:
+        raise no_rule(f"{equation}: {_TWO}")
+    letter = next(iter(divided))
+    need = finest([layout.cut for each in tensors if (layout := layout_of(each))])
+    if letter not in result:
+        need = contracted_cut([need], ranks)
+    own: list[Tensor] = []
+    for term, each in zip(terms, tensors, strict=True):
+        if term.count(letter) > 1:
+            raise no_rule(f"{equation}: a diagonal of the divided dimension")
+        has_rows = letter in term and whole_shape(each)[term.index(letter)] != 1
+        own.append(own_rows(each, term.index(letter), need, ranks) if has_rows else entered(each, ranks))
+    found = torch.einsum(written, *own)
+    if letter in result:
+        return make(found, RowLayout(result.index(letter), need), ranks)
+    return summed(found, ranks.group)
+
+
+def _terms(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
+    """The letters of each operand and of the result, with letters for `...`."""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    spare = "".join(each for each in ascii_letters if each not in equation)
+    widths = [dim - len(term.replace("...", "")) if "..." in term else 0 for term, dim in zip(terms, dims, strict=True)]
+    dots = spare[: max(widths, default=0)]
+    terms = [term.replace("...", dots[len(dots) - width :]) for term, width in zip(terms, widths, strict=True)]
+    if not arrow:
+        letters = left.replace(",", "").replace(".", "")
+        result = "..." + "".join(each for each in sorted(set(letters)) if letters.count(each) == 1)
+    return terms, result.replace("...", dots)
+
+
+def embedding(func: Any, args: Args, kwargs: Named) -> Any:
+    """functional.embedding, of a table that ranks divide by features, or of parts of ids."""
+    given = named("input weight padding_idx max_norm", args, kwargs)
+    ids, table = given["input"], given["weight"]
+    ranks = ranks_of(ids, table)
+    layout = layout_of(table)
+    own = layout_of(ids)
+    if given.get("max_norm") is not None:
+        raise no_rule("with max_norm")
+    if layout is not None and (layout.dim == 0 or own is not None):
+        raise no_rule("of rows that ranks divide")
+    inside = {name: entered(each, ranks) for name, each in given.items()}
+    found = functional.embedding(**inside)
+    return make(found, own if layout is None else at(found.dim() - 1, layout.cut), ranks)
+
+
+RULES = {
+    "linear": linear,
+    **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "linalg_matmul"), product),
+    **dict.fromkeys(("addmm", "baddbmm"), added_product),
+    "einsum": einsum,
+    "embedding": embedding,
+}

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of convolutions by channels, of pooling and of resizing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from accel.comm import summed
+from accel.parallel.parts._contractions import contracted_cut
+from accel.parallel.parts._layout import Cut, RowLayout, no_rule
+from accel.parallel.parts._part import (
+    Args,
+    Named,
+    Ranks,
+    entered,
+    layout_of,
+    make,
+    name_of,
+    named,
+    own_rows,
+    part_of,
+    ranks_of,
+    whole_shape,
+)
+
+_NAMES = "input weight bias stride padding dilation groups"
+_TURNED = "input weight bias stride padding output_padding groups dilation"
+
+
+def convolved(func: Any, args: Args, kwargs: Named) -> Any:
+    """conv1d to conv3d and their transposes: channels are contracted, made, or kept by groups."""
+    turns = "transpose" in name_of(func)
+    given = named(_TURNED if turns else _NAMES, args, kwargs)
+    ranks = ranks_of(args, kwargs)
+    x, weight, bias = (given.pop(name, None) for name in ("input", "weight", "bias"))
+    channels = x.dim() - weight.dim() + 1
+    out, into = (1, 0) if turns else (0, 1)
+    own = layout_of(x)
+    other = layout_of(weight)
+    if own is not None and own.dim != channels:
+        raise no_rule("of a part along another dimension than channels")
+    if own is None and other is None:
+        return make(func(*(entered(each, ranks) for each in (x, weight, bias)), **given), None, ranks)
+    if given.get("groups", 1) > 1:
+        if turns or own is None:
+            raise no_rule("of groups")
+        return _by_groups(func, x, weight, bias, own, given, ranks)
+    if own is not None or (other is not None and other.dim == into):
+        if own is not None and other is not None and other.dim != into:
+            raise no_rule("of two tensors that ranks divide along different dimensions")
+        need = contracted_cut([each.cut for each in (own, other) if each is not None], ranks)
+        found = func(own_rows(x, channels, need, ranks), own_rows(weight, into, need, ranks), None, **given)
+        total = summed(found, ranks.group)
+        return total if bias is None else total + bias.view(-1, *[1] * (weight.dim() - 2))
+    assert other is not None
+    if other.dim != out:
+        raise no_rule("of a divided kernel")
+    rows = None if bias is None else own_rows(bias, 0, other.cut, ranks)
+    return make(func(entered(x, ranks), weight, rows, **given), RowLayout(channels, other.cut), ranks)
+
+
+def _by_groups(
+    func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, own: RowLayout, given: dict[str, Any], ranks: Ranks
+) -> Any:
+    """Groups of channels, whole on each rank: as of one segment, or a channel each."""
+    groups = given["groups"]
+    channels, outputs = own.cut.total, whole_shape(weight)[0]
+    is_one = len(own.cut.listed) == 1
+    if groups % ranks.size or own.cut.is_shared(ranks.size) or outputs % channels or not (is_one or groups == channels):
+        raise no_rule(f"of {groups} groups, not whole on each rank")
+    times = outputs // channels
+    need = Cut(own.cut.repeat, tuple((length * times, ways) for length, ways in own.cut.segments))
+    rows = None if bias is None else own_rows(bias, 0, need, ranks)
+    found = func(x, own_rows(weight, 0, need, ranks), rows, **{**given, "groups": groups // ranks.size})
+    return make(found, RowLayout(own.dim, need), ranks)
+
+
+def pooled(func: Any, args: Args, kwargs: Named) -> Any:
+    """Pooling and interpolation, of each channel alone."""
+    part = part_of(func, args)
+    if part.division is not None and part.division.dim != 1:
+        raise no_rule("of a part along another dimension than channels")
+    return make(func(*args, **kwargs), part.division, part.ranks)
+
+
+RULES = {
+    **{f"conv{'_transpose' * turns}{dims}d": convolved for turns in (0, 1) for dims in (1, 2, 3)},
+    **{f"{kind}_pool{dims}d": pooled for kind in ("avg", "max", "adaptive_avg") for dims in (1, 2, 3)},
+    **dict.fromkeys(("interpolate", "upsample", "boolean_dispatch"), pooled),
+}

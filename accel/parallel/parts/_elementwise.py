@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of functions element by element, of draws, and of questions that every rank answers alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accel.parallel.parts._layout import no_rule
+from accel.parallel.parts._part import (
+    Args,
+    Named,
+    PartTensor,
+    aligned,
+    make,
+    name_of,
+    named,
+    own_rows,
+    part_of,
+    placed,
+    plain_of,
+    ranks_of,
+    tensors_of,
+    whole_shape,
+)
+
+
+def elementwise(func: Any, args: Args, kwargs: Named) -> Any:
+    """A function of elements at the same place, after broadcasting."""
+    name = name_of(func)
+    if changes(name):
+        return _changed(func, args, kwargs)
+    if name == "where" and len(args) == 1:
+        return alike(func, args, kwargs)
+    first = _alike(args)
+    if first is not None and not any(isinstance(each, Tensor) for each in kwargs.values()):
+        return make(func(*args, **kwargs), first.division, first.ranks)
+    ranks = ranks_of(args, kwargs)
+    own, alignment = aligned(list(tensors_of((args, kwargs))), ranks)
+    given = iter(own)
+
+    def put(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return [put(each) for each in cast("list[Any]", value)]
+        return next(given) if isinstance(value, Tensor) else value
+
+    ordered = [put(each) for each in args]
+    by_name = {key: put(value) for key, value in kwargs.items()}
+    return placed(func(*ordered, **by_name), alignment, ranks)
+
+
+def _alike(args: Args) -> PartTensor | None:
+    """The first part, where all tensors among arguments are parts of one layout and rank, or numbers."""
+    first: PartTensor | None = None
+    for each in args:
+        if isinstance(each, PartTensor):
+            if first is None:
+                first = each
+            elif each.division != first.division or each.dim() != first.dim():
+                return None
+        elif isinstance(each, Tensor | Sequence):
+            return None
+    return first
+
+
+def changes(name: str) -> bool:
+    """Return whether a function of this name changes its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+
+
+def _changed(func: Any, args: Args, kwargs: Named) -> Any:
+    """Change a part in place. A plain tensor is not changed, as it may be outside of the region."""
+    part = part_of(func, args)
+    own, alignment = aligned(list(tensors_of((args, kwargs))), part.ranks)
+    if alignment.layout(part.dim()) != part.division:
+        raise no_rule("in place, of a tensor that more ranks hold than the other")
+    given = iter(own)
+    values = [next(given) if isinstance(each, Tensor) else each for each in args]
+    by_name = {key: next(given) if isinstance(each, Tensor) else each for key, each in kwargs.items()}
+    func(*values, **by_name)
+    return part
+
+
+def same(func: Any, args: Args, kwargs: Named) -> Any:
+    """A function of one part that keeps its rows: of each element alone, a copy, or another dtype or memory."""
+    part = part_of(func, args)
+    found = func(*args, **kwargs)
+    return found if found is part or not isinstance(found, Tensor) else make(found, part.division, part.ranks)
+
+
+def converted(func: Any, args: Args, kwargs: Named) -> Any:
+    """to, type_as; of a plain tensor it is plain."""
+    return (same if isinstance(args[0], PartTensor) else facts)(func, args, kwargs)
+
+
+def facts(func: Any, args: Args, kwargs: Named) -> Any:
+    """A question about dtypes, devices or strides; or a new plain tensor of a size that the model names."""
+    return func(*args, **kwargs)
+
+
+def alike(func: Any, args: Args, kwargs: Named) -> Any:
+    """A value that is the same on all ranks: of a part that is not divided."""
+    part = part_of(func, args)
+    if part.division is not None:
+        raise no_rule("of a part")
+    return func(plain_of(part), *args[1:], **kwargs)
+
+
+def dropped(func: Any, args: Args, kwargs: Named) -> Any:
+    """dropout: all ranks draw for the whole and keep their part, so that the result is that of one process."""
+    part = part_of(func, args)
+    given = named("input p training inplace", args, kwargs)
+    rate = given.get("p", 0.5)
+    if not given.get("training", True) or not rate:
+        return part
+    if part.division is None:
+        return make(functional.dropout(part, rate), None, part.ranks)
+    return make(part * own_mask(part, rate), part.division, part.ranks)
+
+
+def own_mask(part: PartTensor, rate: float) -> Tensor:
+    """Return this rank's part of a mask of dropout for a whole tensor: 0 or `1 / (1 - rate)`."""
+    ones = torch.ones(whole_shape(part), dtype=part.dtype, device=part.device)
+    mask = functional.dropout(ones, rate)
+    return mask if part.division is None else own_rows(mask, part.division.dim, part.division.cut, part.ranks)
+
+
+def drawn_like(func: Any, args: Args, kwargs: Named) -> Any:
+    """rand_like, randn_like: all ranks draw for the whole and keep their part."""
+    part = part_of(func, args)
+    whole = func(torch.empty(whole_shape(part), dtype=part.dtype, device=part.device), *args[1:], **kwargs)
+    own = whole if part.division is None else own_rows(whole, part.division.dim, part.division.cut, part.ranks)
+    return make(own, part.division, part.ranks)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_BROADCAST = _names("""
+    add sub mul div pow float_power clamp clamp_min clamp_max clip where masked_fill lerp addcmul addcdiv maximum
+    minimum fmax fmin eq ne lt le gt ge less less_equal greater greater_equal not_equal logical_and logical_or
+    logical_xor bitwise_and bitwise_or bitwise_xor atan2 fmod remainder true_divide floor_divide rsub multiply
+    subtract divide logaddexp xlogy polar complex hypot add_ sub_ mul_ div_ clamp_ masked_fill_ copy_ clamp_min_
+    clamp_max_ addcmul_ addcdiv_ pow_ lerp_ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__
+    __imul__ __truediv__ __rtruediv__ __div__ __rdiv__ __itruediv__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__
+    __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __floordiv__ __rfloordiv__ __mod__ __rmod__
+""")
+_SAME = _names("""
+    neg negative abs absolute exp exp2 expm1 log log1p log2 log10 sqrt rsqrt sin cos tan tanh sinh cosh asin acos
+    atan sigmoid relu relu6 gelu silu mish elu selu celu softplus hardtanh hardswish hardsigmoid leaky_relu
+    logsigmoid softsign tanhshrink hardshrink softshrink square reciprocal sign sgn floor ceil round trunc frac
+    logical_not bitwise_not isnan isinf isfinite nan_to_num erf erfc erfinv logit threshold conj angle __neg__
+    __pos__ __invert__ __abs__ real imag relu_ exp_ neg_ tanh_ sigmoid_ sqrt_ rsqrt_ zero_ fill_ contiguous clone
+    detach type double float half bfloat16 long int bool positive conj_physical resolve_conj resolve_neg zeros_like
+    ones_like empty_like full_like data requires_grad_
+""")
+_FACTS = _names("""
+    dim ndimension is_floating_point is_contiguous is_complex is_signed is_conj is_neg element_size get_device
+    stride storage_offset data_ptr is_same_size is_inference result_type can_cast __hash__ untyped_storage new_zeros
+    new_ones new_empty new_full new_tensor ndim dtype device is_cuda requires_grad layout is_meta is_leaf grad_fn
+    is_sparse is_quantized is_nested is_cpu is_mps is_xpu is_mkldnn itemsize is_xla is_mtia is_vulkan output_nr
+    retains_grad _version is_sparse_csr is_maia is_ipu
+""")
+
+RULES = {
+    **dict.fromkeys(_BROADCAST, elementwise),
+    **dict.fromkeys(_SAME, same),
+    **dict.fromkeys(("to", "type_as"), converted),
+    **dict.fromkeys(_FACTS, facts),
+    **dict.fromkeys(("item", "tolist", "__bool__", "__float__", "__int__", "__index__"), alike),
+    "dropout": dropped,
+    **dict.fromkeys(("rand_like", "randn_like"), drawn_like),
+}

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: which rows of a whole tensor a rank holds, and what views and slices make of them. Pure; no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+
+from accel.errors import PrepareError
+
+_KEPT = 4096  # results that each function of layouts keeps
+
+
+class NoRuleError(PrepareError):
+    """A function has no rule for parts, or none for these arguments."""
+
+
+def no_rule(problem: str) -> NoRuleError:
+    """Return the error of a function that cannot compute on parts; its name is put before the problem of arguments."""
+    return NoRuleError(
+        "a function has no rule for a tensor that ranks along tp divide",
+        expected="functions whose result on each rank's rows is that rank's part of the result on all of them",
+        got=problem,
+        where="forward, in a module that ranks along tp divide",
+        fix="Divide by styles: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model, example=batch)).",
+    )
+
+
+class Cut(NamedTuple):
+    """The division of the rows of one dimension among ranks.
+
+    Attributes:
+        repeat: number of times that the segments follow each other.
+        segments: (length, ways) of each: its rows are cut in `ways` equal pieces, and rank r of n holds number
+            `r * ways // n`. One way: all ranks hold all of it.
+    """
+
+    repeat: int
+    segments: tuple[tuple[int, int], ...]
+
+    @property
+    def total(self) -> int:
+        """Number of rows of the whole."""
+        return self.repeat * sum(length for length, _ in self.segments)
+
+    @property
+    def local(self) -> int:
+        """Number of rows of each rank."""
+        return self.repeat * sum(length // ways for length, ways in self.segments)
+
+    @property
+    def listed(self) -> list[tuple[int, int]]:
+        """All segments in order."""
+        return list(self.segments) * self.repeat
+
+    def is_shared(self, size: int) -> bool:
+        """Return whether several of `size` ranks hold the same row."""
+        return any(ways != size for _, ways in self.segments)
+
+
+class RowLayout(NamedTuple):
+    """The dimension that ranks divide, and its cut."""
+
+    dim: int
+    cut: Cut
+
+
+def even(length: int, size: int) -> Cut:
+    """Return the cut into one piece for each rank, in order."""
+    return Cut(1, ((length, size),))
+
+
+def cut_of(repeat: int, segments: Sequence[tuple[int, int]]) -> Cut | None:
+    """Return the cut of repeated segments in its shortest form; None where all ranks hold all rows."""
+    if all(ways == 1 for _, ways in segments):
+        return None
+    if len(set(segments)) == 1:
+        return Cut(repeat * len(segments), (segments[0],))
+    return Cut(repeat, tuple(segments))
+
+
+def at(dim: int, cut: Cut | None) -> RowLayout | None:
+    """Return the layout of a dimension; None for a cut of None."""
+    return None if cut is None else RowLayout(dim, cut)
+
+
+@lru_cache(_KEPT)
+def rows_of(cut: Cut, rank: int, size: int) -> tuple[int, ...]:
+    """Return the rows of the whole that a rank holds, in order."""
+    found: list[int] = []
+    begin = 0
+    for length, ways in cut.listed:
+        piece = length // ways
+        first = begin + rank * ways // size * piece
+        found += range(first, first + piece)
+        begin += length
+    return tuple(found)
+
+
+Places = slice | tuple[int, ...]
+
+
+@lru_cache(_KEPT)
+def places_of(need: Cut, have: Cut | None, rank: int, size: int) -> Places:
+    """Return where a rank finds the rows that it needs among those that it has; `have` is None for all of them."""
+    own = range(need.total) if have is None else rows_of(have, rank, size)
+    place = {row: number for number, row in enumerate(own)}
+    try:
+        found = tuple(place[row] for row in rows_of(need, rank, size))
+    except KeyError:
+        raise no_rule(f"a product or sum of parts: ranks hold {have}, not {need}") from None
+    first, last = found[0], found[-1] + 1
+    return slice(first, last) if found == tuple(range(first, last)) else found
+
+
+@lru_cache(_KEPT)
+def viewed(shape: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> tuple[RowLayout, tuple[int, ...]]:
+    """Return the layout and this rank's shape of a view of a whole shape as another, which may have one -1.
+
+    All dimensions are merged into one, whose cut is that of the divided one, repeated by those before it and
+    lengthened by those behind it. It is then split again: one dimension of the new shape must have all of the cut.
+    """
+    count = math.prod(shape)
+    if -1 in new:
+        others = -math.prod(new)
+        new = tuple(count // max(others, 1) if each == -1 else each for each in new)
+    if math.prod(new) != count:
+        raise no_rule(f"view of {list(shape)} as {list(new)}, of another number of elements")
+    behind = math.prod(shape[layout.dim + 1 :])
+    repeat = layout.cut.repeat * math.prod(shape[: layout.dim])
+    segments = [(length * behind, ways) for length, ways in layout.cut.segments]
+    row = sum(length for length, _ in segments)
+    before = 1
+    for dim, length in enumerate(new):
+        after = math.prod(new[dim + 1 :])
+        fits = repeat % before == 0 and all(own % (after * ways) == 0 for own, ways in segments)
+        if length > 1 and fits and repeat // before * row // after == length:
+            cut = Cut(repeat // before, tuple((own // after, ways) for own, ways in segments))
+            return RowLayout(dim, cut), (*new[:dim], cut.local, *new[dim + 1 :])
+        before *= length
+    raise no_rule(f"view of {list(shape)} as {list(new)}: no dimension has all that ranks divide")
+
+
+class RowPiece(NamedTuple):
+    """Neighbouring rows of a divided dimension, as a rank holds them.
+
+    Attributes:
+        first: this rank's first row of them.
+        length: number of this rank's rows.
+        cut: theirs; None where all ranks hold them all.
+    """
+
+    first: int
+    length: int
+    cut: Cut | None
+
+
+@lru_cache(_KEPT)
+def piece_of(cut: Cut, start: int, stop: int) -> RowPiece:
+    """Return the piece [start, stop) of the whole, which begins and ends at borders of segments, or inside of one that
+    all ranks hold."""
+    first: int | None = None
+    segments: list[tuple[int, int]] = []
+    begin = own = 0
+    for length, ways in cut.listed:
+        low = max(start, begin)
+        high = min(stop, begin + length)
+        if low < high:
+            if ways > 1 and high - low != length:
+                raise no_rule(f"rows {start} to {stop} of {cut}: ranks hold pieces of a segment")
+            first = own + low - begin if first is None else first
+            segments.append((high - low, ways))
+        begin += length
+        own += length // ways
+    if first is None:
+        return RowPiece(0, 0, None)
+    return RowPiece(first, sum(length // ways for length, ways in segments), cut_of(1, segments))
+
+
+@lru_cache(_KEPT)
+def stepped(cut: Cut, start: int, step: int) -> tuple[RowPiece, int]:
+    """Return every `step`-th row from `start` on, with the step among this rank's rows; each piece must have as many
+    of each kind, as of interleaved gates."""
+    if start >= step or any(length // ways % step for length, ways in cut.segments):
+        raise no_rule(f"every {step}-th row from {start} on of {cut}")
+    fewer = Cut(cut.repeat, tuple((length // step, ways) for length, ways in cut.segments))
+    return RowPiece(start, fewer.local, fewer), step
+
+
+def scaled(cut: Cut, times: int) -> Cut:
+    """Return the cut where each row becomes so many neighbours."""
+    return Cut(cut.repeat, tuple((length * times, ways) for length, ways in cut.segments))
+
+
+def finest(cuts: Sequence[Cut]) -> Cut:
+    """Return the cut whose ranks hold fewest rows, the first of several."""
+    return min(cuts, key=lambda each: each.local)
+
+
+def fit(needed: Sequence[frozenset[int]], length: int) -> Cut | None:
+    """Return the cut by which each rank holds the rows that it needs; None where no cut does, or all need the same.
+
+    `needed` has the rows of each rank. Rows that no rank needs, such as those of inactive units, may lie anywhere;
+    where there are some, equal packs are tried first.
+    """
+    size = len(needed)
+    if not all(needed) or all(len(each) == length for each in needed):
+        return None
+    exact = _fit_segments(needed, length)
+    if exact is not None and len(frozenset[int]().union(*needed)) == length:
+        return exact
+    for cut in _packs(length, size):
+        held = [frozenset(rows_of(cut, rank, size)) for rank in range(size)]
+        alike = zip(needed, held, strict=True)
+        if all(own <= rows and len(own) * 4 > len(rows) for own, rows in alike):
+            return cut
+    return exact
+
+
+def _packs(length: int, size: int) -> Iterator[Cut]:
+    for ways in sorted((each for each in range(2, size + 1) if size % each == 0), reverse=True):
+        for packs in (1, 2, 3, 4, 6):
+            if length % (packs * ways) == 0:
+                yield Cut(packs, ((length // packs, ways),))
+
+
+def _fit_segments(needed: Sequence[frozenset[int]], length: int) -> Cut | None:
+    """The cut by runs of rows that the same ranks need."""
+    size = len(needed)
+    runs: list[tuple[tuple[int, ...], int]] = []
+    owners = [tuple(rank for rank in range(size) if row in needed[rank]) for row in range(length)]
+    last = next(each for each in owners if each)
+    for each in owners:
+        last = each or last  # a row that no rank needs belongs to those before it
+        if runs and runs[-1][0] == last:
+            runs[-1] = (last, runs[-1][1] + 1)
+        else:
+            runs.append((last, 1))
+    segments: list[tuple[int, int]] = []
+    while runs:
+        ranks, own = runs[0]
+        ways = size // len(ranks)
+        group, runs = runs[:ways], runs[ways:]
+        wanted = [(tuple(range(at * len(ranks), (at + 1) * len(ranks))), own) for at in range(ways)]
+        if size % len(ranks) or group != wanted:
+            return None
+        segments.append((own * ways, ways))
+    return cut_of(1, segments)
+
+
+def dims_of(given: Any, rank: int) -> list[int]:
+    """Return the dimensions of an argument, an int or several or None for all, counted from the front."""
+    listed = range(rank) if given is None else [given] if isinstance(given, int) else cast("Sequence[int]", given)
+    return sorted({each % rank for each in listed}) if rank else []

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part: a rank's rows of a tensor, reporting the whole shape; how tensors enter a region of parts and leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from accel.comm import ThreadGroup, copied, gathered
+from accel.parallel._private import subclasses_are_on, without_subclasses
+from accel.parallel.parts._layout import Cut, NoRuleError, Places, RowLayout, finest, no_rule, places_of, rows_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Args = Sequence[Any]
+Named = Mapping[str, Any]
+Rule = Callable[[Any, Args, Named], Any]
+
+
+class Ranks:
+    """The ranks that hold parts of the same tensors, and the plain tensors that have entered the region that runs.
+
+    Attributes:
+        group: of these ranks.
+        rank: this rank in the group.
+        size: of the group.
+    """
+
+    __slots__ = ("_entered", "group", "rank", "size")
+
+    def __init__(self, group: dist.ProcessGroup | ThreadGroup) -> None:
+        self.group: Any = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self._entered: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Return a plain tensor for use inside: its backward sums gradients over ranks, once for all who take it."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        known = self._entered.get(id(tensor))
+        if known is None:  # the tensor is kept, as its `id` belongs to it while it lives
+            known = self._entered[id(tensor)] = tensor, copied(tensor, self.group)
+        return known[1]
+
+    def clear(self) -> None:
+        """Forget what has entered, at the beginning and the end of a region."""
+        self._entered.clear()
+
+
+class PartTensor(Tensor):
+    """A rank's rows of a tensor. Inside of rules, where subclasses are off, it is a tensor of these rows.
+
+    Attributes:
+        division: layout of the rows; None for a tensor that all ranks hold, whose gradient is a summand on each.
+        ranks: that hold the parts.
+    """
+
+    division: RowLayout | None
+    ranks: Ranks
+
+    @property
+    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride, reportImplicitOverride]
+        """The whole shape; that of the rows where subclasses are off, as in the checks of checkpoints."""
+        is_on = subclasses_are_on()
+        with without_subclasses():
+            return whole_shape(self) if is_on else self.size()
+
+    def __repr__(self, **_kwargs: object) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"Part({list(whole_shape(self))}, {self.division}, rank {self.ranks.rank} of {self.ranks.size})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
+        from accel.parallel.parts._rules import rule_of  # which imports this file
+
+        rule = rule_of(func)
+        if kwargs and kwargs.get("out") is not None:
+            raise no_rule(f"{name_of(func)}, with out=")
+        try:
+            if getattr(rule, "composed", False):  # of functions that have rules
+                return rule(func, args, kwargs or {})
+            with without_subclasses():
+                return rule(func, args, kwargs or {})
+        except NoRuleError as error:
+            raise no_rule(f"{name_of(func)}, {error.got}") from None
+
+
+def make(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> PartTensor:
+    """Return this rank's rows of a tensor as a part. A fresh result of torch changes its class, without a node of its
+    own in the graph of gradients."""
+    if type(rows) is Tensor and rows.grad_fn is not None and torch.is_grad_enabled():
+        cast(Any, rows).__class__ = PartTensor
+        part = cast(PartTensor, rows)
+    else:
+        part = rows.as_subclass(PartTensor)
+    part.division = layout
+    part.ranks = ranks
+    return part
+
+
+def plain_of(part: Tensor) -> Tensor:
+    """Return this rank's rows as a plain tensor."""
+    if not isinstance(part, PartTensor):
+        return part
+    with without_subclasses():
+        return part.as_subclass(Tensor)
+
+
+class _Weighted(torch.autograd.Function):
+    """A tensor as it is, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def leave(part: Tensor) -> Tensor:
+    """Return the whole tensor of a part, plain on every rank; a plain tensor as it is. A collective for a divided one.
+
+    Outside, gradients are complete; inside, they are summands. So of several ranks that hold the same rows the first
+    gets their gradient, and of a tensor that is not divided each gets an equal share.
+    """
+    if not isinstance(part, PartTensor):
+        return part
+    ranks, layout = part.ranks, part.division
+    own = plain_of(part)
+    if layout is None:
+        return cast(Any, _Weighted).apply(own, 1 / ranks.size) if own.requires_grad else own
+    whole = gathered(own, layout.dim, ranks.group)
+    order = _order(layout.cut, ranks.size)
+    if order is not None:
+        whole = whole.index_select(layout.dim, torch.tensor(order).to(whole.device, non_blocking=True))
+    return whole.contiguous()
+
+
+@lru_cache(256)
+def _order(cut: Cut, size: int) -> tuple[int, ...] | None:
+    """The place of each whole row among those of all ranks, the first of several; None where they are in order."""
+    place: dict[int, int] = {}
+    held = chain.from_iterable(rows_of(cut, rank, size) for rank in range(size))
+    for number, row in enumerate(held):
+        place.setdefault(row, number)
+    found = tuple(place[row] for row in range(cut.total))
+    return None if found == tuple(range(cut.total)) and not cut.is_shared(size) else found
+
+
+# Inside of rules, where subclasses are off.
+
+
+def layout_of(tensor: object) -> RowLayout | None:
+    """Return the layout of a part; None for other tensors."""
+    return tensor.division if isinstance(tensor, PartTensor) else None
+
+
+def whole_shape(tensor: Tensor) -> Any:
+    """Return the whole shape of a part, or the shape of a plain tensor, a `torch.Size`."""
+    shape = Tensor.size(tensor)
+    layout = layout_of(tensor)
+    if layout is None:
+        return shape
+    return torch.Size((*shape[: layout.dim], layout.cut.total, *shape[layout.dim + 1 :]))
+
+
+def tensors_of(tree: object) -> Iterator[Tensor]:
+    """Yield the tensors in a nesting of containers."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for each in cast("Sequence[object]", tree):
+            yield from tensors_of(each)
+    elif isinstance(tree, Mapping):
+        yield from tensors_of(list(cast("Mapping[object, object]", tree).values()))
+
+
+def ranks_of(*trees: object) -> Ranks:
+    """Return the ranks of the first part among arguments."""
+    return next(each.ranks for each in tensors_of(trees) if isinstance(each, PartTensor))
+
+
+def named(names: str, args: Args, kwargs: Named) -> dict[str, Any]:
+    """Return arguments by name; `names` has those of positional ones, in order."""
+    return {**dict(zip(names.split(), args, strict=False)), **kwargs}
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a function of torch; of the getter or setter of an attribute that of the attribute."""
+    name = getattr(func, "__name__", str(func))
+    if name not in ("__get__", "__set__", "__delete__"):
+        return name
+    owner = func.__self__
+    attribute = getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", "an attribute")
+    return attribute if name == "__get__" else f"{attribute}.{name}"
+
+
+def part_of(func: Any, args: Args) -> PartTensor:
+    """Return the first argument, which must be a part."""
+    if not args or not isinstance(args[0], PartTensor):
+        raise no_rule("of a plain tensor and parts")
+    return args[0]
+
+
+def entered(tensor: Any, ranks: Ranks) -> Any:
+    """Return a tensor inside of the region: this rank's rows of a part, or a plain one that enters; others as is."""
+    return tensor if isinstance(tensor, PartTensor) or not isinstance(tensor, Tensor) else ranks.enter(tensor)
+
+
+def own_rows(tensor: Tensor, dim: int, need: Cut, ranks: Ranks) -> Tensor:
+    """Return the rows of a cut along a dimension, of a tensor that has them: all of them, or a coarser cut."""
+    layout = layout_of(tensor)
+    if layout is not None and layout.dim != dim:
+        raise no_rule(f"a function of parts that ranks divide along dimensions {layout.dim} and {dim}")
+    length = whole_shape(tensor)[dim]
+    if length != need.total:
+        if layout is None and length == need.local:  # a gradient, in the backward of an own function
+            return entered(tensor, ranks)
+        raise no_rule(f"a function of {length} rows and a part of {need.total}")
+    if layout is not None and layout.cut == need:
+        return tensor
+    return taken(entered(tensor, ranks), dim, places_of(need, layout and layout.cut, ranks.rank, ranks.size))
+
+
+def taken(rows: Tensor, dim: int, places: Places) -> Tensor:
+    """Return some rows along a dimension."""
+    if isinstance(places, slice):
+        return rows.narrow(dim, places.start, places.stop - places.start)
+    return rows.index_select(dim, torch.tensor(places).to(rows.device, non_blocking=True))
+
+
+class Alignment(NamedTuple):
+    """The rows to take of broadcast tensors, so that a rank computes with those of one cut.
+
+    Attributes:
+        places: of each tensor, the dimension and the rows to take; None for all of them.
+        right: number of the divided dimension, counted from the right, 1 for the last.
+        cut: of it; None where nothing is divided.
+    """
+
+    places: tuple[tuple[int, Places] | None, ...]
+    right: int = 0
+    cut: Cut | None = None
+
+    def layout(self, rank: int) -> RowLayout | None:
+        """Return the layout of a result of so many dimensions."""
+        return None if self.cut is None else RowLayout(rank - self.right, self.cut)
+
+
+@lru_cache(4096)
+def alignment_of(kinds: tuple[tuple[RowLayout | None, torch.Size], ...], rank: int, size: int) -> Alignment:
+    """Return how tensors of these layouts and whole shapes are cut alike, broadcast from the right as torch does."""
+    rights = {len(shape) - layout.dim for layout, shape in kinds if layout is not None}
+    if not rights:
+        return Alignment((None,) * len(kinds))
+    if len(rights) > 1:
+        raise no_rule(f"a function of parts that ranks divide along dimensions {sorted(rights)} from the right")
+    right = rights.pop()
+    need = finest([layout.cut for layout, _ in kinds if layout is not None])
+    places: list[tuple[int, Places] | None] = []
+    for layout, shape in kinds:
+        dim = len(shape) - right
+        if dim < 0 or shape[dim] == 1 or (layout is not None and layout.cut == need):
+            places.append(None)
+        elif shape[dim] == need.total:
+            places.append((dim, places_of(need, layout and layout.cut, rank, size)))
+        elif layout is None and shape[dim] == need.local:  # a gradient, in the backward of an own function
+            places.append(None)
+        else:
+            raise no_rule(f"a function of {shape[dim]} rows and a part of {need.total}")
+    return Alignment(tuple(places), right, need)
+
+
+def aligned(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], Alignment]:
+    """Return the rows of each tensor that this rank computes with, and their alignment."""
+    kinds = tuple((layout_of(each), whole_shape(each)) for each in tensors)
+    found = alignment_of(kinds, ranks.rank, ranks.size)
+    inside = [entered(each, ranks) for each in tensors]
+    pairs = zip(inside, found.places, strict=True)
+    return [each if at is None else taken(each, *at) for each, at in pairs], found
+
+
+def placed(result: Any, alignment: Alignment, ranks: Ranks) -> Any:
+    """Return what a function gave on a rank, tensors in it as parts."""
+    return pytree.tree_map_only(Tensor, lambda each: make(each, alignment.layout(each.dim()), ranks), result)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of sums, norms and softmax. Sums over the divided dimension end a region; norms over it exchange their sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from accel.comm import copied, summed
+from accel.parallel.parts._elementwise import elementwise
+from accel.parallel.parts._layout import RowLayout, at, dims_of, no_rule
+from accel.parallel.parts._part import (
+    Args,
+    Named,
+    PartTensor,
+    Rule,
+    entered,
+    layout_of,
+    make,
+    name_of,
+    named,
+    own_rows,
+    part_of,
+    ranks_of,
+)
+
+
+def along(place: int, default: int | None = -1) -> Rule:
+    """Return the rule of a function that keeps the shape, along dimensions that must not be the divided one. Its
+    argument for them has this place, or the name `dim`."""
+
+    def rule(func: Any, args: Args, kwargs: Named) -> Any:
+        part = part_of(func, args)
+        given = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("dims", default))
+        if part.division is not None and part.division.dim in dims_of(given, part.dim()):
+            raise no_rule("along the divided dimension")
+        return _like(func(*args, **kwargs), part.division, part)
+
+    return rule
+
+
+def _like(found: Any, layout: RowLayout | None, part: PartTensor) -> Any:
+    return pytree.tree_map_only(Tensor, lambda each: make(each, layout, part.ranks), found)
+
+
+def halved(func: Any, args: Args, kwargs: Named) -> Any:
+    """glu, along a dimension that all ranks hold."""
+    part = part_of(func, args)
+    if part.division is not None and part.division.dim == named("input dim", args, kwargs).get("dim", -1) % part.dim():
+        raise no_rule("along the divided dimension")
+    return make(func(*args, **kwargs), part.division, part.ranks)
+
+
+def reduced(func: Any, args: Args, kwargs: Named) -> Any:
+    """sum, mean, amax, var and their like: over dimensions, or all."""
+    part = part_of(func, args)
+    name = name_of(func)
+    given = named("input dim keepdim", args, kwargs)
+    dim = given.get("dim", given.get("axis"))
+    if name in ("max", "min") and isinstance(dim, Tensor):
+        return elementwise(func, args, kwargs)
+    if name in ("var", "std") and isinstance(dim, bool):
+        raise no_rule("with its second argument by place")
+    dims = dims_of(None if dim == () or dim == [] else dim, part.dim())
+    layout = part.division
+    if layout is None:
+        return _like(func(*args, **kwargs), None, part)
+    if layout.dim not in dims:
+        place = layout.dim if given.get("keepdim") else layout.dim - sum(each < layout.dim for each in dims)
+        return _like(func(*args, **kwargs), RowLayout(place, layout.cut), part)
+    size = part.ranks.size
+    if name not in ("sum", "mean") or layout.cut.is_shared(size):
+        raise no_rule("over the divided dimension")
+    total = summed(func(*args, **kwargs), part.ranks.group)
+    return total / size if name == "mean" else total
+
+
+def norm(func: Any, args: Args, kwargs: Named) -> Any:
+    """norm, linalg.vector_norm, by sums of powers."""
+    given = named("input ord dim keepdim", args, kwargs)
+    part = part_of(func, args)
+    order = given.get("p", given.get("ord", 2)) or 2
+    if not isinstance(order, int | float) or order in (float("inf"), -float("inf")) or given.get("dtype") is not None:
+        raise no_rule(f"of order {order}")
+    powers = make(part.abs().pow(order), part.division, part.ranks)
+    total = reduced(torch.sum, (powers,), {"dim": given.get("dim"), "keepdim": given.get("keepdim", False)})
+    return elementwise(torch.pow, (total, 1 / order), {}) if isinstance(total, PartTensor) else total ** (1 / order)
+
+
+def normalized(func: Any, args: Args, kwargs: Named) -> Any:
+    """functional.normalize."""
+    given = named("input p dim eps", args, kwargs)
+    total = norm(func, (given["input"], given.get("p", 2.0), given.get("dim", 1), True), {})
+    least = total.clamp_min(given.get("eps", 1e-12))
+    if isinstance(total, PartTensor):
+        least = make(least, total.division, total.ranks)
+    return elementwise(torch.div, (given["input"], least), {})
+
+
+def normed(func: Any, args: Args, kwargs: Named) -> Any:
+    """layer_norm, rms_norm."""
+    is_centered = name_of(func) == "layer_norm"
+    given = named(f"input normalized_shape weight {'bias ' if is_centered else ''}eps", args, kwargs)
+    ranks = ranks_of(args, kwargs)
+    x, layout = given["input"], layout_of(given["input"])
+    first = x.dim() - len(given["normalized_shape"])
+    if layout is not None and layout.dim >= first:
+        return _normed_over(given, layout, is_centered=is_centered)
+    for name in ("weight", "bias"):
+        if layout_of(given.get(name)) is not None:
+            raise no_rule(f"with a divided {name} and another input")
+    inside = {name: entered(each, ranks) for name, each in given.items()}
+    return make(func(**inside), layout, ranks)
+
+
+def _normed_over(given: dict[str, Any], layout: RowLayout, *, is_centered: bool) -> PartTensor:
+    """A norm over the divided dimension alone: ranks sum their sums of squares."""
+    x: PartTensor = given["input"]
+    ranks = x.ranks
+    if layout.dim != x.dim() - 1 or len(given["normalized_shape"]) > 1 or layout.cut.is_shared(ranks.size):
+        raise no_rule("a norm over the divided dimension and others, or of rows that ranks share")
+    rows: Tensor = x
+    eps = given.get("eps", 1e-5 if is_centered else None)
+
+    def mean(values: Tensor) -> Tensor:
+        total = summed(values.sum(-1, keepdim=True), ranks.group)
+        return copied(total, ranks.group) / layout.cut.total
+
+    if is_centered:
+        rows = rows - mean(rows)
+    scale = torch.rsqrt(mean(rows.square()) + (torch.finfo(x.dtype).eps if eps is None else eps))
+    found = make(rows * scale, layout, ranks)
+    if given.get("weight") is not None:
+        found = elementwise(torch.mul, (found, given["weight"]), {})
+    return found if given.get("bias") is None else elementwise(torch.add, (found, given["bias"]), {})
+
+
+def group_normed(func: Any, args: Args, kwargs: Named) -> Any:
+    """group_norm, where each rank has whole groups."""
+    given = named("input num_groups weight bias eps", args, kwargs)
+    ranks = ranks_of(args, kwargs)
+    layout = layout_of(given["input"])
+    if layout is None:
+        return make(func(**{name: entered(each, ranks) for name, each in given.items()}), None, ranks)
+    cut = layout.cut
+    groups = given["num_groups"]
+    if layout.dim != 1 or len(cut.listed) > 1 or cut.is_shared(ranks.size) or groups % ranks.size:
+        raise no_rule(f"of {groups} groups, not whole on each rank")
+    for name in ("weight", "bias"):
+        if given.get(name) is not None:
+            given[name] = own_rows(given[name], 0, layout.cut, ranks)
+    return make(func(**{**given, "num_groups": groups // ranks.size}), layout, ranks)
+
+
+def weight_normed(func: Any, args: Args, kwargs: Named) -> Any:
+    """_weight_norm: directions divided by their norms, times lengths."""
+    given = named("v g dim", args, kwargs)
+    v, g = given["v"], given["g"]
+    dim = given.get("dim", 0) % v.dim()
+    others = [each for each in range(v.dim()) if each != dim]
+    squares = elementwise(torch.mul, (v, v), {}) if isinstance(v, PartTensor) else v * v
+    totals = reduced(torch.sum, (squares, others, True), {}) if isinstance(v, PartTensor) else squares.sum(others, True)
+    norms = elementwise(torch.sqrt, (totals,), {}) if isinstance(totals, PartTensor) else totals.sqrt()
+    factors = (
+        elementwise(torch.div, (g, norms), {})
+        if isinstance(g, PartTensor) or isinstance(norms, PartTensor)
+        else g / norms
+    )
+    return elementwise(torch.mul, (v, factors), {})
+
+
+def flipped(func: Any, args: Args, kwargs: Named) -> Any:
+    """flip, of dimensions one by one or in one sequence."""
+    part = part_of(func, args)
+    given = args[1] if len(args) == 2 else args[1:] or kwargs["dims"]
+    return along(1)(func, (part, given), {})
+
+
+def topped(func: Any, args: Args, kwargs: Named) -> Any:
+    """topk, sort: values and indices along a dimension that all ranks hold."""
+    part = part_of(func, args)
+    names = "input k dim largest sorted" if name_of(func) == "topk" else "input dim descending"
+    dim = named(names, args, kwargs).get("dim", -1) % part.dim()
+    if part.division is not None and part.division.dim == dim:
+        raise no_rule("along the divided dimension")
+    return _like(func(*args, **kwargs), at(part.division.dim, part.division.cut) if part.division else None, part)
+
+
+_OVER = (
+    "sum", "mean", "amax", "amin", "max", "min", "any", "all", "var", "std", "logsumexp", "prod", "argmax", "argmin",
+)  # fmt: skip
+RULES = {
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "_softmax", "cumsum", "cumprod", "logcumsumexp"), along(1)),
+    "flip": flipped,
+    "roll": along(2, None),
+    "glu": halved,
+    **dict.fromkeys(_OVER, reduced),
+    **dict.fromkeys(("norm", "linalg_vector_norm", "vector_norm"), norm),
+    "normalize": normalized,
+    **dict.fromkeys(("layer_norm", "rms_norm"), normed),
+    "group_norm": group_normed,
+    "_weight_norm": weight_normed,
+    **dict.fromkeys(("topk", "sort", "argsort"), topped),
+}

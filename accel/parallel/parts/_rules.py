@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of rules by the names of torch's functions, methods and attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from accel.parallel.parts import (
+    _attention,
+    _contractions,
+    _convolutions,
+    _elementwise,
+    _indexing,
+    _reductions,
+    _shapes,
+)
+from accel.parallel.parts._layout import no_rule
+from accel.parallel.parts._part import Rule, name_of
+
+RULES: Mapping[str, Rule] = {
+    **_elementwise.RULES,
+    **_shapes.RULES,
+    **_reductions.RULES,
+    **_contractions.RULES,
+    **_convolutions.RULES,
+    **_attention.RULES,
+    **_indexing.RULES,
+}
+
+
+@lru_cache(None)
+def rule_of(func: Callable[..., Any]) -> Rule:
+    """Return the rule of a function, a method or the getter of an attribute; `NoRuleError` with its name for none."""
+    rule = find_rule(func)
+    if rule is None:
+        raise no_rule(name_of(func))
+    return rule
+
+
+def find_rule(func: Callable[..., Any]) -> Rule | None:
+    """Return the rule of a function of torch; None for none."""
+    return RULES.get(name_of(func))

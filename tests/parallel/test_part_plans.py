@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand-written models train on ranks along tp as in one process, and most of their parameters are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from catching import caught
+from handwritten import MODELS, Handwritten, named
+from pipelines import batch_of, by_hand, differences, train
+from steps import two_steps
+from torch import Tensor, nn
+
+import accel
+from accel.errors import ConfigError, PrepareError
+from accel.tensors import is_dtensor
+from accel.testing import Simulator
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def trained(ctx: accel.DistContext, entry: Handwritten, mesh: str = "") -> tuple[Any, float]:
+    """Parameters after two steps with batches of other sizes than the example, and the share that is divided."""
+    ctx = accel.replace(ctx, mesh=mesh) if mesh else ctx
+    model = entry.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    model, optimizer = accel.prepare(ctx, model, optimizer, example=entry.batch(1, 2).inputs)
+    batch = entry.batch(2, 3, 9)
+    losses = two_steps(ctx, model, optimizer, lambda: entry.loss(_called(model, batch.inputs), batch.targets))
+    state = accel.get_state_dict(ctx, model, dst=None)
+    divided = [each for each in model.parameters() if is_dtensor(each) and each.placements[-1].is_shard()]
+    share = sum(each.numel() for each in divided) / sum(each.numel() for each in model.parameters())
+    return (losses, {name: each for name, each in state.items() if each.is_floating_point()}), share
+
+
+def compared(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> float:
+    """Train on a mesh and in one process; return the divided share."""
+    want, _ = trained(accel.single(), entry)
+    runs = ranks.run(lambda ctx: trained(ctx, entry, mesh), size, default_group=True)
+    for got, _ in runs:
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+    return runs[0][1]
+
+
+# A run with dropout is not that of one process.
+TRAINED = [each for each in MODELS if "random" not in each.tags]
+# What stays whole as a whole, and why; a share in percent for the others.
+REFUSED = frozenset({"lstm", "gru", "gnn", "unet_batch_norm", "resnet", "hooked_features"})
+LEAST: Mapping[str, int] = {
+    "nano_gpt": 90, "min_gpt": 90, "llama": 98, "grouped_gpt": 85, "lambdas": 90, "shared_block": 90, "mamba": 90,
+    "moe": 90, "lora": 85, "lora_of_last_block": 90, "residuals_between": 90, "t5_encoder": 95, "t5": 95,
+    "torch_transformer": 90, "bert": 85, "mapping": 90, "reward": 90, "dit": 90, "weight_norm": 90, "keyed_blocks": 90,
+    "listed_losses": 90, "cached_values": 90, "closures": 90, "branch_on_inputs": 90, "checkpointed": 90,
+    "reentrant": 90, "in_place": 90, "called_by_parts": 90, "nested_outputs": 90, "frozen_body": 90, "vit": 75,
+}  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Counts its heads in a mapping, where no style finds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.settings = {"heads": 4}
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, width = x.shape
+        q, k, v = (each.view(rows, tokens, self.settings["heads"], -1) for each in self.qkv(x).split(width, 2))
+        weights = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).softmax(-1)
+        return x + self.out((weights @ v.transpose(1, 2)).transpose(1, 2).reshape(rows, tokens, width))
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.blocks = nn.ModuleList(Attention() for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def stacked() -> nn.Module:
+    torch.manual_seed(0)
+    return Stacked().double()
+
+
+@pytest.mark.slow
+def test_blocks_of_stages_compute_with_parts(ranks: Simulator) -> None:
+    plan = accel.parallel.Plan(schedule="1F1B", stages_per_rank=1, micro_batches=4)
+    example = [batch_of(0, 2)[0]]
+
+    def rank(ctx: accel.DistContext) -> Any:
+        return train(ctx, stacked, plan, mesh="pp=2,tp=2", accumulation=2, example=example)
+
+    found = ranks.run(rank, 4, default_group=True)
+    assert max(differences(found, by_hand(stacked, accumulation=2))) < 1e-10
+
+
+def test_torch_is_not_asked_to_compile_what_computes_with_parts(ranks: Simulator) -> None:
+    ids = batch_of(0, 2)[0]
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        model = accel.prepare_model(ctx, stacked(), example=[ids])
+        error = caught(lambda: accel.compile_model(model))
+        styles = accel.parallel.tensor_plan(stacked(), example=[ids])
+        again = accel.prepare_model(ctx, stacked(), plan=accel.parallel.Plan(tensor=styles))  # the line to write
+        return error, model(ids).detach(), again(ids).detach()
+
+    want = stacked()(ids).detach()
+    for error, *outputs in ranks.run(rank, 2, default_group=True):
+        assert isinstance(error, ConfigError)
+        assert "tensor_plan" in error.fix
+        for each in outputs:
+            torch.testing.assert_close(each, want)
+
+
+def test_the_share_of_a_declared_plan_is_logged(ranks: Simulator, caplog: pytest.LogCaptureFixture) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        _ = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), net)
+
+    with caplog.at_level("WARNING", "accel.parallel"):
+        _ = ranks.run(rank, 2, default_group=True)
+    assert "Sequential: 99% of the parameters are divided along tp=2" in caplog.text
+
+
+def _checked(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> None:
+    if entry.name in REFUSED:
+        with pytest.raises(PrepareError):
+            compared(ranks, entry, mesh, size)
+    else:
+        assert 100 * compared(ranks, entry, mesh, size) >= LEAST.get(entry.name, 0)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    named("grouped_gpt", "weight_norm", "in_place"),
+    ids=lambda each: each.name,
+)
+def test_a_hand_written_model_trains_divided_as_in_one_process(ranks: Simulator, entry: Handwritten) -> None:
+    _checked(ranks, entry, "tp=2", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "size"), [("tp=2", 2), ("tp=4", 4), ("dp=2,tp=2", 4)])
+@pytest.mark.parametrize("entry", TRAINED, ids=lambda each: each.name)
+def test_each_hand_written_model_trains_as_in_one_process_or_is_refused(
+    ranks: Simulator, entry: Handwritten, mesh: str, size: int
+) -> None:
+    _checked(ranks, entry, mesh, size)

@@ -1,0 +1,586 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of parts: a rank's rows of what a function makes of the whole are what its rule makes of the rank's rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from accel.comm import ThreadGroup, run_in_threads
+from accel.errors import PrepareError
+from accel.parallel.parts import Cut, NoRuleError, PartTensor, Ranks, RowLayout, leave, make, plain_of, rows_of
+from accel.parallel.parts._layout import cut_of, fit
+from accel.parallel.parts._rules import find_rule
+
+RANDOM = st.integers(0, 2**32).map(random.Random)
+
+
+class NeedsOthersError(Exception):
+    """A message: the functions of two ranks are compared below."""
+
+
+class Alone:
+    """A group of which one rank computes, without messages."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def allreduce(self, *_: object) -> None:
+        raise NeedsOthersError
+
+
+def alone(rank: int, size: int) -> Ranks:
+    return Ranks(cast(Any, Alone(rank, size)))
+
+
+def own(whole: Tensor, layout: RowLayout | None, ranks: Ranks) -> Tensor:
+    if layout is None:
+        return whole
+    return whole.index_select(layout.dim, torch.tensor(rows_of(layout.cut, ranks.rank, ranks.size)))
+
+
+def a_cut(draw: random.Random, size: int) -> Cut:
+    while True:
+        segments = [(draw.choice([4, 8, 12]), draw.choice([1, 2, size])) for _ in range(draw.choice([1, 1, 2, 3]))]
+        cut = cut_of(draw.choice([1, 1, 2, 3]), segments)
+        if cut is not None:
+            return cut
+
+
+def factors(draw: random.Random, length: int) -> list[int]:
+    """Numbers whose product is a length."""
+    found: list[int] = []
+    for prime in (2, 2, 2, 3, 3, 5):
+        if length % prime == 0 and draw.random() < 0.6:
+            found.append(prime)
+            length //= prime
+    found.append(length)
+    draw.shuffle(found)
+    return found
+
+
+class Drawn(NamedTuple):
+    """Arguments of a case: a shape whose dimension `dim` is divided, another dimension, and what they allow."""
+
+    draw: random.Random
+    shape: list[int]
+    dim: int
+    other: int
+    cut: Cut
+
+    @property
+    def length(self) -> int:
+        return self.shape[self.dim]
+
+    def slice_of(self, entry: Any) -> tuple[Any, ...]:
+        return (*[slice(None)] * self.dim, entry)
+
+    def divisor(self) -> int:
+        return self.draw.choice([each for each in range(1, self.length + 1) if self.length % each == 0])
+
+    def view(self) -> list[int]:
+        new = [
+            each for size in self.shape for each in (factors(self.draw, size) if self.draw.random() < 0.7 else [size])
+        ]
+        for _ in range(self.draw.randrange(3)):
+            if len(new) > 1:
+                at = self.draw.randrange(len(new) - 1)
+                new[at : at + 2] = [new[at] * new[at + 1]]
+        return new
+
+    def whole(self) -> Tensor:
+        """A plain tensor that broadcasts."""
+        return torch.randn([each if self.draw.random() < 0.6 else 1 for each in self.shape])
+
+
+def a_case(draw: random.Random, size: int) -> Drawn:
+    cut = a_cut(draw, size)
+    shape = [draw.choice([1, 2, 3, 4]) for _ in range(3)]
+    dim = draw.randrange(3)
+    shape[dim] = cut.total
+    return Drawn(draw, shape, dim, draw.randrange(3), cut)
+
+
+def _slice(given: Drawn) -> Callable[[Tensor], Any]:
+    start = given.draw.randrange(given.length)
+    entry = slice(start, given.draw.randrange(start, given.length) + 1)
+    return lambda t: t[given.slice_of(entry)]
+
+
+def _of(make_function: Callable[[Drawn, Any], Any], *arguments: Callable[[Drawn], Any]) -> Callable[[Drawn], Any]:
+    """A case whose arguments are drawn once, for the whole and the rows."""
+
+    def case(given: Drawn) -> Any:
+        values = [each(given) for each in arguments]
+        return lambda t: make_function(given, t, *values)  # type: ignore[call-arg]
+
+    return case
+
+
+def _new(make_function: Callable[..., Any]) -> Callable[[Drawn], Any]:
+    return _of(make_function)
+
+
+def _rows_of_other(given: Drawn) -> Tensor:
+    return torch.tensor([given.draw.randrange(given.shape[given.other]) for _ in range(3)])
+
+
+def _seeded(t: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    torch.manual_seed(3)
+    return function(t)
+
+
+CASES: Mapping[str, Callable[[Drawn], Any]] = {
+    "view": _of(lambda g, t, new: t.view(new), Drawn.view),
+    "there and back": _of(lambda g, t, new: t.view(new).view(g.shape), Drawn.view),
+    "reshape with -1": _of(lambda g, t, new: t.reshape([-1, *new[1:]]), Drawn.view),
+    "permute": _new(lambda g, t: t.permute(2, 0, 1).reshape(-1, g.shape[1])),
+    "transpose": _new(lambda g, t: t.transpose(0, g.other).contiguous()),
+    "movedim": _new(lambda g, t: t.movedim(g.other, 0)),
+    "mT": _new(lambda g, t: t.mT),
+    "flatten": _new(lambda g, t: t.flatten(0, 1)),
+    "unflatten": _of(lambda g, t, by: t.unflatten(g.dim, (by, -1)), Drawn.divisor),
+    "squeeze": _new(lambda g, t: t.squeeze()),
+    "unsqueeze": _new(lambda g, t: t.unsqueeze(g.other)),
+    "new dimensions": _new(lambda g, t: t[None, ..., None]),
+    "expand": _new(
+        lambda g, t: t.unsqueeze(g.dim).expand(*g.shape[: g.dim], 3, *g.shape[g.dim :]).flatten(g.dim, g.dim + 1)
+    ),
+    "repeat": _new(lambda g, t: t.repeat(2, 1, 3)),
+    "repeat_interleave": _new(lambda g, t: t.repeat_interleave(2, g.dim)),
+    "split": _of(lambda g, t, by: t.split(by, g.dim), Drawn.divisor),
+    "split by sizes": _of(lambda g, t, by: t.split([by, g.length - by], dim=g.dim), Drawn.divisor),
+    "chunk": _of(lambda g, t, by: t.chunk(by, g.other), lambda g: g.draw.choice([2, 3])),
+    "tensor_split": _of(lambda g, t, by: torch.tensor_split(t, by, dim=g.dim), Drawn.divisor),
+    "unbind": _new(lambda g, t: t.unbind(g.other)),
+    "slice": _slice,
+    "slice of another": _new(lambda g, t: t[(slice(None),) * g.other + (slice(0, 1),)]),
+    "narrow": _of(lambda g, t, by: t.narrow(g.dim, 0, by), Drawn.divisor),
+    "an int": _of(lambda g, t, at: t[g.slice_of(at)], lambda g: g.draw.randrange(g.length)),
+    "select": _new(lambda g, t: t.select(g.other, 0)),
+    "steps": _new(lambda g, t: t[g.slice_of(slice(1, None, 2))]),
+    "a list of rows": _new(lambda g, t: t[g.slice_of([0, 1, 2, 3])]),
+    "rows by a tensor": _of(lambda g, t, rows: t[(slice(None),) * g.other + (rows,)], _rows_of_other),
+    "rows and an int": _of(lambda g, t, rows: t[rows, :, 0], lambda g: torch.zeros(2, 3, dtype=torch.long)),
+    "rows beside rows": _of(lambda g, t, rows: t[rows, 0], lambda g: torch.zeros(2, dtype=torch.long)),
+    "rows apart": _of(lambda g, t, rows: t[rows, :, rows], lambda g: torch.zeros(2, 2, dtype=torch.long)),
+    "index_select": _of(lambda g, t, rows: t.index_select(g.other, rows), _rows_of_other),
+    "gather": _new(lambda g, t: t.gather(g.other, t.argsort(g.other))),
+    "index_add": _of(
+        lambda g, t, rows: torch.zeros_like(t).index_add(g.other, rows, t.index_select(g.other, rows)), _rows_of_other
+    ),
+    "assigned": _of(lambda g, t, at: _assign(g, t, at), lambda g: g.draw.randrange(g.shape[g.other])),
+    "cat along": _new(lambda g, t: torch.cat([t, t], g.dim)),
+    "cat along, with a whole": _of(lambda g, t, w: torch.cat([t, w], g.dim), lambda g: torch.randn(g.shape)),
+    "cat": _new(lambda g, t: torch.cat([t, -t], g.other)),
+    "stack": _new(lambda g, t: torch.stack([t, -t], g.other)),
+    "stack with a whole": _of(lambda g, t, w: torch.stack([t, w], -1), lambda g: torch.randn(g.shape)),
+    "whole beside": _of(lambda g, t, w: t * w + w, Drawn.whole),
+    "where": _of(lambda g, t, w: torch.where(w > 0, t, -t), Drawn.whole),
+    "masked_fill": _of(lambda g, t, w: t.masked_fill(w > 0, -1.0), Drawn.whole),
+    "masked_fill_": _of(lambda g, t, w: t.clone().masked_fill_(w > 0, -1.0), Drawn.whole),
+    "clamp": _of(lambda g, t, w: t.clamp(min=w), Drawn.whole),
+    "in place": _of(lambda g, t, w: t.clone().add_(t).mul_(w), Drawn.whole),
+    "activations": _new(lambda g, t: functional.silu(functional.relu(t, inplace=False)) * functional.gelu(t)),
+    "pow": _new(lambda g, t: t.square().add(1).rsqrt() ** 2.0),
+    "softmax": _new(lambda g, t: t.softmax(g.other)),
+    "cumsum": _new(lambda g, t: t.cumsum(g.other)),
+    "sum": _new(lambda g, t: t.sum(g.other, keepdim=True) + t.mean((g.other,), keepdim=True)),
+    "sum of one": _new(lambda g, t: t.sum(g.other)),
+    "max": _new(lambda g, t: t.max(g.other).values),
+    "amax": _new(lambda g, t: t.amax(dim=(g.other,))),
+    "var": _new(lambda g, t: t.var(dim=g.other, correction=0)),
+    "logsumexp": _new(lambda g, t: t.logsumexp(g.other)),
+    "topk": _new(lambda g, t: t.topk(1, dim=g.other)[0]),
+    "flip": _new(lambda g, t: t.flip(g.other)),
+    "roll": _new(lambda g, t: t.roll(1, g.other)),
+    "glu": _new(lambda g, t: functional.glu(torch.cat([t, t], g.other), g.other)),
+    "pad": _of(lambda g, t, widths: functional.pad(t, widths), lambda g: [g.draw.randrange(2) for _ in range(4)]),
+    "complex": _new(lambda g, t: torch.view_as_real(torch.view_as_complex(torch.stack([t, -t], -1)) * 1j).flatten(-2)),
+    "triu": _new(lambda g, t: t.triu()),
+    "layer_norm": _new(lambda g, t: functional.layer_norm(t, [g.shape[-1]])),
+    "group_norm": _new(lambda g, t: functional.group_norm(t, 4)),
+    "avg_pool": _new(lambda g, t: functional.avg_pool1d(t, 2, padding=1)),
+    "max_pool": _new(lambda g, t: functional.max_pool1d(t, 2, padding=1)),
+    "interpolate": _new(lambda g, t: functional.interpolate(t, scale_factor=2)),
+    "a channel each": _of(
+        lambda g, t, w: functional.conv1d(t, w, groups=g.shape[1], padding=1),
+        lambda g: torch.randn(2 * g.shape[1], 1, 3),
+    ),
+    "dropout": _new(lambda g, t: _seeded(t, lambda each: functional.dropout(each, 0.5))),
+    "randn_like": _new(lambda g, t: _seeded(t, torch.randn_like)),
+    "dtypes": _new(lambda g, t: t.double().to(torch.float32).type_as(t)),
+    "sizes": _new(lambda g, t: t.new_zeros(t.shape[g.dim], t.size(0)) + t.numel() + len(t)),
+}
+
+
+def _assign(given: Drawn, t: Tensor, at: int) -> Tensor:
+    made = t.clone()
+    made[(slice(None),) * given.other + (at,)] = 0.0
+    made[..., :1] = 2.0
+    return made
+
+
+def law(name: str, draw: random.Random) -> bool:
+    """Check a case; return whether it has a rule."""
+    size = draw.choice([2, 4])
+    ranks = alone(draw.randrange(size), size)
+    case = a_case(draw, size)
+    layout = RowLayout(case.dim, case.cut)
+    whole = torch.randn(case.shape, generator=torch.Generator().manual_seed(draw.randrange(100)))
+    function = CASES[name](case)
+    try:
+        want = function(whole)
+    except (RuntimeError, IndexError):
+        return False  # torch refuses the arguments themselves
+    try:
+        got = function(make(own(whole, layout, ranks).clone(), layout, ranks))
+    except (NoRuleError, NeedsOthersError):
+        return False
+    pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
+    for part, each in pairs:
+        assert part.shape == each.shape
+        mine = own(each, part.division, ranks) if isinstance(part, PartTensor) else each
+        torch.testing.assert_close(plain_of(part), mine)
+    return True
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_a_function_are_a_function_of_rows(name: str) -> None:
+    counts = [law(name, random.Random(seed)) for seed in range(25)]
+    assert any(counts)
+
+
+@given(RANDOM, st.sampled_from(sorted(CASES)))
+def test_no_arguments_give_other_rows(draw: random.Random, name: str) -> None:
+    law(name, draw)
+
+
+@given(RANDOM, st.sampled_from([2, 4]))
+def test_a_cut_is_found_by_the_rows_that_ranks_need(draw: random.Random, size: int) -> None:
+    cut = a_cut(draw, size)
+    held = [frozenset(rows_of(cut, rank, size)) for rank in range(size)]
+    dead = {row for row in range(cut.total) if draw.random() < 0.1}
+    needed = [rows - dead for rows in held]
+    found = fit(needed, cut.total)
+    if found is not None:  # each rank has all rows that it needs
+        assert all(rows <= {*rows_of(found, rank, size)} for rank, rows in enumerate(needed))
+    if not dead:
+        assert found is not None
+        assert [frozenset(rows_of(found, rank, size)) for rank in range(size)] == held
+
+
+class Region(NamedTuple):
+    """A function of parts and plain tensors that may send messages.
+
+    Attributes:
+        function: of all tensors.
+        shapes: of them.
+        layouts: of those that ranks divide, None for plain ones.
+    """
+
+    function: Callable[..., Any]
+    shapes: list[tuple[int, ...]]
+    layouts: list[RowLayout | None]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def _multi_head(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, out_bias: Tensor) -> Any:
+    return functional.multi_head_attention_forward(
+        x, x, x, 8, 4, weight, bias, None, None, False, 0.0, out, out_bias, need_weights=True
+    )
+
+
+def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
+    """Functions that contract or sum the divided dimension, or take whole tensors beside parts."""
+    cut = a_cut(draw, size)
+    n = cut.total
+    even = Cut(draw.choice([1, 2]), ((8, size),))
+    m = even.total
+    heads = Cut(1, ((4, size),))
+    return {
+        "column": Region(functional.linear, [(3, 5), (n, 5), (n,)], [None, RowLayout(0, cut), RowLayout(0, cut)]),
+        "column, whole bias": Region(functional.linear, [(3, 5), (n, 5), (n,)], [None, RowLayout(0, cut), None]),
+        "row": Region(functional.linear, [(3, m), (5, m), (5,)], [RowLayout(1, even), RowLayout(1, even), None]),
+        "row of whole inputs": Region(functional.linear, [(3, m), (5, m), (5,)], [None, RowLayout(1, even), None]),
+        "whole weight": Region(functional.linear, [(2, m, 4), (5, 4), (5,)], [RowLayout(1, even), None, None]),
+        "whole contracted weight": Region(functional.linear, [(2, m), (5, m)], [RowLayout(1, even), None]),
+        "pair": Region(
+            lambda x, up, down: functional.linear(functional.gelu(functional.linear(x, up)), down) + x,
+            [(3, 5), (m, 5), (5, m)],
+            [None, RowLayout(0, even), RowLayout(1, even)],
+        ),
+        "addmm": Region(torch.addmm, [(5,), (3, m), (m, 5)], [None, RowLayout(1, even), RowLayout(0, even)]),
+        "addmm by columns": Region(torch.addmm, [(n,), (3, 5), (5, n)], [None, None, RowLayout(1, cut)]),
+        "matmul of heads": Region(
+            torch.matmul, [(2, n, 3, 5), (2, n, 5, 3)], [RowLayout(1, cut), draw.choice([None, RowLayout(1, cut)])]
+        ),
+        "matmul of a batch": Region(torch.matmul, [(n, 3, 5), (5, 4)], [RowLayout(0, cut), None]),
+        "matmul of rows": Region(torch.matmul, [(n, 5), (2, 5, 4)], [RowLayout(0, cut), None]),
+        "einsum of heads": Region(
+            lambda x, w: torch.einsum("...d,hd->...h", x, w), [(2, 3, 5), (n, 5)], [None, RowLayout(0, cut)]
+        ),
+        "einsum over heads": Region(
+            lambda x, w: torch.einsum("bthd,hdo->bto", x, w), [(2, 3, m, 2), (m, 2, 5)], [RowLayout(2, even), None]
+        ),
+        "einsum of three": Region(
+            lambda x, y, z: torch.einsum("bn,n,bn->bn", x, y, z),
+            [(2, n), (n,), (2, n)],
+            [RowLayout(1, cut), None, None],
+        ),
+        "embedding of heads": Region(
+            lambda w: functional.embedding(torch.tensor([[1, 0], [2, 2]]), w).permute(2, 0, 1),
+            [(3, n)],
+            [RowLayout(1, cut)],
+        ),
+        "sums": Region(lambda x: x.sum(-1) + x.mean(1), [(3, m)], [RowLayout(1, even)]),
+        "norm of vectors": Region(lambda x: torch.linalg.vector_norm(x, dim=-1), [(3, m)], [RowLayout(1, even)]),
+        "RMS norm over all heads": Region(
+            lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * w,
+            [(3, m), (m,)],
+            [RowLayout(1, even), None],
+        ),
+        "layer_norm over all heads": Region(
+            lambda x, w, b: functional.layer_norm(x, [m], w, b), [(3, m), (m,), (m,)], [RowLayout(1, even), None, None]
+        ),
+        "rms_norm over all heads": Region(
+            lambda x, w: functional.rms_norm(x, [m], w), [(3, m), (m,)], [RowLayout(1, even), None]
+        ),
+        "norm of a head": Region(
+            lambda x, w: functional.rms_norm(x, [5], w), [(2, n, 5), (5,)], [RowLayout(1, cut), None]
+        ),
+        "normalized vectors": Region(
+            lambda x, y: functional.normalize(x, dim=-1) * functional.normalize(y, dim=1),
+            [(3, 4, m), (3, 4, m)],
+            [RowLayout(2, even), None],
+        ),
+        "group_norm": Region(
+            lambda x, w, b: functional.group_norm(x, 4, w, b),
+            [(2, 8, 3), (8,), (8,)],
+            [RowLayout(1, Cut(1, ((8, size),))), None, None],
+        ),
+        "attention": Region(
+            _attention,
+            [(2, n, 3, 4), (2, n, 3, 4), (2, n, 3, 4), (draw.choice([1, n]), 3, 3)],
+            [RowLayout(1, cut), RowLayout(1, cut), draw.choice([None, RowLayout(1, cut)]), None],
+        ),
+        "attention of groups": Region(
+            lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+            [(2, 12, 3, 4), *[(2, draw_keys, 3, 4) for draw_keys in [draw.choice([1, 2, 4, 6])] for _ in range(2)]],
+            [RowLayout(1, Cut(1, ((12, size),))), None, None],
+        ),
+        "multi-head attention": Region(
+            _multi_head,
+            [(3, 2, 8), (24, 8), (24,), (8, 8), (8,)],
+            [None, *[RowLayout(0, Cut(3, ((8, size),)))] * 2, RowLayout(1, Cut(1, ((8, size),))), None],
+        ),
+        "convolutions": Region(
+            lambda x, up, each, down, b: functional.conv1d(
+                functional.conv1d(functional.conv1d(x, up, b), each, groups=m, padding=1), down
+            ),
+            [(2, 3, 6), (m, 3, 1), (m, 1, 3), (3, m, 1), (m,)],
+            [None, RowLayout(0, even), None, RowLayout(1, even), None],
+        ),
+        "transposed convolution": Region(
+            functional.conv_transpose1d, [(2, m, 6), (m, 3, 2), (3,)], [None, RowLayout(0, even), None]
+        ),
+        "weight norm": Region(
+            lambda x, v, g: functional.linear(x, torch._weight_norm(v, g, 0)),
+            [(2, 5), (m, 5), (m, 1)],
+            [None, RowLayout(0, even), None],
+        ),
+        "biases of heads": Region(
+            lambda x, slopes, table: (x + slopes.view(-1, 1, 1) * table).softmax(-1).transpose(1, 2).flatten(2),
+            [(2, n, 3, 3), (n,), (3, 3)],
+            [RowLayout(1, cut), None, None],
+        ),
+        "shared tensors": Region(
+            lambda x, w: torch.cat([x * w, w.expand_as(x)], 0) * w, [(n, 3), (3,)], [RowLayout(0, cut), None]
+        ),
+        "heads": Region(
+            lambda x, w, o: functional.linear(
+                functional.linear(x, w).view(3, 4, -1).transpose(0, 1).contiguous().transpose(0, 1).reshape(3, -1), o
+            ),
+            [(3, 5), (8, 5), (5, 8)],
+            [None, RowLayout(0, Cut(1, ((8, size),))), RowLayout(1, Cut(1, ((8, size),)))],
+        ),
+        "two parts": Region(torch.matmul, [(n, 5), (5, n)], [RowLayout(0, cut), RowLayout(1, cut)]),
+        "a leaf of groups": Region(
+            lambda x: x.view(4, 3, -1)[:, 0] * 2.0, [(12, 5)], [RowLayout(0, Cut(1, ((12, heads.segments[0][1]),)))]
+        ),
+    }
+
+
+REGIONS = sorted(regions(random.Random(0), 2))
+
+
+def _scored(outputs: Any) -> Tensor:
+    draw = torch.Generator().manual_seed(7)
+    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum(  # type: ignore[return-value]
+        (each * torch.randn(each.shape, generator=draw, dtype=torch.float64)).sum() for each in tensors
+    )
+
+
+def whole_or_refused(region: Region, size: int) -> bool:
+    """Check that ranks which divide the tensors give whole outputs and gradients; return whether they can."""
+    draw = torch.Generator().manual_seed(3)
+    values = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in region.shapes]
+    leaves = [each.clone().requires_grad_() for each in values]
+    want = region.function(*leaves)
+    _scored(want).backward()  # type: ignore[no-untyped-call]
+
+    def work(group: ThreadGroup) -> tuple[Any, list[Tensor]]:
+        ranks = Ranks(group)
+        mine = [each.clone().requires_grad_() for each in values]
+        pairs = zip(mine, region.layouts, strict=True)
+        given = [each if layout is None else make(own(each, layout, ranks), layout, ranks) for each, layout in pairs]
+        got = region.function(*given)
+        got = tuple(map(leave, got)) if isinstance(got, tuple) else leave(got)
+        _scored(got).backward()  # type: ignore[no-untyped-call]
+        return got, [each.grad if each.grad is not None else torch.zeros_like(each) for each in mine]
+
+    try:
+        runs = run_in_threads(size, work)
+    except NoRuleError:
+        return False
+    for got, _ in runs:
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    for at, layout in enumerate(region.layouts):
+        own_grads = [grads[at] for _, grads in runs]
+        # gradients of plain tensors are complete on each rank; of parts they are summands
+        for each in own_grads if layout is None else [torch.stack(own_grads).sum(0)]:
+            torch.testing.assert_close(each, leaves[at].grad, rtol=1e-10, atol=1e-10)
+    return True
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_region_gives_whole_outputs_and_gradients(name: str, size: int) -> None:
+    found = [whole_or_refused(regions(random.Random(seed), size)[name], size) for seed in range(4)]
+    assert any(found) == (name != "two parts")
+
+
+@given(RANDOM, st.sampled_from([2, 4]), st.sampled_from(REGIONS), st.data())
+def test_any_layouts_give_whole_outputs_and_gradients_or_raise(
+    draw: random.Random, size: int, name: str, data: st.DataObject
+) -> None:
+    region = regions(draw, size)[name]
+    layouts: list[RowLayout | None] = []
+    for shape in region.shapes:
+        dim = data.draw(st.sampled_from([None, *range(len(shape))]))
+        lengths = [] if dim is None else [each for each in (1, 2, 3) if shape[dim] % (each * size) == 0]
+        packs = data.draw(st.sampled_from(lengths or [0]))
+        layouts.append(
+            RowLayout(cast(int, dim), Cut(packs, ((shape[cast(int, dim)] // packs, size),))) if packs else None
+        )
+    with suppress(RuntimeError):  # torch's own, of shapes that do not fit
+        _ = whole_or_refused(region._replace(layouts=layouts), size)
+
+
+LIST = Path(__file__).parent / "parts_functions.txt"
+
+
+def functions() -> dict[str, str]:
+    """Whether each function of torch that a tensor can override has a rule, by name."""
+    found: dict[str, str] = {}
+    for each in torch.overrides.get_testing_overrides():
+        name = torch.overrides.resolve_name(each)
+        if name:
+            found[name] = "rule" if find_rule(each) else "refused"
+    return found
+
+
+def record() -> None:
+    lines = sorted(f"{name} {kind}\n" for name, kind in functions().items())
+    _ = LIST.write_text("".join(lines))
+
+
+@pytest.mark.filterwarnings("ignore")  # of deprecated functions of torch
+def test_functions_with_a_rule_are_those_of_the_list() -> None:
+    listed = dict(line.rsplit(" ", 1) for line in LIST.read_text().splitlines())
+    found = functions()
+    changed = {name: kind for name, kind in found.items() if listed.get(name, "refused") != kind}
+    assert not changed, "python tests/parallel/test_parts.py records them anew"
+    kept = {name for name, kind in found.items() if kind == "rule" and not name.endswith("__")}
+    words = {name.rpartition(".")[2] for name in kept}
+    assert {"linear", "matmul", "view", "split", "scaled_dot_product_attention", "einsum", "size"} <= words
+
+
+def a_part(shape: tuple[int, ...], dim: int) -> PartTensor:
+    layout = RowLayout(dim, Cut(1, ((shape[dim], 2),)))
+    return make(own(torch.ones(shape), layout, alone(0, 2)), layout, alone(0, 2))
+
+
+REFUSED: Mapping[str, tuple[str, Callable[[PartTensor], Any]]] = {
+    "no rule": ("fft_fft", torch.fft.fft),
+    "softmax over heads": ("softmax", lambda t: t.softmax(1)),
+    "some heads": ("index_select", lambda t: t.index_select(1, torch.tensor([0, 2]))),
+    "one head": ("__getitem__", lambda t: t[:, 1]),
+    "a half of two heads": ("view", lambda t: t.view(2, 3, 2, 4).transpose(1, 2).reshape(2, 24)),
+    "a value": ("item", lambda t: t[:1, :, :1].flatten().item()),
+    "a plain tensor changed": ("add_", lambda t: torch.zeros(2, 6, 4).add_(t)),
+    "a plain tensor written": ("__setitem__", lambda t: torch.zeros(2, 6, 4).__setitem__(0, t[0])),
+    "greatest over heads": ("amax", lambda t: t.amax(1)),
+    "other rows beside": ("add", lambda t: t + torch.ones(5, 4)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_rule_is_an_error_that_names_it(name: str) -> None:
+    word, function = REFUSED[name]
+    with pytest.raises(PrepareError) as caught:
+        function(a_part((2, 6, 4), 1))
+    assert word in caught.value.got
+    assert "tensor_plan" in caught.value.fix
+    assert caught.value.expected
+    assert caught.value.where
+
+
+def test_a_part_reports_the_whole_shape() -> None:
+    part = a_part((2, 6, 4), 1)
+    assert part.shape == part.size() == (2, 6, 4)
+    assert (part.size(-2), part.shape[1], len(part), part.numel(), part.dim()) == (6, 6, 2, 48, 3)
+    assert plain_of(part).shape == (2, 3, 4)
+    assert "[2, 6, 4]" in repr(part)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert part.shape == (2, 3, 4)
+
+
+def test_a_plain_tensor_enters_once_for_all_who_take_it() -> None:
+    def work(group: ThreadGroup) -> tuple[int, Tensor | None]:
+        ranks = Ranks(group)
+        part = make(torch.ones(2, 3, dtype=torch.float64), RowLayout(1, Cut(1, ((6, 2),))), ranks)
+        x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
+        one, other = part * x, part + x
+        first = ranks.enter(x)
+        ranks.clear()
+        again = ranks.enter(x)
+        leave(one + other).sum().backward()
+        return int(first is again), x.grad
+
+    for same, grad in run_in_threads(2, work):
+        assert not same
+        torch.testing.assert_close(grad, torch.full((2, 6), 2.0, dtype=torch.float64))
+
+
+if __name__ == "__main__":
+    record()

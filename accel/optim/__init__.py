@@ -14,7 +14,6 @@ from accel.optim._accumulation import (
 )
 from accel.optim._gradients import (
     CLOSURE_LINE as CLOSURE_LINE,
-    Carried as Carried,
     KeptNorms as KeptNorms,
     begun_here as begun_here,
     clamp_ as clamp_,

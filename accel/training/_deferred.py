@@ -14,11 +14,11 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from accel.context import DistContext
 from accel.errors import ConfigError, NonFiniteError
-from accel.optim import Carried, KeptNorms, parameters_of
+from accel.optim import KeptNorms, parameters_of
 from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
 from accel.training._refused import first_of_ranks
-from accel.training._window import Figures, blame, check_batches, judged, stacked
+from accel.training._window import Figures, blame, judged, stacked
 
 
 class Deferred:
@@ -49,7 +49,6 @@ def defer(
     ctx: DistContext,
     norms: Figures,
     weight: float | torch.Tensor,
-    carried: Carried | None,
     kept: KeptNorms,
     *,
     optimizers: Sequence[Optimizer],
@@ -64,7 +63,6 @@ def defer(
         ctx: the context.
         norms: norms of the gradients.
         weight: the window's weight.
-        carried: figures that the norms carried.
         kept: norms of single gradients, which stay on the device unless the outcome is an error.
         optimizers: optimizers of the step, whose parameters still have the gradients.
         step: the run's steps before this one; None where nobody counts them.
@@ -72,22 +70,17 @@ def defer(
         apart: whether ranks may decide differently.
         note: called once it is known that the step was taken.
     """
-    along = [] if carried is None else cast("list[torch.Tensor]", list(cast(Any, carried.sums).unbind()))
     if not isinstance(weight, torch.Tensor):
-        _ = judged([weight], 0)  # refused before the step
+        _ = judged([weight])  # refused before the step
     device = next((each.device for each in (*norms, weight) if isinstance(each, torch.Tensor)), ctx.device)
-    figures = stacked([*along, *norms, weight], device)
-    known = figures[len(along) :]
+    figures = stacked([*norms, weight], device)
     # a weight below 0 takes no step either
-    stays = (known.isfinite().all() & (known[-1] >= 0)).logical_not()
+    stays = (figures.isfinite().all() & (figures[-1] >= 0)).logical_not()
     read = _begin_copy(ctx, figures)
     places = [id(each.grad) for each in parameters_of(optimizers)]
 
     def judge() -> None:
-        outcome = judged(read(), len(along))
-        if carried is not None:
-            check_batches(ctx, carried, outcome.sums, step)
-        if not outcome.finite:
+        if not judged(read()).finite:
             bad = kept.nonfinite()
             at = next((at for at, place in enumerate(places) if place in bad), None)
             named = first_of_ranks(ctx, optimizers, at, apart=apart)

@@ -28,9 +28,7 @@ from accel.training._refused import cannot_step, check_overflow, check_settings,
 from accel.training._train_state import TrainState, after_step, ended_window
 from accel.training._window import (
     as_tensor,
-    carried_batches,
     check_alone,
-    check_batches,
     check_limits,
     check_real,
     checked_window,
@@ -59,7 +57,7 @@ def step_here(
     """Divide, clip, step and clear the gradients. A collective if some are sharded.
 
     Gradients and parameters do not change if the window is empty, or if a checked gradient is not finite. `deferring`
-    takes the norms, the weight, what norms carried and norms of single gradients, in place of the check.
+    takes the norms, the weight and norms of single gradients, in place of the check.
     """
     # All refusals come before the first write: a rank that raises leaves parameters and gradients as they were.
     parts = _parts(ctx, optimizers, window, joint=request.joint)
@@ -70,24 +68,21 @@ def step_here(
     norms: list[float | torch.Tensor] = []
     factor = request.factor
     looks = request.check_finite or deferring is not None
-    carried = carried_batches(ctx, read=looks)
     kept = None if deferring is None else KeptNorms()
     if looks or clips:
-        norms = [whole_norm(ctx, part, every, request.norm_type, carried, kept) for part in parts]
+        norms = [whole_norm(ctx, part, every, request.norm_type, kept) for part in parts]
     if not looks:  # else the host reads the norms as they are
         norms = in_format_of(parts, norms)
     if request.check_finite:
         # The step's wait for the device. Ranks decide alike: gradients or the norms of shards, and the weight, are
         # equal on all.
-        found = read_outcome(norms, weight, carried)
-        if carried is not None:
-            check_batches(ctx, carried, found.sums, request.step)
+        found = read_outcome(norms, weight)
         if found.empty or not found.finite:
             return EngineOutcome(stepped=False, finite=found.finite, grad_norm=None), None
         # known on the host now, so that the device has nothing left to divide
         factor = division(ctx, window, found.weight)
         norms = norms if factor == 1.0 and not clips else [*found.norms]
-    deferred = None if deferring is None else deferring(norms, weight, carried, kept)
+    deferred = None if deferring is None else deferring(norms, weight, kept)
     # The norm of the divided gradients, without a pass over them: division and clipping share one multiply.
     norms = [times(norm, factor) for norm in norms]
     _apply(parts, factor, request, norms)

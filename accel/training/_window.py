@@ -18,7 +18,6 @@ from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.optim import (
     Accumulation,
-    Carried,
     KeptNorms,
     check_latest,
     elements_of,
@@ -29,7 +28,6 @@ from accel.optim import (
     wide_norm,
 )
 from accel.parallel._labels import check_exchanged, name_of
-from accel.parallel._later_batches import later_batches
 from accel.parallel._leftovers import drop_unused, found_gradient
 from accel.parallel._spread import average_
 from accel.parallel.axes.pipeline import is_tied_copy
@@ -319,7 +317,6 @@ def whole_norm(
     grads: Sequence[torch.Tensor],
     parameters: Iterable[torch.Tensor],
     norm_type: float,
-    carried: Carried | None = None,
     kept: KeptNorms | None = None,
 ) -> float | torch.Tensor:
     """Return the total norm of gradients over all stages, equal on all ranks; see `accel.optim.total_norm`.
@@ -327,7 +324,7 @@ def whole_norm(
     A collective along the pipeline, and of DTensors' meshes. `parameters` include those of the gradients.
     """
     if ctx.axis("pp").size == 1:
-        return total_norm(grads, norm_type, carried, kept)
+        return total_norm(grads, norm_type, kept)
     group = group_of(ctx, "pp")
     assert group is not None
     # A tied parameter is on two stages, and its gradient is summed on both: it counts once.
@@ -336,37 +333,17 @@ def whole_norm(
     # In float64: the square of a large norm overflows float32.
     plain = bool(own) and not any(is_dtensor(grad) or grad.device != ctx.device for grad in own)
     if plain and norm_type != math.inf:
-        power = wide_norm(own, norm_type, keepdim=carried is not None, kept=kept)
+        power = wide_norm(own, norm_type, kept)
     else:
-        norm = total_norm(own, norm_type, carried, kept)
+        norm = total_norm(own, norm_type, kept)
         power = torch.as_tensor(norm, dtype=torch.float64, device=ctx.device).reshape(1)
     comm, largest = adopt(group, ctx.device), norm_type == math.inf
     power = power if largest else power**norm_type
-    if carried is None:
-        norm = reduce_power(comm, power, largest=largest)
-    else:
-        norm = carried.reduce(comm, group, power, largest=largest)
+    norm = reduce_power(comm, power, largest=largest)
     norm = norm if largest else norm ** (1 / norm_type)
     if norm.is_cpu:
         return norm.item()
-    return norm.reshape(()) if norm.ndim else norm
-
-
-def carried_batches(ctx: DistContext, *, read: bool) -> Carried | None:
-    """Take the figures of this rank's later batches, for the norms of a step to carry; forget them if none is read."""
-    if not ctx.comm.later_batches or (later := later_batches(ctx)) is None:
-        return None
-    if not read:
-        later.ignore()
-        return None
-    return Carried(later.take(ctx.device), (group_of(ctx, "tp"), group_of(ctx, "pp")))
-
-
-def check_batches(ctx: DistContext, carried: Carried, sums: Sequence[float], step: int | None) -> None:
-    """Raise `DataError` if sums that norms carried show different batches, on all ranks that took part."""
-    later = later_batches(ctx)
-    assert later is not None
-    later.check(carried.own, sums, step)
+    return norm.reshape(())
 
 
 Figures = Sequence[float | torch.Tensor]
@@ -378,29 +355,26 @@ class StepFigures(NamedTuple):
     Attributes:
         finite: whether the gradients are.
         empty: whether the window has no weight.
-        sums: figures that the norms carried, summed.
         norms: norms of the gradients.
         weight: weight of the window.
     """
 
     finite: bool
     empty: bool
-    sums: list[float]
     norms: list[float]
     weight: float
 
 
-def read_outcome(norms: Figures, weight: float | torch.Tensor, carried: Carried | None = None) -> StepFigures:
+def read_outcome(norms: Figures, weight: float | torch.Tensor) -> StepFigures:
     """Return the outcome in one wait for the device; raise `ConfigError` if the weight is none."""
-    along = [] if carried is None else cast("list[torch.Tensor]", list(cast(Any, carried.sums).unbind()))
-    figures = [*along, *norms, weight]
+    figures = [*norms, weight]
     tensors = [figure for figure in figures if isinstance(figure, torch.Tensor)]
     if len(tensors) == 1:
         figures = [figure.cpu() if isinstance(figure, torch.Tensor) else figure for figure in figures]
     elif tensors:
         read = iter(stacked(tensors, tensors[0].device).cpu())
         figures = [next(read) if isinstance(figure, torch.Tensor) else figure for figure in figures]
-    return judged(list(map(float, figures)), len(along))
+    return judged(list(map(float, figures)))
 
 
 def stacked(figures: Figures, device: torch.device) -> torch.Tensor:
@@ -417,8 +391,9 @@ def stacked(figures: Figures, device: torch.device) -> torch.Tensor:
     )
 
 
-def judged(figures: list[float], along: int) -> StepFigures:
-    *norms, total = figures[along:]
+def judged(figures: list[float]) -> StepFigures:
+    """Return the outcome by the norms and, at the end, the weight; raise `ConfigError` if that is no weight."""
+    *norms, total = figures
     if not 0 <= total < math.inf:
         raise ConfigError(
             "a weight of this window is none",
@@ -427,7 +402,7 @@ def judged(figures: list[float], along: int) -> StepFigures:
             where="backward, weight=",
             fix="The window's gradients are invalid: drop them by discard or clear_gradients of accel.training.",
         )
-    return StepFigures(all(map(math.isfinite, norms)), total == 0, figures[:along], norms, total)
+    return StepFigures(all(map(math.isfinite, norms)), total == 0, norms, total)
 
 
 _SEEN = "losses"  # beside an accumulation's fields: the window's first loss, or what is not finite if another was not

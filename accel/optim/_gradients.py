@@ -121,7 +121,7 @@ _MeshDims = tuple["DeviceMesh", tuple[int, ...]]  # a mesh, and its dimensions a
 def reduce_power(comm: Comm, power: torch.Tensor, *, largest: bool) -> torch.Tensor:
     """Return the sum of norms' powers over ranks, or the largest. A collective."""
     # a reduction by max need not keep NaN
-    return all_gather_flat(comm, power).amax(0) if largest else all_reduce_flat(comm, power, "sum")
+    return all_gather_flat(comm, power.reshape(1)).amax() if largest else all_reduce_flat(comm, power, "sum")
 
 
 class KeptNorms:
@@ -228,17 +228,17 @@ def _stacked_norms(parts: Sequence[torch.Tensor], norm_type: float) -> torch.Ten
 
 
 def wide_norm(grads: Sequence[torch.Tensor], norm_type: float, kept: KeptNorms | None = None) -> torch.Tensor:
-    """Return the norm of this rank's parts of gradients in float64 on their device, shape [1]."""
+    """Return the norm of this rank's parts of gradients in float64 on their device, shape []."""
     parts = local_parts(grads)
     keep = None if kept is None else kept.of(grads)
     first = parts[0]
     if first.is_cpu or any(part.dtype != first.dtype for part in parts):
         norm = _norm_of_parts(parts, norm_type, keep)
-        return torch.as_tensor(norm, dtype=torch.float64, device=first.device).reshape(1)
+        return torch.as_tensor(norm, dtype=torch.float64, device=first.device)
     own = torch.stack(norms(parts, norm_type))
     if keep is not None:
         keep(own)
-    return _torch.linalg.vector_norm(own, norm_type, dim=0, keepdim=True, dtype=torch.float64)
+    return _torch.linalg.vector_norm(own, norm_type, dtype=torch.float64)
 
 
 def _spread_norm(
@@ -264,7 +264,7 @@ def _spread_norm(
         comm, largest = adopt(group, device), norm_type == math.inf
         power = reduce_power(comm, power, largest=largest)
     norm = power if norm_type == math.inf else power ** (1 / norm_type)
-    return norm.item() if norm.is_cpu else norm.reshape(())
+    return norm.item() if norm.is_cpu else norm
 
 
 def _joined(parts: Sequence[float | torch.Tensor], norm_type: float) -> float | torch.Tensor:

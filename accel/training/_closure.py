@@ -22,8 +22,9 @@ from accel.tensors import is_dtensor
 from accel.training._backward import check_loss, on_device, own_weight, run_backward, start_sharing, weigh
 from accel.training._deferred import mark_deferred
 from accel.training._refused import check_overflow, check_settings, refuse_in_closure
-from accel.training._train_state import TrainState, after_backward, begun_window, is_begun
+from accel.training._train_state import TrainState, after_backward, begun_window, is_begun, window_of
 from accel.training._window import (
+    StepWindow,
     clear_here,
     division,
     mark_followed,
@@ -85,14 +86,14 @@ class _ClosureStep:
             loss, weight = found if isinstance(found, tuple) else (found, state.valid)
             check_loss(loss, _WHERE, "Return the mean loss, or the loss and its weight.")
             if any(each.grad is not None for each in parameters):
-                refuse_in_closure(ctx, state.scaler, state.accum)
+                refuse_in_closure(ctx)
             loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
             assert weight is not None  # of a batch that has begun
             added, factor = weigh(ctx, state.scaler, state.accum, weight, same_units=False)
             shared = start_sharing(ctx, added)
             run_backward(ctx, loss, factor)
         self.window = shared()
-        _ = note_loss(ctx, state.accum, self.window, loss)
+        note_loss(state.accum, self.window, loss)
         self._divide(parameters)
         return _mean(ctx, loss, weight)
 
@@ -105,7 +106,9 @@ class _ClosureStep:
             norm = whole_norm(ctx, grads, parameters, 2.0)
             figures = read_outcome([norm], weight)
             if not figures.finite:
-                check_overflow(ctx, self._state.scaler, self.window, [self._optimizer], apart=False)
+                check_overflow(
+                    ctx, StepWindow(self.window, self._state.scaler, self._state), [self._optimizer], apart=False
+                )
             weight = figures.weight
             self.norm = norm * division(ctx, self.window, weight)
         factor = division(ctx, self.window, weight)
@@ -193,7 +196,7 @@ class ClosureOutcome(NamedTuple):
 def step_by_closure(
     ctx: DistContext,
     optimizers: list[Optimizer],
-    state: object,
+    state: TrainState,
     closure: Closure,
     options: tuple[object, object, str],
 ) -> ClosureOutcome:
@@ -203,14 +206,6 @@ def step_by_closure(
     """
     max_norm, max_value, nonfinite = options
     clips = max_norm is not None or max_value is not None
-    if not isinstance(state, TrainState):
-        raise ConfigError(
-            "a closure needs the whole state",
-            expected="a TrainState within a batch",
-            got=type(state).__name__,
-            where=_WHERE,
-            fix=CLOSURE_LINE,
-        )
     check_latest(state, "optimizer_step")
     window = _checked(ctx, optimizers, state, clips=clips, nonfinite=nonfinite)
     if ctx.launched or ctx.position.opened:
@@ -219,6 +214,6 @@ def step_by_closure(
         mark_deferred(ctx, optimizers, defers=False)
     taken = _ClosureStep(ctx, optimizers[0], state, closure, check_finite=nonfinite == "raise")
     taken.step()
-    mark_followed(ctx, state, window, CLOSURE_LINE)
+    mark_followed(ctx, window_of(state), CLOSURE_LINE)
     norm = None if taken.norm is None else torch.as_tensor(taken.norm)
     return ClosureOutcome(after_backward(state, taken.window, taken.began), norm)

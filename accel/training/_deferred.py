@@ -52,7 +52,7 @@ def defer(
     kept: KeptNorms,
     *,
     optimizers: Sequence[Optimizer],
-    step: int | None,
+    step: int,
     losses: float | torch.Tensor | None,
     apart: bool,
     note: Callable[[], object],
@@ -65,7 +65,7 @@ def defer(
         weight: the window's weight.
         kept: norms of single gradients, which stay on the device unless the outcome is an error.
         optimizers: optimizers of the step, whose parameters still have the gradients.
-        step: the run's steps before this one; None where nobody counts them.
+        step: the run's steps before this one.
         losses: figure that is finite if the window's losses are.
         apart: whether ranks may decide differently.
         note: called once it is known that the step was taken.
@@ -107,9 +107,9 @@ def _begin_copy(ctx: DistContext, figures: torch.Tensor) -> Callable[[], list[fl
     return wait
 
 
-def _nonfinite(step: int | None, blamed: str, named: str) -> NonFiniteError:
+def _nonfinite(step: int, blamed: str, named: str) -> NonFiniteError:
     return NonFiniteError(
-        "a gradient is not finite" if step is None else f"a gradient of step {step} is not finite",
+        f"a gradient of step {step} is not finite",
         expected="finite gradients",
         got="inf or NaN" + blamed,
         where=named or "the norm of all gradients, optimizer_step, nonfinite='defer'",

@@ -16,9 +16,8 @@ from accel.optim import first_nonfinite, gradients, parameters_of, step_of, take
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import name_of
 from accel.parallel._leftovers import drop_unused
-from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
-from accel.training._backward import backward
+from accel.training._backward import check_loss, run_backward
 from accel.training._refused import cannot_step
 
 _POLICIES = Literal["raise", "ignore"]
@@ -91,7 +90,8 @@ def fused_step(
         if parameter.requires_grad
     ]
     try:
-        backward(ctx, loss, LossScale())
+        check_loss(loss, "fused_step", "Take the mean over the batch: loss.mean().")
+        run_backward(ctx, loss, 1.0)
     finally:
         for handle in handles:
             handle.remove()

@@ -7,7 +7,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, get_args, overload
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -25,13 +25,13 @@ from accel.precision._amp import LossScale
 from accel.training._closure import Closure, step_by_closure
 from accel.training._deferred import Deferred, check_deferrable, defer, give_found_inf, mark_deferred
 from accel.training._refused import cannot_step, check_overflow, check_settings, warn_unstorable
-from accel.training._train_state import TrainState, after_step, ended_window
+from accel.training._train_state import TrainState, after_step, carries_state, ended_window, window_of
 from accel.training._window import (
+    StepWindow,
     as_tensor,
-    check_alone,
     check_limits,
     check_real,
-    checked_window,
+    check_window,
     clear_here,
     division,
     in_format_of,
@@ -167,7 +167,6 @@ def _joined(norms: list[float | torch.Tensor], parts: list[list[torch.Tensor]], 
     return torch.stack([as_tensor(norm, part, device) for norm, part in zip(norms, parts, strict=True)])
 
 
-A = TypeVar("A")
 T = TypeVar("T")
 NonFinite = Literal["raise", "skip", "ignore", "defer"]
 MaxNorm = float | Sequence[float | None] | None
@@ -175,75 +174,38 @@ MaxNorm = float | Sequence[float | None] | None
 _POLICIES = get_args(NonFinite)
 
 
-class StepResult(NamedTuple, Generic[A]):
-    """Outcome of `optimizer_step`, and the records to go on with.
+class StepOptions(NamedTuple):
+    """Options of `optimizer_step`, by its names."""
+
+    scheduler: LRScheduler | Sequence[LRScheduler] | None
+    max_norm: MaxNorm
+    norm_type: float
+    max_value: float | None
+    nonfinite: NonFinite
+
+
+class StepTaken(NamedTuple):
+    """Outcome of an optimizer step.
 
     Attributes:
-        stepped: whether parameters were changed; None under `nonfinite="defer"`, where the host does not know.
-        accum: the accumulation, between two windows; None if none was passed.
+        stepped: whether parameters were changed, or the deferred step that will know it.
+        accum: the accumulation, between two windows.
         scaler: the loss scale for the next window.
-        grad_norm: norm of the gradients of all ranks before clipping, shape [], or [optimizers] where `max_norm` was a
-            list; None if no limit or check needed it.
+        grad_norm: norm of the gradients before clipping; None if no limit or check needed it.
     """
 
-    stepped: bool | None
-    accum: A
+    stepped: bool | Deferred
+    accum: Accumulation
     scaler: LossScale
     grad_norm: torch.Tensor | None
 
 
-@overload
-def optimizer_step(
-    ctx: DistContext,
-    optimizer: Optimizer | Sequence[Optimizer],
-    state: TrainState,
-    /,
-    *,
-    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-    max_norm: MaxNorm = None,
-    norm_type: float = 2.0,
-    max_value: float | None = None,
-    nonfinite: NonFinite = "raise",
-    closure: Closure | None = None,
-) -> TrainState: ...
-
-
-@overload
-def optimizer_step(
-    ctx: DistContext,
-    optimizer: Optimizer | Sequence[Optimizer],
-    scaler: LossScale,
-    accum: None = None,
-    *,
-    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-    max_norm: MaxNorm = None,
-    norm_type: float = 2.0,
-    max_value: float | None = None,
-    nonfinite: NonFinite = "raise",
-) -> StepResult[None]: ...
-
-
-@overload
-def optimizer_step(
-    ctx: DistContext,
-    optimizer: Optimizer | Sequence[Optimizer],
-    scaler: LossScale,
-    accum: Accumulation,
-    *,
-    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-    max_norm: MaxNorm = None,
-    norm_type: float = 2.0,
-    max_value: float | None = None,
-    nonfinite: NonFinite = "raise",
-) -> StepResult[Accumulation]: ...
-
-
+@carries_state(2, "step = {}")
 @context_first
 def optimizer_step(
     ctx: DistContext,
     optimizer: Optimizer | Sequence[Optimizer],
-    scaler: TrainState | LossScale,
-    accum: Accumulation | None = None,
+    state: TrainState,
     *,
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     max_norm: MaxNorm = None,
@@ -251,11 +213,8 @@ def optimizer_step(
     max_value: float | None = None,
     nonfinite: NonFinite = "raise",
     closure: Closure | None = None,
-) -> TrainState | StepResult[Accumulation] | StepResult[None]:
+) -> TrainState:
     """Divide, check, clip, step, and clear the gradients. Mutates parameters; a collective if gradients are sharded.
-
-    `optimizer_step(ctx, optimizer, state)` takes and returns the `TrainState`; by its parts it takes the loss scale and
-    the accumulation, and returns them in a `StepResult`.
 
     The gradients of the window are divided by its weight over ranks and micro-batches and by the loss scale, in one
     pass together with clipping. A skipped step changes no parameter, scheduler or optimizer state.
@@ -263,9 +222,7 @@ def optimizer_step(
     Args:
         ctx: the context.
         optimizer: an optimizer, or several that take this step together, with one norm and one decision.
-        scaler: a `TrainState` whose window has ended, or, with a closure, one from `state.next(batch)`; or the loss
-            scale that `backward` used.
-        accum: beside a loss scale, the window that has ended; None if `backward` had none.
+        state: a state whose window has ended; with a closure, one from `state.next(batch)`.
         scheduler: scheduler or schedulers, stepped once after the optimizer, on any number of ranks.
         max_norm: largest norm of the gradients. A number is for all optimizers together, a list has one for each. None
             does not clip.
@@ -281,7 +238,7 @@ def optimizer_step(
             gets the mean loss over all ranks. It takes the place of `backward`.
 
     Returns:
-        The next state, with `stepped` and `grad_norm`; for the parts, a `StepResult`.
+        The next state, with `stepped` and `grad_norm`.
 
     Raises:
         StepError: calls out of order, a parameter took no part in the loss, held a gradient before the window began, or
@@ -299,85 +256,96 @@ def optimizer_step(
         >>> state.updates, state.stepped
         (1, True)
     """
-    ctx.comm.settle()
-    optimizers = listed(optimizer, Optimizer, "optimizer_step, optimizer", evaluates=closure is not None)
-    state = None
-    if isinstance(scaler, TrainState):
-        check_alone(accum, "optimizer_step")
-        state, scaler = scaler, scaler.scaler
-        if closure is None:
-            accum = ended_window(state.accum, "accel.optimizer_step")
-    schedulers = [] if scheduler is None else listed(scheduler, LRScheduler, "optimizer_step, scheduler=")
-    _check_not_exhausted(schedulers)
-    check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
-    if closure is not None:
-        return _step_by_closure(ctx, optimizers, schedulers, state, closure, (max_norm, max_value, nonfinite))
-    limits = check_limits(optimizers, max_norm, norm_type, max_value)
-    window = checked_window(ctx, scaler, accum, accum if state is None else state)
-    _check_begin(ctx, optimizers, accum)
-    weight = total_weight(window)
+    options = StepOptions(scheduler, max_norm, norm_type, max_value, nonfinite)
+    objects = step_objects(ctx, optimizer, options, evaluates=closure is not None)
+    if closure is None:
+        taken = step_window(ctx, *objects, ended_window(state, "accel.optimizer_step"), options)
+    else:
+        state, taken = _step_by_closure(ctx, *objects, state, closure, options)
+    stepped, accum, scale, norm = taken
+    return after_step(ctx, state, accum, scale, stepped=stepped, grad_norm=norm)
+
+
+def step_window(
+    ctx: DistContext,
+    optimizers: list[Optimizer],
+    schedulers: list[LRScheduler],
+    window: StepWindow,
+    options: StepOptions,
+) -> StepTaken:
+    """Take the optimizer step of a window, as `optimizer_step`."""
+    max_norm, nonfinite = options.max_norm, options.nonfinite
+    limits = check_limits(optimizers, max_norm, options.norm_type, options.max_value)
+    check_window(ctx, window)
+    _check_begin(ctx, optimizers, window.accum)
+    accum, scaler, weight = window.accum, window.scaler, total_weight(window.accum)
     engine, checks = engine_of(ctx), nonfinite in ("raise", "skip") or scaler.dynamic
     request = StepRequest(
-        factor=1.0 if checks and engine is None else division(ctx, window, weight),
+        factor=1.0 if checks and engine is None else division(ctx, accum, weight),
         max_norms=limits,
         joint=not isinstance(max_norm, Sequence),
-        norm_type=norm_type,
-        max_value=max_value,
+        norm_type=options.norm_type,
+        max_value=options.max_value,
         check_finite=checks,
-        accumulation=None if accum is None else accum.steps,
-        step=None if accum is None else accum.updates,
+        accumulation=accum.steps,
     )
     deferring = None
     if nonfinite == "defer":
         check_deferrable(ctx, optimizers, scaler, engine=engine is not None)
-        deferring = _deferring(ctx, optimizers, accum, scaler)
+        deferring = _deferring(ctx, optimizers, window)
     if nonfinite == "defer" or ctx.comm.defers:
         mark_deferred(ctx, optimizers, defers=deferring is not None)
     if engine is None:
-        outcome, deferred = step_here(ctx, optimizers, window, weight, request, deferring)
+        outcome, deferred = step_here(ctx, optimizers, accum, weight, request, deferring)
     else:
         outcome, deferred = step_by(engine, ctx, optimizers, weight, request), None
     if not outcome.finite and (nonfinite == "raise" or scaler.dynamic):
-        check_overflow(ctx, scaler, accum, optimizers, apart=decide_apart(ctx.position.axes, optimizers))
+        check_overflow(ctx, window, optimizers, apart=decide_apart(ctx.position.axes, optimizers))
     _end(ctx, engine, optimizers, schedulers, stepped=outcome.stepped)
-    step = _result(ctx, optimizers, outcome, accum, scaler, deferred)
-    if state is None:
-        return step
-    assert step.accum is not None
-    stepped = outcome.stepped if deferred is None else deferred
-    return after_step(ctx, state, step.accum, step.scaler, stepped=stepped, grad_norm=step.grad_norm)
+    return _result(ctx, optimizers, outcome, window, deferred)
+
+
+def step_objects(
+    ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], options: StepOptions, *, evaluates: bool = False
+) -> tuple[list[Optimizer], list[LRScheduler]]:
+    """Return the optimizers and schedulers of a step; refuse those that cannot take one, and an unknown policy."""
+    ctx.comm.settle()
+    optimizers = listed(optimizer, Optimizer, "optimizer_step, optimizer", evaluates=evaluates)
+    given = options.scheduler
+    schedulers = [] if given is None else listed(given, LRScheduler, "optimizer_step, scheduler=")
+    _check_not_exhausted(schedulers)
+    check_choice(options.nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
+    return optimizers, schedulers
 
 
 def _step_by_closure(
     ctx: DistContext,
     optimizers: list[Optimizer],
     schedulers: list[LRScheduler],
-    given: TrainState | None,
+    state: TrainState,
     closure: Closure,
-    options: tuple[object, object, str],
-) -> TrainState:
-    """Take a step with a closure, which every rank takes; return the state after it."""
-    state, norm = step_by_closure(ctx, optimizers, given, closure, options)
+    options: StepOptions,
+) -> tuple[TrainState, StepTaken]:
+    """Take a step with a closure, which every rank takes; return the state of its latest evaluation and the outcome."""
+    state, norm = step_by_closure(
+        ctx, optimizers, state, closure, (options.max_norm, options.max_value, options.nonfinite)
+    )
     _end(ctx, None, optimizers, schedulers, stepped=True)
     outcome = EngineOutcome(stepped=True, finite=True, grad_norm=norm)
-    step = _result(ctx, optimizers, outcome, state.accum, state.scaler, None)
-    assert step.accum is not None
-    return after_step(ctx, state, step.accum, step.scaler, stepped=True, grad_norm=norm)
+    return state, _result(ctx, optimizers, outcome, window_of(state), None)
 
 
-def _deferring(
-    ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation | None, scaler: LossScale
-) -> Callable[..., Deferred]:
+def _deferring(ctx: DistContext, optimizers: list[Optimizer], window: StepWindow) -> Callable[..., Deferred]:
     """Return `defer` with the facts of a step."""
-    apart, updates = decide_apart(ctx.position.axes, optimizers), None if accum is None else accum.updates
-    note = partial(_note, ctx, updates, scaler, apart=apart)
-    losses = seen_losses(ctx, accum)
+    apart, updates = decide_apart(ctx.position.axes, optimizers), window.accum.updates
+    note = partial(_note, ctx, updates, window.scaler, apart=apart)
+    losses = seen_losses(window.accum)
     return partial(defer, ctx, optimizers=optimizers, step=updates, losses=losses, apart=apart, note=note)
 
 
 def _note(
     ctx: DistContext,
-    updates: int | None,
+    updates: int,
     scaler: LossScale,
     *,
     apart: bool,
@@ -442,40 +410,35 @@ def _stepped(scheduler: LRScheduler) -> Iterator[LRScheduler]:
         yield scheduler
 
 
-def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation | None) -> None:
+def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation) -> None:
     """Raise if settings have no effect, a block has replaced the weights, or the window began with gradients."""
     if ctx.launched or ctx.position.opened:
         check_settings(ctx, accum, optimizers)
     refuse_replaced(parameters_of(optimizers), "accel.optimizer_step")
-    if accum is not None:
-        refuse_leftovers(ctx, optimizers)
+    refuse_leftovers(ctx, optimizers)
 
 
 def _result(
     ctx: DistContext,
     optimizers: list[Optimizer],
     outcome: EngineOutcome,
-    accum: Accumulation | None,
-    scaler: LossScale,
+    window: StepWindow,
     deferred: Deferred | None,
-) -> StepResult[Accumulation] | StepResult[None]:
+) -> StepTaken:
     """Return the records after a step, and note its decision, or that it is yet to be read."""
+    accum, scaler = window.accum, window.scaler
     stepped, finite = outcome.stepped, outcome.finite
     norm = outcome.grad_norm if stepped else None
     after = scaler.update(finite=finite) if stepped or not finite else scaler
     if deferred is not None:
         ctx.comm.deferred = deferred.read
     elif ctx.world_size > 1:
-        updates = None if accum is None else accum.updates
-        _note(ctx, updates, after, apart=decide_apart(ctx.position.axes, optimizers), stepped=stepped, finite=finite)
-    known = stepped if deferred is None else None
-    if accum is None:
-        ctx.comm.seen_loss = None
-        return StepResult(known, None, after, norm)
+        apart = decide_apart(ctx.position.axes, optimizers)
+        _note(ctx, accum.updates, after, apart=apart, stepped=stepped, finite=finite)
     closed = accum.close(stepped=stepped, finite=finite)
     if after is not scaler:
         ctx.comm.marks.put(closed, "spent", scaler)  # refused if the next window begins with it
-    return StepResult(known, closed, after, norm)
+    return StepTaken(stepped if deferred is None else deferred, closed, after, norm)
 
 
 def listed(objects: T | Sequence[T], kind: type[T], where: str, *, evaluates: bool = False) -> list[T]:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeVar
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 import torch
@@ -20,6 +23,7 @@ from accel.optim import CLOSURE_LINE, Accumulation, check_latest, next_micro_bat
 from accel.parallel._leftovers import clear_gradients
 from accel.precision._amp import LossScale, loss_scale
 from accel.training._deferred import Deferred
+from accel.training._window import StepWindow
 
 
 def is_begun(window: Accumulation) -> bool:
@@ -34,8 +38,9 @@ def begun_window(window: Accumulation, call: str) -> Accumulation:
     return window
 
 
-def ended_window(window: Accumulation, call: str) -> Accumulation:
-    """Return a window that waits for its optimizer step; one without a backward, or that goes on, is a `StepError`."""
+def ended_window(state: TrainState, call: str) -> StepWindow:
+    """Return the window of a state that waits for its optimizer step; `StepError` for another state."""
+    window = state.accum
     if not window.micro:
         raise _not_begun(
             call, fix="Optimizers that end one window step in one call: optimizer_step(ctx, [first, second], state)."
@@ -50,7 +55,12 @@ def ended_window(window: Accumulation, call: str) -> Accumulation:
             where=call,
             fix="Guard it: `if state.sync:`.",
         )
-    return window
+    return window_of(state)
+
+
+def window_of(state: TrainState) -> StepWindow:
+    """Return the window of a state."""
+    return StepWindow(state.accum, state.scaler, state)
 
 
 def check_between(window: Accumulation, call: str) -> None:
@@ -98,6 +108,7 @@ def _not_begun(call: str, fix: str = "") -> StepError:
 
 
 S = TypeVar("S", bound="TrainState")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
@@ -359,3 +370,53 @@ def _replaced(state: S, **changes: Any) -> S:
     after = msgspec.structs.replace(state, **changes)
     vars(after).update(vars(state))
     return after
+
+
+def carries_state(at: int, keeps: str = "{}") -> Callable[[F], F]:
+    """Decorate a verb whose positional argument `at` is a `TrainState`: `ConfigError` for another record in its place.
+
+    Its fix is the call by the parts; `keeps` is the line around that.
+    """
+
+    def decorate(function: F) -> F:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            state = args[at] if len(args) > at else kwargs.get("state", kwargs.get("scaler", args))
+            behind = args[at + 1] if len(args) > at + 1 else kwargs.get("accum")
+            if isinstance(state, TrainState) and not isinstance(behind, Accumulation):
+                return function(*args, **kwargs)
+            if state is args or not (args and isinstance(args[0], DistContext)):
+                return function(*args, **kwargs)  # which names what is missing
+            raise _other_record(function, at, keeps, [state, behind])
+
+        # reports name the outermost frame of this package as the public call
+        checked.__code__ = checked.__code__.replace(co_name=function.__name__)
+        functools.update_wrapper(checked, function)
+        return cast(F, checked)
+
+    return decorate
+
+
+def _other_record(function: Callable[..., Any], at: int, keeps: str, given: list[object]) -> ConfigError:
+    """Make the error for records of a window in the place of a `TrainState`."""
+    parts = [each for each in given if isinstance(each, LossScale | Accumulation)]
+    names = list(inspect.signature(function).parameters.values())
+    before = [each.name for each in names[:at]]
+    behind = [each.name for each in names[at + 1 :] if each.kind is each.POSITIONAL_ONLY]
+    name, state = function.__name__, "accel.train_state(ctx)"
+    fix = f"Pass the state that the call before returned; the first is {state}."
+    if parts:
+        records = ["accum"] if name == "accumulate" else ["scaler", "accum"][: 1 + any(map(_is_window, parts))]
+        models = ["model"] if name == "accumulate" else []
+        call = f"accel.training.parts.{name}({', '.join([*before, *records, *behind, *models])})"
+        fix = f"A loss scale and an accumulation apart: {keeps.format(call)}"
+    return ConfigError(
+        "a step carries the whole state",
+        expected=f"a TrainState, from {state}",
+        got=", ".join(type(each).__name__ for each in parts or given[:1]),
+        where=f"{name}, state",
+        fix=fix,
+    )
+
+
+def _is_window(record: object) -> bool:
+    return isinstance(record, Accumulation)

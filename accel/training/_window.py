@@ -37,46 +37,39 @@ from accel.tensors import is_dtensor
 _MOST_BITS = 1024  # of what a float holds
 
 
-def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | None, given: object) -> Accumulation:
-    """Return a window that may be stepped with; for a script without accumulation, one of a single backward.
+class StepWindow(NamedTuple):
+    """A window, as the functions of the step take it.
 
-    `given` is the record that the caller passed: the accumulation, or the state with it.
+    Attributes:
+        accum: its micro-batches and their weights.
+        scaler: its loss scale.
+        record: the record that the caller passed, which holds `accum` or is it.
     """
+
+    accum: Accumulation
+    scaler: LossScale
+    record: object
+
+
+def check_window(ctx: DistContext, window: StepWindow) -> None:
+    """Raise `StepError` unless a window that has ended may be stepped with."""
     ctx.comm.check_open()
-    check_records(scaler, accum, "scaler, accum")
-    if accum is None:
-        return Accumulation(unit=1.0, world_weight=float(ctx.world_size), scale=scaler.scale)
-    check_latest(given, "optimizer_step")
-    if not accum.sync:
-        raise StepError(
-            "the window has not ended",
-            expected="optimizer_step when accum.sync",
-            got=f"micro-batch {accum.micro} of {accum.steps}",
-            fix="Guard the call with `if accum.sync:`.",
-        )
-    if accum.backwards < accum.micro:
-        raise StepError(
-            "the accumulation does not know of every backward",
-            expected=f"{accum.micro} backward passes, one in each micro-batch",
-            got=f"{accum.backwards}",
-            fix="Keep what backward returns: accum = accel.backward(ctx, loss, scaler, accum, ...).",
-        )
-    if accum.scale != scaler.scale:
+    check_latest(window.record, "optimizer_step")
+    if window.accum.scale != window.scaler.scale:
         raise StepError(
             "another loss scale than the gradients carry",
-            expected=str(accum.scale),
-            got=str(scaler.scale),
+            expected=str(window.accum.scale),
+            got=str(window.scaler.scale),
             fix="Step all optimizers of a window in one call: optimizer_step(ctx, [first, second], ...), or give each"
             " its own accumulation and loss scale.",
         )
-    return accum
 
 
-def mark_followed(ctx: DistContext, given: object, accum: Accumulation, call: str) -> None:
-    """Mark the record that the caller passed, and its window: later calls with them report that `call` was dropped."""
-    ctx.comm.marks.put(accum, "followed", call)
-    if given is not accum:
-        ctx.comm.marks.put(given, "followed", call)
+def mark_followed(ctx: DistContext, window: StepWindow, call: str) -> None:
+    """Mark a window and its record: later calls with them report that `call` was dropped."""
+    ctx.comm.marks.put(window.accum, "followed", call)
+    if window.record is not window.accum:
+        ctx.comm.marks.put(window.record, "followed", call)
 
 
 def window_gradients(
@@ -129,28 +122,6 @@ def division(ctx: DistContext, window: Accumulation, weight: float | torch.Tenso
     if weight == 0.0:
         return 0.0
     return ctx.world_size / (weight * window.scale)  # data parallel has divided by the world size
-
-
-def check_records(scaler: LossScale, accum: Accumulation | None, where: str) -> None:
-    """Raise `ConfigError` where one record stands in the place of the other: both have a `scale`."""
-    if not isinstance(scaler, LossScale) or not (accum is None or isinstance(accum, Accumulation)):  # pyright: ignore[reportUnnecessaryIsInstance] - users swap them
-        raise ConfigError(
-            "these are not the records of a step",
-            expected="a TrainState; or a LossScale, then an Accumulation or None",
-            got=f"{type(scaler).__name__}, {type(accum).__name__}",
-            where=where,
-        )
-
-
-def check_alone(accum: object, where: str) -> None:
-    """Raise `ConfigError` if an accumulation is passed beside a `TrainState`, which holds its own."""
-    if accum is not None:
-        raise ConfigError(
-            "an accumulation beside a state that holds one",
-            expected="a TrainState alone, or a LossScale and an Accumulation",
-            got=f"a TrainState and {type(accum).__name__}",
-            where=where,
-        )
 
 
 def check_limit(limit: float, where: str) -> None:
@@ -336,14 +307,12 @@ def whole_norm(
         power = wide_norm(own, norm_type, kept)
     else:
         norm = total_norm(own, norm_type, kept)
-        power = torch.as_tensor(norm, dtype=torch.float64, device=ctx.device).reshape(1)
+        power = torch.as_tensor(norm, dtype=torch.float64, device=ctx.device)
     comm, largest = adopt(group, ctx.device), norm_type == math.inf
     power = power if largest else power**norm_type
     norm = reduce_power(comm, power, largest=largest)
     norm = norm if largest else norm ** (1 / norm_type)
-    if norm.is_cpu:
-        return norm.item()
-    return norm.reshape(())
+    return norm.item() if norm.is_cpu else norm
 
 
 Figures = Sequence[float | torch.Tensor]
@@ -409,18 +378,10 @@ _SEEN = "losses"  # beside an accumulation's fields: the window's first loss, or
 _FINITE, _BAD, _UNKNOWN = "finite", "bad", "unknown"
 
 
-def note_loss(
-    ctx: DistContext, before: Accumulation | None, after: Accumulation | None, loss: torch.Tensor
-) -> Accumulation | None:
-    """Note a loss beside the window `after` its backward; without a window, on the context's handle. Waits for no
-    device."""
-    seen = ctx.comm.seen_loss if before is None else vars(before).get(_SEEN)
-    found = _figure(loss) if seen is None else _both(seen, _figure(loss))
-    if after is None:
-        ctx.comm.seen_loss = found
-    else:
-        vars(after)[_SEEN] = found
-    return after
+def note_loss(before: Accumulation, after: Accumulation, loss: torch.Tensor) -> None:
+    """Note a loss beside the window `after` its backward. Waits for no device."""
+    seen = vars(before).get(_SEEN)
+    vars(after)[_SEEN] = _figure(loss) if seen is None else _both(seen, _figure(loss))
 
 
 def _figure(loss: torch.Tensor) -> float | torch.Tensor:
@@ -438,10 +399,10 @@ def _both(first: float | torch.Tensor, second: float | torch.Tensor) -> float | 
     return torch.add(second, first, alpha=0) if isinstance(second, torch.Tensor) else first + 0.0 * second
 
 
-def seen_losses(ctx: DistContext, accum: Accumulation | None) -> float | torch.Tensor | None:
+def seen_losses(accum: Accumulation) -> float | torch.Tensor | None:
     """Return a figure that is finite if the window's losses are, a tensor of shape [] where reading it would wait; None
     where that is not known."""
-    return ctx.comm.seen_loss if accum is None else vars(accum).get(_SEEN)
+    return vars(accum).get(_SEEN)
 
 
 def blame(ctx: DistContext, seen: float | torch.Tensor | None, *, apart: bool) -> str:

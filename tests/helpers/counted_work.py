@@ -156,8 +156,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def norm_by_hand(parameters: Sequence[Tensor], pipe: Any) -> Tensor:
-    """The norm of sharded and of whole gradients together, over all stages."""
+def norm_by_hand(parameters: Sequence[Tensor], pipe: Any, *, wide: bool) -> Tensor:
+    """The norm of sharded and of whole gradients together, over all stages; `wide`: in float64, which squares
+    of large norms need."""
     grads = [each.grad for each in parameters if each.grad is not None]
     kinds = [[each for each in grads if isinstance(each, DTensor) is sharded] for sharded in (True, False)]
     norms = [nn.utils.get_total_norm(kind) for kind in kinds if kind]
@@ -165,7 +166,7 @@ def norm_by_hand(parameters: Sequence[Tensor], pipe: Any) -> Tensor:
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if pipe is None:
         return norm
-    power = norm.square()
+    power = (norm.to(torch.float64) if wide else norm).square()
     dist.all_reduce(power, group=pipe)
     return power.sqrt()
 
@@ -190,7 +191,7 @@ def end_by_hand(
                     dist.all_reduce(found, group=pipe)
     steps = True
     if options.clips or options.looks:
-        norm = norm_by_hand(parameters, pipe)
+        norm = norm_by_hand(parameters, pipe, wide=options.looks)
         steps = not options.looks or watch.is_fine(norm)
         if options.clips and steps:
             for sharded in (True, False):

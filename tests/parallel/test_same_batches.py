@@ -69,7 +69,7 @@ def _run(ctx: accel.DistContext, model: nn.Module, batch: Any, trains: bool) -> 
         state = accel.Accumulation().next()
         weight = float(targets.numel())
         more = {"targets": targets, "loss_fn": loss_sum, "weight": weight}
-        _ = accel.forward_backward(ctx, model, accel.loss_scale(ctx), state, ids, **more)
+        _ = accel.training.parts.forward_backward(ctx, model, accel.loss_scale(ctx), state, ids, **more)
     else:
         _ = accel.training.forward(ctx, model, ids)
 

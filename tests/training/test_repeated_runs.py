@@ -244,9 +244,9 @@ def dropped_division(ctx: accel.DistContext) -> Slip:
 
 def dropped_scale(ctx: accel.DistContext) -> Slip:
     weight, scaler = nn.Parameter(torch.ones(1)), accel.LossScale(scale=8.0, dynamic=True)
-    accum = accel.backward(ctx, weight.sum(), scaler, accel.Accumulation().next())
-    accum = accel.optimizer_step(ctx, torch.optim.SGD([weight], lr=0.1), scaler, accum).accum
-    return Slip(accum, lambda record: accel.backward(ctx, weight.sum(), scaler, record.next()))
+    accum = accel.training.parts.backward(ctx, weight.sum(), scaler, accel.Accumulation().next())
+    accum = accel.training.parts.optimizer_step(ctx, torch.optim.SGD([weight], lr=0.1), scaler, accum).accum
+    return Slip(accum, lambda record: accel.training.parts.backward(ctx, weight.sum(), scaler, record.next()))
 
 
 SLIPS = [

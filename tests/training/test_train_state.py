@@ -172,7 +172,7 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
         run.step(summed)
     with pytest.raises(accel.errors.StepError, match=r"does not begin at the state's position.*epoch 0, 6 samples"):
         summed.next(batch)
-    with pytest.raises(accel.errors.ConfigError, match="a state that holds one"):
+    with pytest.raises(accel.errors.ConfigError, match=r"carries the whole state: .*got Accumulation"):
         accel.backward(ctx, run.loss(batch), begun, begun.accum)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
@@ -385,15 +385,15 @@ def test_two_windows_over_one_cursor_step_in_turn_by_the_parts() -> None:
             for batch in accel.batches(ctx, run.loader, cursor):
                 cursor = batch.next
                 one, two = one.next(last=batch.is_last), two.next(last=batch.is_last)
-                with accel.accumulate(ctx, one, run.model):
-                    one = accel.backward(ctx, run.loss(batch), scaler, one, weight=batch.valid)
+                with accel.training.parts.accumulate(ctx, one, run.model):
+                    one = accel.training.parts.backward(ctx, run.loss(batch), scaler, one, weight=batch.valid)
                 if one.sync:
-                    step = accel.optimizer_step(ctx, run.optimizer, scaler, one)
+                    step = accel.training.parts.optimizer_step(ctx, run.optimizer, scaler, one)
                     one, scaler = step.accum, step.scaler
-                with accel.accumulate(ctx, two, other.model):
-                    two = accel.backward(ctx, other.loss(batch), scaler, two, weight=batch.valid)
+                with accel.training.parts.accumulate(ctx, two, other.model):
+                    two = accel.training.parts.backward(ctx, other.loss(batch), scaler, two, weight=batch.valid)
                 if two.sync:
-                    step = accel.optimizer_step(ctx, other.optimizer, scaler, two)
+                    step = accel.training.parts.optimizer_step(ctx, other.optimizer, scaler, two)
                     two, scaler = step.accum, step.scaler
         torch.testing.assert_close(run.parameters(), other.parameters(), **EXACT)
         return cursor.epoch, one.updates, two.updates
@@ -468,9 +468,11 @@ def test_a_further_backward_or_a_division_that_was_dropped_is_an_error() -> None
         run.step(second)
     assert run.step(unscaled).updates == 1
 
-    accum = accel.backward(ctx, run.loss(batch), run.start.scaler, accel.Accumulation(2).next(), weight=6)
-    accel.backward(ctx, run.loss(batch), run.start.scaler, accum, weight=6)
-    with pytest.raises(accel.errors.StepError, match=r"later record.*dropped.*accum = accel.backward"):
+    accum = accel.training.parts.backward(
+        ctx, run.loss(batch), run.start.scaler, accel.Accumulation(2).next(), weight=6
+    )
+    accel.training.parts.backward(ctx, run.loss(batch), run.start.scaler, accum, weight=6)
+    with pytest.raises(accel.errors.StepError, match=r"later record.*dropped.*accum = parts.backward"):
         accum.next()
 
 

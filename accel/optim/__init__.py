@@ -7,9 +7,9 @@ float32 copies where there are any (`_substitutes.py`).
 
 from accel.optim._accumulation import (
     Accumulation as Accumulation,
+    WindowLosses as WindowLosses,
     check_latest as check_latest,
     check_scale as check_scale,
-    keep_losses as keep_losses,
     next_micro_batch as next_micro_batch,
 )
 from accel.optim._gradients import (

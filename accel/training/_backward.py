@@ -28,7 +28,7 @@ from accel.precision._amp import LossScale, matmul_precision
 from accel.tensors import is_dtensor
 from accel.training._refused import refuse_in_closure
 from accel.training._train_state import TrainState, after_backward, begun_window, carries_state, weight_of, window_of
-from accel.training._window import StepWindow, mark_followed, note_loss, times
+from accel.training._window import StepWindow, mark_followed, times, with_loss
 
 _BELOW_ZERO = -1e-30  # of a number of units: below it is none
 
@@ -393,9 +393,7 @@ def add_loss(
     # First the message of weights, then backward: it arrives while gradients are computed.
     shared = start_sharing(ctx, added)
     run_backward(ctx, loss, factor, graph)
-    after = shared()
-    note_loss(accum, after, loss)
-    return after
+    return with_loss(shared(), loss)
 
 
 def check_loss(loss: torch.Tensor, where: str, fix: str) -> None:

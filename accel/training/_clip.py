@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
-from accel.optim import Accumulation, clamp_, keep_losses, parameters_of, scale_, total_norm
+from accel.optim import Accumulation, clamp_, parameters_of, scale_, total_norm
 from accel.parallel._engines import engine_of
 from accel.tensors import local_parts
 from accel.training._train_state import TrainState, after_backward, carries_state, ended_window
@@ -176,4 +176,4 @@ def divide(ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], window:
     [grads] = window_gradients(ctx, accum, parameters_of(optimizers))
     scale_(grads, division(ctx, accum, total_weight(accum)))
     # Noted in the window: a step that divided once more would go unseen.
-    return keep_losses(accum, msgspec.structs.replace(accum, divided=len(grads), retained=False))
+    return msgspec.structs.replace(accum, divided=len(grads), retained=False)

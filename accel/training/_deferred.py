@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from accel.context import DistContext
 from accel.errors import ConfigError, NonFiniteError
-from accel.optim import KeptNorms, parameters_of
+from accel.optim import Accumulation, KeptNorms, parameters_of
 from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
 from accel.training._refused import first_of_ranks
@@ -36,6 +36,12 @@ class Deferred:
         self.stepped: bool | None = None
         self._judge: Callable[[], None] | None = judge
 
+    def __deepcopy__(self, memo: object) -> Deferred:
+        return self  # copies of a state share the outcome, which is yet to be read
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _outcome, (self.stepped,)
+
     def read(self) -> None:
         """Wait for the outcome, and raise its error."""
         judge, self._judge = self._judge, None  # it holds tensors
@@ -45,6 +51,10 @@ class Deferred:
             self.stepped = True
 
 
+def _outcome(stepped: bool | None) -> bool | None:
+    return stepped
+
+
 def defer(
     ctx: DistContext,
     norms: Figures,
@@ -52,8 +62,7 @@ def defer(
     kept: KeptNorms,
     *,
     optimizers: Sequence[Optimizer],
-    step: int,
-    losses: float | torch.Tensor | None,
+    accum: Accumulation,
     apart: bool,
     note: Callable[[], object],
 ) -> Deferred:
@@ -65,8 +74,7 @@ def defer(
         weight: the window's weight.
         kept: norms of single gradients, which stay on the device unless the outcome is an error.
         optimizers: optimizers of the step, whose parameters still have the gradients.
-        step: the run's steps before this one.
-        losses: figure that is finite if the window's losses are.
+        accum: the window of the step.
         apart: whether ranks may decide differently.
         note: called once it is known that the step was taken.
     """
@@ -84,7 +92,7 @@ def defer(
             bad = kept.nonfinite()
             at = next((at for at, place in enumerate(places) if place in bad), None)
             named = first_of_ranks(ctx, optimizers, at, apart=apart)
-            raise _nonfinite(step, blame(ctx, losses, apart=apart), named)
+            raise _nonfinite(accum.updates, blame(ctx, accum.losses.seen, apart=apart), named)
         _ = note()
 
     return Deferred(stays.to(torch.float32), judge)

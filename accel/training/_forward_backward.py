@@ -36,7 +36,7 @@ from accel.storage import dtype_name
 from accel.training._backward import on_device, own_weight, run_backward, start_sharing, weigh, window_block
 from accel.training._loss_sums import LossFn, LossProbe, LossSums
 from accel.training._train_state import TrainState, after_backward, carries_state, weight_of, window_of
-from accel.training._window import StepWindow, mark_followed, note_loss
+from accel.training._window import StepWindow, mark_followed, with_loss
 
 
 @carries_state(2, "loss, accum = {}")
@@ -145,9 +145,7 @@ def run_batch(
             whole = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
             _run_stages(ctx, unwrap_model(model), pipeline, micro, sums, accum, whole)
     mean = _mean(ctx, pipeline, sums.found, known)
-    after = shared()
-    note_loss(accum, after, mean)
-    return mean, after
+    return mean, with_loss(shared(), mean)
 
 
 def _factor(known: float | torch.Tensor, scaler: LossScale, unit: float | torch.Tensor) -> float | torch.Tensor:

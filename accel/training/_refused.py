@@ -22,7 +22,7 @@ from accel.parallel._labels import name_of, runs_without_autocast
 from accel.parallel.axes.context import check_context_used
 from accel.tensors import is_dtensor, split_dims
 from accel.topology import AXIS_NAMES, SHARED_DIMS
-from accel.training._window import StepWindow, blame, seen_losses
+from accel.training._window import StepWindow, blame
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -120,7 +120,7 @@ def check_overflow(ctx: DistContext, window: StepWindow, optimizers: list[Optimi
     raise NonFiniteError(
         f"a gradient of step {accum.updates} is not finite",
         expected="finite gradients" if not scaler.dynamic else f"a finite step within {_MOST_OVERFLOWS}",
-        got="inf or NaN" + blame(ctx, seen_losses(accum), apart=apart),
+        got="inf or NaN" + blame(ctx, accum.losses.seen, apart=apart),
         where=_first_nonfinite(ctx, optimizers),
         fix="Lower the learning rate, clip with max_norm=, divide means by a count of at least 1 where a micro-batch"
         " may hold no unit, or pass nonfinite='skip' to leave such steps out.",

@@ -7,7 +7,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -17,7 +17,6 @@ from accel import xla
 from accel.comm import refuse_replaced
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
-from accel.errors._checks import check_choice
 from accel.optim import Accumulation, KeptNorms, begun_here, clamp_, parameters_of, scale_, step_of, take_step
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
 from accel.parallel._labels import decide_apart
@@ -27,6 +26,7 @@ from accel.training._deferred import Deferred, check_deferrable, defer, give_fou
 from accel.training._refused import cannot_step, check_overflow, check_settings, warn_unstorable
 from accel.training._train_state import TrainState, after_step, carries_state, ended_window, window_of
 from accel.training._window import (
+    Policy,
     StepWindow,
     as_tensor,
     check_limits,
@@ -35,9 +35,9 @@ from accel.training._window import (
     clear_here,
     division,
     in_format_of,
+    policy_of,
     read_outcome,
     refuse_leftovers,
-    seen_losses,
     shortening,
     times,
     total_weight,
@@ -52,12 +52,13 @@ def step_here(
     window: Accumulation,
     weight: float | torch.Tensor,
     request: StepRequest,
-    deferring: Callable[..., Deferred] | None = None,
+    policy: Policy,
+    deferring: Callable[..., Deferred],
 ) -> tuple[EngineOutcome, Deferred | None]:
     """Divide, clip, step and clear the gradients. A collective if some are sharded.
 
     Gradients and parameters do not change if the window is empty, or if a checked gradient is not finite. `deferring`
-    takes the norms, the weight and norms of single gradients, in place of the check.
+    begins to read the norms, the weight and norms of single gradients, where the policy defers that.
     """
     # All refusals come before the first write: a rank that raises leaves parameters and gradients as they were.
     parts = _parts(ctx, optimizers, window, joint=request.joint)
@@ -67,13 +68,13 @@ def step_here(
     every = parameters_of(optimizers)
     norms: list[float | torch.Tensor] = []
     factor = request.factor
-    looks = request.check_finite or deferring is not None
-    kept = None if deferring is None else KeptNorms()
+    looks = policy.reads or policy.defers
+    kept = KeptNorms() if policy.defers else None
     if looks or clips:
         norms = [whole_norm(ctx, part, every, request.norm_type, kept) for part in parts]
     if not looks:  # else the host reads the norms as they are
         norms = in_format_of(parts, norms)
-    if request.check_finite:
+    if policy.reads:
         # The step's wait for the device. Ranks decide alike: gradients or the norms of shards, and the weight, are
         # equal on all.
         found = read_outcome(norms, weight)
@@ -82,7 +83,7 @@ def step_here(
         # known on the host now, so that the device has nothing left to divide
         factor = division(ctx, window, found.weight)
         norms = norms if factor == 1.0 and not clips else [*found.norms]
-    deferred = None if deferring is None else deferring(norms, weight, kept)
+    deferred = deferring(norms, weight, kept) if policy.defers else None
     # The norm of the divided gradients, without a pass over them: division and clipping share one multiply.
     norms = [times(norm, factor) for norm in norms]
     _apply(parts, factor, request, norms)
@@ -170,8 +171,6 @@ def _joined(norms: list[float | torch.Tensor], parts: list[list[torch.Tensor]], 
 T = TypeVar("T")
 NonFinite = Literal["raise", "skip", "ignore", "defer"]
 MaxNorm = float | Sequence[float | None] | None
-
-_POLICIES = get_args(NonFinite)
 
 
 class StepOptions(NamedTuple):
@@ -274,32 +273,31 @@ def step_window(
     options: StepOptions,
 ) -> StepTaken:
     """Take the optimizer step of a window, as `optimizer_step`."""
-    max_norm, nonfinite = options.max_norm, options.nonfinite
+    max_norm, policy = options.max_norm, policy_of(options.nonfinite, window.scaler)
     limits = check_limits(optimizers, max_norm, options.norm_type, options.max_value)
     check_window(ctx, window)
     _check_begin(ctx, optimizers, window.accum)
     accum, scaler, weight = window.accum, window.scaler, total_weight(window.accum)
-    engine, checks = engine_of(ctx), nonfinite in ("raise", "skip") or scaler.dynamic
+    engine = engine_of(ctx)
     request = StepRequest(
-        factor=1.0 if checks and engine is None else division(ctx, accum, weight),
+        factor=1.0 if policy.reads and engine is None else division(ctx, accum, weight),
         max_norms=limits,
         joint=not isinstance(max_norm, Sequence),
         norm_type=options.norm_type,
         max_value=options.max_value,
-        check_finite=checks,
+        check_finite=policy.reads,
         accumulation=accum.steps,
     )
-    deferring = None
-    if nonfinite == "defer":
+    if policy.defers:
         check_deferrable(ctx, optimizers, scaler, engine=engine is not None)
-        deferring = _deferring(ctx, optimizers, window)
-    if nonfinite == "defer" or ctx.comm.defers:
-        mark_deferred(ctx, optimizers, defers=deferring is not None)
+    if policy.defers or ctx.comm.defers:
+        mark_deferred(ctx, optimizers, defers=policy.defers)
     if engine is None:
-        outcome, deferred = step_here(ctx, optimizers, accum, weight, request, deferring)
+        deferring = partial(_deferred, ctx, optimizers, window)
+        outcome, deferred = step_here(ctx, optimizers, accum, weight, request, policy, deferring)
     else:
         outcome, deferred = step_by(engine, ctx, optimizers, weight, request), None
-    if not outcome.finite and (nonfinite == "raise" or scaler.dynamic):
+    if policy.raises and not outcome.finite:
         check_overflow(ctx, window, optimizers, apart=decide_apart(ctx.position.axes, optimizers))
     _end(ctx, engine, optimizers, schedulers, stepped=outcome.stepped)
     return _result(ctx, optimizers, outcome, window, deferred)
@@ -314,7 +312,6 @@ def step_objects(
     given = options.scheduler
     schedulers = [] if given is None else listed(given, LRScheduler, "optimizer_step, scheduler=")
     _check_not_exhausted(schedulers)
-    check_choice(options.nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
     return optimizers, schedulers
 
 
@@ -327,20 +324,27 @@ def _step_by_closure(
     options: StepOptions,
 ) -> tuple[TrainState, StepTaken]:
     """Take a step with a closure, which every rank takes; return the state of its latest evaluation and the outcome."""
+    clips = options.max_norm is not None or options.max_value is not None
     state, norm = step_by_closure(
-        ctx, optimizers, state, closure, (options.max_norm, options.max_value, options.nonfinite)
+        ctx, optimizers, state, closure, clips=clips, policy=policy_of(options.nonfinite, state.scaler)
     )
     _end(ctx, None, optimizers, schedulers, stepped=True)
     outcome = EngineOutcome(stepped=True, finite=True, grad_norm=norm)
     return state, _result(ctx, optimizers, outcome, window_of(state), None)
 
 
-def _deferring(ctx: DistContext, optimizers: list[Optimizer], window: StepWindow) -> Callable[..., Deferred]:
-    """Return `defer` with the facts of a step."""
-    apart, updates = decide_apart(ctx.position.axes, optimizers), window.accum.updates
-    note = partial(_note, ctx, updates, window.scaler, apart=apart)
-    losses = seen_losses(window.accum)
-    return partial(defer, ctx, optimizers=optimizers, step=updates, losses=losses, apart=apart, note=note)
+def _deferred(
+    ctx: DistContext,
+    optimizers: list[Optimizer],
+    window: StepWindow,
+    norms: Sequence[float | torch.Tensor],
+    weight: float | torch.Tensor,
+    kept: KeptNorms,
+) -> Deferred:
+    """Begin to read the outcome of a step."""
+    apart = decide_apart(ctx.position.axes, optimizers)
+    note = partial(_note, ctx, window.accum.updates, window.scaler, apart=apart)
+    return defer(ctx, norms, weight, kept, optimizers=optimizers, accum=window.accum, apart=apart, note=note)
 
 
 def _note(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import msgspec
 import torch
@@ -24,6 +24,7 @@ from accel.parallel._leftovers import clear_gradients
 from accel.precision._amp import LossScale, loss_scale
 from accel.training._deferred import Deferred
 from accel.training._window import StepWindow
+from accel.tree._uncompared import Uncompared
 
 
 def is_begun(window: Accumulation) -> bool:
@@ -107,11 +108,24 @@ def _not_begun(call: str, fix: str = "") -> StepError:
     )
 
 
-S = TypeVar("S", bound="TrainState")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
+class StepFigures(Uncompared):
+    """Figures of the latest step and of the batch, which a state carries on.
+
+    Attributes:
+        stepped: whether the step changed parameters, or the deferred step that will know it.
+        grad_norm: norm of its gradients.
+        backward_at: time at which the batch's first `backward` began.
+    """
+
+    stepped: ClassVar[bool | Deferred | None] = False
+    grad_norm: ClassVar[torch.Tensor | None] = None
+    backward_at: ClassVar[float | None] = None
+
+
+class TrainState(msgspec.Struct, frozen=True, weakref=True):
     """Position in the data, accumulation window and loss scale of a run.
 
     Each call of the loop takes the state and returns the next one. A dropped result is an error at the next call; where
@@ -122,12 +136,14 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
         accum: accumulation window.
         scaler: loss scale.
         valid: real samples of the current batch; None between windows.
+        figures: figures of the latest step; neither compared nor saved.
     """
 
     cursor: Cursor
     accum: Accumulation
     scaler: LossScale
     valid: SampleCount | None = None
+    figures: StepFigures = StepFigures()
 
     @property
     def epoch(self) -> int:
@@ -146,22 +162,22 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
 
     @property
     def stepped(self) -> bool | None:
-        """Whether the latest `optimizer_step` changed parameters. Neither compared nor saved; False before any step.
+        """Whether the latest `optimizer_step` changed parameters. False before any step.
 
         None after one with `nonfinite="defer"`, until a later call has read its outcome.
         """
-        found = vars(self).get("stepped", False)
+        found = self.figures.stepped
         return found.stepped if isinstance(found, Deferred) else found
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """Norm of the latest step's gradients, as `StepResult.grad_norm`. Neither compared nor saved."""
-        return vars(self).get("grad_norm")
+        """Norm of the latest step's gradients, shape [], or [optimizers] if `max_norm` was a list; None if unknown."""
+        return self.figures.grad_norm
 
     @property
     def backward_at(self) -> float | None:
-        """Time at which the batch's first `backward` began, of `time.perf_counter`. Neither compared nor saved."""
-        return vars(self).get("backward_at")
+        """Time at which the batch's first `backward` began, of `time.perf_counter`."""
+        return self.figures.backward_at
 
     def next(self, batch: Batch, *, last: bool = False) -> Self:
         """Return the state within a batch. No communication.
@@ -186,9 +202,8 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
                 " own.",
             )
         accum = next_micro_batch(self.accum, last=last or batch.is_last)
-        after = _replaced(self, cursor=batch.next, accum=accum, valid=batch.valid)
-        _ = vars(after).pop("backward_at", None)  # of the batch before
-        return after
+        figures = StepFigures(stepped=self.figures.stepped, grad_norm=self.figures.grad_norm)
+        return msgspec.structs.replace(self, cursor=batch.next, accum=accum, valid=batch.valid, figures=figures)
 
     def next_epoch(self) -> Self:
         """Return the state at the beginning of the next epoch, for loops that leave an epoch early.
@@ -197,7 +212,7 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
             StepError: within a window.
         """
         check_between(self.accum, "state.next_epoch")
-        after = _replaced(self, cursor=Cursor(self.cursor.seed, self.cursor.epoch + 1))
+        after = msgspec.structs.replace(self, cursor=Cursor(self.cursor.seed, self.cursor.epoch + 1))
         # The method has no context: the run's has marked the loss scale, or the window before a new scale.
         if (known := find_mark(self.scaler, "watched") or find_mark(self.accum, "spent")) is not None:
             known.owner.put(self, "left")
@@ -222,7 +237,7 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
             StepError: within a window.
         """
         check_between(self.accum, "state.at")
-        return _replaced(self, cursor=cursor)
+        return msgspec.structs.replace(self, cursor=cursor)
 
     def check_saveable(self) -> None:
         """Raise `ConfigError` within a window, whose gradients a checkpoint would lose."""
@@ -238,7 +253,7 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
         Raises:
             msgspec.ValidationError: the part does not fit.
         """
-        return _replaced(self, cursor=self.cursor.with_rank_part(part))
+        return msgspec.structs.replace(self, cursor=self.cursor.with_rank_part(part))
 
 
 @context_first
@@ -311,7 +326,7 @@ def discard(state: TrainState, *models: nn.Module) -> TrainState:
     for at, model in enumerate(models):
         refuse_replaced(model.parameters(), "accel.training.discard", f"discard, model {at + 1}")
     clear_gradients(*models)
-    return _replaced(state, accum=state.accum.reset(), valid=None)
+    return msgspec.structs.replace(state, accum=state.accum.reset(), valid=None)
 
 
 def weight_of(
@@ -337,10 +352,10 @@ def weight_of(
 
 def after_backward(state: TrainState, accum: Accumulation, began: float | None = None) -> TrainState:
     """Return the state after a backward pass that `began` at a `perf_counter`; a batch keeps its first pass's time."""
-    after = _replaced(state, accum=accum)
-    if began is not None:
-        _ = vars(after).setdefault("backward_at", began)
-    return after
+    figures = state.figures
+    if began is not None and figures.backward_at is None:
+        figures = StepFigures(stepped=figures.stepped, grad_norm=figures.grad_norm, backward_at=began)
+    return msgspec.structs.replace(state, accum=accum, figures=figures)
 
 
 def after_step(
@@ -353,23 +368,15 @@ def after_step(
     grad_norm: torch.Tensor | None,
 ) -> TrainState:
     """Return the state between two windows."""
-    after = TrainState(state.cursor, accum, scaler)
+    figures = StepFigures(stepped=stepped, grad_norm=grad_norm, backward_at=state.backward_at)
     if scaler is state.scaler:  # else its window is marked
         ctx.comm.marks.watch(scaler)
-    vars(after).update(stepped=stepped, grad_norm=grad_norm, backward_at=state.backward_at)
-    return after
+    return TrainState(state.cursor, accum, scaler, figures=figures)
 
 
 def _position(cursor: Cursor) -> str:
     order = f" of {cursor.of}" if cursor.of else ""
     return f"seed {cursor.seed}, epoch {cursor.epoch}, {cursor.consumed} samples consumed{order}"
-
-
-def _replaced(state: S, **changes: Any) -> S:
-    """Return the state with some fields replaced; the figures of the latest step stay."""
-    after = msgspec.structs.replace(state, **changes)
-    vars(after).update(vars(state))
-    return after
 
 
 def carries_state(at: int, keeps: str = "{}") -> Callable[[F], F]:

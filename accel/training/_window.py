@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NamedTuple, cast, overload
 
+import msgspec
 import torch
 from torch.optim import Optimizer
 
@@ -16,9 +17,11 @@ from accel.comm import Call, adopt, agreed, notes_of_ranks
 from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
+from accel.errors._checks import check_choice
 from accel.optim import (
     Accumulation,
     KeptNorms,
+    WindowLosses,
     check_latest,
     elements_of,
     gradients,
@@ -49,6 +52,36 @@ class StepWindow(NamedTuple):
     accum: Accumulation
     scaler: LossScale
     record: object
+
+
+class Policy(NamedTuple):
+    """A policy for gradients with inf or NaN, as what a step needs for it.
+
+    Attributes:
+        reads: whether the host waits for norm and weight before the step.
+        raises: whether such gradients are an error; else the step is left out, where that is known in time.
+        defers: whether the optimizers leave the step out on the device, and a later call raises.
+    """
+
+    reads: bool
+    raises: bool
+    defers: bool = False
+
+
+POLICIES = {
+    "raise": Policy(reads=True, raises=True),
+    "skip": Policy(reads=True, raises=False),
+    "defer": Policy(reads=False, raises=True, defers=True),
+    "ignore": Policy(reads=False, raises=False),
+}
+
+
+def policy_of(nonfinite: str, scaler: LossScale) -> Policy:
+    """Return the policy of a step; `ConfigError` for an unknown name."""
+    check_choice(nonfinite, tuple(POLICIES), "unknown policy", where="nonfinite=")
+    policy = POLICIES[nonfinite]
+    # a dynamic loss scale is decided over in each step, and too many overflows are an error
+    return policy._replace(reads=not policy.defers, raises=True) if scaler.dynamic else policy
 
 
 def check_window(ctx: DistContext, window: StepWindow) -> None:
@@ -318,7 +351,7 @@ def whole_norm(
 Figures = Sequence[float | torch.Tensor]
 
 
-class StepFigures(NamedTuple):
+class StepReading(NamedTuple):
     """Figures of a step on the host.
 
     Attributes:
@@ -334,7 +367,7 @@ class StepFigures(NamedTuple):
     weight: float
 
 
-def read_outcome(norms: Figures, weight: float | torch.Tensor) -> StepFigures:
+def read_outcome(norms: Figures, weight: float | torch.Tensor) -> StepReading:
     """Return the outcome in one wait for the device; raise `ConfigError` if the weight is none."""
     figures = [*norms, weight]
     tensors = [figure for figure in figures if isinstance(figure, torch.Tensor)]
@@ -360,7 +393,7 @@ def stacked(figures: Figures, device: torch.device) -> torch.Tensor:
     )
 
 
-def judged(figures: list[float]) -> StepFigures:
+def judged(figures: list[float]) -> StepReading:
     """Return the outcome by the norms and, at the end, the weight; raise `ConfigError` if that is no weight."""
     *norms, total = figures
     if not 0 <= total < math.inf:
@@ -371,17 +404,17 @@ def judged(figures: list[float]) -> StepFigures:
             where="backward, weight=",
             fix="The window's gradients are invalid: drop them by discard or clear_gradients of accel.training.",
         )
-    return StepFigures(all(map(math.isfinite, norms)), total == 0, norms, total)
+    return StepReading(all(map(math.isfinite, norms)), total == 0, norms, total)
 
 
-_SEEN = "losses"  # beside an accumulation's fields: the window's first loss, or what is not finite if another was not
 _FINITE, _BAD, _UNKNOWN = "finite", "bad", "unknown"
 
 
-def note_loss(before: Accumulation, after: Accumulation, loss: torch.Tensor) -> None:
-    """Note a loss beside the window `after` its backward. Waits for no device."""
-    seen = vars(before).get(_SEEN)
-    vars(after)[_SEEN] = _figure(loss) if seen is None else _both(seen, _figure(loss))
+def with_loss(accum: Accumulation, loss: torch.Tensor) -> Accumulation:
+    """Return a window with a loss noted, by which an error names the ranks that had a bad one. Waits for no device."""
+    seen = accum.losses.seen
+    found = _figure(loss) if seen is None else _both(seen, _figure(loss))
+    return msgspec.structs.replace(accum, losses=WindowLosses(seen=found))
 
 
 def _figure(loss: torch.Tensor) -> float | torch.Tensor:
@@ -399,14 +432,8 @@ def _both(first: float | torch.Tensor, second: float | torch.Tensor) -> float | 
     return torch.add(second, first, alpha=0) if isinstance(second, torch.Tensor) else first + 0.0 * second
 
 
-def seen_losses(accum: Accumulation) -> float | torch.Tensor | None:
-    """Return a figure that is finite if the window's losses are, a tensor of shape [] where reading it would wait; None
-    where that is not known."""
-    return vars(accum).get(_SEEN)
-
-
 def blame(ctx: DistContext, seen: float | torch.Tensor | None, *, apart: bool) -> str:
-    """Return a clause that names the ranks whose loss was not finite, by `seen_losses`. Waits for the device.
+    """Return a clause that names the ranks whose loss was not finite, by the window's losses. Waits for the device.
 
     Every rank that refuses the step calls this; one that refuses alone waits a second for the others.
     """

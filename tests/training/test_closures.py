@@ -171,7 +171,7 @@ def begun(
 REFUSED: dict[str, tuple[type[AccelError], str, Callable[..., Any]]] = {
     "clipping": (ConfigError, "got clipping", lambda step, **_: step(max_norm=1.0)),
     "clipping to a value": (ConfigError, "got clipping", lambda step, **_: step(max_value=1.0)),
-    "skip": (ConfigError, "nonfinite='skip'", lambda step, **_: step(nonfinite="skip")),
+    "skip": (ConfigError, "may leave the step out", lambda step, **_: step(nonfinite="skip")),
     "no loss": (StepError, "must be a tensor", lambda step, **_: step(closure=lambda: None)),
     "no gradient": (StepError, "no gradient", lambda step, loss_of, **_: step(closure=lambda: loss_of().detach())),
     "loss.backward": (

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -486,3 +489,43 @@ def test_a_first_backward_may_be_repeated_from_its_record() -> None:
         run.optimizer.zero_grad()
         assert run.step(accel.backward(ctx, run.loss(batch), begun)).stepped
         break
+
+
+COPIES: dict[str, Callable[[accel.TrainState], accel.TrainState]] = {
+    "replace": msgspec.structs.replace,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+    "at": lambda state: state.at(state.cursor),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("nonfinite", ["raise", "defer"])
+def test_figures_of_a_step_survive_each_copy_and_equality_leaves_them_out(how: str, nonfinite: Any) -> None:
+    ctx = accel.single()
+    run = Run(ctx, accumulation=1)
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.1, fused=True)
+    batch = next(accel.batches(ctx, run.loader, run.start))
+    state = accel.backward(ctx, run.loss(batch), run.start.next(batch))
+    state = accel.optimizer_step(ctx, optimizer, state, max_norm=1.0, nonfinite=nonfinite)
+    other = COPIES[how](state)
+    assert (other.stepped, other.backward_at) == (state.stepped, state.backward_at)
+    assert other.grad_norm is not None
+    assert torch.equal(other.grad_norm, cast(Any, state.grad_norm))
+    plain = accel.TrainState(state.cursor, state.accum, state.scaler)
+    assert not plain.stepped
+    assert plain.grad_norm is None
+    assert state == other == plain
+    assert hash(state) == hash(plain)
+    assert msgspec.json.decode(msgspec.json.encode(state), type=accel.TrainState) == state
+
+
+@pytest.mark.parametrize("how", ["replace", "copy", "deepcopy", "pickle"])
+def test_what_is_known_of_a_windows_losses_goes_along_with_its_copies(how: str) -> None:
+    ctx = accel.single()
+    run = Run(ctx)
+    batch = next(accel.batches(ctx, run.loader, run.start))
+    begun = accel.backward(ctx, run.loss(batch) * math.inf, run.start.next(batch, last=True))
+    with pytest.raises(accel.errors.NonFiniteError, match="the loss was not finite either"):
+        run.step(COPIES[how](begun))

@@ -18,6 +18,7 @@ from accel.metrics._flops import peak_flops
 from accel.metrics._kinds import Kind, Weight
 from accel.metrics._metrics import Metrics, emptied, own_row, read_values, running_metrics
 from accel.metrics._rows import MetricsRow, gather_rows
+from accel.terminal import show_seconds
 from accel.topology import data_dimension
 from accel.tree._uncompared import Uncompared
 
@@ -121,14 +122,10 @@ def straggler(values: Mapping[str, Any]) -> str | None:
     for_data = time["slowest_data_wait_s"] - time["data_wait_s"] > late / 2
     cause = "it takes longer before the backward"  # to compute, or to sleep: times alone do not show which
     if for_data:
-        cause = f"it waits for data, {_ms(time['slowest_data_wait_s'])} a step"
-    own = f"rank {int(time['slowest_rank'])} takes {_ms(time['slowest_own_s'])} a step of its own"
+        cause = f"it waits for data, {show_seconds(time['slowest_data_wait_s'])} a step"
+    own = f"rank {int(time['slowest_rank'])} takes {show_seconds(time['slowest_own_s'])} a step of its own"
     others = f"rank {int(time['other_rank'])} takes" if "other_rank" in time else "the median is"
-    return f"{own}, {others} {_ms(time['own_s'])}; {cause}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+    return f"{own}, {others} {show_seconds(time['own_s'])}; {cause}"
 
 
 _OWN: dict[str, Kind] = {

@@ -30,7 +30,7 @@ class Accumulation(msgspec.Struct, frozen=True, weakref=True):
     Attributes:
         steps: micro-batches in a full window.
         sync_each_batch: whether ranks exchange gradients in every micro-batch and not only in the last. This takes more
-            communication, but sharded models need no memory for whole gradients. The result is the same.
+            communication, but sharded models need no memory for full gradients. The result is the same.
         micro: micro-batches begun in this window; 0 between windows.
         backwards: micro-batches of this window with a backward.
         latest: the last of these.

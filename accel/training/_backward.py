@@ -66,7 +66,7 @@ def weigh(
         world = 0.0 if same_units else float(weight.world * weight.copies)
         factor = weight / unit * scaler.scale
     else:
-        # Only this rank knows the number: it stays its own until the window's end, where one message sums it.
+        # Only this rank knows the number: one message sums it at the window's end.
         known = own_weight(ctx, weight)
         factor = times(known, scaler.scale / unit)
         world, own = 0.0, None
@@ -88,7 +88,7 @@ def start_sharing(ctx: DistContext, added: Accumulation) -> Callable[[], Accumul
 
     def end() -> Accumulation:
         wait()
-        # Read on the CPU alone: elsewhere the host would wait for the whole backward that it has queued.
+        # Read on the CPU alone: elsewhere the host would wait for the backward that it has queued.
         return added.share(total.item() if total.is_cpu else total)
 
     return end
@@ -258,8 +258,8 @@ _MIXED = {
 
 
 def _raise_mixed(error: RuntimeError) -> None:
-    for told, got in _MIXED.items():
-        if told in str(error):
+    for text, got in _MIXED.items():
+        if text in str(error):
             raise StepError(
                 "DDP exchanges the gradients of a parameter as sparse ones or as dense ones",
                 expected="sparse gradients in every backward from nn.Embedding or nn.EmbeddingBag with sparse=True, and"
@@ -304,8 +304,8 @@ def accumulate(ctx: DistContext, state: TrainState, *models: nn.Module) -> Abstr
 
 def window_block(ctx: DistContext, accum: Accumulation, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Return the block of a micro-batch's forward and backward, which exchanges gradients or holds them back."""
-    # Gradients are exchanged once a window: before its last backward each rank adds up its own. Sharded models need
-    # memory for whole gradients meanwhile, which `sync_each_batch` spares.
+    # Gradients are exchanged once a window: each rank accumulates until the last backward. Sharded models need memory
+    # for full gradients meanwhile, which `sync_each_batch` saves.
     block = exchanging(ctx, *models) if accum.sync or accum.sync_each_batch else no_sync(ctx, *models)
     if accum.micro == 1 and not accum.backwards:
         # Noted here and refused by the step: a gradient that is there already would be summed into this window's.
@@ -384,7 +384,7 @@ def add_loss(
         loss = loss.float()  # weight times scale does not fit into 16 bits
     accum = window.accum
     check_scale(accum, window.scaler)
-    if accum.latest == accum.micro:  # a further pass of this batch, whose weight no later call would miss
+    if accum.latest == accum.micro:  # a further pass of this batch: no later call would miss its weight
         mark_followed(ctx, window, _KEPT)
     added, factor = weigh(ctx, window.scaler, accum, weight, same_units=same_units)
     if graph.retain and accum.sync and ctx.world_size > 1:

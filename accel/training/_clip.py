@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Division and clipping apart from `optimizer_step`, for scripts that read gradients before it.
+"""Division and clipping before `optimizer_step`, for scripts that read gradients.
 
-`optimizer_step` does both in its own passes; these functions make additional ones.
+`optimizer_step` does both in its passes; these functions make additional ones.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps with a closure: the optimizer evaluates the loss, as LBFGS does, and each evaluation is a window of its own."""
+"""Steps with a closure: the optimizer evaluates the loss, as LBFGS does, and each evaluation is a window."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class _ClosureStep:
             figures = read_outcome([norm], weight)
             if not figures.finite:
                 check_overflow(
-                    ctx, StepWindow(self.window, self._state.scaler, self._state), [self._optimizer], apart=False
+                    ctx, StepWindow(self.window, self._state.scaler, self._state), [self._optimizer], independent=False
                 )
             weight = figures.weight
             self.norm = norm * division(ctx, self.window, weight)

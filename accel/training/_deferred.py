@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deferred steps: optimizers read on the device whether gradients are finite, and a later call on the host.
 
-The outcome is their `found_inf`, as torch.amp.GradScaler's, and is copied to the host beside the work that follows.
+The outcome is their `found_inf`, as torch.amp.GradScaler's, and is copied to the host during the work that follows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accel.training._window import Figures, blame, judged, stacked
 
 
 class Deferred:
-    """A step whose outcome the host has not read. Its context's handle holds `read` until then.
+    """A step with an outcome that the host has not read. The context's handle holds `read` until then.
 
     Attributes:
         found_inf: shape [], fp32: 1 where the optimizers leave the step out, else 0.
@@ -63,7 +63,7 @@ def defer(
     *,
     optimizers: Sequence[Optimizer],
     accum: Accumulation,
-    apart: bool,
+    independent: bool,
     note: Callable[[], object],
 ) -> Deferred:
     """Begin to copy the outcome of a step to the host. No wait for the device, no communication.
@@ -73,9 +73,9 @@ def defer(
         norms: norms of the gradients.
         weight: the window's weight.
         kept: norms of single gradients, which stay on the device unless the outcome is an error.
-        optimizers: optimizers of the step, whose parameters still have the gradients.
+        optimizers: optimizers of the step; their parameters still have gradients.
         accum: the window of the step.
-        apart: whether ranks may decide differently.
+        independent: whether ranks may decide differently.
         note: called once it is known that the step was taken.
     """
     if not isinstance(weight, torch.Tensor):
@@ -91,15 +91,15 @@ def defer(
         if not judged(read()).finite:
             bad = kept.nonfinite()
             at = next((at for at, place in enumerate(places) if place in bad), None)
-            named = first_of_ranks(ctx, optimizers, at, apart=apart)
-            raise _nonfinite(accum.updates, blame(ctx, accum.losses.seen, apart=apart), named)
+            named = first_of_ranks(ctx, optimizers, at, independent=independent)
+            raise _nonfinite(accum.updates, blame(ctx, accum.losses.seen, independent=independent), named)
         _ = note()
 
     return Deferred(stays.to(torch.float32), judge)
 
 
 def _begin_copy(ctx: DistContext, figures: torch.Tensor) -> Callable[[], list[float]]:
-    """Copy figures to the host while it goes on, where its memory can be pinned; return a function that waits."""
+    """Copy figures to the host in the background, where its memory can be pinned; return a function that waits."""
     streams = ctx.streams
     if not (streams.is_pinnable and streams.holds(figures)):
         return lambda: list(map(float, figures.cpu()))

@@ -301,7 +301,7 @@ def _optimizer(optimizer: Optimizer) -> Restore:
 
 
 def _kept(value: Any) -> Restore:
-    """Keep the content of a tensor, or of a container and all in it; the parameters of a group apart."""
+    """Keep the content of a tensor, or of a container and all in it, without the parameters of a group."""
     if isinstance(value, torch.Tensor):
         return _kept_tensor(value)
     if isinstance(value, dict):

@@ -60,7 +60,7 @@ def forward_backward(
 
     Args:
         ctx: the context.
-        model: from `prepare` or `prepare_model`, whose plan has the number of micro-batches.
+        model: from `prepare` or `prepare_model`; its plan has the number of micro-batches.
         state: the state within a batch.
         inputs: a tensor; a tuple of the model's arguments; or a mapping of keyword arguments. Tensors have
             the batch in dimension 0; those of one row, and other values, go to every micro-batch. Behind the first
@@ -70,7 +70,7 @@ def forward_backward(
             micro-batch's real units, shape []. Its first call is preceded by two on the halves of that micro-batch,
             without gradient, which distinguish a sum from a mean.
         targets: tensors with the batch in dimension 0, split as the inputs are.
-        weight: number of real units in the whole batch, as for `backward`; by default `batch.valid`.
+        weight: number of real units in the batch, as for `backward`; by default `batch.valid`.
 
     Returns:
         The mean loss of this rank's batch, detached, shape [], the same on all ranks along `pp`; and the next state, to
@@ -136,7 +136,7 @@ def run_batch(
     block = window_block(ctx, accum, [model])
     probe = LossProbe(ctx, unwrap_model(model), loss_fn, known, count)
     sums = LossSums(ctx, loss_fn, _factor(known, scaler, added.unit), probe)
-    # Sent now, waited for at the end: the weights of ranks travel beside the micro-batches.
+    # Sent now, waited for at the end: the weights of ranks are sent during the micro-batches.
     shared = start_sharing(ctx, added)
     with block, matmul_precision(ctx):
         if pipeline is None:
@@ -158,7 +158,7 @@ def _factor(known: float | torch.Tensor, scaler: LossScale, unit: float | torch.
 def _run_here(ctx: DistContext, model: nn.Module, micro: Sequence[MicroBatch], sums: LossSums, *, holds: bool) -> None:
     """Run micro-batches of a model without a pipeline in turn; with `holds`, only the last exchanges gradients."""
     for at, each in enumerate(micro):
-        # One exchange a batch; with the whole call held back, the block around it decides.
+        # One exchange a batch; if the call is held back, the block around it decides.
         held = holds and at + 1 < len(micro)
         with no_sync(ctx, model) if held else contextlib.nullcontext():
             with autocast(ctx):

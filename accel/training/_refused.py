@@ -109,10 +109,10 @@ def _split_along(parameter: DTensor) -> Iterator[str]:
 _MOST_OVERFLOWS = 64  # in a row; halving that often takes any scale below what a float32 gradient can hold
 
 
-def check_overflow(ctx: DistContext, window: StepWindow, optimizers: list[Optimizer], *, apart: bool) -> None:
+def check_overflow(ctx: DistContext, window: StepWindow, optimizers: list[Optimizer], *, independent: bool) -> None:
     """Raise `NonFiniteError` for inf or NaN that no dynamic loss scale explains. A collective if some are sharded.
 
-    It names the first such parameter, and the ranks whose loss was not finite.
+    It names the first such parameter, and the ranks with a loss that was not finite.
     """
     scaler, accum = window.scaler, window.accum
     if scaler.dynamic and scaler.overflows < _MOST_OVERFLOWS:
@@ -120,7 +120,7 @@ def check_overflow(ctx: DistContext, window: StepWindow, optimizers: list[Optimi
     raise NonFiniteError(
         f"a gradient of step {accum.updates} is not finite",
         expected="finite gradients" if not scaler.dynamic else f"a finite step within {_MOST_OVERFLOWS}",
-        got="inf or NaN" + blame(ctx, accum.losses.seen, apart=apart),
+        got="inf or NaN" + blame(ctx, accum.losses.seen, independent=independent),
         where=_first_nonfinite(ctx, optimizers),
         fix="Lower the learning rate, clip with max_norm=, divide means by a count of at least 1 where a micro-batch"
         " may hold no unit, or pass nonfinite='skip' to leave such steps out.",
@@ -137,23 +137,24 @@ def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
     own = "" if at == len(parameters) else f"{list(_names(optimizers))[at]}, shape {list(parameters[at].shape)}"
     group = group_of(ctx, "pp")
     if group is not None:  # stages have parameters of their own
-        told = exchange_values(adopt(group, ctx.device), Call("optimizer_step", ordered=False), own, str)
-        own = next(filter(None, told), "")
+        names = exchange_values(adopt(group, ctx.device), Call("optimizer_step", ordered=False), own, str)
+        own = next(filter(None, names), "")
     return own or "the norm of all gradients, each finite by itself"
 
 
-def first_of_ranks(ctx: DistContext, optimizers: Sequence[Optimizer], at: int | None, *, apart: bool) -> str:
+def first_of_ranks(ctx: DistContext, optimizers: Sequence[Optimizer], at: int | None, *, independent: bool) -> str:
     """Name the first of the parameters that ranks have found, each by its index; nothing if none has.
 
-    One that asks alone waits a second for the others; with `apart` it asks nobody.
+    A rank that calls this alone waits a second for the others; an `independent` one does not ask them.
     """
     own = ""
     if at is not None:
         shape = list(parameters_of(optimizers)[at].shape)
         own = f"{ctx.axis('pp').rank} {at} {list(_names(optimizers))[at]}, shape {shape}"
-    told = {ctx.rank: own} if apart else notes_of_ranks(ctx.comm, "parameters", own)
+    by_rank = {ctx.rank: own} if independent else notes_of_ranks(ctx.comm, "parameters", own)
     found = [
-        (int(stage), int(place), name) for stage, place, name in (each.split(" ", 2) for each in told.values() if each)
+        (int(stage), int(place), name)
+        for stage, place, name in (each.split(" ", 2) for each in by_rank.values() if each)
     ]
     return min(found)[2] if found else ""
 

@@ -19,7 +19,7 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation, KeptNorms, begun_here, clamp_, parameters_of, scale_, step_of, take_step
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
-from accel.parallel._labels import decide_apart
+from accel.parallel._labels import decide_independently
 from accel.precision._amp import LossScale
 from accel.training._closure import Closure, step_by_closure
 from accel.training._deferred import Deferred, check_deferrable, defer, give_found_inf, mark_deferred
@@ -107,7 +107,7 @@ def step_by(
     request: StepRequest,
 ) -> EngineOutcome:
     """Let an engine step, unless the window is known to be empty."""
-    # An engine has its own norm, so the weight alone is read.
+    # An engine computes its norm itself, so only the weight is read.
     if request.check_finite and read_outcome([], weight).empty:
         return EngineOutcome(stepped=False, finite=True, grad_norm=None)
     return engine.step(ctx, optimizers, request)
@@ -148,7 +148,7 @@ def _apply(
     """Divide and clip, in one pass over the gradients that share a norm."""
     for at, part in enumerate(parts):
         if not part:
-            continue  # an optimizer none of whose parameters took part
+            continue  # no parameter of this optimizer took part
         factor, limit = division_factor, request.max_norms[at]
         if limit is not None:
             factor = times(shortening(norms[at], limit), factor)
@@ -221,7 +221,7 @@ def optimizer_step(
     Args:
         ctx: the context.
         optimizer: an optimizer, or several that take this step together, with one norm and one decision.
-        state: a state whose window has ended; with a closure, one from `state.next(batch)`.
+        state: a state at the end of a window; with a closure, one from `state.next(batch)`.
         scheduler: scheduler or schedulers, stepped once after the optimizer, on any number of ranks.
         max_norm: largest norm of the gradients. A number is for all optimizers together, a list has one for each. None
             does not clip.
@@ -298,7 +298,7 @@ def step_window(
     else:
         outcome, deferred = step_by(engine, ctx, optimizers, weight, request), None
     if policy.raises and not outcome.finite:
-        check_overflow(ctx, window, optimizers, apart=decide_apart(ctx.position.axes, optimizers))
+        check_overflow(ctx, window, optimizers, independent=decide_independently(ctx.position.axes, optimizers))
     _end(ctx, engine, optimizers, schedulers, stepped=outcome.stepped)
     return _result(ctx, optimizers, outcome, window, deferred)
 
@@ -342,9 +342,11 @@ def _deferred(
     kept: KeptNorms,
 ) -> Deferred:
     """Begin to read the outcome of a step."""
-    apart = decide_apart(ctx.position.axes, optimizers)
-    note = partial(_note, ctx, window.accum.updates, window.scaler, apart=apart)
-    return defer(ctx, norms, weight, kept, optimizers=optimizers, accum=window.accum, apart=apart, note=note)
+    independent = decide_independently(ctx.position.axes, optimizers)
+    note = partial(_note, ctx, window.accum.updates, window.scaler, independent=independent)
+    return defer(
+        ctx, norms, weight, kept, optimizers=optimizers, accum=window.accum, independent=independent, note=note
+    )
 
 
 def _note(
@@ -352,12 +354,12 @@ def _note(
     updates: int,
     scaler: LossScale,
     *,
-    apart: bool,
+    independent: bool,
     stepped: bool = True,
     finite: bool = True,
 ) -> None:
     """Note a decision for ranks to compare, unless they may decide apart."""
-    if ctx.world_size > 1 and not apart:
+    if ctx.world_size > 1 and not independent:
         ctx.comm.steps.add(updates=updates, stepped=stepped, finite=finite, scale=scaler.scale)
 
 
@@ -437,8 +439,8 @@ def _result(
     if deferred is not None:
         ctx.comm.deferred = deferred.read
     elif ctx.world_size > 1:
-        apart = decide_apart(ctx.position.axes, optimizers)
-        _note(ctx, accum.updates, after, apart=apart, stepped=stepped, finite=finite)
+        independent = decide_independently(ctx.position.axes, optimizers)
+        _note(ctx, accum.updates, after, independent=independent, stepped=stepped, finite=finite)
     closed = accum.close(stepped=stepped, finite=finite)
     if after is not scaler:
         ctx.comm.marks.put(closed, "spent", scaler)  # refused if the next window begins with it

@@ -219,7 +219,7 @@ class TrainState(msgspec.Struct, frozen=True, weakref=True):
         return after
 
     def check_pass(self) -> None:
-        """Raise `StepError` within a window, whose gradients another pass would use, or after `next_epoch`."""
+        """Raise `StepError` within a window, as another pass would use its gradients, or after `next_epoch`."""
         check_between(self.accum, "accel.batches")
         if find_mark(self, "left") is not None:
             raise StepError(
@@ -240,7 +240,7 @@ class TrainState(msgspec.Struct, frozen=True, weakref=True):
         return msgspec.structs.replace(self, cursor=cursor)
 
     def check_saveable(self) -> None:
-        """Raise `ConfigError` within a window, whose gradients a checkpoint would lose."""
+        """Raise `ConfigError` within a window: a checkpoint would lose its gradients."""
         self.accum.check_saveable()
 
     def rank_part(self) -> object:
@@ -248,7 +248,7 @@ class TrainState(msgspec.Struct, frozen=True, weakref=True):
         return self.cursor.rank_part()
 
     def with_rank_part(self, part: object) -> Self:
-        """Return the state with this rank's own part, in records or in plain values.
+        """Return the state with this rank's part, in records or in plain values.
 
         Raises:
             msgspec.ValidationError: the part does not fit.
@@ -272,7 +272,7 @@ def train_state(
         seed: seed of the data order.
         accumulation: micro-batches in a window; by default `ctx.accumulation`, the setting of flag, variable or file.
         sync_each_batch: whether ranks exchange gradients in every micro-batch and not only in the last. This takes more
-            communication, but sharded models need no memory for whole gradients. The result is the same.
+            communication, but sharded models need no memory for full gradients. The result is the same.
         scaler: the first loss scale; by default that of `loss_scale(ctx)`: dynamic for fp16, else fixed at 1.
 
     Raises:
@@ -286,7 +286,7 @@ def train_state(
         (0, 0, False)
     """
     steps = ctx.accumulation if accumulation is None else accumulation
-    usual = loss_scale(ctx)  # even beside another: it checks the device
+    usual = loss_scale(ctx)  # in any case, as it checks the device
     scaler = usual if scaler is None else scaler
     ctx.comm.marks.watch(scaler)
     return TrainState(Cursor(seed=seed), Accumulation(steps, sync_each_batch), scaler)
@@ -380,9 +380,9 @@ def _position(cursor: Cursor) -> str:
 
 
 def carries_state(at: int, keeps: str = "{}") -> Callable[[F], F]:
-    """Decorate a verb whose positional argument `at` is a `TrainState`: `ConfigError` for another record in its place.
+    """Decorate a verb with a `TrainState` as positional argument `at`; another record there is a `ConfigError`.
 
-    Its fix is the call by the parts; `keeps` is the line around that.
+    The fix is the call by the parts; `keeps` is the line around that.
     """
 
     def decorate(function: F) -> F:

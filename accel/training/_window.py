@@ -287,7 +287,7 @@ _MOST_NAMED = 3
 def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
     """Raise `StepError` if `accumulate` found gradients at the start of the window, on parameters of this step."""
     # Zeros are no gradients. A rank's shard may hold zeros alone, so ranks agree about sharded ones. Whole gradients
-    # are equal on all ranks, unless one ran a backward of its own, which then raises alone.
+    # are equal on all ranks, unless one ran another backward, which then raises alone.
     found = [
         (each, nonzero)
         for each in parameters_of(optimizers)
@@ -398,7 +398,7 @@ def judged(figures: list[float]) -> StepReading:
     *norms, total = figures
     if not 0 <= total < math.inf:
         raise ConfigError(
-            "a weight of this window is none",
+            "a weight is not a finite number from 0",
             expected="finite numbers, 0 or above",
             got=f"a sum of {total}",
             where="backward, weight=",
@@ -432,19 +432,19 @@ def _both(first: float | torch.Tensor, second: float | torch.Tensor) -> float | 
     return torch.add(second, first, alpha=0) if isinstance(second, torch.Tensor) else first + 0.0 * second
 
 
-def blame(ctx: DistContext, seen: float | torch.Tensor | None, *, apart: bool) -> str:
-    """Return a clause that names the ranks whose loss was not finite, by the window's losses. Waits for the device.
+def blame(ctx: DistContext, seen: float | torch.Tensor | None, *, independent: bool) -> str:
+    """Return a clause that names the ranks with a bad loss, by the window's losses. Waits for the device.
 
     Every rank that refuses the step calls this; one that refuses alone waits a second for the others.
     """
     own = _UNKNOWN if seen is None else _FINITE if math.isfinite(seen) else _BAD
-    told = {ctx.rank: own} if apart else notes_of_ranks(ctx.comm, "losses", own)
-    if bad := sorted(rank for rank, each in told.items() if each == _BAD):
+    known = {ctx.rank: own} if independent else notes_of_ranks(ctx.comm, "losses", own)
+    if bad := sorted(rank for rank, each in known.items() if each == _BAD):
         if ctx.world_size == 1:
             return "; the loss was not finite either"
         return f"; the loss of rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} was not finite"
-    if _UNKNOWN in told.values():
+    if _UNKNOWN in known.values():
         return ""
-    if len(told) == ctx.world_size:
+    if len(known) == ctx.world_size:
         return "; the loss was finite" + " on every rank" * (ctx.world_size > 1)
-    return f"; the loss was finite on rank {', '.join(map(str, sorted(told)))}"
+    return f"; the loss was finite on rank {', '.join(map(str, sorted(known)))}"

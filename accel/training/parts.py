@@ -46,7 +46,7 @@ def __dir__() -> list[str]:
 
 
 class StepResult(NamedTuple):
-    """Outcome of `optimizer_step`, and the records to go on with.
+    """Outcome of `optimizer_step`, and the next records.
 
     Attributes:
         stepped: whether parameters were changed; None under `nonfinite="defer"`, where the host does not know.
@@ -150,7 +150,7 @@ def forward_backward(
         model: from `prepare` or `prepare_model`.
         scaler, accum: as for `backward`.
         inputs, loss_fn, targets: as for `accel.forward_backward`.
-        weight: number of real units in the whole batch.
+        weight: number of real units in the batch.
 
     Returns:
         The mean loss of this rank's batch, detached, shape [], and the accumulation with the weight added.
@@ -238,7 +238,7 @@ def unscale_gradients(
 
     Args:
         ctx: the context.
-        optimizer: all optimizers that take the step; or some, whose gradients another step will take.
+        optimizer: all optimizers that take the step; or some, if another step takes their gradients.
         scaler, accum: as for `optimizer_step`.
 
     Returns:

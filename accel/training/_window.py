@@ -71,8 +71,8 @@ class Policy(NamedTuple):
 POLICIES = {
     "raise": Policy(reads=True, raises=True),
     "skip": Policy(reads=True, raises=False),
-    "defer": Policy(reads=False, raises=True, defers=True),
     "ignore": Policy(reads=False, raises=False),
+    "defer": Policy(reads=False, raises=True, defers=True),
 }
 
 

@@ -411,7 +411,8 @@ _MOVED = {  # names that were at the top, by the module that has them now
     "trackers": (
         "Ending Profile RankLogger Run Tracker Trackers log_artifact log_figure log_images log_table rich_handler"
     ),
-    "training": "Ema StepResult clear_gradients discard forward fused_step generate",
+    "training": "Ema clear_gradients discard forward fused_step generate",
+    "training.parts": "StepResult",
     "tree": (
         "Container concatenate convert_to_fp32 find_batch_size map_tensors send_to_device slice_tensors tensors_equal"
     ),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import stat
@@ -17,6 +18,7 @@ _BAR_WIDTH = 24
 _COLUMNS = 80  # of a terminal that does not know its width
 _REDRAW_S = 0.2
 _NOTEBOOK_S = 1.0
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))  # of a number
 _LOG_S = 10.0  # between two lines where nothing can be redrawn
 _PATIENCE_S = 0.5  # shorter work on files shows no bar
 
@@ -51,6 +53,52 @@ def show_clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def show_seconds(seconds: float) -> str:
+    """Return a measured time for people, in three digits: "1.32 s", "12.5 ms", "350 us"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            scaled = seconds / size
+            return f"{scaled:.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"
+    return "0 s" if not seconds else f"{seconds / 1e-9:.3g} ns"
+
+
+def show_value(value: float) -> str:
+    """Return a number as people write it: 200k, 0.4312, 5e-4."""
+    if not math.isfinite(value):
+        return str(float(value))
+    size = abs(value)
+    if size == 0 or (size < 1e4 and value == int(value)):
+        return str(int(value))
+    if size < 1e-3 or size >= 1e15:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{_trim(mantissa)}e{int(exponent)}"
+    if size < 9999.5:
+        return _trim(f"{value:.{max(0, 3 - math.floor(math.log10(size)))}f}")
+    for unit, letter in _UNITS:
+        if size >= unit * 0.9995:
+            scaled = value / unit
+            return _trim(f"{scaled:.{max(0, 2 - math.floor(math.log10(abs(scaled) * 1.0005)))}f}") + letter
+    raise AssertionError
+
+
+def _trim(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def show_duration(seconds: float) -> str:
+    """Return a duration as people write it: 45 s, 12 min, 3 h 20 min, 2 d 4 h."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    for unit, length, inner, part in (("d", 1440, "h", 60), ("h", 60, "min", 1)):
+        if minutes >= length:
+            rest = minutes % length // part
+            return f"{minutes // length} {unit}" + (f" {rest} {inner}" if rest else "")
+    raise AssertionError
 
 
 def show_text(text: str) -> str:

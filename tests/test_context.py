@@ -75,10 +75,10 @@ def test_a_closed_context_trains_no_more():
         lambda: accel.prepare_optimizer(ctx, optimizer),
         lambda: accel.prepare_loader(ctx, DataLoader([1])),
         lambda: next(accel.batches(ctx, loader, accel.Cursor())),
-        lambda: accel.accumulate(ctx, accum, model),
-        lambda: accel.backward(ctx, loss, scaler),
-        lambda: accel.optimizer_step(ctx, optimizer, scaler),
-        lambda: accel.clip_grad_norm_(ctx, model.parameters(), 1.0, scaler, None),
+        lambda: accel.training.parts.accumulate(ctx, accum, model),
+        lambda: accel.training.parts.backward(ctx, loss, scaler),
+        lambda: accel.training.parts.optimizer_step(ctx, optimizer, scaler),
+        lambda: accel.training.parts.clip_grad_norm_(ctx, model.parameters(), 1.0, scaler, None),
     ):
         with pytest.raises(ContextClosedError, match="session"):
             call()

@@ -32,10 +32,10 @@ def _train(ctx, size, fails, error, *, accumulation=1):
             if step == 1 and micro == accumulation - 1 and fails(ctx.rank, size):
                 accel.unwrap_model(model)[1].weight.register_hook(_raising(error))
             accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
+            with accel.training.parts.accumulate(ctx, accum, model):
                 loss = model(torch.ones(size, 4).double() * (ctx.rank + 1)).mean()
-                accum = accel.backward(ctx, loss, scaler, accum)
-        result = accel.optimizer_step(ctx, optimizer, scaler, accum)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum)
+        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
         scaler, accum = result.scaler, result.accum
     return size, [parameter.tolist() for parameter in accel.unwrap_model(model).parameters()]
 

@@ -35,6 +35,7 @@ from accel.checkpoint._records import (
 from accel.errors import CheckpointError, MissingExtraError
 from accel.errors._checks import with_article
 from accel.storage import stored_dtype
+from accel.tree._uncompared import Uncompared
 
 _PURE = {"PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # each is written as its text
@@ -206,7 +207,8 @@ def encode_record(
         kept[path] = value
     if isinstance(value, JoinsRanks):
         value = value.without_rank_part()  # rank 0's numbers are not all ranks'
-    return {name: encode(child, f"{path}.{name}", tensors, kept) for name, child in fields_of(value, path).items()}
+    fields = {name: child for name, child in fields_of(value, path).items() if not isinstance(child, Uncompared)}
+    return {name: encode(child, f"{path}.{name}", tensors, kept) for name, child in fields.items()}
 
 
 def _take(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:

@@ -21,7 +21,7 @@ from accel.estimate._memory import PARTS
 from accel.estimate._step import OPTIMIZERS, is_traced
 from accel.formats import PrecisionName
 from accel.storage import parse_size
-from accel.terminal import show_count, show_size, show_table
+from accel.terminal import show_count, show_seconds, show_size, show_table
 
 _COLUMNS = 80
 _NEAREST = 3
@@ -96,11 +96,6 @@ def _cells(choice: Choice) -> tuple[str, ...]:
         busy,
         str(choice.step.micro_batches),
     )
-
-
-def show_seconds(seconds: float) -> str:
-    """Return a duration of a step: "1.32 s", or "12 ms"."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
 
 
 def _rest(count: int) -> list[str]:

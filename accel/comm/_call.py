@@ -245,12 +245,11 @@ class StepLog:
         self._number = 0
         self._kept: deque[tuple[int, int, int, bool, bool, float]] = deque(maxlen=_MOST_KEPT)
 
-    def add(self, *, updates: int | None, stepped: bool, finite: bool, scale: float) -> None:
-        """Add a decision. No communication; `updates`, the run's steps before it, is None where nobody counts them."""
+    def add(self, *, updates: int, stepped: bool, finite: bool, scale: float) -> None:
+        """Add a decision; `updates` is the run's steps before it. No communication."""
         # chained, so that one word in a header compares the whole history
         self.digest = zlib.crc32(_DECISION.pack(self._number, stepped, finite, scale), self.digest)
-        step = self._number if updates is None else updates
-        self._kept.append((self._number, self.digest, step, stepped, finite, scale))
+        self._kept.append((self._number, self.digest, updates, stepped, finite, scale))
         self._number += 1
 
     def clear(self) -> None:

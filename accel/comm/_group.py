@@ -75,8 +75,6 @@ class Comm:
         right_orders: numbers of comparisons of orders by fingerprint and code places; see `accel.comm._call`.
         most_gathered: most ranks that receive the first messages of all.
         bell: ends the wait of all ranks; see `alarm`.
-        later_batches: figures of batches that ranks of further groups share, by group.
-        seen_loss: finite if the losses of backward passes without a window were; None before one.
         closure: call whose closure runs now, "closure=" or "optimizer.step"; None outside of one.
         steps: decisions about optimizer steps that all ranks take together.
         deferred: reads the outcome of a step that the device alone knows, and raises its error; None without.
@@ -97,7 +95,6 @@ class Comm:
         "control",
         "deferred",
         "defers",
-        "later_batches",
         "lost",
         "marks",
         "met",
@@ -108,7 +105,6 @@ class Comm:
         "rank",
         "right_orders",
         "roll",
-        "seen_loss",
         "size",
         "spare",
         "steps",
@@ -155,8 +151,6 @@ class Comm:
         self.lost = ""
         self.steps = StepLog()
         self.units = UnitLog()
-        self.later_batches: dict[dist.ProcessGroup | None, Any] = {}
-        self.seen_loss: float | torch.Tensor | None = None
         self.closure: str | None = None
 
     def __repr__(self) -> str:

@@ -98,11 +98,11 @@ def unstorable(item: object) -> CheckpointError | None:
     return None
 
 
-def drop_gradients(items: Iterable[object]) -> None:
-    """Drop the gradients of modules and of optimizers' parameters. No communication."""
+def begin_again(items: Iterable[object]) -> None:
+    """Drop gradients of before a load, of modules and of optimizers' parameters. No communication."""
     for item in items:
-        if (drop := handler_of(item).drop_gradients) is not None:
-            drop(item)
+        if (begin := handler_of(item).begin_again) is not None:
+            begin(item)
 
 
 def check_mapping(items: object, where: str) -> None:

@@ -27,9 +27,9 @@ from accel.data._cursor import Cursor
 from accel.errors import CheckpointError
 from accel.items._bases import Sums, differing_bases
 from accel.items._kinds import (
+    begin_again,
     check_items,
     chosen_items,
-    drop_gradients,
     handler_of,
     refuse_replaced_items,
     staged_names,
@@ -383,7 +383,7 @@ class Matching:
             apply_rng(self.source.ctx, self.source.saved, self.streams)
         own = self._replaced()
         ended = (item for name, item in self.passed.items() if name not in own or isinstance(item, nn.Module))
-        drop_gradients(ended)  # of a window that ends here; those of an engine's optimizers are gone by now
+        begin_again(ended)  # of a window that ends here; those of an engine's optimizers are gone by now
 
     def results(self) -> dict[str, object]:
         """Return every item by name: live objects, and new records and values."""

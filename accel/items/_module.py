@@ -34,6 +34,7 @@ from accel.items._source import (
 )
 from accel.parallel._leftovers import clear_gradients
 from accel.parallel._modules import is_divided, is_pipelined, unwrap_model, wrapped_name
+from accel.parallel._same_batches import WATCH
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import is_absent, is_dtensor, local_part, part_names, state_tensors, stored_values
 
@@ -295,6 +296,13 @@ def _join(name: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return joined | {BASE: join_bases(name, [rank[BASE] for rank in ranks])} if BASE in joined else joined
 
 
+def _begin_again(live: nn.Module) -> None:
+    """Drop gradients of before the load, and compare the batch of the next forward with other ranks."""
+    clear_gradients(live)
+    if (watch := vars(unwrap_model(live)).get(WATCH)) is not None:
+        watch.begin_again()
+
+
 MODULE = ItemHandler(
     kind="module",
     takes=nn.Module,
@@ -305,7 +313,7 @@ MODULE = ItemHandler(
     join=_join,
     is_part=True,
     is_staged=lambda _, live: is_divided(live),
-    drop_gradients=clear_gradients,
+    begin_again=_begin_again,
     tensors=_live_tensors,
     loads_partly=True,
 )

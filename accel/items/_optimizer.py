@@ -439,7 +439,7 @@ OPTIMIZER = ItemHandler(
     is_staged=lambda ctx, _: ctx.axis("pp").size > 1,  # a pipeline divides all optimizers of its mesh
     is_divided=is_zero,
     loads_partly=True,
-    drop_gradients=lambda live: clear_parameters(parameters_of([live])),
+    begin_again=lambda live: clear_parameters(parameters_of([live])),
     tensors=lambda live: parameters_of([live]),
 )
 

@@ -401,7 +401,7 @@ class ItemHandler(msgspec.Struct, frozen=True, kw_only=True):
         is_part: whether a `Part` may hold one.
         is_staged: whether a pipeline divides a live item; None where none does.
         is_divided: whether ranks hold other parts of a live item for another reason; None where they never do.
-        drop_gradients: drops the gradients of a live item; None where there are none.
+        begin_again: drops gradients of before a load; None where there are none.
         tensors: lists the live tensors of an item, or those that an optimizer steps; None where its state shows them.
         loads_last: whether its changes come after those of other kinds, as they are not undone.
         loads_partly: whether what fits is loaded where the rest does not, with strict=False.
@@ -418,7 +418,7 @@ class ItemHandler(msgspec.Struct, frozen=True, kw_only=True):
     is_part: bool = False
     is_staged: Callable[[DistContext, Any], bool] | None = None
     is_divided: Callable[[Any], bool] | None = None
-    drop_gradients: Callable[[Any], None] | None = None
+    begin_again: Callable[[Any], None] | None = None
     tensors: Callable[[Any], Iterable[torch.Tensor]] | None = None
     loads_last: bool = False
     loads_partly: bool = False

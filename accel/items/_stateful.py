@@ -126,7 +126,7 @@ STATEFUL = ItemHandler(
     join=join_fields,
     is_part=True,
     is_staged=_is_staged,
-    drop_gradients=_drop_gradients,
+    begin_again=_drop_gradients,
 )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import torch
@@ -18,7 +18,9 @@ from accel.metrics._flops import peak_flops
 from accel.metrics._kinds import Kind, Weight
 from accel.metrics._metrics import Metrics, emptied, own_row, read_values, running_metrics
 from accel.metrics._rows import MetricsRow, gather_rows
+from accel.terminal import show_seconds
 from accel.topology import data_dimension
+from accel.tree._uncompared import Uncompared
 
 _UNEVEN = 1.1  # times the median from which a rank counts as a straggler
 _SHARE = 0.05  # of the step, below which its delay does not matter
@@ -120,14 +122,10 @@ def straggler(values: Mapping[str, Any]) -> str | None:
     for_data = time["slowest_data_wait_s"] - time["data_wait_s"] > late / 2
     cause = "it takes longer before the backward"  # to compute, or to sleep: times alone do not show which
     if for_data:
-        cause = f"it waits for data, {_ms(time['slowest_data_wait_s'])} a step"
-    own = f"rank {int(time['slowest_rank'])} takes {_ms(time['slowest_own_s'])} a step of its own"
+        cause = f"it waits for data, {show_seconds(time['slowest_data_wait_s'])} a step"
+    own = f"rank {int(time['slowest_rank'])} takes {show_seconds(time['slowest_own_s'])} a step of its own"
     others = f"rank {int(time['other_rank'])} takes" if "other_rank" in time else "the median is"
-    return f"{own}, {others} {_ms(time['own_s'])}; {cause}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+    return f"{own}, {others} {show_seconds(time['own_s'])}; {cause}"
 
 
 _OWN: dict[str, Kind] = {
@@ -194,7 +192,17 @@ class StepOutcome(Protocol):
         ...
 
 
-class StepStatistics(msgspec.Struct, frozen=True, eq=False, dict=True):
+class StepClock(Uncompared):
+    """Readings of this rank's clock.
+
+    Attributes:
+        times: times of the rank's steps.
+    """
+
+    times: ClassVar[RankTimes] = RankTimes()
+
+
+class StepStatistics(msgspec.Struct, frozen=True, eq=False):
     """Statistics of training steps, from `step_statistics`. A record: `add` and `read` return new ones.
 
     Saved like `Metrics`, with each rank's own numbers. Readings of clocks are not saved: after a load, times are of the
@@ -203,15 +211,17 @@ class StepStatistics(msgspec.Struct, frozen=True, eq=False, dict=True):
     Attributes:
         metrics: metrics since the last `read`, the user's among them.
         totals: samples, tokens and skipped steps of all ranks up to the last `read`.
+        clock: readings of this rank's clock since then; not saved.
     """
 
     metrics: Metrics = Metrics()
     totals: dict[str, int] = {}
+    clock: StepClock = StepClock()
 
     @property
     def times(self) -> RankTimes:
         """This rank's times since the last `read`. Neither compared nor saved."""
-        return vars(self).get("times", RankTimes())
+        return self.clock.times
 
     def add(
         self,
@@ -254,9 +264,7 @@ class StepStatistics(msgspec.Struct, frozen=True, eq=False, dict=True):
         if values:
             _refuse_own(values, "statistics.add")
             metrics = metrics.add(batch.weight if weight is None else weight, **values)
-        after = StepStatistics(metrics, self.totals)
-        vars(after)["times"] = times
-        return after
+        return StepStatistics(metrics, self.totals, StepClock(times=times))
 
     def read(
         self, ctx: DistContext, *, flops_per_sample: float | None = None, peak: float | None = None

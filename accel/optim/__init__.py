@@ -9,15 +9,14 @@ their owners; `_adafactor.py` sums over rows and columns.
 
 from accel.optim._accumulation import (
     Accumulation as Accumulation,
+    WindowLosses as WindowLosses,
     check_latest as check_latest,
     check_scale as check_scale,
-    keep_losses as keep_losses,
     next_micro_batch as next_micro_batch,
 )
 from accel.optim._adafactor import Adafactor
 from accel.optim._gradients import (
     CLOSURE_LINE as CLOSURE_LINE,
-    Carried as Carried,
     KeptNorms as KeptNorms,
     begun_here as begun_here,
     clamp_ as clamp_,

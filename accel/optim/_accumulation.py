@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -11,15 +11,26 @@ import torch
 from accel.comm._marks import carry_mark, find_mark
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_count
+from accel.tree._uncompared import Uncompared
 
 
-class Accumulation(msgspec.Struct, frozen=True, dict=True, weakref=True):
+class WindowLosses(Uncompared):
+    """Losses of a window.
+
+    Attributes:
+        seen: figure that is finite if the losses are; a tensor of shape [] where reading it would wait.
+    """
+
+    seen: ClassVar[float | torch.Tensor | None] = None
+
+
+class Accumulation(msgspec.Struct, frozen=True, weakref=True):
     """A window of micro-batches that share one optimizer step.
 
     Attributes:
         steps: micro-batches in a full window.
         sync_each_batch: whether ranks exchange gradients in every micro-batch and not only in the last. This takes more
-            communication, but sharded models need no memory for whole gradients. The result is the same.
+            communication, but sharded models need no memory for full gradients. The result is the same.
         micro: micro-batches begun in this window; 0 between windows.
         backwards: micro-batches of this window with a backward.
         latest: the last of these.
@@ -36,6 +47,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True, weakref=True):
         retained: whether ranks exchanged gradients of a retained graph, so that further backward passes may follow.
         divided: number of gradients that `unscale_gradients` has divided by weight and loss scale: all, or 0.
         weighted: whether backward passes of this window gave a weight; None before its first.
+        losses: known facts of the window's losses.
     """
 
     steps: int = 1
@@ -53,6 +65,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True, weakref=True):
     retained: bool = False
     divided: int = 0
     weighted: bool | None = None
+    losses: WindowLosses = WindowLosses()
 
     def __post_init__(self) -> None:
         check_count(self.steps, "not a number of micro-batches", where="Accumulation.steps")
@@ -166,9 +179,8 @@ def next_micro_batch(window: Accumulation, *, last: bool) -> Accumulation:
     """Return the window with its next micro-batch begun."""
     micro = window.micro + 1
     begun = msgspec.structs.replace(window, micro=micro, sync=last or micro == window.steps)
-    if micro > 1:
-        return keep_losses(window, begun)
-    carry_mark(window, begun, "spent")  # until the first backward of the window
+    if micro == 1:
+        carry_mark(window, begun, "spent")  # until the first backward of the window
     return begun
 
 
@@ -194,10 +206,3 @@ def check_latest(record: object, where: str) -> None:
             where=where,
             fix=f"Keep its result: {mark.note}.",
         )
-
-
-def keep_losses(window: Accumulation, later: Accumulation) -> Accumulation:
-    """Return a later record of a window, with the known facts of its losses beside the fields. Mutates the record."""
-    if "losses" in vars(window):
-        vars(later)["losses"] = vars(window)["losses"]
-    return later

@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from accel.comm import Comm, adopt, all_gather_flat, all_reduce_flat
@@ -119,39 +118,10 @@ def first_nonfinite(parameters: Sequence[torch.Tensor]) -> int:
 _MeshDims = tuple["DeviceMesh", tuple[int, ...]]  # a mesh, and its dimensions along which elements are split
 
 
-class Carried:
-    """Figures of this rank that sums of norms take along, so that they need no message: once along each group.
-
-    Attributes:
-        own: the figures.
-        sums: the figures, summed over the groups so far.
-    """
-
-    __slots__ = ("_groups", "own", "sums")
-
-    def __init__(self, figures: torch.Tensor, groups: Iterable[dist.ProcessGroup | None]) -> None:
-        self.own = self.sums = figures
-        self._groups = [group for group in groups if group is not None]
-
-    def reduce(self, comm: Comm, group: dist.ProcessGroup, power: torch.Tensor, *, largest: bool) -> torch.Tensor:
-        """Return powers of norms, shape [1], as `reduce_power` does. A collective."""
-        if not any(group is each for each in self._groups):
-            return reduce_power(comm, power, largest=largest)
-        self._groups = [each for each in self._groups if each is not group]
-        both = torch.cat([power, self.sums.to(power.device, power.dtype)])
-        if largest:
-            rows = all_gather_flat(comm, both)
-            self.sums = rows[:, 1:].sum(0)
-            return rows[:, :1].amax(0)
-        both = all_reduce_flat(comm, both, "sum")
-        self.sums = both[1:]
-        return both[:1]
-
-
 def reduce_power(comm: Comm, power: torch.Tensor, *, largest: bool) -> torch.Tensor:
     """Return the sum of norms' powers over ranks, or the largest. A collective."""
     # a reduction by max need not keep NaN
-    return all_gather_flat(comm, power).amax(0) if largest else all_reduce_flat(comm, power, "sum")
+    return all_gather_flat(comm, power.reshape(1)).amax() if largest else all_reduce_flat(comm, power, "sum")
 
 
 class KeptNorms:
@@ -190,7 +160,6 @@ def _listed(norms: torch.Tensor) -> list[float]:
 def total_norm(
     grads: Sequence[torch.Tensor],
     norm_type: float = 2.0,
-    carried: Carried | None = None,
     kept: KeptNorms | None = None,
 ) -> float | torch.Tensor:
     """Return the total p-norm of gradients; inf or NaN if one of them is not finite. A collective of DTensors' meshes.
@@ -209,7 +178,7 @@ def total_norm(
         else:
             whole.append(grad)
     alone = _local_norm(whole, norm_type, kept) if whole else 0.0
-    parts = [_spread_norm(spread, here, norm_type, alone * 0.0, carried, kept) for spread, here in spreads.items()]
+    parts = [_spread_norm(spread, here, norm_type, alone * 0.0, kept) for spread, here in spreads.items()]
     return _joined([*parts, alone] if whole else parts, norm_type)
 
 
@@ -258,21 +227,18 @@ def _stacked_norms(parts: Sequence[torch.Tensor], norm_type: float) -> torch.Ten
     return torch.stack([found[at] for at in range(len(parts))])
 
 
-def wide_norm(
-    grads: Sequence[torch.Tensor], norm_type: float, *, keepdim: bool = True, kept: KeptNorms | None = None
-) -> torch.Tensor:
-    """Return the norm of this rank's parts of gradients in float64 on their device, shape [1], or [] on some devices if
-    asked."""
+def wide_norm(grads: Sequence[torch.Tensor], norm_type: float, kept: KeptNorms | None = None) -> torch.Tensor:
+    """Return the norm of this rank's parts of gradients in float64 on their device, shape []."""
     parts = local_parts(grads)
     keep = None if kept is None else kept.of(grads)
     first = parts[0]
     if first.is_cpu or any(part.dtype != first.dtype for part in parts):
         norm = _norm_of_parts(parts, norm_type, keep)
-        return torch.as_tensor(norm, dtype=torch.float64, device=first.device).reshape(1)
+        return torch.as_tensor(norm, dtype=torch.float64, device=first.device)
     own = torch.stack(norms(parts, norm_type))
     if keep is not None:
         keep(own)
-    return _torch.linalg.vector_norm(own, norm_type, dim=0, keepdim=keepdim, dtype=torch.float64)
+    return _torch.linalg.vector_norm(own, norm_type, dtype=torch.float64)
 
 
 def _spread_norm(
@@ -280,7 +246,6 @@ def _spread_norm(
     grads: Sequence[torch.Tensor],
     norm_type: float,
     alone: float | torch.Tensor,
-    carried: Carried | None,
     kept: KeptNorms | None,
 ) -> float | torch.Tensor:
     """Return the norm of tensors that are split over the same dimensions of one mesh.
@@ -288,7 +253,7 @@ def _spread_norm(
     `alone` is 0, or NaN where a plain gradient of this rank is not finite, which so reaches all ranks.
     """
     mesh, dims = spread
-    mine = wide_norm(grads, norm_type, kept=kept)
+    mine = wide_norm(grads, norm_type, kept)
     device = mine.device
     power = mine if norm_type == math.inf else mine**norm_type
     if isinstance(alone, torch.Tensor) or alone != 0.0:
@@ -297,12 +262,9 @@ def _spread_norm(
     for dim in dims:
         group = mesh.get_group(dim)
         comm, largest = adopt(group, device), norm_type == math.inf
-        if carried is None:
-            power = reduce_power(comm, power, largest=largest)
-        else:
-            power = carried.reduce(comm, group, power, largest=largest)
+        power = reduce_power(comm, power, largest=largest)
     norm = power if norm_type == math.inf else power ** (1 / norm_type)
-    return norm.item() if norm.is_cpu else norm.reshape(())
+    return norm.item() if norm.is_cpu else norm
 
 
 def _joined(parts: Sequence[float | torch.Tensor], norm_type: float) -> float | torch.Tensor:

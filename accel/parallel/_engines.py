@@ -35,8 +35,7 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
         norm_type: p of the p-norm.
         max_value: largest absolute value of an element; None does not clip.
         check_finite: whether gradients with inf or NaN leave the step out.
-        accumulation: micro-batches of a whole window; None where no record of a window was passed.
-        step: the run's steps before this one; None likewise.
+        accumulation: micro-batches of a full window.
     """
 
     factor: float | torch.Tensor
@@ -45,8 +44,7 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     norm_type: float
     max_value: float | None
     check_finite: bool
-    accumulation: int | None = None
-    step: int | None = None
+    accumulation: int
 
 
 class EngineOutcome(NamedTuple):

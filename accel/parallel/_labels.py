@@ -178,7 +178,7 @@ def steps_alone(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, _ALONE)
 
 
-def decide_apart(axes: Iterable[tuple[str, Axis]], optimizers: Iterable[Optimizer]) -> bool:
+def decide_independently(axes: Iterable[tuple[str, Axis]], optimizers: Iterable[Optimizer]) -> bool:
     """Return whether a rank may skip a step that others take: its parameters, or those along an axis, are its own."""
     if any(axis.size > 1 and dimension_of(name) is None for name, axis in axes):
         return True

@@ -2,9 +2,8 @@
 """Batches of ranks that share samples: compared in the first training and the first evaluation forward of a model.
 
 A loader whose sampler counts all ranks gives each rank along tp and pp a batch of its own. Nothing fails then, and
-products of parts of different samples train something else than the model.
-
-Batches of later training forwards are compared by the step: see `_later_batches.py`.
+products of parts of different samples train something else than the model. Later batches come from the same loader, so
+they are not compared; a model that a checkpoint was loaded into compares its next ones.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
 from accel.errors import DataError, PrepareError, TreeError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._later_batches import AXES, FIX, TOLERANCE, LaterBatches, flat_reals, flattened, is_plain, text_of
 from accel.parallel._modules import is_pipelined, unwrap_model
-from accel.parallel._private import runs_in_backward
 from accel.tensors import mesh_of, split_dims
 from accel.topology import Dimension, dimension_of
 from accel.tree._walk import Containers, leaves
 
+AXES = ("tp", "pp")
 SHARING: frozenset[Dimension] = frozenset({"tensor", "pipeline"})  # ranks along these get one batch
 
-_WATCH = "accel_same_batches"  # attribute of a prepared model
+WATCH = "accel_same_batches"  # attribute of a prepared model; a pipelined one is not called itself
 _HEAD = struct.Struct("<q16s")  # the context's rank, a digest of the batch's structure
 _LEAF = struct.Struct("<8s4d")  # a digest of what must be equal, and the figures of a floating-point tensor
 _MOST_LEAVES = 23  # that fit into the smallest first message; the rest counts as one
 _NO_FIGURES = (0.0, 0.0, 0.0, 0.0)
 _SAMPLED = 1024
+_TOLERANCE = 1e-3  # of absolute sums: outputs of an encoder differ in their last digits between ranks
 
 
 class _Known(NamedTuple):
@@ -58,22 +57,21 @@ class _Known(NamedTuple):
 
 
 class SameBatches:
-    """Compares the batches of ranks that share samples, once in training and once in evaluation; later ones at steps.
+    """Compares the batches of ranks that share samples, once in training and once in evaluation.
 
     Attributes:
-        awaited: the modes whose first forward has not come.
+        modes: the modes whose first forward is compared.
+        awaited: the ones whose first forward has not come.
     """
 
-    __slots__ = ("_comm", "_containers", "_later", "_rank", "awaited")
+    __slots__ = ("_comm", "_containers", "_rank", "awaited", "modes")
 
-    def __init__(
-        self, comm: Comm, rank: int, containers: Containers, awaited: Sequence[str], later: LaterBatches | None
-    ) -> None:
+    def __init__(self, comm: Comm, rank: int, containers: Containers, modes: Sequence[str]) -> None:
         self._comm = comm
         self._rank = rank
         self._containers = containers
-        self._later = later
-        self.awaited = set(awaited)
+        self.modes = modes
+        self.awaited = set(modes)
 
     def __deepcopy__(self, memo: object) -> SameBatches:
         return self  # ranks copy a model together, and a handle has no copy
@@ -81,19 +79,15 @@ class SameBatches:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a model read from a file is compared no more
 
-    def looks(self, *, trains: bool) -> bool:
-        """Return whether a forward's batch is of use."""
-        return bool(self.awaited) or (trains and self._later is not None and self._later.is_wanted)
+    def begin_again(self) -> None:
+        """Compare the next forward of each mode, as after a checkpoint was loaded into the model."""
+        self.awaited = set(self.modes)
 
-    def look(self, batch: Any, *, trains: bool) -> None:
+    def compare(self, batch: Any, *, trains: bool) -> None:
         """Compare a batch in the first forward of a mode, a collective then; different batches are a `DataError` on
-        every rank. In later training forwards note it for the step."""
+        every rank."""
         mode = "training" if trains else "evaluation"
         if mode not in self.awaited:
-            later = self._later if trains else None
-            # a backward that computes a forward again was given nothing
-            if later is not None and later.is_wanted and torch.is_grad_enabled() and not runs_in_backward():
-                later.add(_leaves(batch, self._containers))
             return
         self.awaited.remove(mode)
         call = Call("forward", f"the first in {mode}", ordered=False)
@@ -117,7 +111,8 @@ class SameBatches:
             expected=f"one batch on the ranks {', '.join(map(str, ranks))}, which share a model along tp or pp",
             got=f"{left} on rank {ranks[0]}, {right} on rank {ranks[other]}",
             where=f"the model's first forward in {mode}",
-            fix=FIX,
+            fix="Take the batches of accel.prepare_loader(ctx, loader); a sampler of your own chooses by "
+            "ctx.data_parallel, (index, count), where it has ctx.rank and ctx.world_size.",
         )
 
 
@@ -130,9 +125,9 @@ class _Compared(Mixin, nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
-        watch = cast("SameBatches | None", vars(self).get(_WATCH))
-        if watch is not None and watch.looks(trains=self.training):
-            watch.look(_listed(args, kwargs), trains=self.training)
+        watch = cast("SameBatches | None", vars(self).get(WATCH))
+        if watch is not None and watch.awaited:
+            watch.compare(_listed(args, kwargs), trains=self.training)
         try:
             return super().__call__(*args, **kwargs)
         except RuntimeError as error:
@@ -168,17 +163,9 @@ def compare_batches(ctx: DistContext, model: nn.Module) -> None:
     inner = unwrap_model(model)
     # Where each rank has the whole model, one of them may evaluate alone.
     modes = ("training", "evaluation") if is_pipelined(inner) or _is_cut(inner) else ("training",)
-    later = None
-    if len(modes) > 1:  # each rank computes a part of every forward, so none has forwards of its own
-        later = ctx.comm.later_batches.setdefault(group, LaterBatches(adopt(group, ctx.device), ctx.rank))
-    vars(inner)[_WATCH] = SameBatches(adopt(group, ctx.device), ctx.rank, ctx.containers, modes, later)
+    vars(inner)[WATCH] = SameBatches(adopt(group, ctx.device), ctx.rank, ctx.containers, modes)
     if not is_pipelined(inner):
         add_mixin([inner], _Compared)
-
-
-def same_batches(model: nn.Module) -> SameBatches | None:
-    """Return what compares the batches of a pipelined model, which is not called itself; None for nothing."""
-    return cast("SameBatches | None", vars(model).get(_WATCH))
 
 
 def _is_cut(model: nn.Module) -> bool:
@@ -213,17 +200,45 @@ def _known(batch: Any, containers: Containers) -> list[_Known]:
 
 
 def _of_leaf(path: str, leaf: object) -> _Known:
-    text, values = text_of(path, leaf)
-    if not isinstance(leaf, torch.Tensor) or not is_plain(leaf):
+    text, values = _text_of(path, leaf)
+    if not isinstance(leaf, torch.Tensor) or not _is_plain(leaf):
         return _Known(text, values)
     if leaf.is_floating_point() or leaf.is_complex():
         return _Known(text, figures=_figures(leaf.detach()))
-    return _Known(text, as_bytes(flattened(leaf.detach().cpu()).view(torch.uint8)))
+    return _Known(text, as_bytes(_flattened(leaf.detach().cpu()).view(torch.uint8)))
+
+
+def _text_of(path: str, leaf: object) -> tuple[str, bytes]:
+    """Return path, dtype and shape, or type; and the bytes of a value that is no tensor and is compared exactly."""
+    if not isinstance(leaf, torch.Tensor):
+        exact = isinstance(leaf, bool | int | str | bytes)
+        return f"{path} {type(leaf).__name__}", repr(leaf).encode() if exact else b""
+    # a ragged dimension of a nested tensor has a number of its process
+    sizes = ", ".join(str(size) if type(size) is int else "*" for size in cast("Sequence[object]", leaf.shape))
+    return f"{path} {str(leaf.dtype).removeprefix('torch.')} [{sizes}]", b""
+
+
+def _is_plain(leaf: torch.Tensor) -> bool:
+    """Return whether a tensor's values can be compared: dense ones of torch's own class."""
+    plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided and not leaf.is_meta
+    return plain and not leaf.is_quantized
+
+
+def _flat_reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Return floating-point elements in one dimension; complex ones as two, those of one byte in float32."""
+    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
+    return flat.float() if flat.itemsize == 1 else flat  # torch has no sum of them
+
+
+def _flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements side by side. One element is contiguous to torch with any stride, but has no view."""
+    flat = tensor.contiguous().reshape(-1)
+    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def _figures(tensor: torch.Tensor) -> tuple[float, ...]:
     """Return the figures of a floating-point tensor, in one wait for its device."""
-    flat = flat_reals(tensor)
+    flat = _flat_reals(tensor)
     wide = wide_dtype(flat.device)
     sums = [flat.sum(dtype=wide), flat.abs().sum(dtype=wide), *_sampled(flat)]
     return tuple(cast("list[float]", cast(Any, torch.stack(sums)).tolist()))
@@ -269,7 +284,7 @@ def _alike(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
 def _close(left: float, right: float, scale: float) -> bool:
     if left == right or (math.isnan(left) and math.isnan(right)):
         return True
-    return abs(left - right) <= TOLERANCE * scale < math.inf
+    return abs(left - right) <= _TOLERANCE * scale < math.inf
 
 
 def _sampled(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

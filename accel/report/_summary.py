@@ -14,52 +14,14 @@ from accel.report._run_data import AT, MetricCurve, RunData
 from accel.report._run_state import RunState
 from accel.report._series import ChartData, best_of, clock_of, condense
 from accel.report._tables import NONE, Html, element, join, ranks_of, show_source, show_time, table
-from accel.terminal import show_size
+from accel.terminal import show_duration, show_size, show_value
 
-_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _RATES = ("tokens_per_s", "samples_per_s")
 _UNEVEN = 1.1  # times the median step, from which a rank counts as slow
 _PAUSE_S = 60.0
 _MOST_NAMES = 5
 _MOST_ALERTS = 5
 _WIDTH, _HEIGHT, _POINTS = 120, 28, 60  # of a small curve
-
-
-def show_value(value: float) -> str:
-    """Return a number as people write it: 200k, 0.4312, 5e-4."""
-    if not math.isfinite(value):
-        return str(float(value))
-    size = abs(value)
-    if size == 0 or (size < 1e4 and value == int(value)):
-        return str(int(value))
-    if size < 1e-3 or size >= 1e15:
-        mantissa, _, exponent = f"{value:.2e}".partition("e")
-        return f"{_trim(mantissa)}e{int(exponent)}"
-    if size < 9999.5:
-        return _trim(f"{value:.{max(0, 3 - math.floor(math.log10(size)))}f}")
-    for unit, letter in _UNITS:
-        if size >= unit * 0.9995:
-            scaled = value / unit
-            return _trim(f"{scaled:.{max(0, 2 - math.floor(math.log10(abs(scaled) * 1.0005)))}f}") + letter
-    raise AssertionError
-
-
-def _trim(text: str) -> str:
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def show_duration(seconds: float) -> str:
-    """Return a duration as people write it: 45 s, 12 min, 3 h 20 min, 2 d 4 h."""
-    minutes = round(seconds / 60)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    for unit, length, inner, part in (("d", 1440, "h", 60), ("h", 60, "min", 1)):
-        if minutes >= length:
-            rest = minutes % length // part
-            return f"{minutes // length} {unit}" + (f" {rest} {inner}" if rest else "")
-    raise AssertionError
 
 
 def sparkline(curve: MetricCurve, run: int) -> Html | None:

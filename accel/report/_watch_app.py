@@ -16,8 +16,7 @@ from textual_plotext import PlotextPlot
 from accel.report._followed import FollowedRun, alert_text, ordered_names, rank_rows, status_line
 from accel.report._run_data import AT, MetricCurve, RunData, thin
 from accel.report._run_state import RunState, state_of
-from accel.report._summary import show_value
-from accel.terminal import show_age, show_size, show_text
+from accel.terminal import show_age, show_size, show_text, show_value
 
 _MOST_PLOTS = 12  # on the screen
 _WIDTH, _HEIGHT = 48, 9  # of a curve at least

@@ -20,7 +20,17 @@ from accel.trackers._profile import Profile
 from accel.trackers._swanlab import swanlab
 from accel.trackers._system import System
 from accel.trackers._tensorboard import tensorboard
-from accel.trackers._tracker import Ending, Run, Tracker
+from accel.trackers._tracker import (
+    Artifact,
+    Ending,
+    Figure,
+    Histogram,
+    Images,
+    Run,
+    Table,
+    TextRecord,
+    Tracker,
+)
 from accel.trackers._tracking import Trackers
 from accel.trackers._trackio import trackio
 from accel.trackers._wandb import wandb
@@ -28,11 +38,17 @@ from accel.trackers._wandb import wandb
 __all__ = [
     "AlertRule",
     "Alerts",
+    "Artifact",
     "Ending",
+    "Figure",
+    "Histogram",
+    "Images",
     "Profile",
     "RankLogger",
     "Run",
     "System",
+    "Table",
+    "TextRecord",
     "Tracker",
     "Trackers",
     "aim",

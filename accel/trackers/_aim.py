@@ -6,7 +6,21 @@ from __future__ import annotations
 from typing import Any
 
 from accel.trackers._packages import load, markdown, needs, picture
-from accel.trackers._tracker import Config, Ending, Figure, Histogram, Images, Run, Table, Tracker, Values, png_of
+from accel.trackers._tracker import (
+    Artifact,
+    Config,
+    Ending,
+    Figure,
+    Histogram,
+    Images,
+    Media,
+    Run,
+    Table,
+    TextRecord,
+    Tracker,
+    Values,
+    png_of,
+)
 
 
 def aim(**options: Any) -> Tracker:
@@ -37,11 +51,8 @@ def aim(**options: Any) -> Tracker:
         start,
         _log,
         _finish,
-        log_images=_log_images,
-        log_table=_log_table,
-        log_figure=_log_figure,
-        log_text=lambda live, text, step: live.track(load("aim").Text(text.text), name=text.name, step=step),
-        log_histogram=_log_histogram,
+        log_media=_log_media,
+        media=(Images, Table, Figure, TextRecord, Histogram),
         check=lambda run: (needs("aim", "aim")(run), run.folder_for("aim")),
     )
 
@@ -58,20 +69,19 @@ def _finish(live: Any, ending: Ending) -> None:
     live.close()
 
 
-def _log_images(live: Any, images: Images, step: int) -> None:
-    image = load("aim").Image
-    live.track([image(picture(png_of(pixels))) for pixels in images.tensors], name=images.name, step=step)
-
-
-def _log_table(live: Any, table: Table, step: int) -> None:
-    live.track(load("aim").Text(markdown(table)), name=table.name, step=step)
-
-
-def _log_figure(live: Any, figure: Figure, step: int) -> None:
-    live.track(load("aim").Image(picture(figure.png)), name=figure.name, step=step)
-
-
-def _log_histogram(live: Any, histogram: Histogram, step: int) -> None:
-    ends = (histogram.low, histogram.high)
-    made = load("aim").Distribution(hist=list(histogram.counts), bin_range=ends)
-    live.track(made, name=histogram.name, step=step)
+def _log_media(live: Any, record: Media, step: int) -> None:
+    package = load("aim")
+    match record:
+        case Images():
+            made: Any = [package.Image(picture(png_of(pixels))) for pixels in record.tensors]
+        case Table():
+            made = package.Text(markdown(record))
+        case Figure():
+            made = package.Image(picture(record.png))
+        case TextRecord():
+            made = package.Text(record.text)
+        case Histogram():
+            made = package.Distribution(hist=list(record.counts), bin_range=(record.low, record.high))
+        case Artifact():
+            return  # not among its media
+    live.track(made, name=record.name, step=step)

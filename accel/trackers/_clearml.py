@@ -15,6 +15,7 @@ from accel.trackers._tracker import (
     Figure,
     Histogram,
     Images,
+    Media,
     Run,
     Table,
     TextRecord,
@@ -55,12 +56,8 @@ def clearml(*, offline: bool = False, **options: Any) -> Tracker:
         start,
         _log,
         _finish,
-        log_images=_log_images,
-        log_table=_log_table,
-        log_figure=_log_figure,
-        log_text=_log_text,
-        log_histogram=_log_histogram,
-        log_artifact=_log_artifact,
+        log_media=_log_media,
+        media=(Images, Table, Figure, TextRecord, Histogram, Artifact),
         check=needs("clearml", "clearml"),
     )
 
@@ -78,40 +75,24 @@ def _finish(live: Any, ending: Ending) -> None:
     live.close()
 
 
-def _log_images(live: Any, images: Images, step: int) -> None:
-    for at, pixels in enumerate(images.tensors):
-        live.get_logger().report_image(images.name, str(at), step, image=array(pixels), max_image_history=_ALL)
-
-
-def _log_table(live: Any, table: Table, step: int) -> None:
-    rows = [list(table.columns), *(list(row) for row in table.rows)]
-    live.get_logger().report_table(table.name, table.name, step, table_plot=rows)
-
-
-def _log_figure(live: Any, figure: Figure, step: int) -> None:
-    pixels = load("numpy").asarray(picture(figure.png).convert("RGB"))
-    live.get_logger().report_image(figure.name, figure.name, step, image=pixels, max_image_history=_ALL)
-
-
-def _log_text(live: Any, text: TextRecord, step: int) -> None:
-    page = f'<meta charset="utf-8"><pre>{html.escape(text.text)}</pre>'.encode(errors="backslashreplace")
-    live.get_logger().report_media(
-        text.name, text.name, step, stream=io.BytesIO(page), file_extension=".html", max_history=_ALL
-    )
-
-
-def _log_histogram(live: Any, histogram: Histogram, step: int) -> None:
-    live.get_logger().report_histogram(
-        histogram.name,
-        histogram.name,
-        list(histogram.counts),
-        step,
-        xlabels=histogram.middles,
-        xaxis="value",
-        yaxis="values",
-    )
-
-
-def _log_artifact(live: Any, artifact: Artifact, step: int) -> None:
-    del step
-    live.upload_artifact(artifact.name, str(artifact.path))
+def _log_media(live: Any, record: Media, step: int) -> None:
+    logger, name = live.get_logger(), record.name
+    match record:
+        case Images():
+            for at, pixels in enumerate(record.tensors):
+                logger.report_image(name, str(at), step, image=array(pixels), max_image_history=_ALL)
+        case Table():
+            rows = [list(record.columns), *map(list, record.rows)]
+            logger.report_table(name, name, step, table_plot=rows)
+        case Figure():
+            pixels = load("numpy").asarray(picture(record.png).convert("RGB"))
+            logger.report_image(name, name, step, image=pixels, max_image_history=_ALL)
+        case TextRecord():
+            page = f'<meta charset="utf-8"><pre>{html.escape(record.text)}</pre>'.encode(errors="backslashreplace")
+            stream = io.BytesIO(page)
+            logger.report_media(name, name, step, stream=stream, file_extension=".html", max_history=_ALL)
+        case Histogram():
+            axes = {"xlabels": record.middles, "xaxis": "value", "yaxis": "values"}
+            logger.report_histogram(name, name, list(record.counts), step, **axes)
+        case Artifact():
+            live.upload_artifact(name, str(record.path))

@@ -6,7 +6,19 @@ from __future__ import annotations
 from typing import Any
 
 from accel.trackers._packages import array, load, needs, picture
-from accel.trackers._tracker import Artifact, Config, Ending, Figure, Histogram, Images, Run, Table, Tracker
+from accel.trackers._tracker import (
+    Artifact,
+    Config,
+    Ending,
+    Figure,
+    Histogram,
+    Images,
+    Media,
+    Run,
+    Table,
+    TextRecord,
+    Tracker,
+)
 
 
 def comet_ml(**options: Any) -> Tracker:
@@ -34,12 +46,8 @@ def comet_ml(**options: Any) -> Tracker:
         start,
         log=lambda live, values, step: live.log_metrics(dict(values), step=step),
         finish=_finish,
-        log_images=_log_images,
-        log_table=_log_table,
-        log_figure=_log_figure,
-        log_text=lambda live, text, step: live.log_text(text.text, step=step, metadata={"name": text.name}),
-        log_histogram=_log_histogram,
-        log_artifact=_log_artifact,
+        log_media=_log_media,
+        media=(Images, Table, Figure, TextRecord, Histogram, Artifact),
         check=needs("comet_ml", "comet_ml"),
     )
 
@@ -51,28 +59,24 @@ def _finish(live: Any, ending: Ending) -> None:
     live.end()
 
 
-def _log_images(live: Any, images: Images, step: int) -> None:
-    for at, pixels in enumerate(images.tensors):
-        live.log_image(array(pixels), name=f"{images.name}-{at}", step=step)
-
-
-def _log_table(live: Any, table: Table, step: int) -> None:
-    rows = [list(row) for row in table.rows]
-    live.log_table(f"{table.name}-{step:08}.json", tabular_data=rows, headers=list(table.columns))
-
-
-def _log_figure(live: Any, figure: Figure, step: int) -> None:
-    live.log_image(picture(figure.png), name=figure.name, step=step)
-
-
-def _log_histogram(live: Any, histogram: Histogram, step: int) -> None:
-    made = load("comet_ml").Histogram()  # of Comet's own intervals, a tenth wider each, which its pages draw
-    made.add(histogram.middles, counts=list(histogram.counts))
-    live.log_histogram_3d(made, name=histogram.name, step=step)
-
-
-def _log_artifact(live: Any, artifact: Artifact, step: int) -> None:
-    if artifact.path.is_dir():
-        live.log_asset_folder(str(artifact.path), step=step, log_file_name=True, recursive=True)
-    else:
-        live.log_asset(str(artifact.path), file_name=artifact.name, step=step)
+def _log_media(live: Any, record: Media, step: int) -> None:
+    match record:
+        case Images():
+            for at, pixels in enumerate(record.tensors):
+                live.log_image(array(pixels), name=f"{record.name}-{at}", step=step)
+        case Table():
+            rows = [list(row) for row in record.rows]
+            live.log_table(f"{record.name}-{step:08}.json", tabular_data=rows, headers=list(record.columns))
+        case Figure():
+            live.log_image(picture(record.png), name=record.name, step=step)
+        case TextRecord():
+            live.log_text(record.text, step=step, metadata={"name": record.name})
+        case Histogram():
+            made = load("comet_ml").Histogram()  # of Comet's own intervals, a tenth wider each, which its pages draw
+            made.add(record.middles, counts=list(record.counts))
+            live.log_histogram_3d(made, name=record.name, step=step)
+        case Artifact():
+            if record.path.is_dir():
+                live.log_asset_folder(str(record.path), step=step, log_file_name=True, recursive=True)
+            else:
+                live.log_asset(str(record.path), file_name=record.name, step=step)

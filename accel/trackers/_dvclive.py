@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.trackers._packages import load, needs, picture
-from accel.trackers._tracker import Config, Ending, Figure, Histogram, Images, Run, Tracker, Values, png_of
+from accel.trackers._tracker import Config, Ending, Figure, Histogram, Images, Media, Run, Tracker, Values, png_of
 
 
 def dvclive(**options: Any) -> Tracker:
@@ -38,9 +38,8 @@ def dvclive(**options: Any) -> Tracker:
         start,
         _log,
         _finish,
-        log_images=_log_images,
-        log_figure=_log_figure,
-        log_histogram=_log_histogram,
+        log_media=_log_media,
+        media=(Images, Figure, Histogram),
         check=lambda run: (needs("dvclive", "dvclive")(run), place(run)),
     )
 
@@ -68,19 +67,17 @@ def _finish(live: Any, ending: Ending) -> None:
     live.end()
 
 
-def _log_images(live: Any, images: Images, step: int) -> None:
+def _log_media(live: Any, record: Media, step: int) -> None:
     live.step = step
-    for at, pixels in enumerate(images.tensors):
-        live.log_image(f"{images.name}-{at}.png", picture(png_of(pixels)))
-
-
-def _log_figure(live: Any, figure: Figure, step: int) -> None:
-    live.step = step
-    live.log_image(f"{figure.name}.png", picture(figure.png))
-
-
-def _log_histogram(live: Any, histogram: Histogram, step: int) -> None:
-    live.step = step
-    pairs = zip(histogram.middles, histogram.counts, strict=True)
-    rows = [{"value": middle, "values": count} for middle, count in pairs]
-    live.log_plot(histogram.name, rows, x="value", y="values", template="simple", title=histogram.name)
+    match record:
+        case Images():
+            for at, pixels in enumerate(record.tensors):
+                live.log_image(f"{record.name}-{at}.png", picture(png_of(pixels)))
+        case Figure():
+            live.log_image(f"{record.name}.png", picture(record.png))
+        case Histogram():
+            pairs = zip(record.middles, record.counts, strict=True)
+            rows = [{"value": middle, "values": count} for middle, count in pairs]
+            live.log_plot(record.name, rows, x="value", y="values", template="simple", title=record.name)
+        case _:
+            ...

@@ -16,11 +16,13 @@ from accel.run_folder import MEDIA, METRICS, MediaName, encode_line, parse_media
 from accel.trackers._line_file import LineFile, first_step, open_lines, set_aside, step_of
 from accel.trackers._log import TIME, split_times
 from accel.trackers._tracker import (
+    Artifact,
     Config,
     Ending,
     Figure,
     Histogram,
     Images,
+    Media,
     Run,
     Table,
     TextRecord,
@@ -65,11 +67,8 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
         _log,
         finish=lambda live, ending: live.lines.close(),
         flush=lambda live: live.lines.flush(),
-        log_images=_log_images,
-        log_table=_log_table,
-        log_figure=_log_figure,
-        log_text=_log_text,
-        log_histogram=_log_histogram,
+        log_media=_log_media,
+        media=(Images, Table, Figure, TextRecord, Histogram),
         first_step=lambda run: first_step(place(run), step_of),
         check=place,
     )
@@ -78,29 +77,6 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
 def _log(live: _OpenJsonl, values: Values, step: int) -> None:
     numbers, times = split_times(values)
     live.lines.append(encode_line(step, numbers, {**times, "at": round(time.time(), 3)}))
-
-
-def _log_images(live: _OpenJsonl, images: Images, step: int) -> None:
-    for at, pixels in enumerate(images.tensors):
-        _write(live, MediaName(images.name, "images", step, at), png_of(pixels))
-
-
-def _log_figure(live: _OpenJsonl, figure: Figure, step: int) -> None:
-    _write(live, MediaName(figure.name, "figure", step), figure.png)
-
-
-def _log_table(live: _OpenJsonl, table: Table, step: int) -> None:
-    content: dict[str, Any] = {"columns": table.columns, "rows": table.rows}
-    _write(live, MediaName(table.name, "table", step), msgspec.json.encode(content))
-
-
-def _log_text(live: _OpenJsonl, text: TextRecord, step: int) -> None:
-    _write(live, MediaName(text.name, "text", step), text.text.encode(errors="backslashreplace"))
-
-
-def _log_histogram(live: _OpenJsonl, histogram: Histogram, step: int) -> None:
-    content = {"edges": histogram.edges, "counts": histogram.counts, "nonfinite": histogram.nonfinite}
-    _write(live, MediaName(histogram.name, "histogram", step), msgspec.json.encode(content))
 
 
 def _write(live: _OpenJsonl, name: MediaName, content: bytes) -> None:
@@ -207,3 +183,22 @@ def _cell(value: float | None) -> str:
 def _finish(live: _OpenCsv, ending: Ending) -> None:
     del ending
     live.lines.close()
+
+
+def _log_media(live: _OpenJsonl, record: Media, step: int) -> None:
+    match record:
+        case Images():
+            for at, pixels in enumerate(record.tensors):
+                _write(live, MediaName(record.name, "images", step, at), png_of(pixels))
+        case Figure():
+            _write(live, MediaName(record.name, "figure", step), record.png)
+        case Table():
+            content: dict[str, Any] = {"columns": record.columns, "rows": record.rows}
+            _write(live, MediaName(record.name, "table", step), msgspec.json.encode(content))
+        case TextRecord():
+            _write(live, MediaName(record.name, "text", step), record.text.encode(errors="backslashreplace"))
+        case Histogram():
+            content = {"edges": record.edges, "counts": record.counts, "nonfinite": record.nonfinite}
+            _write(live, MediaName(record.name, "histogram", step), msgspec.json.encode(content))
+        case Artifact():
+            ...

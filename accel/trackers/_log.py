@@ -20,6 +20,12 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice, check_count, check_kind
 from accel.tensors import is_dtensor
 from accel.trackers._tracker import (
+    Artifact,
+    Figure,
+    Histogram,
+    Images,
+    Media,
+    Table,
     TextRecord,
     Tracker,
     make_artifact,
@@ -221,12 +227,12 @@ def log_images(
     Raises:
         ConfigError: no image, no tracker that takes images, or as `log`.
     """
-    taking = _taking(trackers, "log_images", "images", step)
+    taking = _taking(trackers, "log_images", Images, "images", step)
     single = {name: split_images(name, each) for name, each in images.items()}
     if taking:
         for name, each in single.items():
             made = make_images(name, each)
-            trackers.tracked.put(lambda tracker, made=made: _media(tracker.log_images, made, step), made.size)
+            trackers.tracked.put(lambda tracker, made=made: _media(tracker, made, step), made.size)
 
 
 @context_first
@@ -253,10 +259,10 @@ def log_table(
         ConfigError: a row of another length, a value that is neither text nor number, no tracker that takes tables, or
             as `log`.
     """
-    taking = _taking(trackers, "log_table", "tables", step)
+    taking = _taking(trackers, "log_table", Table, "tables", step)
     made = make_table(name, columns, rows)
     if taking:
-        trackers.tracked.put(lambda tracker: _media(tracker.log_table, made, step), made.size)
+        trackers.tracked.put(lambda tracker: _media(tracker, made, step), made.size)
 
 
 @context_first
@@ -273,9 +279,9 @@ def log_figure(ctx: DistContext, trackers: Trackers, name: str, figure: object, 
     Raises:
         ConfigError: not a figure, no tracker that takes figures, or as `log`.
     """
-    if _taking(trackers, "log_figure", "figures", step):
+    if _taking(trackers, "log_figure", Figure, "figures", step):
         made = make_figure(name, figure)
-        trackers.tracked.put(lambda tracker: _media(tracker.log_figure, made, step), made.size)
+        trackers.tracked.put(lambda tracker: _media(tracker, made, step), made.size)
 
 
 @context_first
@@ -292,12 +298,12 @@ def log_text(ctx: DistContext, trackers: Trackers, name: str, text: str, *, step
     Raises:
         ConfigError: no text, no tracker that takes texts, or as `log`.
     """
-    taking = _taking(trackers, "log_text", "texts", step)
+    taking = _taking(trackers, "log_text", TextRecord, "texts", step)
     where = f"log_text, {name}"
     check_kind(text, str, "not a text", expected="a str", where=where, fix="Use str(...).")
     if taking:
         made = TextRecord(name, text)
-        trackers.tracked.put(lambda tracker: _media(tracker.log_text, made, step), made.size)
+        trackers.tracked.put(lambda tracker: _media(tracker, made, step), made.size)
 
 
 @context_first
@@ -319,7 +325,7 @@ def log_histogram(
     Raises:
         ConfigError: no tensor of real numbers, a sharded one, no tracker that takes histograms, or as `log`.
     """
-    taking = _taking(trackers, "log_histogram", "histograms", step)
+    taking = _taking(trackers, "log_histogram", Histogram, "histograms", step)
     where = f"log_histogram, {name}"
     check_kind(values, torch.Tensor, "not a tensor", expected="a tensor", where=where, fix="Use torch.as_tensor(...).")
     check_count(bins, "not a number of intervals", most=4096, where=f"{where}, bins=")
@@ -330,7 +336,7 @@ def log_histogram(
         raise ConfigError("a tensor that is shared out to the ranks", got="a DTensor", where=where, fix=fix)
     if taking:
         made = make_histogram(name, values, bins)
-        trackers.tracked.put(lambda tracker: _media(tracker.log_histogram, made, step), made.size)
+        trackers.tracked.put(lambda tracker: _media(tracker, made, step), made.size)
 
 
 @context_first
@@ -349,9 +355,9 @@ def log_artifact(
     Raises:
         ConfigError: no tracker that takes artifacts, or as `log`.
     """
-    if _taking(trackers, "log_artifact", "artifacts", step):
+    if _taking(trackers, "log_artifact", Artifact, "artifacts", step):
         made = make_artifact(name, path)
-        trackers.tracked.put(lambda tracker: _media(tracker.log_artifact, made, step), 0)
+        trackers.tracked.put(lambda tracker: _media(tracker, made, step), 0)
 
 
 @context_first
@@ -394,11 +400,11 @@ def alert(
     trackers.tracked.alert(title, str(text), level=level, every_s=every_s)
 
 
-def _taking(trackers: Trackers, verb: str, kind: str, step: int) -> bool:
+def _taking(trackers: Trackers, verb: str, medium: type[Media], kind: str, step: int) -> bool:
     """Check a call for media; return whether this rank writes to a tracker that takes them."""
     _check_trackers(trackers, verb)
     trackers.tracked.advance(step, verb)
-    without = [tracker.name for tracker in trackers.tracked.all if getattr(tracker, verb) is None]
+    without = [tracker.name for tracker in trackers.tracked.all if medium not in tracker.media]
     if len(without) == len(trackers.tracked.all):
         raise ConfigError(
             f"no tracker takes {kind}",
@@ -407,7 +413,7 @@ def _taking(trackers: Trackers, verb: str, kind: str, step: int) -> bool:
             fix="Add one that does, such as accel.trackers.mlflow(); the page on trackers has a table.",
         )
     trackers.tracked.tell_left_out(kind, without)
-    return trackers.tracked.writes(verb)
+    return trackers.tracked.writes(medium)
 
 
 def _check_trackers(trackers: Trackers, where: str) -> None:
@@ -421,8 +427,9 @@ def _writing(tracker: Tracker, made: StepValues, step: int) -> Write:
     return lambda live: tracker.log(live, made.read(), step)
 
 
-def _media(function: Any, made: object, step: int) -> Write | None:
-    return None if function is None else lambda live: function(live, made, step)
+def _media(tracker: Tracker, made: Media, step: int) -> Write | None:
+    write = tracker.log_media
+    return None if write is None or type(made) not in tracker.media else lambda live: write(live, made, step)
 
 
 def _compare(ctx: DistContext, trackers: Trackers, made: StepValues, step: int) -> None:

@@ -21,6 +21,7 @@ from accel.trackers._tracker import (
     Figure,
     Histogram,
     Images,
+    Media,
     Ranks,
     Run,
     Table,
@@ -142,12 +143,8 @@ def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options:
         log,
         _finish,
         flush=(lambda live: None) if is_local else None,
-        log_images=_log_images,
-        log_table=_log_table,
-        log_figure=_log_figure,
-        log_text=_log_text,
-        log_histogram=_log_histogram,
-        log_artifact=_log_artifact,
+        log_media=_log_media,
+        media=(Images, Table, Figure, TextRecord, Histogram, Artifact),
         check=check,
         ranks=ranks,
     )
@@ -194,31 +191,23 @@ def _finish(live: _Live, ending: Ending) -> None:
     live.client.set_terminated(live.run_id, "FINISHED" if ending.status == "finished" else "FAILED")
 
 
-def _log_images(live: _Live, images: Images, step: int) -> None:
-    for at, pixels in enumerate(images.tensors):
-        file = f"{_key(images.name)}/{step:08}-{at}.png"
-        live.client.log_image(live.run_id, picture(png_of(pixels)), artifact_file=file)
-
-
-def _log_figure(live: _Live, figure: Figure, step: int) -> None:
-    live.client.log_image(live.run_id, picture(figure.png), artifact_file=f"{_key(figure.name)}/{step:08}.png")
-
-
-def _log_table(live: _Live, table: Table, step: int) -> None:
-    content: Any = msgspec.to_builtins({"columns": table.columns, "data": table.rows})
-    live.client.log_dict(live.run_id, content, f"{_key(table.name)}/{step:08}.json")
-
-
-def _log_text(live: _Live, text: TextRecord, step: int) -> None:
-    live.client.log_text(live.run_id, text.text, f"{_key(text.name)}/{step:08}.txt")
-
-
-def _log_histogram(live: _Live, histogram: Histogram, step: int) -> None:
-    content: Any = {"edges": histogram.edges, "counts": list(histogram.counts), "nonfinite": histogram.nonfinite}
-    live.client.log_dict(live.run_id, content, f"{_key(histogram.name)}/{step:08}.histogram.json")
-
-
-def _log_artifact(live: _Live, artifact: Artifact, step: int) -> None:
-    del step
-    log = live.client.log_artifacts if artifact.path.is_dir() else live.client.log_artifact
-    log(live.run_id, str(artifact.path), artifact.name if artifact.path.is_dir() else None)
+def _log_media(live: _Live, record: Media, step: int) -> None:
+    client, at_step = live.client, f"{_key(record.name)}/{step:08}"
+    match record:
+        case Images():
+            for at, pixels in enumerate(record.tensors):
+                client.log_image(live.run_id, picture(png_of(pixels)), artifact_file=f"{at_step}-{at}.png")
+        case Figure():
+            client.log_image(live.run_id, picture(record.png), artifact_file=f"{at_step}.png")
+        case Table():
+            content: Any = msgspec.to_builtins({"columns": record.columns, "data": record.rows})
+            client.log_dict(live.run_id, content, f"{at_step}.json")
+        case TextRecord():
+            client.log_text(live.run_id, record.text, f"{at_step}.txt")
+        case Histogram():
+            content = {"edges": record.edges, "counts": list(record.counts), "nonfinite": record.nonfinite}
+            client.log_dict(live.run_id, content, f"{at_step}.histogram.json")
+        case Artifact():
+            is_folder = record.path.is_dir()
+            log = client.log_artifacts if is_folder else client.log_artifact
+            log(live.run_id, str(record.path), record.name if is_folder else None)

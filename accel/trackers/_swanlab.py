@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel.trackers._packages import array, load, needs, picture
-from accel.trackers._tracker import Config, Ending, Figure, Histogram, Images, Run, Tracker
+from accel.trackers._tracker import Config, Ending, Figure, Histogram, Images, Media, Run, TextRecord, Tracker
 
 _ID_LENGTH = 21
 
@@ -37,10 +37,8 @@ def swanlab(**options: Any) -> Tracker:
         start,
         log=lambda live, values, step: live.log(dict(values), step=step),
         finish=_finish,
-        log_images=_log_images,
-        log_figure=_log_figure,
-        log_text=lambda live, text, step: live.log({text.name: load("swanlab").Text(text.text)}, step=step),
-        log_histogram=_log_histogram,
+        log_media=_log_media,
+        media=(Images, Figure, TextRecord, Histogram),
         check=needs("swanlab", "swanlab"),
     )
 
@@ -52,17 +50,21 @@ def _finish(live: Any, ending: Ending) -> None:
         live.finish(state="crashed", error=ending.error)
 
 
-def _log_images(live: Any, images: Images, step: int) -> None:
-    image = load("swanlab").Image
-    live.log({images.name: [image(array(pixels)) for pixels in images.tensors]}, step=step)
-
-
-def _log_figure(live: Any, figure: Figure, step: int) -> None:
-    live.log({figure.name: load("swanlab").Image(picture(figure.png))}, step=step)
-
-
-def _log_histogram(live: Any, histogram: Histogram, step: int) -> None:
-    charts = load("swanlab").echarts
-    bars = charts.Bar().add_xaxis([f"{middle:.4g}" for middle in histogram.middles])
-    _ = bars.add_yaxis("values", list(histogram.counts), category_gap=0, label_opts=charts.options.LabelOpts(False))
-    live.log({histogram.name: load("swanlab").ECharts(bars)}, step=step)
+def _log_media(live: Any, record: Media, step: int) -> None:
+    package = load("swanlab")
+    match record:
+        case Images():
+            made: Any = [package.Image(array(pixels)) for pixels in record.tensors]
+        case Figure():
+            made = package.Image(picture(record.png))
+        case TextRecord():
+            made = package.Text(record.text)
+        case Histogram():
+            charts = package.echarts
+            bars = charts.Bar().add_xaxis([f"{middle:.4g}" for middle in record.middles])
+            labels = charts.options.LabelOpts(False)
+            _ = bars.add_yaxis("values", list(record.counts), category_gap=0, label_opts=labels)
+            made = package.ECharts(bars)
+        case _:
+            return  # not among its media
+    live.log({record.name: made}, step=step)

@@ -9,7 +9,20 @@ from typing import Any
 import msgspec
 
 from accel.trackers._packages import array, load, markdown, needs, own_name, picture, rank_name, verbatim
-from accel.trackers._tracker import Config, Figure, Histogram, Images, Ranks, Run, Tracker, Values
+from accel.trackers._tracker import (
+    Artifact,
+    Config,
+    Figure,
+    Histogram,
+    Images,
+    Media,
+    Ranks,
+    Run,
+    Table,
+    TextRecord,
+    Tracker,
+    Values,
+)
 
 
 def tensorboard(log_dir: str | os.PathLike[str] | None = None, *, ranks: Ranks = "main", **options: Any) -> Tracker:
@@ -45,11 +58,8 @@ def tensorboard(log_dir: str | os.PathLike[str] | None = None, *, ranks: Ranks =
         _log,
         finish=lambda writer, ending: writer.close(),
         flush=None if remote else lambda writer: writer.flush(),
-        log_images=_log_images,
-        log_table=lambda writer, table, step: writer.add_text(table.name, markdown(table), step),
-        log_figure=_log_figure,
-        log_text=lambda writer, text, step: writer.add_text(text.name, verbatim(text.text), step),
-        log_histogram=_log_histogram,
+        log_media=_log_media,
+        media=(Images, Table, Figure, TextRecord, Histogram),
         check=check,
         ranks=ranks,
     )
@@ -58,13 +68,6 @@ def tensorboard(log_dir: str | os.PathLike[str] | None = None, *, ranks: Ranks =
 def _log(writer: Any, values: Values, step: int) -> None:
     for name, value in values.items():
         writer.add_scalar(name, value, step)
-
-
-def _log_images(writer: Any, images: Images, step: int) -> None:
-    for at, pixels in enumerate(images.tensors):
-        name = images.name if len(images.tensors) == 1 else f"{images.name}/{at}"
-        values = array(pixels)
-        writer.add_image(name, values, step, dataformats="HW" if values.ndim == 2 else "HWC")
 
 
 def _log_histogram(writer: Any, histogram: Histogram, step: int) -> None:
@@ -79,6 +82,21 @@ def _log_histogram(writer: Any, histogram: Histogram, step: int) -> None:
     )
 
 
-def _log_figure(writer: Any, figure: Figure, step: int) -> None:
-    values = load("numpy").asarray(picture(figure.png).convert("RGB"))
-    writer.add_image(figure.name, values, step, dataformats="HWC")
+def _log_media(writer: Any, record: Media, step: int) -> None:
+    match record:
+        case Images():
+            for at, pixels in enumerate(record.tensors):
+                name = record.name if len(record.tensors) == 1 else f"{record.name}/{at}"
+                values = array(pixels)
+                writer.add_image(name, values, step, dataformats="HW" if values.ndim == 2 else "HWC")
+        case Table():
+            writer.add_text(record.name, markdown(record), step)
+        case Figure():
+            values = load("numpy").asarray(picture(record.png).convert("RGB"))
+            writer.add_image(record.name, values, step, dataformats="HWC")
+        case TextRecord():
+            writer.add_text(record.name, verbatim(record.text), step)
+        case Histogram():
+            _log_histogram(writer, record, step)
+        case Artifact():
+            ...

@@ -32,7 +32,7 @@ from accel.run_folder import (
     read_json,
     write_json,
 )
-from accel.trackers._tracker import Config, Ending, Run, Tracker
+from accel.trackers._tracker import Config, Ending, Media, Run, Tracker
 from accel.trackers._writer import LostRecords, Write, Writer
 
 
@@ -270,9 +270,9 @@ class TrackedRun:
             if write is not None:
                 writer.put(write, 0 if writer.tracker.name == RUN else size)  # which only begins with a record
 
-    def writes(self, verb: str) -> bool:
-        """Return whether this rank writes to a tracker with that function."""
-        return any(getattr(tracker, verb) is not None for tracker in self._mine)
+    def writes(self, medium: type[Media]) -> bool:
+        """Return whether this rank writes to a tracker that takes such records."""
+        return any(medium in tracker.media for tracker in self._mine)
 
     def tell_left_out(self, what: str, names: Sequence[str]) -> None:
         """Warn once that trackers do not take a kind of record."""

@@ -139,6 +139,9 @@ class Artifact(msgspec.Struct, frozen=True):
     path: Path
 
 
+Media = Images | Table | Figure | TextRecord | Histogram | Artifact
+
+
 def split_images(name: str, images: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return views of single images: [N, C, H, W], [C, H, W] or [H, W], or a sequence of the last two; uint8, bool, or
     floats from 0 to 1."""
@@ -274,12 +277,7 @@ _PARAMETERS = {
     "log": "live, values, step",
     "finish": "live, ending",
     "flush": "live",
-    "log_images": "live, images, step",
-    "log_table": "live, table, step",
-    "log_figure": "live, figure, step",
-    "log_text": "live, text, step",
-    "log_histogram": "live, histogram, step",
-    "log_artifact": "live, artifact, step",
+    "log_media": "live, record, step",
     "first_step": "run",
     "check": "run",
 }
@@ -343,8 +341,8 @@ class Tracker(msgspec.Struct, frozen=True):
         log: writes the numbers of a step, by name.
         finish: ends the live run.
         flush: makes everything written so far durable. A checkpoint waits for it; None if none does.
-        log_images, log_table, log_figure, log_text, log_histogram, log_artifact: write these at a step; None for what
-            the tracker does not take.
+        log_media: writes images, a table or another medium at a step; None if the tracker takes none.
+        media: classes of the records that `log_media` takes.
         first_step: lowest step of an earlier run in the place that `start` would write to; None for none.
         check: raises if the tracker cannot work here, before anything starts.
         ranks: processes that write: rank 0, the first rank of each host, or every rank.
@@ -358,12 +356,8 @@ class Tracker(msgspec.Struct, frozen=True):
     log: Callable[[Any, Values, int], object]
     finish: Callable[[Any, Ending], object]
     flush: Callable[[Any], object] | None = None
-    log_images: Callable[[Any, Images, int], object] | None = None
-    log_table: Callable[[Any, Table, int], object] | None = None
-    log_figure: Callable[[Any, Figure, int], object] | None = None
-    log_text: Callable[[Any, TextRecord, int], object] | None = None
-    log_histogram: Callable[[Any, Histogram, int], object] | None = None
-    log_artifact: Callable[[Any, Artifact, int], object] | None = None
+    log_media: Callable[[Any, Any, int], object] | None = None
+    media: tuple[type[Media], ...] = ()
     first_step: Callable[[Run], int | None] | None = None
     check: Callable[[Run], object] | None = None
     ranks: Ranks = "main"
@@ -381,4 +375,11 @@ class Tracker(msgspec.Struct, frozen=True):
                     got=f"{type(value).__name__} {value!r:.40}",
                     where=f"{where}, {field}=",
                 )
+        if unknown := [each for each in self.media if each not in get_args(Media)]:
+            raise ConfigError(
+                "not a kind of media",
+                expected=", ".join(each.__name__ for each in get_args(Media)),
+                got=repr(unknown[0]),
+                where=f"{where}, media=",
+            )
         check_choice(self.ranks, get_args(Ranks), "unknown ranks", where=f"{where}, ranks=")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from accel.trackers._packages import array, load, needs, own_name, picture, verbatim
-from accel.trackers._tracker import Artifact, Config, Figure, Histogram, Images, Run, Table, TextRecord, Tracker
+from accel.trackers._tracker import Artifact, Config, Figure, Histogram, Images, Media, Run, Table, TextRecord, Tracker
 
 _PATIENCE_S = 10.0
 _POLL_S = 0.05
@@ -46,18 +46,20 @@ def trackio(**options: Any) -> Tracker:
         live.log(values, step=step)
         stored.logged += 1
 
+    def log_media(live: Any, record: Media, step: int) -> None:
+        if isinstance(record, Artifact):
+            live.log_artifact(str(record.path), name=record.name, type="folder" if record.path.is_dir() else "file")
+        for values in _made(record):
+            write(live, values, step)
+
     return Tracker(
         "trackio",
         start,
         log=lambda live, values, step: write(live, dict(values), step),
         finish=lambda live, ending: live.finish(),
         flush=(lambda live: stored.wait()) if is_local else None,
-        log_images=lambda live, images, step: [write(live, each, step) for each in _images(images)],
-        log_table=lambda live, table, step: write(live, _table(table), step),
-        log_figure=lambda live, figure, step: write(live, _figure(figure), step),
-        log_text=lambda live, text, step: write(live, _text(text), step),
-        log_histogram=lambda live, histogram, step: write(live, _histogram(histogram), step),
-        log_artifact=_log_artifact,
+        log_media=log_media,
+        media=(Images, Table, Figure, TextRecord, Histogram, Artifact),
         check=needs("trackio", "trackio"),
     )
 
@@ -91,32 +93,23 @@ class _StoredRows:
         return load("trackio").SQLiteStorage.get_log_count(self._project, self._name)
 
 
-def _images(images: Images) -> Iterator[dict[str, Any]]:
-    image = load("trackio").Image
-    for at, pixels in enumerate(images.tensors):
-        yield {images.name if len(images.tensors) == 1 else f"{images.name}/{at}": image(array(pixels))}
-
-
-def _table(table: Table) -> dict[str, Any]:
-    frame = load("pandas").DataFrame([list(row) for row in table.rows], columns=list(table.columns))
-    return {table.name: load("trackio").Table(dataframe=frame)}
-
-
-def _figure(figure: Figure) -> dict[str, Any]:
-    return {figure.name: load("trackio").Image(picture(figure.png))}
-
-
-def _text(text: TextRecord) -> dict[str, Any]:
-    return {text.name: load("trackio").Markdown(verbatim(text.text))}
-
-
-def _histogram(histogram: Histogram) -> dict[str, Any]:
-    array_of = load("numpy").asarray
-    pair = (array_of(histogram.counts), array_of(histogram.edges))
-    return {histogram.name: load("trackio").Histogram(np_histogram=pair)}
-
-
-def _log_artifact(live: Any, artifact: Artifact, step: int) -> None:
-    del step
-    kind = "folder" if artifact.path.is_dir() else "file"
-    live.log_artifact(str(artifact.path), name=artifact.name, type=kind)
+def _made(record: Media) -> Iterator[dict[str, Any]]:
+    """Yield a record as rows of Trackio's."""
+    package, name = load("trackio"), record.name
+    match record:
+        case Images():
+            for at, pixels in enumerate(record.tensors):
+                yield {name if len(record.tensors) == 1 else f"{name}/{at}": package.Image(array(pixels))}
+        case Table():
+            frame = load("pandas").DataFrame([list(row) for row in record.rows], columns=list(record.columns))
+            yield {name: package.Table(dataframe=frame)}
+        case Figure():
+            yield {name: package.Image(picture(record.png))}
+        case TextRecord():
+            yield {name: package.Markdown(verbatim(record.text))}
+        case Histogram():
+            array_of = load("numpy").asarray
+            pair = (array_of(record.counts), array_of(record.edges))
+            yield {name: package.Histogram(np_histogram=pair)}
+        case Artifact():
+            ...

@@ -14,6 +14,7 @@ from accel.trackers._tracker import (
     Figure,
     Histogram,
     Images,
+    Media,
     Ranks,
     Run,
     Table,
@@ -56,12 +57,8 @@ def wandb(*, ranks: Ranks = "main", **options: Any) -> Tracker:
         start,
         log=lambda live, values, step: live.log(dict(values), step=step),
         finish=_finish,
-        log_images=_log_images,
-        log_table=_log_table,
-        log_figure=_log_figure,
-        log_text=_log_text,
-        log_histogram=_log_histogram,
-        log_artifact=_log_artifact,
+        log_media=_log_media,
+        media=(Images, Table, Figure, TextRecord, Histogram, Artifact),
         check=needs("wandb", "wandb"),
         ranks=ranks,
     )
@@ -82,32 +79,22 @@ def _finish(live: Any, ending: Ending) -> None:
     live.finish(exit_code=0 if ending.status == "finished" else 1)
 
 
-def _log_images(live: Any, images: Images, step: int) -> None:
-    image = load("wandb").Image
-    live.log({images.name: [image(array(pixels)) for pixels in images.tensors]}, step=step)
-
-
-def _log_table(live: Any, table: Table, step: int) -> None:
-    made = load("wandb").Table(columns=list(table.columns), data=[list(row) for row in table.rows])
-    live.log({table.name: made}, step=step)
-
-
-def _log_figure(live: Any, figure: Figure, step: int) -> None:
-    live.log({figure.name: load("wandb").Image(picture(figure.png))}, step=step)
-
-
-def _log_text(live: Any, text: TextRecord, step: int) -> None:
-    shown = f"<pre>{html.escape(text.text)}</pre>"
-    live.log({text.name: load("wandb").Html(shown, inject=False)}, step=step)
-
-
-def _log_histogram(live: Any, histogram: Histogram, step: int) -> None:
-    pair = (list(histogram.counts), histogram.edges)
-    live.log({histogram.name: load("wandb").Histogram(np_histogram=pair)}, step=step)
-
-
-def _log_artifact(live: Any, artifact: Artifact, step: int) -> None:
-    del step
-    made = load("wandb").Artifact(artifact.name, type="folder" if artifact.path.is_dir() else "file")
-    (made.add_dir if artifact.path.is_dir() else made.add_file)(str(artifact.path))
-    live.log_artifact(made)
+def _log_media(live: Any, record: Media, step: int) -> None:
+    package = load("wandb")
+    match record:
+        case Images():
+            made = [package.Image(array(pixels)) for pixels in record.tensors]
+        case Table():
+            made = package.Table(columns=list(record.columns), data=[list(row) for row in record.rows])
+        case Figure():
+            made = package.Image(picture(record.png))
+        case TextRecord():
+            made = package.Html(f"<pre>{html.escape(record.text)}</pre>", inject=False)
+        case Histogram():
+            made = package.Histogram(np_histogram=(list(record.counts), record.edges))
+        case Artifact():
+            stored = package.Artifact(record.name, type="folder" if record.path.is_dir() else "file")
+            (stored.add_dir if record.path.is_dir() else stored.add_file)(str(record.path))
+            live.log_artifact(stored)
+            return
+    live.log({record.name: made}, step=step)

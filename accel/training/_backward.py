@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from time import perf_counter
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -27,8 +27,8 @@ from accel.parallel._sync import exchanging, no_sync, raise_lost_peer
 from accel.precision._amp import LossScale, matmul_precision
 from accel.tensors import is_dtensor
 from accel.training._refused import refuse_in_closure
-from accel.training._train_state import TrainState, after_backward, begun_window, weight_of
-from accel.training._window import check_alone, check_records, mark_followed, note_loss, times
+from accel.training._train_state import TrainState, after_backward, begun_window, carries_state, weight_of, window_of
+from accel.training._window import StepWindow, mark_followed, times, with_loss
 
 _BELOW_ZERO = -1e-30  # of a number of units: below it is none
 
@@ -66,7 +66,7 @@ def weigh(
         world = 0.0 if same_units else float(weight.world * weight.copies)
         factor = weight / unit * scaler.scale
     else:
-        # Only this rank knows the number: it stays its own until the window's end, where one message sums it.
+        # Only this rank knows the number: one message sums it at the window's end.
         known = own_weight(ctx, weight)
         factor = times(known, scaler.scale / unit)
         world, own = 0.0, None
@@ -88,7 +88,7 @@ def start_sharing(ctx: DistContext, added: Accumulation) -> Callable[[], Accumul
 
     def end() -> Accumulation:
         wait()
-        # Read on the CPU alone: elsewhere the host would wait for the whole backward that it has queued.
+        # Read on the CPU alone: elsewhere the host would wait for the backward that it has queued.
         return added.share(total.item() if total.is_cpu else total)
 
     return end
@@ -186,7 +186,7 @@ class Graph(NamedTuple):
 
 
 _PLAIN = Graph()
-_KEPT = "state = accel.backward(ctx, loss, state, ...), or accum = accel.backward(...)"
+_KEPT = "state = accel.backward(ctx, loss, state, ...), or accum = parts.backward(...)"
 
 
 def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Tensor, graph: Graph = _PLAIN) -> None:
@@ -258,8 +258,8 @@ _MIXED = {
 
 
 def _raise_mixed(error: RuntimeError) -> None:
-    for told, got in _MIXED.items():
-        if told in str(error):
+    for text, got in _MIXED.items():
+        if text in str(error):
             raise StepError(
                 "DDP exchanges the gradients of a parameter as sparse ones or as dense ones",
                 expected="sparse gradients in every backward from nn.Embedding or nn.EmbeddingBag with sparse=True, and"
@@ -271,15 +271,16 @@ def _raise_mixed(error: RuntimeError) -> None:
             ) from error
 
 
+@carries_state(1, "with {}:")
 @context_first
-def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.Module) -> AbstractContextManager[None]:
+def accumulate(ctx: DistContext, state: TrainState, *models: nn.Module) -> AbstractContextManager[None]:
     """Hold back the exchange of gradients in this block's forward and backward until `state.sync`.
 
     At the start of a window it looks for gradients left by an earlier one; `optimizer_step` refuses to step with them.
 
     Args:
         ctx: the context.
-        state: state from `state.next(batch)`, or an accumulation from `accum.next(...)`.
+        state: state from `state.next(batch)`.
         models: all models that the block trains, from `prepare_model`.
 
     Returns:
@@ -298,16 +299,13 @@ def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.M
         ...     state = accel.backward(ctx, model(batch.data[0]).square().mean(), state)
     """
     ctx.comm.check_open()
-    accum = begun_window(state.accum, "accel.accumulate") if isinstance(state, TrainState) else state
-    if accum.micro == 0:
-        raise StepError(
-            "no micro-batch was begun",
-            expected="accum = accum.next(last=batch.is_last) before accumulate",
-            got="an accum between two windows",
-            where=f"rank {ctx.rank}, accumulate",
-        )
-    # Gradients are exchanged once a window: before its last backward each rank adds up its own. Sharded models need
-    # memory for whole gradients meanwhile, which `sync_each_batch` spares.
+    return window_block(ctx, begun_window(state.accum, "accel.accumulate"), models)
+
+
+def window_block(ctx: DistContext, accum: Accumulation, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Return the block of a micro-batch's forward and backward, which exchanges gradients or holds them back."""
+    # Gradients are exchanged once a window: each rank accumulates until the last backward. Sharded models need memory
+    # for full gradients meanwhile, which `sync_each_batch` saves.
     block = exchanging(ctx, *models) if accum.sync or accum.sync_each_batch else no_sync(ctx, *models)
     if accum.micro == 1 and not accum.backwards:
         # Noted here and refused by the step: a gradient that is there already would be summed into this window's.
@@ -318,76 +316,27 @@ def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.M
     return block
 
 
-@overload
-def backward(
-    ctx: DistContext,
-    loss: torch.Tensor,
-    state: TrainState,
-    /,
-    *,
-    weight: float | torch.Tensor | None = None,
-    same_units: bool = False,
-    retain_graph: bool = False,
-    create_graph: bool = False,
-    inputs: Sequence[torch.Tensor] | torch.Tensor | None = None,
-) -> TrainState: ...
-
-
-@overload
-def backward(
-    ctx: DistContext,
-    loss: torch.Tensor,
-    scaler: LossScale,
-    accum: None = None,
-    *,
-    retain_graph: bool = False,
-    create_graph: bool = False,
-    inputs: Sequence[torch.Tensor] | torch.Tensor | None = None,
-) -> None: ...
-
-
-@overload
-def backward(
-    ctx: DistContext,
-    loss: torch.Tensor,
-    scaler: LossScale,
-    accum: Accumulation,
-    *,
-    weight: float | torch.Tensor | None = None,
-    same_units: bool = False,
-    retain_graph: bool = False,
-    create_graph: bool = False,
-    inputs: Sequence[torch.Tensor] | torch.Tensor | None = None,
-) -> Accumulation: ...
-
-
+@carries_state(2, "accum = {}")
 @context_first
 def backward(
     ctx: DistContext,
     loss: torch.Tensor,
-    scaler: TrainState | LossScale,
-    accum: Accumulation | None = None,
+    state: TrainState,
     *,
     weight: float | torch.Tensor | None = None,
     same_units: bool = False,
     retain_graph: bool = False,
     create_graph: bool = False,
     inputs: Sequence[torch.Tensor] | torch.Tensor | None = None,
-) -> TrainState | Accumulation | None:
+) -> TrainState:
     """Add the gradients of `loss * weight` to the parameters. Exchanges gradients when the window ends.
-
-    `backward(ctx, loss, state)` takes and returns the `TrainState`. By its parts it is `backward(ctx, loss, scaler,
-    accum)`, or `backward(ctx, loss, scaler)` with a step after each backward.
 
     Args:
         ctx: the context.
         loss: shape [], a mean over `weight` units on this rank.
-        scaler: a `TrainState` within a batch; or a loss scale, from `loss_scale` or the latest step.
-        accum: beside a loss scale, the current micro-batch; None with a step after each backward.
-        weight: number of real units behind the mean: samples (`batch.valid`) or valid tokens. 0 adds nothing, if the
-            loss's own gradient is finite: divide by tokens.clamp(min=1). The default beside a `TrainState` is
-            `batch.valid`. By default beside its parts every micro-batch of every rank counts the same, once, whatever
-            its number of backward passes.
+        state: the state within a batch.
+        weight: number of real units behind the mean: samples (`batch.valid`, the default) or valid tokens. 0 adds
+            nothing, if the loss's own gradient is finite: divide by tokens.clamp(min=1).
         same_units: whether an earlier backward of this micro-batch was over the same units; the losses are then added,
             and their weight counts once.
         retain_graph: as in torch.autograd.backward.
@@ -397,12 +346,12 @@ def backward(
             parameters or none, where this pass exchanges gradients.
 
     Returns:
-        The state, or the accumulation, with the weight added; None without either.
+        The state with the weight added.
 
     Raises:
         StepError: not a scalar loss with a gradient, or calls out of order.
-        ConfigError: a weight that is no number from 0, or a weight without an accumulation; a record in the place of
-            another; `create_graph` or `inputs` where ranks exchange or divide what they are about.
+        ConfigError: a weight that is no number from 0; no `TrainState`; `create_graph` or `inputs` where ranks exchange
+            or divide what they are about.
         PeerError: another rank was lost while gradients were exchanged.
 
     Examples:
@@ -411,56 +360,40 @@ def backward(
         True
     """
     began = perf_counter()
-    state = None
-    if isinstance(scaler, TrainState):
-        check_alone(accum, "backward")
-        weight = weight_of(scaler, weight, same_units=same_units)
-        state, scaler, accum = scaler, scaler.scaler, scaler.accum
-    ctx.comm.check_open()
-    graph = Graph(retain_graph, create_graph, inputs)
-    graph.check(ctx)
-    check_records(scaler, accum, "backward")
+    weight = weight_of(state, weight, same_units=same_units)
     if ctx.comm.closure is not None:
-        refuse_in_closure(ctx, scaler, accum)
+        refuse_in_closure(ctx)
+    graph = Graph(retain_graph, create_graph, inputs)
+    return after_backward(state, add_loss(ctx, loss, window_of(state), weight, graph, same_units=same_units), began)
+
+
+def add_loss(
+    ctx: DistContext,
+    loss: torch.Tensor,
+    window: StepWindow,
+    weight: float | torch.Tensor | None,
+    graph: Graph,
+    *,
+    same_units: bool,
+) -> Accumulation:
+    """Add the gradients of a loss times its weight to the parameters; return the window with the weight added."""
+    ctx.comm.check_open()
+    graph.check(ctx)
     check_loss(loss, "backward", "Take the mean over what `weight=` counts: loss.mean().")
     if loss.dtype in (torch.float16, torch.bfloat16):
         loss = loss.float()  # weight times scale does not fit into 16 bits
-    if accum is None:
-        if weight is not None:
-            raise ConfigError(
-                "a weight needs an accumulation",
-                expected="an Accumulation beside weight=",
-                got="weight alone",
-                where="backward",
-                fix="Pass accum, or leave weight out.",
-            )
-        _check_retained(ctx, retain_graph)
-        run_backward(ctx, loss, scaler.scale, graph)
-        return note_loss(ctx, None, None, loss)
-    check_scale(accum, scaler)
-    if accum.latest == accum.micro:  # a further pass of this batch, whose weight no later call would miss
-        mark_followed(ctx, accum if state is None else state, accum, _KEPT)
-    added, factor = weigh(ctx, scaler, accum, weight, same_units=same_units)
-    if retain_graph and accum.sync and ctx.world_size > 1:
+    accum = window.accum
+    check_scale(accum, window.scaler)
+    if accum.latest == accum.micro:  # a further pass of this batch: no later call would miss its weight
+        mark_followed(ctx, window, _KEPT)
+    added, factor = weigh(ctx, window.scaler, accum, weight, same_units=same_units)
+    if graph.retain and accum.sync and ctx.world_size > 1:
         # A further backward of this graph comes after the exchange, so ranks then hold gradients that differ.
         added = msgspec.structs.replace(added, retained=True)
     # First the message of weights, then backward: it arrives while gradients are computed.
     shared = start_sharing(ctx, added)
     run_backward(ctx, loss, factor, graph)
-    after = shared()
-    _ = note_loss(ctx, accum, after, loss)
-    return after if state is None else after_backward(state, after, began)
-
-
-def _check_retained(ctx: DistContext, retain_graph: bool) -> None:
-    if retain_graph and ctx.world_size > 1:
-        raise ConfigError(
-            "retain_graph needs an accumulation, which notes that gradients of a second backward follow",
-            expected="an Accumulation beside retain_graph=True",
-            got="retain_graph alone",
-            where="backward",
-            fix="Pass accum, or add the losses and call backward once.",
-        )
+    return with_loss(shared(), loss)
 
 
 def check_loss(loss: torch.Tensor, where: str, fix: str) -> None:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Division and clipping apart from `optimizer_step`, for scripts that read gradients before it.
+"""Division and clipping before `optimizer_step`, for scripts that read gradients.
 
-`optimizer_step` does both in its own passes; these functions make additional ones.
+`optimizer_step` does both in its passes; these functions make additional ones.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import overload
 
 import msgspec
 import torch
@@ -16,18 +15,17 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
-from accel.optim import Accumulation, clamp_, keep_losses, parameters_of, scale_, total_norm
+from accel.optim import Accumulation, clamp_, parameters_of, scale_, total_norm
 from accel.parallel._engines import engine_of
-from accel.precision._amp import LossScale
 from accel.tensors import local_parts
-from accel.training._train_state import TrainState, after_backward, ended_window
+from accel.training._train_state import TrainState, after_backward, carries_state, ended_window
 from accel.training._window import (
+    StepWindow,
     as_tensor,
-    check_alone,
     check_limit,
     check_norm_type,
     check_real,
-    checked_window,
+    check_window,
     division,
     mark_followed,
     shortening,
@@ -37,13 +35,13 @@ from accel.training._window import (
 )
 
 
+@carries_state(3, "norm = {}")
 @context_first
 def clip_grad_norm_(
     ctx: DistContext,
     parameters: Iterable[torch.Tensor],
     max_norm: float,
-    scaler: TrainState | LossScale,
-    accum: Accumulation | None = None,
+    state: TrainState,
     *,
     norm_type: float = 2.0,
 ) -> torch.Tensor:
@@ -57,7 +55,7 @@ def clip_grad_norm_(
         ctx: the context.
         parameters: all parameters that share the norm.
         max_norm: longest norm.
-        scaler, accum: as for `optimizer_step`.
+        state: as for `optimizer_step`.
         norm_type: p of the p-norm, above 0; inf for the largest absolute value.
 
     Returns:
@@ -69,16 +67,22 @@ def clip_grad_norm_(
 
     Reference: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", arXiv:1211.5063.
     """
+    return clip_norm(ctx, parameters, max_norm, ended_window(state, "accel.clip_grad_norm_"), norm_type)
+
+
+def clip_norm(
+    ctx: DistContext, parameters: Iterable[torch.Tensor], max_norm: float, window: StepWindow, norm_type: float
+) -> torch.Tensor:
+    """Shorten the gradients of a window in place to a norm, as `clip_grad_norm_`."""
     check_limit(max_norm, "max_norm=")
     check_norm_type(norm_type)
-    given, scaler, accum = _parts(scaler, accum, "accel.clip_grad_norm_")
-    window = checked_window(ctx, scaler, accum, given)
-    factor = division(ctx, window, total_weight(window))
+    check_window(ctx, window)
+    factor = division(ctx, window.accum, total_weight(window.accum))
     engine = engine_of(ctx)
     if engine is not None:
         return engine.clip_norm(ctx, list(parameters), max_norm, norm_type, factor)
     listed = list(parameters)
-    [grads] = window_gradients(ctx, window, listed)
+    [grads] = window_gradients(ctx, window.accum, listed)
     norm = whole_norm(ctx, grads, listed, norm_type) * factor
     if isinstance(norm, torch.Tensor):
         # Without reading the norm, so that the host does not wait; a norm that is not finite scales by 1.
@@ -88,13 +92,10 @@ def clip_grad_norm_(
     return as_tensor(norm, grads)
 
 
+@carries_state(3)
 @context_first
 def clip_grad_value_(
-    ctx: DistContext,
-    parameters: Iterable[torch.Tensor],
-    clip_value: float,
-    scaler: TrainState | LossScale,
-    accum: Accumulation | None = None,
+    ctx: DistContext, parameters: Iterable[torch.Tensor], clip_value: float, state: TrainState
 ) -> None:
     """Clamp every element of gradients to [-clip_value, clip_value], in place. No communication.
 
@@ -105,21 +106,25 @@ def clip_grad_value_(
         ctx: the context.
         parameters: replicated or sharded.
         clip_value: largest absolute value.
-        scaler, accum: as for `optimizer_step`.
+        state: as for `optimizer_step`.
 
     Raises:
         StepError: the window has not ended, or there are no gradients.
         ConfigError: clip_value is not above 0, or gradients are complex.
     """
+    clip_elements(ctx, parameters, clip_value, ended_window(state, "accel.clip_grad_value_"))
+
+
+def clip_elements(ctx: DistContext, parameters: Iterable[torch.Tensor], clip_value: float, window: StepWindow) -> None:
+    """Clamp the elements of a window's gradients in place, as `clip_grad_value_`."""
     check_limit(clip_value, "clip_value=")
-    given, scaler, accum = _parts(scaler, accum, "accel.clip_grad_value_")
-    window = checked_window(ctx, scaler, accum, given)
-    factor = division(ctx, window, total_weight(window))
+    check_window(ctx, window)
+    factor = division(ctx, window.accum, total_weight(window.accum))
     engine = engine_of(ctx)
     if engine is not None:
         engine.clip_value(ctx, list(parameters), clip_value, factor)
         return
-    [grads] = window_gradients(ctx, window, parameters)
+    [grads] = window_gradients(ctx, window.accum, parameters)
     check_real(grads, "clip_grad_value_")
     if not isinstance(factor, torch.Tensor) and factor == 0.0:
         return  # the window is empty, and all gradients are zero
@@ -132,47 +137,31 @@ def clip_grad_value_(
         clamp_(grads, bound)
 
 
-@overload
-def unscale_gradients(
-    ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], state: TrainState, /
-) -> TrainState: ...
-
-
-@overload
-def unscale_gradients(
-    ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], scaler: LossScale, accum: Accumulation
-) -> Accumulation: ...
-
-
+@carries_state(2, "accum = {}")
 @context_first
-def unscale_gradients(
-    ctx: DistContext,
-    optimizer: Optimizer | Sequence[Optimizer],
-    scaler: TrainState | LossScale,
-    accum: Accumulation | None = None,
-) -> TrainState | Accumulation:
+def unscale_gradients(ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], state: TrainState) -> TrainState:
     """Divide gradients by the window's weight and the loss scale now, to read them before `optimizer_step`.
 
     Args:
         ctx: the context.
         optimizer: all optimizers that take the step.
-        scaler, accum: as for `optimizer_step`.
+        state: as for `optimizer_step`.
 
     Returns:
-        The state or the window, with nothing left to divide. The step refuses other gradients than these.
+        The state with nothing left to divide. The step refuses other gradients than these.
 
     Raises:
         StepError: the window has not ended, or there are no gradients.
-        ConfigError: a loss scale without its accumulation.
+        ConfigError: the strategy of an engine.
     """
-    given, scaler, accum = _parts(scaler, accum, "accel.unscale_gradients")
-    if accum is None:
-        raise ConfigError(
-            "dividing gradients needs an accumulation, which notes it",
-            expected="a TrainState; or a LossScale, then an Accumulation",
-            got="a LossScale alone",
-            where="unscale_gradients",
-        )
+    window = ended_window(state, "accel.unscale_gradients")
+    divided = divide(ctx, optimizer, window)
+    mark_followed(ctx, window, "state = accel.unscale_gradients(ctx, optimizer, state)")
+    return after_backward(state, divided)
+
+
+def divide(ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], window: StepWindow) -> Accumulation:
+    """Divide the gradients of a window's optimizers; return the window with nothing left to divide."""
     if engine_of(ctx) is not None:
         raise ConfigError(
             "an engine divides its gradients within the step",
@@ -181,23 +170,10 @@ def unscale_gradients(
             where="unscale_gradients",
             fix="Leave the call out: clipping and the step divide what they need.",
         )
-    window = checked_window(ctx, scaler, accum, given)
+    check_window(ctx, window)
+    accum = window.accum
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    [grads] = window_gradients(ctx, window, parameters_of(optimizers))
-    scale_(grads, division(ctx, window, total_weight(window)))
+    [grads] = window_gradients(ctx, accum, parameters_of(optimizers))
+    scale_(grads, division(ctx, accum, total_weight(accum)))
     # Noted in the window: a step that divided once more would go unseen.
-    divided = keep_losses(window, msgspec.structs.replace(window, divided=len(grads), retained=False))
-    if not isinstance(given, TrainState):
-        return divided
-    mark_followed(ctx, given, accum, "state = accel.unscale_gradients(ctx, optimizer, state)")
-    return after_backward(given, divided)
-
-
-def _parts(
-    given: TrainState | LossScale, accum: Accumulation | None, call: str
-) -> tuple[TrainState | Accumulation | None, LossScale, Accumulation | None]:
-    """Return the record that the caller passed, and its loss scale and window."""
-    if not isinstance(given, TrainState):
-        return accum, given, accum
-    check_alone(accum, call)
-    return given, given.scaler, ended_window(given.accum, call)
+    return msgspec.structs.replace(accum, divided=len(grads), retained=False)

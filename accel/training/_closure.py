@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps with a closure: the optimizer evaluates the loss, as LBFGS does, and each evaluation is a window of its own."""
+"""Steps with a closure: the optimizer evaluates the loss, as LBFGS does, and each evaluation is a window."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from accel.tensors import is_dtensor
 from accel.training._backward import check_loss, on_device, own_weight, run_backward, start_sharing, weigh
 from accel.training._deferred import mark_deferred
 from accel.training._refused import check_overflow, check_settings, refuse_in_closure
-from accel.training._train_state import TrainState, after_backward, begun_window, is_begun
+from accel.training._train_state import TrainState, after_backward, begun_window, is_begun, window_of
 from accel.training._window import (
+    Policy,
+    StepWindow,
     clear_here,
     division,
     mark_followed,
-    note_loss,
     read_outcome,
     total_weight,
     whole_norm,
     window_gradients,
+    with_loss,
 )
 
 Closure = Callable[[], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
@@ -85,14 +87,13 @@ class _ClosureStep:
             loss, weight = found if isinstance(found, tuple) else (found, state.valid)
             check_loss(loss, _WHERE, "Return the mean loss, or the loss and its weight.")
             if any(each.grad is not None for each in parameters):
-                refuse_in_closure(ctx, state.scaler, state.accum)
+                refuse_in_closure(ctx)
             loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
             assert weight is not None  # of a batch that has begun
             added, factor = weigh(ctx, state.scaler, state.accum, weight, same_units=False)
             shared = start_sharing(ctx, added)
             run_backward(ctx, loss, factor)
-        self.window = shared()
-        _ = note_loss(ctx, state.accum, self.window, loss)
+        self.window = with_loss(shared(), loss)
         self._divide(parameters)
         return _mean(ctx, loss, weight)
 
@@ -105,7 +106,9 @@ class _ClosureStep:
             norm = whole_norm(ctx, grads, parameters, 2.0)
             figures = read_outcome([norm], weight)
             if not figures.finite:
-                check_overflow(ctx, self._state.scaler, self.window, [self._optimizer], apart=False)
+                check_overflow(
+                    ctx, StepWindow(self.window, self._state.scaler, self._state), [self._optimizer], independent=False
+                )
             weight = figures.weight
             self.norm = norm * division(ctx, self.window, weight)
         factor = division(ctx, self.window, weight)
@@ -128,7 +131,7 @@ def _mean(ctx: DistContext, loss: torch.Tensor, weight: float | torch.Tensor) ->
 
 
 def _checked(
-    ctx: DistContext, optimizers: list[Optimizer], state: TrainState, *, clips: bool, nonfinite: str
+    ctx: DistContext, optimizers: list[Optimizer], state: TrainState, *, clips: bool, policy: Policy
 ) -> Accumulation:
     """Return the window of a step with a closure; raise for what such a step does not support."""
     parameters = parameters_of(optimizers)
@@ -150,11 +153,11 @@ def _checked(
             where=_WHERE,
             fix=f'Before prepare: ctx = accel.replace(ctx, {mesh}strategy="ddp", precision="fp32")',
         )
-    if clips or nonfinite not in ("raise", "ignore"):
+    if clips or policy.defers or policy.reads != policy.raises:
         raise ConfigError(
             "the optimizer would see other gradients than those of the loss",
             expected='no max_norm= or max_value=, and nonfinite="raise" or "ignore"',
-            got="clipping" if clips else f"nonfinite={nonfinite!r}",
+            got="clipping" if clips else "a policy that may leave the step out",
             where=_WHERE,
             fix=f'Leave it out: {CLOSURE_LINE} To bound the steps of LBFGS: line_search_fn="strong_wolfe".',
         )
@@ -193,32 +196,24 @@ class ClosureOutcome(NamedTuple):
 def step_by_closure(
     ctx: DistContext,
     optimizers: list[Optimizer],
-    state: object,
+    state: TrainState,
     closure: Closure,
-    options: tuple[object, object, str],
+    *,
+    clips: bool,
+    policy: Policy,
 ) -> ClosureOutcome:
     """Let one optimizer evaluate a closure within its step. Mutates parameters; a collective.
 
-    `options`: `max_norm`, `max_value` and `nonfinite` of `optimizer_step`.
+    `clips`: whether `optimizer_step` is to clip, which is refused.
     """
-    max_norm, max_value, nonfinite = options
-    clips = max_norm is not None or max_value is not None
-    if not isinstance(state, TrainState):
-        raise ConfigError(
-            "a closure needs the whole state",
-            expected="a TrainState within a batch",
-            got=type(state).__name__,
-            where=_WHERE,
-            fix=CLOSURE_LINE,
-        )
     check_latest(state, "optimizer_step")
-    window = _checked(ctx, optimizers, state, clips=clips, nonfinite=nonfinite)
+    window = _checked(ctx, optimizers, state, clips=clips, policy=policy)
     if ctx.launched or ctx.position.opened:
         check_settings(ctx, window, optimizers)
     if ctx.comm.defers:
         mark_deferred(ctx, optimizers, defers=False)
-    taken = _ClosureStep(ctx, optimizers[0], state, closure, check_finite=nonfinite == "raise")
+    taken = _ClosureStep(ctx, optimizers[0], state, closure, check_finite=policy.reads)
     taken.step()
-    mark_followed(ctx, state, window, CLOSURE_LINE)
+    mark_followed(ctx, window_of(state), CLOSURE_LINE)
     norm = None if taken.norm is None else torch.as_tensor(taken.norm)
     return ClosureOutcome(after_backward(state, taken.window, taken.began), norm)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deferred steps: optimizers read on the device whether gradients are finite, and a later call on the host.
 
-The outcome is their `found_inf`, as torch.amp.GradScaler's, and is copied to the host beside the work that follows.
+The outcome is their `found_inf`, as torch.amp.GradScaler's, and is copied to the host during the work that follows.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from accel.context import DistContext
 from accel.errors import ConfigError, NonFiniteError
-from accel.optim import Carried, KeptNorms, parameters_of
+from accel.optim import Accumulation, KeptNorms, parameters_of
 from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
 from accel.training._refused import first_of_ranks
-from accel.training._window import Figures, blame, check_batches, judged, stacked
+from accel.training._window import Figures, blame, judged, stacked
 
 
 class Deferred:
-    """A step whose outcome the host has not read. Its context's handle holds `read` until then.
+    """A step with an outcome that the host has not read. The context's handle holds `read` until then.
 
     Attributes:
         found_inf: shape [], fp32: 1 where the optimizers leave the step out, else 0.
@@ -36,6 +36,12 @@ class Deferred:
         self.stepped: bool | None = None
         self._judge: Callable[[], None] | None = judge
 
+    def __deepcopy__(self, memo: object) -> Deferred:
+        return self  # copies of a state share the outcome, which is yet to be read
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _outcome, (self.stepped,)
+
     def read(self) -> None:
         """Wait for the outcome, and raise its error."""
         judge, self._judge = self._judge, None  # it holds tensors
@@ -45,17 +51,19 @@ class Deferred:
             self.stepped = True
 
 
+def _outcome(stepped: bool | None) -> bool | None:
+    return stepped
+
+
 def defer(
     ctx: DistContext,
     norms: Figures,
     weight: float | torch.Tensor,
-    carried: Carried | None,
     kept: KeptNorms,
     *,
     optimizers: Sequence[Optimizer],
-    step: int | None,
-    losses: float | torch.Tensor | None,
-    apart: bool,
+    accum: Accumulation,
+    independent: bool,
     note: Callable[[], object],
 ) -> Deferred:
     """Begin to copy the outcome of a step to the host. No wait for the device, no communication.
@@ -64,41 +72,34 @@ def defer(
         ctx: the context.
         norms: norms of the gradients.
         weight: the window's weight.
-        carried: figures that the norms carried.
         kept: norms of single gradients, which stay on the device unless the outcome is an error.
-        optimizers: optimizers of the step, whose parameters still have the gradients.
-        step: the run's steps before this one; None where nobody counts them.
-        losses: figure that is finite if the window's losses are.
-        apart: whether ranks may decide differently.
+        optimizers: optimizers of the step; their parameters still have gradients.
+        accum: the window of the step.
+        independent: whether ranks may decide differently.
         note: called once it is known that the step was taken.
     """
-    along = [] if carried is None else cast("list[torch.Tensor]", list(cast(Any, carried.sums).unbind()))
     if not isinstance(weight, torch.Tensor):
-        _ = judged([weight], 0)  # refused before the step
+        _ = judged([weight])  # refused before the step
     device = next((each.device for each in (*norms, weight) if isinstance(each, torch.Tensor)), ctx.device)
-    figures = stacked([*along, *norms, weight], device)
-    known = figures[len(along) :]
+    figures = stacked([*norms, weight], device)
     # a weight below 0 takes no step either
-    stays = (known.isfinite().all() & (known[-1] >= 0)).logical_not()
+    stays = (figures.isfinite().all() & (figures[-1] >= 0)).logical_not()
     read = _begin_copy(ctx, figures)
     places = [id(each.grad) for each in parameters_of(optimizers)]
 
     def judge() -> None:
-        outcome = judged(read(), len(along))
-        if carried is not None:
-            check_batches(ctx, carried, outcome.sums, step)
-        if not outcome.finite:
+        if not judged(read()).finite:
             bad = kept.nonfinite()
             at = next((at for at, place in enumerate(places) if place in bad), None)
-            named = first_of_ranks(ctx, optimizers, at, apart=apart)
-            raise _nonfinite(step, blame(ctx, losses, apart=apart), named)
+            named = first_of_ranks(ctx, optimizers, at, independent=independent)
+            raise _nonfinite(accum.updates, blame(ctx, accum.losses.seen, independent=independent), named)
         _ = note()
 
     return Deferred(stays.to(torch.float32), judge)
 
 
 def _begin_copy(ctx: DistContext, figures: torch.Tensor) -> Callable[[], list[float]]:
-    """Copy figures to the host while it goes on, where its memory can be pinned; return a function that waits."""
+    """Copy figures to the host in the background, where its memory can be pinned; return a function that waits."""
     streams = ctx.streams
     if not (streams.is_pinnable and streams.holds(figures)):
         return lambda: list(map(float, figures.cpu()))
@@ -114,9 +115,9 @@ def _begin_copy(ctx: DistContext, figures: torch.Tensor) -> Callable[[], list[fl
     return wait
 
 
-def _nonfinite(step: int | None, blamed: str, named: str) -> NonFiniteError:
+def _nonfinite(step: int, blamed: str, named: str) -> NonFiniteError:
     return NonFiniteError(
-        "a gradient is not finite" if step is None else f"a gradient of step {step} is not finite",
+        f"a gradient of step {step} is not finite",
         expected="finite gradients",
         got="inf or NaN" + blamed,
         where=named or "the norm of all gradients, optimizer_step, nonfinite='defer'",

@@ -94,7 +94,7 @@ class Stepped(Protocol):
 
 
 class Ema(nn.Module):
-    """The average of a model's weights over its steps, in a module of its own: an item of a checkpoint.
+    """The average of a model's weights over its steps, in a separate module: an item of a checkpoint.
 
     Sharded parameters have sharded averages; quantized weights, which do not train, have none. Floating-point averages
     are at least fp32: in bf16 a decay of 0.999 would leave them unchanged.
@@ -163,7 +163,7 @@ class Ema(nn.Module):
         pairs = self._pairs(model)
         refuse_replaced((live for _, live in pairs), "Ema.update_")
         with torch.no_grad():
-            # One kernel for all tensors of a kind; where dtypes differ, each needs a conversion of its own.
+            # One kernel for all tensors of a kind; where dtypes differ, each needs a conversion.
             same = [pair for pair in pairs if pair[0].dtype == pair[1].dtype and _averaged(pair[0])]
             for averages, live in _by_kind(same):
                 _torch._foreach_lerp_(averages, live, weight)
@@ -176,7 +176,7 @@ class Ema(nn.Module):
 
     @contextlib.contextmanager
     def applied_to(self, model: nn.Module) -> Generator[None]:
-        """Put the averaged weights into the model for the block; its own weights return at the end, also after an
+        """Put the averaged weights into the model for the block; the model's weights return at the end, also after an
         error.
 
         In the block, evaluate, generate, and save the averaged model by `save_model` or `get_state_dict`. Steps, saves

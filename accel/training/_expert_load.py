@@ -87,7 +87,7 @@ class ExpertLoad:
         experts: number of experts by pattern of the modules to count at, which are called with the experts of tokens,
             or return them: integers of shape [..., k]. With "model", the experts that `expert_plan` finds.
         speed: step of the bias, such as 0.001; None to count alone.
-        bias: name of the bias in the module of experts, or one beside it.
+        bias: name of the bias in the module of experts, or one next to it.
 
     Raises:
         PrepareError: no such modules; with `speed` none with a bias, one that trains, or one that moves already.
@@ -140,7 +140,7 @@ class ExpertLoad:
         ]
 
     def close(self) -> None:
-        """Remove the hooks from the model, whose biases another `ExpertLoad` may then move."""
+        """Remove the hooks from the model; another `ExpertLoad` may then move its biases."""
         for hook in self._hooks:
             hook.remove()
         for each in self._layers.values():
@@ -234,7 +234,7 @@ class ExpertLoad:
                 yield expert, self._row_hook(path, at)
 
     def _call_hook(self) -> Callable[..., None]:
-        """Return a hook for the module whose loop calls the experts of a list, perhaps none of them."""
+        """Return a hook for the module with the loop over a list of experts; it may call none of them."""
 
         def called(*_: object) -> None:
             self._calls += not self._is_skipped()

@@ -29,7 +29,6 @@ from accel.items._module import reshard
 from accel.metrics import running_metrics
 from accel.optim import parameters_of
 from accel.parallel._engines import engine_of
-from accel.parallel._later_batches import later_batches
 from accel.parallel._leftovers import clear_gradients, clear_parameters
 from accel.random import isolated_rng
 from accel.training._forward_backward import forward_backward
@@ -238,12 +237,10 @@ def rewound(ctx: DistContext, model: nn.Module, optimizers: Sequence[Optimizer])
         with isolated_rng(ctx.device), replaced(stepped, "find_lr", "accel.schedules.find_lr", steps=True):
             yield
     finally:
-        # An error may have left shards gathered, gradients of half a window, and figures of its batches.
+        # An error may have left shards gathered, and gradients of half a window.
         reshard(model)
         clear_gradients(model)
         clear_parameters(parameters_of(every))
-        if (later := later_batches(ctx)) is not None:
-            later.clear()
         with torch.no_grad():
             for restore in restores:
                 _ = restore()
@@ -304,7 +301,7 @@ def _optimizer(optimizer: Optimizer) -> Restore:
 
 
 def _kept(value: Any) -> Restore:
-    """Keep the content of a tensor, or of a container and all in it; the parameters of a group apart."""
+    """Keep the content of a tensor, or of a container and all in it, without the parameters of a group."""
     if isinstance(value, torch.Tensor):
         return _kept_tensor(value)
     if isinstance(value, dict):

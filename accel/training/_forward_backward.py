@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 import torch
@@ -20,7 +19,7 @@ from accel.optim import Accumulation, check_scale
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import micro_batches_of
 from accel.parallel._modules import unwrap_model
-from accel.parallel._sync import exchanging, no_sync
+from accel.parallel._sync import no_sync
 from accel.parallel.axes.pipeline import (
     MicroBatch,
     Pipeline,
@@ -34,13 +33,14 @@ from accel.parallel.axes.pipeline import (
 )
 from accel.precision._amp import LossScale, autocast, matmul_precision
 from accel.storage import dtype_name
-from accel.training._backward import accumulate, on_device, own_weight, run_backward, start_sharing, weigh
+from accel.training._backward import on_device, own_weight, run_backward, start_sharing, weigh, window_block
 from accel.training._loss_sums import LossFn, LossProbe, LossSums
-from accel.training._train_state import TrainState, after_backward, weight_of
-from accel.training._window import check_records, mark_followed, note_loss
+from accel.training._train_state import TrainState, after_backward, carries_state, weight_of, window_of
+from accel.training._window import StepWindow, mark_followed, with_loss
 
 
-@overload
+@carries_state(2, "loss, accum = {}")
+@context_first
 def forward_backward(
     ctx: DistContext,
     model: nn.Module,
@@ -51,50 +51,7 @@ def forward_backward(
     loss_fn: LossFn,
     targets: Any = None,
     weight: float | torch.Tensor | None = None,
-) -> tuple[torch.Tensor, TrainState]: ...
-
-
-@overload
-def forward_backward(
-    ctx: DistContext,
-    model: nn.Module,
-    scaler: LossScale,
-    accum: Accumulation,
-    inputs: Any,
-    /,
-    *,
-    loss_fn: LossFn,
-    targets: Any = None,
-    weight: float | torch.Tensor,
-) -> tuple[torch.Tensor, Accumulation]: ...
-
-
-@overload
-def forward_backward(
-    ctx: DistContext,
-    model: nn.Module,
-    scaler: LossScale,
-    accum: None,
-    inputs: Any,
-    /,
-    *,
-    loss_fn: LossFn,
-    targets: Any = None,
-    weight: float | torch.Tensor,
-) -> tuple[torch.Tensor, None]: ...
-
-
-@context_first
-def forward_backward(
-    ctx: DistContext,
-    model: nn.Module,
-    state: TrainState | LossScale,
-    /,
-    *rest: Any,
-    loss_fn: LossFn,
-    targets: Any = None,
-    weight: float | torch.Tensor | None = None,
-) -> tuple[torch.Tensor, TrainState | Accumulation | None]:
+) -> tuple[torch.Tensor, TrainState]:
     """Run forward and backward of a batch in micro-batches, and add the gradients. A collective along the pipeline.
 
     On a mesh with `pp` the micro-batches run through the stages by the plan's schedule; elsewhere they run one after
@@ -103,9 +60,9 @@ def forward_backward(
 
     Args:
         ctx: the context.
-        model: from `prepare` or `prepare_model`, whose plan has the number of micro-batches.
-        state: a `TrainState` within a batch; or a loss scale, followed by an accumulation or None.
-        rest: the inputs: a tensor; a tuple of the model's arguments; or a mapping of keyword arguments. Tensors have
+        model: from `prepare` or `prepare_model`; its plan has the number of micro-batches.
+        state: the state within a batch.
+        inputs: a tensor; a tuple of the model's arguments; or a mapping of keyword arguments. Tensors have
             the batch in dimension 0; those of one row, and other values, go to every micro-batch. Behind the first
             stage of a pipeline hidden states take the place of the first input, which is a tensor; a forward with an
             argument `inputs_embeds` takes them there. All ranks along `pp` pass the same batch.
@@ -113,17 +70,16 @@ def forward_backward(
             micro-batch's real units, shape []. Its first call is preceded by two on the halves of that micro-batch,
             without gradient, which distinguish a sum from a mean.
         targets: tensors with the batch in dimension 0, split as the inputs are.
-        weight: number of real units in the whole batch, as for `backward`. Left out beside a `TrainState`, it is
-            `batch.valid`.
+        weight: number of real units in the batch, as for `backward`; by default `batch.valid`.
 
     Returns:
-        The mean loss of this rank's batch, detached, shape [], the same on all ranks along `pp`; and the next state or
-        accumulation, to be kept.
+        The mean loss of this rank's batch, detached, shape [], the same on all ranks along `pp`; and the next state, to
+        be kept.
 
     Raises:
         StageError: a stage failed, with its number, micro-batch and rank; or the model is no chain of modules.
         StepError: the loss is not a scalar with a gradient, or a mean, or calls are out of order.
-        ConfigError: no weight beside a loss scale, or one that is no number from 0; an engine's strategy.
+        ConfigError: a weight that is no number from 0; no `TrainState`; an engine's strategy.
         DataError: inputs without rows, or with different numbers of rows.
         PeerError: another rank was lost.
 
@@ -136,41 +92,21 @@ def forward_backward(
 
     Reference: Huang et al. 2019, GPipe, arXiv:1811.06965; torch.distributed.pipelining.
     """
-    if isinstance(state, TrainState):
-        [inputs] = _positional(rest, "inputs")
-        weight = weight_of(state, weight, same_units=False)
-        loss, window = _run(ctx, model, state, state.scaler, state.accum, inputs, targets, loss_fn, weight)
-        assert window is not None
-        return loss, after_backward(state, window)
-    accum, inputs = _positional(rest, "accum, inputs")
-    check_records(state, accum, "forward_backward")
-    return _run(ctx, model, accum, state, accum, inputs, targets, loss_fn, weight)
+    weight = weight_of(state, weight, same_units=False)
+    loss, accum = run_batch(ctx, model, window_of(state), inputs, targets, loss_fn, weight)
+    return loss, after_backward(state, accum)
 
 
-def _positional(rest: tuple[Any, ...], names: str) -> tuple[Any, ...]:
-    expected = names.count(",") + 1
-    if len(rest) != expected:
-        raise ConfigError(
-            "other arguments than the state asks for",
-            expected=f"{names} behind it",
-            got=f"{len(rest)} arguments",
-            where="forward_backward",
-            fix="Pass a TrainState and the inputs; or a LossScale, an Accumulation or None, and the inputs.",
-        )
-    return rest
-
-
-def _run(
+def run_batch(
     ctx: DistContext,
     model: nn.Module,
-    given: TrainState | Accumulation | None,
-    scaler: LossScale,
-    accum: Accumulation | None,
+    window: StepWindow,
     inputs: Any,
     targets: Any,
     loss_fn: LossFn,
     weight: float | torch.Tensor | None,
-) -> tuple[torch.Tensor, Accumulation | None]:
+) -> tuple[torch.Tensor, Accumulation]:
+    """Run forward and backward of a batch, as `forward_backward`; return the loss and the window with its weight."""
     ctx.comm.check_open()
     if engine_of(ctx) is not None:
         raise ConfigError(
@@ -192,37 +128,24 @@ def _run(
     has_loss = pipeline is None or pipeline.last_rank == pipeline.comm.rank
     equal = pipeline is not None
     micro = split_batch(inputs, targets, count, equal=equal, containers=ctx.containers, has_loss=has_loss)
-    added, block = _begin(ctx, model, given, scaler, accum, weight)
+    accum, scaler = window.accum, window.scaler
+    check_scale(accum, scaler)
+    if accum.latest == accum.micro:
+        mark_followed(ctx, window, "loss, state = accel.forward_backward(ctx, model, state, ...)")
+    added, _ = weigh(ctx, scaler, accum, weight, same_units=False)
+    block = window_block(ctx, accum, [model])
     probe = LossProbe(ctx, unwrap_model(model), loss_fn, known, count)
-    sums = LossSums(ctx, loss_fn, _factor(known, scaler, known if added is None else added.unit), probe)
-    # Sent now, waited for at the end: the weights of ranks travel beside the micro-batches.
-    shared = None if added is None else start_sharing(ctx, added)
+    sums = LossSums(ctx, loss_fn, _factor(known, scaler, added.unit), probe)
+    # Sent now, waited for at the end: the weights of ranks are sent during the micro-batches.
+    shared = start_sharing(ctx, added)
     with block, matmul_precision(ctx):
         if pipeline is None:
-            _run_here(ctx, model, micro, sums, holds=accum is None or accum.sync or accum.sync_each_batch)
+            _run_here(ctx, model, micro, sums, holds=accum.sync or accum.sync_each_batch)
         else:
             whole = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
             _run_stages(ctx, unwrap_model(model), pipeline, micro, sums, accum, whole)
     mean = _mean(ctx, pipeline, sums.found, known)
-    return mean, note_loss(ctx, accum, None if shared is None else shared(), mean)
-
-
-def _begin(
-    ctx: DistContext,
-    model: nn.Module,
-    given: TrainState | Accumulation | None,
-    scaler: LossScale,
-    accum: Accumulation | None,
-    weight: float | torch.Tensor,
-) -> tuple[Accumulation | None, AbstractContextManager[None]]:
-    """The window with the batch's weight, and the block that exchanges gradients or holds them back."""
-    if accum is None:
-        return None, exchanging(ctx, model)
-    check_scale(accum, scaler)
-    if accum.latest == accum.micro:
-        mark_followed(ctx, given, accum, "loss, state = accel.forward_backward(ctx, model, state, ...)")
-    added, _ = weigh(ctx, scaler, accum, weight, same_units=False)
-    return added, accumulate(ctx, accum, model)
+    return mean, with_loss(shared(), mean)
 
 
 def _factor(known: float | torch.Tensor, scaler: LossScale, unit: float | torch.Tensor) -> float | torch.Tensor:
@@ -235,7 +158,7 @@ def _factor(known: float | torch.Tensor, scaler: LossScale, unit: float | torch.
 def _run_here(ctx: DistContext, model: nn.Module, micro: Sequence[MicroBatch], sums: LossSums, *, holds: bool) -> None:
     """Run micro-batches of a model without a pipeline in turn; with `holds`, only the last exchanges gradients."""
     for at, each in enumerate(micro):
-        # One exchange a batch; with the whole call held back, the block around it decides.
+        # One exchange a batch; if the call is held back, the block around it decides.
         held = holds and at + 1 < len(micro)
         with no_sync(ctx, model) if held else contextlib.nullcontext():
             with autocast(ctx):
@@ -249,17 +172,15 @@ def _run_stages(
     pipeline: Pipeline,
     micro: Sequence[MicroBatch],
     sums: LossSums,
-    accum: Accumulation | None,
+    accum: Accumulation,
     whole: Mapping[str, Any],
 ) -> None:
     """Run micro-batches through the stages; where the window ends, sum the gradients of tied parameters."""
-    ends = accum is None or accum.sync
-    again = accum is not None and accum.latest == accum.micro
     # Tied gradients that an earlier pass of this batch has summed over stages must not be summed again.
-    before = take_summed(model, pipeline.ties) if ends and again else {}
+    before = take_summed(model, pipeline.ties) if accum.sync and accum.latest == accum.micro else {}
     work = Work(micro, sums.scaled, lambda: autocast(ctx), ctx.containers, whole=whole)
     _ = pipeline.run(ctx, model, work, trains=True)
-    if ends:
+    if accum.sync:
         sum_tied_gradients(model, pipeline.ties, before, may_be_unused=pipeline.may_be_unused)
 
 

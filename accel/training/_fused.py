@@ -16,18 +16,16 @@ from accel.optim import first_nonfinite, gradients, parameters_of, step_of, take
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import name_of
 from accel.parallel._leftovers import drop_unused
-from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
-from accel.training._backward import backward
+from accel.training._backward import check_loss, run_backward
 from accel.training._refused import cannot_step
+from accel.training._window import POLICIES
 
-_POLICIES = Literal["raise", "ignore"]
+_NonFinite = Literal["raise", "ignore"]
 
 
 @context_first
-def fused_step(
-    ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, nonfinite: Literal["raise", "ignore"] = "raise"
-) -> None:
+def fused_step(ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, nonfinite: _NonFinite = "raise") -> None:
     """Run backward and step in one, with one gradient in memory at a time. Mutates parameters.
 
     It takes the place of `backward` and `optimizer_step` in a loop with a step after every backward, on one rank or for
@@ -55,8 +53,8 @@ def fused_step(
     """
     groups = _checked(ctx, optimizer)
     refuse_replaced(parameters_of([optimizer]), "accel.training.fused_step")
-    check_choice(nonfinite, get_args(_POLICIES), "unknown policy", where="nonfinite=")
-    looks = nonfinite == "raise"
+    check_choice(nonfinite, get_args(_NonFinite), "unknown policy", where="nonfinite=")
+    looks = POLICIES[nonfinite].reads
     call = Call("fused_step", ordered=False)
     if looks:
         with agreed(ctx.comm, call):
@@ -91,7 +89,8 @@ def fused_step(
         if parameter.requires_grad
     ]
     try:
-        backward(ctx, loss, LossScale())
+        check_loss(loss, "fused_step", "Take the mean over the batch: loss.mean().")
+        run_backward(ctx, loss, 1.0)
     finally:
         for handle in handles:
             handle.remove()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of losses of micro-batches from the user's function, and a look at whether it is a mean."""
+"""Sums of losses of micro-batches from the user's function, and a check that it returns no mean."""
 
 from __future__ import annotations
 

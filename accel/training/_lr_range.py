@@ -16,7 +16,7 @@ from accel.terminal import show_table
 _TIMES = 3.0  # a smoothed loss that has risen by so many times the larger of the lowest loss and the fall diverges
 _SMOOTHED = 0.9  # share of the past in the average that is watched
 _PARTS = 16  # half of a smoothing window is this part of the test
-_SLOPES = 8  # that of the lines whose slopes are compared: a slope is noisier than an average
+_SLOPES = 8  # of the lines with compared slopes: a slope is noisier than an average
 _START = 5  # the losses before any fall are at least this part of the test
 _NOISES = 2.5  # a fall of fewer standard errors is none
 _FEWEST = 5  # losses with a deviation to speak of

@@ -62,10 +62,10 @@ def check_narrow(ctx: DistContext, optimizers: Sequence[Optimizer], models: Sequ
             fix=f"{fix}.",
         )
     if ctx.precision.params != "bf16":
-        told = [each for each in stepped if ctx.comm.marks.find(each, "narrow") is not None]
+        reported = [each for each in stepped if ctx.comm.marks.find(each, "narrow") is not None]
         for each in stepped:
             ctx.comm.marks.put(each, "narrow")
-        if ctx.is_main_process and len(told) < len(stepped):
+        if ctx.is_main_process and len(reported) < len(stepped):
             logging.getLogger("accel.training").warning(
                 "the optimizer steps %d parameters in bfloat16, such as %s: steps below 1/256 of a weight are lost. "
                 'For float32 weights: %s. If 16 bits are meant: ctx = accel.replace(ctx, precision="pure-bf16").',

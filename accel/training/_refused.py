@@ -20,10 +20,9 @@ from accel.optim import CLOSURE_LINE, Accumulation, first_nonfinite, parameters_
 from accel.parallel._engines import ENGINES
 from accel.parallel._labels import name_of, runs_without_autocast
 from accel.parallel.axes.context import check_context_used
-from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor, split_dims
 from accel.topology import AXIS_NAMES, SHARED_DIMS
-from accel.training._window import blame, seen_losses
+from accel.training._window import StepWindow, blame
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 _BY_PREPARE = ("plan", "compile")
 
 
-def check_settings(ctx: DistContext, accum: Accumulation | None, optimizers: Sequence[Optimizer]) -> None:
+def check_settings(ctx: DistContext, accum: Accumulation, optimizers: Sequence[Optimizer]) -> None:
     """Raise `ConfigError` if a setting of the launcher, or an axis cp, has no effect on a step. No communication."""
     if "accumulation" in ctx.launched:
         _check_accumulation(ctx, accum)
@@ -54,18 +53,17 @@ def check_settings(ctx: DistContext, accum: Accumulation | None, optimizers: Seq
     check_context_used(ctx)
 
 
-def _check_accumulation(ctx: DistContext, accum: Accumulation | None) -> None:
-    steps = 1 if accum is None else accum.steps
-    if steps == ctx.accumulation:
+def _check_accumulation(ctx: DistContext, accum: Accumulation) -> None:
+    if accum.steps == ctx.accumulation:
         return
     raise ConfigError(
         "the accumulation of this run has no effect",
         expected=f"accumulation={ctx.accumulation} ({ctx.launched['accumulation']})",
-        got=f"a step of {steps}" + (", without an Accumulation" if accum is None else ""),
+        got=f"a step of {accum.steps}",
         where="optimizer_step",
         fix="Take the setting: accel.train_state(ctx), whose number accel.resume keeps; or, without a state,"
         " accel.Accumulation(ctx.accumulation). For a loop that is to have its own: ctx = accel.replace(ctx,"
-        f" accumulation={steps}).",
+        f" accumulation={accum.steps}).",
     )
 
 
@@ -111,19 +109,18 @@ def _split_along(parameter: DTensor) -> Iterator[str]:
 _MOST_OVERFLOWS = 64  # in a row; halving that often takes any scale below what a float32 gradient can hold
 
 
-def check_overflow(
-    ctx: DistContext, scaler: LossScale, accum: Accumulation | None, optimizers: list[Optimizer], *, apart: bool
-) -> None:
+def check_overflow(ctx: DistContext, window: StepWindow, optimizers: list[Optimizer], *, independent: bool) -> None:
     """Raise `NonFiniteError` for inf or NaN that no dynamic loss scale explains. A collective if some are sharded.
 
-    It names the first such parameter, and the ranks whose loss was not finite.
+    It names the first such parameter, and the ranks with a loss that was not finite.
     """
+    scaler, accum = window.scaler, window.accum
     if scaler.dynamic and scaler.overflows < _MOST_OVERFLOWS:
         return
     raise NonFiniteError(
-        "a gradient is not finite" if accum is None else f"a gradient of step {accum.updates} is not finite",
+        f"a gradient of step {accum.updates} is not finite",
         expected="finite gradients" if not scaler.dynamic else f"a finite step within {_MOST_OVERFLOWS}",
-        got="inf or NaN" + blame(ctx, seen_losses(ctx, accum), apart=apart),
+        got="inf or NaN" + blame(ctx, accum.losses.seen, independent=independent),
         where=_first_nonfinite(ctx, optimizers),
         fix="Lower the learning rate, clip with max_norm=, divide means by a count of at least 1 where a micro-batch"
         " may hold no unit, or pass nonfinite='skip' to leave such steps out.",
@@ -140,23 +137,24 @@ def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
     own = "" if at == len(parameters) else f"{list(_names(optimizers))[at]}, shape {list(parameters[at].shape)}"
     group = group_of(ctx, "pp")
     if group is not None:  # stages have parameters of their own
-        told = exchange_values(adopt(group, ctx.device), Call("optimizer_step", ordered=False), own, str)
-        own = next(filter(None, told), "")
+        names = exchange_values(adopt(group, ctx.device), Call("optimizer_step", ordered=False), own, str)
+        own = next(filter(None, names), "")
     return own or "the norm of all gradients, each finite by itself"
 
 
-def first_of_ranks(ctx: DistContext, optimizers: Sequence[Optimizer], at: int | None, *, apart: bool) -> str:
+def first_of_ranks(ctx: DistContext, optimizers: Sequence[Optimizer], at: int | None, *, independent: bool) -> str:
     """Name the first of the parameters that ranks have found, each by its index; nothing if none has.
 
-    One that asks alone waits a second for the others; with `apart` it asks nobody.
+    A rank that calls this alone waits a second for the others; an `independent` one does not ask them.
     """
     own = ""
     if at is not None:
         shape = list(parameters_of(optimizers)[at].shape)
         own = f"{ctx.axis('pp').rank} {at} {list(_names(optimizers))[at]}, shape {shape}"
-    told = {ctx.rank: own} if apart else notes_of_ranks(ctx.comm, "parameters", own)
+    by_rank = {ctx.rank: own} if independent else notes_of_ranks(ctx.comm, "parameters", own)
     found = [
-        (int(stage), int(place), name) for stage, place, name in (each.split(" ", 2) for each in told.values() if each)
+        (int(stage), int(place), name)
+        for stage, place, name in (each.split(" ", 2) for each in by_rank.values() if each)
     ]
     return min(found)[2] if found else ""
 
@@ -189,8 +187,8 @@ def cannot_step(found: object, kind: type, where: str) -> ConfigError:
     return ConfigError("cannot be stepped", expected=f"a torch {kind.__name__}", got=type(found).__name__, where=where)
 
 
-def refuse_in_closure(ctx: DistContext, scaler: LossScale, accum: Accumulation | None) -> None:
-    """Raise `StepError` for a backward within a closure that would leave gradients undivided, or scaled."""
+def refuse_in_closure(ctx: DistContext) -> None:
+    """Raise `StepError` for a backward within a closure, which would leave gradients undivided, or scaled."""
     if ctx.comm.closure == "closure=":
         raise StepError(
             "the closure calls backward, which optimizer_step does itself",
@@ -199,14 +197,13 @@ def refuse_in_closure(ctx: DistContext, scaler: LossScale, accum: Accumulation |
             where="optimizer_step, closure=",
             fix="Leave backward and zero_grad out of it, and return the loss: `return loss`, or `return loss, weight`.",
         )
-    if accum is not None or scaler.scale != 1.0:
-        raise StepError(
-            "the optimizer would step with gradients that nothing has divided",
-            expected="a closure that returns the loss and calls no backward",
-            got="accel.backward in the closure of optimizer.step",
-            where="backward",
-            fix=CLOSURE_LINE,
-        )
+    raise StepError(
+        "the optimizer would step with gradients that nothing has divided",
+        expected="a closure that returns the loss and calls no backward",
+        got="accel.backward in the closure of optimizer.step",
+        where="backward",
+        fix=CLOSURE_LINE,
+    )
 
 
 def warn_unstorable(optimizer: Optimizer) -> None:

@@ -7,7 +7,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, get_args, overload
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -17,29 +17,27 @@ from accel import xla
 from accel.comm import refuse_replaced
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
-from accel.errors._checks import check_choice
 from accel.optim import Accumulation, KeptNorms, begun_here, clamp_, parameters_of, scale_
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
-from accel.parallel._labels import decide_apart
+from accel.parallel._labels import decide_independently
 from accel.precision._amp import LossScale
 from accel.training._closure import Closure, step_by_closure
 from accel.training._deferred import Deferred, check_deferrable, defer, give_found_inf, mark_deferred
 from accel.training._refused import cannot_step, check_overflow, check_settings, warn_unstorable
-from accel.training._train_state import TrainState, after_step, ended_window
+from accel.training._train_state import TrainState, after_step, carries_state, ended_window, window_of
 from accel.training._window import (
+    Policy,
+    StepWindow,
     as_tensor,
-    carried_batches,
-    check_alone,
-    check_batches,
     check_limits,
     check_real,
-    checked_window,
+    check_window,
     clear_here,
     division,
     in_format_of,
+    policy_of,
     read_outcome,
     refuse_leftovers,
-    seen_losses,
     shortening,
     steps_of,
     times,
@@ -55,12 +53,13 @@ def step_here(
     window: Accumulation,
     weight: float | torch.Tensor,
     request: StepRequest,
-    deferring: Callable[..., Deferred] | None = None,
+    policy: Policy,
+    deferring: Callable[..., Deferred],
 ) -> tuple[EngineOutcome, Deferred | None]:
     """Divide, clip, step and clear the gradients. A collective if some are sharded.
 
     Gradients and parameters do not change if the window is empty, or if a checked gradient is not finite. `deferring`
-    takes the norms, the weight, what norms carried and norms of single gradients, in place of the check.
+    begins to read the norms, the weight and norms of single gradients, where the policy defers that.
     """
     # All refusals come before the first write: a rank that raises leaves parameters and gradients as they were.
     parts = _parts(ctx, optimizers, window, joint=request.joint)
@@ -70,25 +69,22 @@ def step_here(
     every = parameters_of(optimizers)
     norms: list[float | torch.Tensor] = []
     factor = request.factor
-    looks = request.check_finite or deferring is not None
-    carried = carried_batches(ctx, read=looks)
-    kept = None if deferring is None else KeptNorms()
+    looks = policy.reads or policy.defers
+    kept = KeptNorms() if policy.defers else None
     if looks or clips:
-        norms = [whole_norm(ctx, part, every, request.norm_type, carried, kept) for part in parts]
+        norms = [whole_norm(ctx, part, every, request.norm_type, kept) for part in parts]
     if not looks:  # else the host reads the norms as they are
         norms = in_format_of(parts, norms)
-    if request.check_finite:
+    if policy.reads:
         # The step's wait for the device. Ranks decide alike: gradients or the norms of shards, and the weight, are
         # equal on all.
-        found = read_outcome(norms, weight, carried)
-        if carried is not None:
-            check_batches(ctx, carried, found.sums, request.step)
+        found = read_outcome(norms, weight)
         if found.empty or not found.finite:
             return EngineOutcome(stepped=False, finite=found.finite, grad_norm=None), None
         # known on the host now, so that the device has nothing left to divide
         factor = division(ctx, window, found.weight)
         norms = norms if factor == 1.0 and not clips else [*found.norms]
-    deferred = None if deferring is None else deferring(norms, weight, carried, kept)
+    deferred = deferring(norms, weight, kept) if policy.defers else None
     # The norm of the divided gradients, without a pass over them: division and clipping share one multiply.
     norms = [times(norm, factor) for norm in norms]
     _apply(parts, factor, request, norms)
@@ -111,7 +107,7 @@ def step_by(
     request: StepRequest,
 ) -> EngineOutcome:
     """Let an engine step, unless the window is known to be empty."""
-    # An engine has its own norm, so the weight alone is read.
+    # An engine computes its norm itself, so only the weight is read.
     if request.check_finite and read_outcome([], weight).empty:
         return EngineOutcome(stepped=False, finite=True, grad_norm=None)
     return engine.step(ctx, optimizers, request)
@@ -152,7 +148,7 @@ def _apply(
     """Divide and clip, in one pass over the gradients that share a norm."""
     for at, part in enumerate(parts):
         if not part:
-            continue  # an optimizer none of whose parameters took part
+            continue  # no parameter of this optimizer took part
         factor, limit = division_factor, request.max_norms[at]
         if limit is not None:
             factor = times(shortening(norms[at], limit), factor)
@@ -172,83 +168,43 @@ def _joined(norms: list[float | torch.Tensor], parts: list[list[torch.Tensor]], 
     return torch.stack([as_tensor(norm, part, device) for norm, part in zip(norms, parts, strict=True)])
 
 
-A = TypeVar("A")
 T = TypeVar("T")
 NonFinite = Literal["raise", "skip", "ignore", "defer"]
 MaxNorm = float | Sequence[float | None] | None
 
-_POLICIES = get_args(NonFinite)
+
+class StepOptions(NamedTuple):
+    """Options of `optimizer_step`, by its names."""
+
+    scheduler: LRScheduler | Sequence[LRScheduler] | None
+    max_norm: MaxNorm
+    norm_type: float
+    max_value: float | None
+    nonfinite: NonFinite
 
 
-class StepResult(NamedTuple, Generic[A]):
-    """Outcome of `optimizer_step`, and the records to go on with.
+class StepTaken(NamedTuple):
+    """Outcome of an optimizer step.
 
     Attributes:
-        stepped: whether parameters were changed; None under `nonfinite="defer"`, where the host does not know.
-        accum: the accumulation, between two windows; None if none was passed.
+        stepped: whether parameters were changed, or the deferred step that will know it.
+        accum: the accumulation, between two windows.
         scaler: the loss scale for the next window.
-        grad_norm: norm of the gradients of all ranks before clipping, shape [], or [optimizers] where `max_norm` was a
-            list; None if no limit or check needed it.
+        grad_norm: norm of the gradients before clipping; None if no limit or check needed it.
     """
 
-    stepped: bool | None
-    accum: A
+    stepped: bool | Deferred
+    accum: Accumulation
     scaler: LossScale
     grad_norm: torch.Tensor | None
 
 
-@overload
-def optimizer_step(
-    ctx: DistContext,
-    optimizer: Optimizer | Sequence[Optimizer],
-    state: TrainState,
-    /,
-    *,
-    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-    max_norm: MaxNorm = None,
-    norm_type: float = 2.0,
-    max_value: float | None = None,
-    nonfinite: NonFinite = "raise",
-    closure: Closure | None = None,
-) -> TrainState: ...
-
-
-@overload
-def optimizer_step(
-    ctx: DistContext,
-    optimizer: Optimizer | Sequence[Optimizer],
-    scaler: LossScale,
-    accum: None = None,
-    *,
-    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-    max_norm: MaxNorm = None,
-    norm_type: float = 2.0,
-    max_value: float | None = None,
-    nonfinite: NonFinite = "raise",
-) -> StepResult[None]: ...
-
-
-@overload
-def optimizer_step(
-    ctx: DistContext,
-    optimizer: Optimizer | Sequence[Optimizer],
-    scaler: LossScale,
-    accum: Accumulation,
-    *,
-    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-    max_norm: MaxNorm = None,
-    norm_type: float = 2.0,
-    max_value: float | None = None,
-    nonfinite: NonFinite = "raise",
-) -> StepResult[Accumulation]: ...
-
-
+@carries_state(2, "step = {}")
 @context_first
 def optimizer_step(
     ctx: DistContext,
     optimizer: Optimizer | Sequence[Optimizer],
-    scaler: TrainState | LossScale,
-    accum: Accumulation | None = None,
+    state: TrainState,
     *,
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     max_norm: MaxNorm = None,
@@ -256,11 +212,8 @@ def optimizer_step(
     max_value: float | None = None,
     nonfinite: NonFinite = "raise",
     closure: Closure | None = None,
-) -> TrainState | StepResult[Accumulation] | StepResult[None]:
+) -> TrainState:
     """Divide, check, clip, step, and clear the gradients. Mutates parameters; a collective if gradients are sharded.
-
-    `optimizer_step(ctx, optimizer, state)` takes and returns the `TrainState`; by its parts it takes the loss scale and
-    the accumulation, and returns them in a `StepResult`.
 
     The gradients of the window are divided by its weight over ranks and micro-batches and by the loss scale, in one
     pass together with clipping. A skipped step changes no parameter, scheduler or optimizer state.
@@ -268,9 +221,7 @@ def optimizer_step(
     Args:
         ctx: the context.
         optimizer: an optimizer, or several that take this step together, with one norm and one decision.
-        scaler: a `TrainState` whose window has ended, or, with a closure, one from `state.next(batch)`; or the loss
-            scale that `backward` used.
-        accum: beside a loss scale, the window that has ended; None if `backward` had none.
+        state: a state at the end of a window; with a closure, one from `state.next(batch)`.
         scheduler: scheduler or schedulers, stepped once after the optimizer, on any number of ranks.
         max_norm: largest norm of the gradients. A number is for all optimizers together, a list has one for each. None
             does not clip.
@@ -286,7 +237,7 @@ def optimizer_step(
             gets the mean loss over all ranks. It takes the place of `backward`.
 
     Returns:
-        The next state, with `stepped` and `grad_norm`; for the parts, a `StepResult`.
+        The next state, with `stepped` and `grad_norm`.
 
     Raises:
         StepError: calls out of order, a parameter took no part in the loss, held a gradient before the window began, or
@@ -304,93 +255,111 @@ def optimizer_step(
         >>> state.updates, state.stepped
         (1, True)
     """
-    ctx.comm.settle()
-    optimizers = listed(optimizer, Optimizer, "optimizer_step, optimizer", evaluates=closure is not None)
-    state = None
-    if isinstance(scaler, TrainState):
-        check_alone(accum, "optimizer_step")
-        state, scaler = scaler, scaler.scaler
-        if closure is None:
-            accum = ended_window(state.accum, "accel.optimizer_step")
-    schedulers = [] if scheduler is None else listed(scheduler, LRScheduler, "optimizer_step, scheduler=")
-    _check_not_exhausted(schedulers)
-    check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
-    if closure is not None:
-        return _step_by_closure(ctx, optimizers, schedulers, state, closure, (max_norm, max_value, nonfinite))
-    limits = check_limits(optimizers, max_norm, norm_type, max_value)
-    window = checked_window(ctx, scaler, accum, accum if state is None else state)
-    _check_begin(ctx, optimizers, accum)
-    weight = total_weight(window)
-    engine, checks = engine_of(ctx), nonfinite in ("raise", "skip") or scaler.dynamic
+    options = StepOptions(scheduler, max_norm, norm_type, max_value, nonfinite)
+    objects = step_objects(ctx, optimizer, options, evaluates=closure is not None)
+    if closure is None:
+        taken = step_window(ctx, *objects, ended_window(state, "accel.optimizer_step"), options)
+    else:
+        state, taken = _step_by_closure(ctx, *objects, state, closure, options)
+    stepped, accum, scale, norm = taken
+    return after_step(ctx, state, accum, scale, stepped=stepped, grad_norm=norm)
+
+
+def step_window(
+    ctx: DistContext,
+    optimizers: list[Optimizer],
+    schedulers: list[LRScheduler],
+    window: StepWindow,
+    options: StepOptions,
+) -> StepTaken:
+    """Take the optimizer step of a window, as `optimizer_step`."""
+    max_norm, policy = options.max_norm, policy_of(options.nonfinite, window.scaler)
+    limits = check_limits(optimizers, max_norm, options.norm_type, options.max_value)
+    check_window(ctx, window)
+    _check_begin(ctx, optimizers, window.accum)
+    accum, scaler, weight = window.accum, window.scaler, total_weight(window.accum)
+    engine = engine_of(ctx)
     request = StepRequest(
-        factor=1.0 if checks and engine is None else division(ctx, window, weight),
+        factor=1.0 if policy.reads and engine is None else division(ctx, accum, weight),
         max_norms=limits,
         joint=not isinstance(max_norm, Sequence),
-        norm_type=norm_type,
-        max_value=max_value,
-        check_finite=checks,
-        accumulation=None if accum is None else accum.steps,
-        step=None if accum is None else accum.updates,
+        norm_type=options.norm_type,
+        max_value=options.max_value,
+        check_finite=policy.reads,
+        accumulation=accum.steps,
     )
-    deferring = None
-    if nonfinite == "defer":
+    if policy.defers:
         check_deferrable(ctx, optimizers, scaler, engine=engine is not None)
-        deferring = _deferring(ctx, optimizers, accum, scaler)
-    if nonfinite == "defer" or ctx.comm.defers:
-        mark_deferred(ctx, optimizers, defers=deferring is not None)
+    if policy.defers or ctx.comm.defers:
+        mark_deferred(ctx, optimizers, defers=policy.defers)
     if engine is None:
-        outcome, deferred = step_here(ctx, optimizers, window, weight, request, deferring)
+        deferring = partial(_deferred, ctx, optimizers, window)
+        outcome, deferred = step_here(ctx, optimizers, accum, weight, request, policy, deferring)
     else:
         outcome, deferred = step_by(engine, ctx, optimizers, weight, request), None
-    if not outcome.finite and (nonfinite == "raise" or scaler.dynamic):
-        check_overflow(ctx, scaler, accum, optimizers, apart=decide_apart(ctx.position.axes, optimizers))
+    if policy.raises and not outcome.finite:
+        check_overflow(ctx, window, optimizers, independent=decide_independently(ctx.position.axes, optimizers))
     _end(ctx, engine, optimizers, schedulers, stepped=outcome.stepped)
-    step = _result(ctx, optimizers, outcome, accum, scaler, deferred)
-    if state is None:
-        return step
-    assert step.accum is not None
-    stepped = outcome.stepped if deferred is None else deferred
-    return after_step(ctx, state, step.accum, step.scaler, stepped=stepped, grad_norm=step.grad_norm)
+    return _result(ctx, optimizers, outcome, window, deferred)
+
+
+def step_objects(
+    ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], options: StepOptions, *, evaluates: bool = False
+) -> tuple[list[Optimizer], list[LRScheduler]]:
+    """Return the optimizers and schedulers of a step; refuse those that cannot take one, and an unknown policy."""
+    ctx.comm.settle()
+    optimizers = listed(optimizer, Optimizer, "optimizer_step, optimizer", evaluates=evaluates)
+    given = options.scheduler
+    schedulers = [] if given is None else listed(given, LRScheduler, "optimizer_step, scheduler=")
+    _check_not_exhausted(schedulers)
+    return optimizers, schedulers
 
 
 def _step_by_closure(
     ctx: DistContext,
     optimizers: list[Optimizer],
     schedulers: list[LRScheduler],
-    given: TrainState | None,
+    state: TrainState,
     closure: Closure,
-    options: tuple[object, object, str],
-) -> TrainState:
-    """Take a step with a closure, which every rank takes; return the state after it."""
-    state, norm = step_by_closure(ctx, optimizers, given, closure, options)
+    options: StepOptions,
+) -> tuple[TrainState, StepTaken]:
+    """Take a step with a closure, which every rank takes; return the state of its latest evaluation and the outcome."""
+    clips = options.max_norm is not None or options.max_value is not None
+    state, norm = step_by_closure(
+        ctx, optimizers, state, closure, clips=clips, policy=policy_of(options.nonfinite, state.scaler)
+    )
     _end(ctx, None, optimizers, schedulers, stepped=True)
     outcome = EngineOutcome(stepped=True, finite=True, grad_norm=norm)
-    step = _result(ctx, optimizers, outcome, state.accum, state.scaler, None)
-    assert step.accum is not None
-    return after_step(ctx, state, step.accum, step.scaler, stepped=True, grad_norm=norm)
+    return state, _result(ctx, optimizers, outcome, window_of(state), None)
 
 
-def _deferring(
-    ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation | None, scaler: LossScale
-) -> Callable[..., Deferred]:
-    """Return `defer` with the facts of a step."""
-    apart, updates = decide_apart(ctx.position.axes, optimizers), None if accum is None else accum.updates
-    note = partial(_note, ctx, updates, scaler, apart=apart)
-    losses = seen_losses(ctx, accum)
-    return partial(defer, ctx, optimizers=optimizers, step=updates, losses=losses, apart=apart, note=note)
+def _deferred(
+    ctx: DistContext,
+    optimizers: list[Optimizer],
+    window: StepWindow,
+    norms: Sequence[float | torch.Tensor],
+    weight: float | torch.Tensor,
+    kept: KeptNorms,
+) -> Deferred:
+    """Begin to read the outcome of a step."""
+    independent = decide_independently(ctx.position.axes, optimizers)
+    note = partial(_note, ctx, window.accum.updates, window.scaler, independent=independent)
+    return defer(
+        ctx, norms, weight, kept, optimizers=optimizers, accum=window.accum, independent=independent, note=note
+    )
 
 
 def _note(
     ctx: DistContext,
-    updates: int | None,
+    updates: int,
     scaler: LossScale,
     *,
-    apart: bool,
+    independent: bool,
     stepped: bool = True,
     finite: bool = True,
 ) -> None:
     """Note a decision for ranks to compare, unless they may decide apart."""
-    if ctx.world_size > 1 and not apart:
+    if ctx.world_size > 1 and not independent:
         ctx.comm.steps.add(updates=updates, stepped=stepped, finite=finite, scale=scaler.scale)
 
 
@@ -447,40 +416,35 @@ def _stepped(scheduler: LRScheduler) -> Iterator[LRScheduler]:
         yield scheduler
 
 
-def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation | None) -> None:
+def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation) -> None:
     """Raise if settings have no effect, a block has replaced the weights, or the window began with gradients."""
     if ctx.launched or ctx.position.opened:
         check_settings(ctx, accum, optimizers)
     refuse_replaced(parameters_of(optimizers), "accel.optimizer_step")
-    if accum is not None:
-        refuse_leftovers(ctx, optimizers)
+    refuse_leftovers(ctx, optimizers)
 
 
 def _result(
     ctx: DistContext,
     optimizers: list[Optimizer],
     outcome: EngineOutcome,
-    accum: Accumulation | None,
-    scaler: LossScale,
+    window: StepWindow,
     deferred: Deferred | None,
-) -> StepResult[Accumulation] | StepResult[None]:
+) -> StepTaken:
     """Return the records after a step, and note its decision, or that it is yet to be read."""
+    accum, scaler = window.accum, window.scaler
     stepped, finite = outcome.stepped, outcome.finite
     norm = outcome.grad_norm if stepped else None
     after = scaler.update(finite=finite) if stepped or not finite else scaler
     if deferred is not None:
         ctx.comm.deferred = deferred.read
     elif ctx.world_size > 1:
-        updates = None if accum is None else accum.updates
-        _note(ctx, updates, after, apart=decide_apart(ctx.position.axes, optimizers), stepped=stepped, finite=finite)
-    known = stepped if deferred is None else None
-    if accum is None:
-        ctx.comm.seen_loss = None
-        return StepResult(known, None, after, norm)
+        independent = decide_independently(ctx.position.axes, optimizers)
+        _note(ctx, accum.updates, after, independent=independent, stepped=stepped, finite=finite)
     closed = accum.close(stepped=stepped, finite=finite)
     if after is not scaler:
         ctx.comm.marks.put(closed, "spent", scaler)  # refused if the next window begins with it
-    return StepResult(known, closed, after, norm)
+    return StepTaken(stepped if deferred is None else deferred, closed, after, norm)
 
 
 def listed(objects: T | Sequence[T], kind: type[T], where: str, *, evaluates: bool = False) -> list[T]:

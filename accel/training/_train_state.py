@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeVar
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import msgspec
 import torch
@@ -20,6 +23,8 @@ from accel.optim import CLOSURE_LINE, Accumulation, check_latest, next_micro_bat
 from accel.parallel._leftovers import clear_gradients
 from accel.precision._amp import LossScale, loss_scale
 from accel.training._deferred import Deferred
+from accel.training._window import StepWindow
+from accel.tree._uncompared import Uncompared
 
 
 def is_begun(window: Accumulation) -> bool:
@@ -34,8 +39,9 @@ def begun_window(window: Accumulation, call: str) -> Accumulation:
     return window
 
 
-def ended_window(window: Accumulation, call: str) -> Accumulation:
-    """Return a window that waits for its optimizer step; one without a backward, or that goes on, is a `StepError`."""
+def ended_window(state: TrainState, call: str) -> StepWindow:
+    """Return the window of a state that waits for its optimizer step; `StepError` for another state."""
+    window = state.accum
     if not window.micro:
         raise _not_begun(
             call, fix="Optimizers that end one window step in one call: optimizer_step(ctx, [first, second], state)."
@@ -50,7 +56,12 @@ def ended_window(window: Accumulation, call: str) -> Accumulation:
             where=call,
             fix="Guard it: `if state.sync:`.",
         )
-    return window
+    return window_of(state)
+
+
+def window_of(state: TrainState) -> StepWindow:
+    """Return the window of a state."""
+    return StepWindow(state.accum, state.scaler, state)
 
 
 def check_between(window: Accumulation, call: str) -> None:
@@ -97,10 +108,24 @@ def _not_begun(call: str, fix: str = "") -> StepError:
     )
 
 
-S = TypeVar("S", bound="TrainState")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
+class StepFigures(Uncompared):
+    """Figures of the latest step and of the batch, which a state carries on.
+
+    Attributes:
+        stepped: whether the step changed parameters, or the deferred step that will know it.
+        grad_norm: norm of its gradients.
+        backward_at: time at which the batch's first `backward` began.
+    """
+
+    stepped: ClassVar[bool | Deferred | None] = False
+    grad_norm: ClassVar[torch.Tensor | None] = None
+    backward_at: ClassVar[float | None] = None
+
+
+class TrainState(msgspec.Struct, frozen=True, weakref=True):
     """Position in the data, accumulation window and loss scale of a run.
 
     Each call of the loop takes the state and returns the next one. A dropped result is an error at the next call; where
@@ -111,12 +136,14 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
         accum: accumulation window.
         scaler: loss scale.
         valid: real samples of the current batch; None between windows.
+        figures: figures of the latest step; neither compared nor saved.
     """
 
     cursor: Cursor
     accum: Accumulation
     scaler: LossScale
     valid: SampleCount | None = None
+    figures: StepFigures = StepFigures()
 
     @property
     def epoch(self) -> int:
@@ -135,22 +162,22 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
 
     @property
     def stepped(self) -> bool | None:
-        """Whether the latest `optimizer_step` changed parameters. Neither compared nor saved; False before any step.
+        """Whether the latest `optimizer_step` changed parameters. False before any step.
 
         None after one with `nonfinite="defer"`, until a later call has read its outcome.
         """
-        found = vars(self).get("stepped", False)
+        found = self.figures.stepped
         return found.stepped if isinstance(found, Deferred) else found
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """Norm of the latest step's gradients, as `StepResult.grad_norm`. Neither compared nor saved."""
-        return vars(self).get("grad_norm")
+        """Norm of the latest step's gradients, shape [], or [optimizers] if `max_norm` was a list; None if unknown."""
+        return self.figures.grad_norm
 
     @property
     def backward_at(self) -> float | None:
-        """Time at which the batch's first `backward` began, of `time.perf_counter`. Neither compared nor saved."""
-        return vars(self).get("backward_at")
+        """Time at which the batch's first `backward` began, of `time.perf_counter`."""
+        return self.figures.backward_at
 
     def next(self, batch: Batch, *, last: bool = False) -> Self:
         """Return the state within a batch. No communication.
@@ -175,9 +202,8 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
                 " own.",
             )
         accum = next_micro_batch(self.accum, last=last or batch.is_last)
-        after = _replaced(self, cursor=batch.next, accum=accum, valid=batch.valid)
-        _ = vars(after).pop("backward_at", None)  # of the batch before
-        return after
+        figures = StepFigures(stepped=self.figures.stepped, grad_norm=self.figures.grad_norm)
+        return msgspec.structs.replace(self, cursor=batch.next, accum=accum, valid=batch.valid, figures=figures)
 
     def next_epoch(self) -> Self:
         """Return the state at the beginning of the next epoch, for loops that leave an epoch early.
@@ -186,14 +212,14 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
             StepError: within a window.
         """
         check_between(self.accum, "state.next_epoch")
-        after = _replaced(self, cursor=Cursor(self.cursor.seed, self.cursor.epoch + 1))
+        after = msgspec.structs.replace(self, cursor=Cursor(self.cursor.seed, self.cursor.epoch + 1))
         # The method has no context: the run's has marked the loss scale, or the window before a new scale.
         if (known := find_mark(self.scaler, "watched") or find_mark(self.accum, "spent")) is not None:
             known.owner.put(self, "left")
         return after
 
     def check_pass(self) -> None:
-        """Raise `StepError` within a window, whose gradients another pass would use, or after `next_epoch`."""
+        """Raise `StepError` within a window, as another pass would use its gradients, or after `next_epoch`."""
         check_between(self.accum, "accel.batches")
         if find_mark(self, "left") is not None:
             raise StepError(
@@ -211,10 +237,10 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
             StepError: within a window.
         """
         check_between(self.accum, "state.at")
-        return _replaced(self, cursor=cursor)
+        return msgspec.structs.replace(self, cursor=cursor)
 
     def check_saveable(self) -> None:
-        """Raise `ConfigError` within a window, whose gradients a checkpoint would lose."""
+        """Raise `ConfigError` within a window: a checkpoint would lose its gradients."""
         self.accum.check_saveable()
 
     def rank_part(self) -> object:
@@ -222,12 +248,12 @@ class TrainState(msgspec.Struct, frozen=True, dict=True, weakref=True):
         return self.cursor.rank_part()
 
     def with_rank_part(self, part: object) -> Self:
-        """Return the state with this rank's own part, in records or in plain values.
+        """Return the state with this rank's part, in records or in plain values.
 
         Raises:
             msgspec.ValidationError: the part does not fit.
         """
-        return _replaced(self, cursor=self.cursor.with_rank_part(part))
+        return msgspec.structs.replace(self, cursor=self.cursor.with_rank_part(part))
 
 
 @context_first
@@ -246,7 +272,7 @@ def train_state(
         seed: seed of the data order.
         accumulation: micro-batches in a window; by default `ctx.accumulation`, the setting of flag, variable or file.
         sync_each_batch: whether ranks exchange gradients in every micro-batch and not only in the last. This takes more
-            communication, but sharded models need no memory for whole gradients. The result is the same.
+            communication, but sharded models need no memory for full gradients. The result is the same.
         scaler: the first loss scale; by default that of `loss_scale(ctx)`: dynamic for fp16, else fixed at 1.
 
     Raises:
@@ -260,7 +286,7 @@ def train_state(
         (0, 0, False)
     """
     steps = ctx.accumulation if accumulation is None else accumulation
-    usual = loss_scale(ctx)  # even beside another: it checks the device
+    usual = loss_scale(ctx)  # in any case, as it checks the device
     scaler = usual if scaler is None else scaler
     ctx.comm.marks.watch(scaler)
     return TrainState(Cursor(seed=seed), Accumulation(steps, sync_each_batch), scaler)
@@ -300,7 +326,7 @@ def discard(state: TrainState, *models: nn.Module) -> TrainState:
     for at, model in enumerate(models):
         refuse_replaced(model.parameters(), "accel.training.discard", f"discard, model {at + 1}")
     clear_gradients(*models)
-    return _replaced(state, accum=state.accum.reset(), valid=None)
+    return msgspec.structs.replace(state, accum=state.accum.reset(), valid=None)
 
 
 def weight_of(
@@ -326,10 +352,10 @@ def weight_of(
 
 def after_backward(state: TrainState, accum: Accumulation, began: float | None = None) -> TrainState:
     """Return the state after a backward pass that `began` at a `perf_counter`; a batch keeps its first pass's time."""
-    after = _replaced(state, accum=accum)
-    if began is not None:
-        _ = vars(after).setdefault("backward_at", began)
-    return after
+    figures = state.figures
+    if began is not None and figures.backward_at is None:
+        figures = StepFigures(stepped=figures.stepped, grad_norm=figures.grad_norm, backward_at=began)
+    return msgspec.structs.replace(state, accum=accum, figures=figures)
 
 
 def after_step(
@@ -342,11 +368,10 @@ def after_step(
     grad_norm: torch.Tensor | None,
 ) -> TrainState:
     """Return the state between two windows."""
-    after = TrainState(state.cursor, accum, scaler)
+    figures = StepFigures(stepped=stepped, grad_norm=grad_norm, backward_at=state.backward_at)
     if scaler is state.scaler:  # else its window is marked
         ctx.comm.marks.watch(scaler)
-    vars(after).update(stepped=stepped, grad_norm=grad_norm, backward_at=state.backward_at)
-    return after
+    return TrainState(state.cursor, accum, scaler, figures=figures)
 
 
 def _position(cursor: Cursor) -> str:
@@ -354,8 +379,51 @@ def _position(cursor: Cursor) -> str:
     return f"seed {cursor.seed}, epoch {cursor.epoch}, {cursor.consumed} samples consumed{order}"
 
 
-def _replaced(state: S, **changes: Any) -> S:
-    """Return the state with some fields replaced; the figures of the latest step stay."""
-    after = msgspec.structs.replace(state, **changes)
-    vars(after).update(vars(state))
-    return after
+def carries_state(at: int, keeps: str = "{}") -> Callable[[F], F]:
+    """Decorate a verb with a `TrainState` as positional argument `at`; another record there is a `ConfigError`.
+
+    The fix is the call by the parts; `keeps` is the line around that.
+    """
+
+    def decorate(function: F) -> F:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            state = args[at] if len(args) > at else kwargs.get("state", kwargs.get("scaler", args))
+            behind = args[at + 1] if len(args) > at + 1 else kwargs.get("accum")
+            if isinstance(state, TrainState) and not isinstance(behind, Accumulation):
+                return function(*args, **kwargs)
+            if state is args or not (args and isinstance(args[0], DistContext)):
+                return function(*args, **kwargs)  # which names what is missing
+            raise _other_record(function, at, keeps, [state, behind])
+
+        # reports name the outermost frame of this package as the public call
+        checked.__code__ = checked.__code__.replace(co_name=function.__name__)
+        functools.update_wrapper(checked, function)
+        return cast(F, checked)
+
+    return decorate
+
+
+def _other_record(function: Callable[..., Any], at: int, keeps: str, given: list[object]) -> ConfigError:
+    """Make the error for records of a window in the place of a `TrainState`."""
+    parts = [each for each in given if isinstance(each, LossScale | Accumulation)]
+    names = list(inspect.signature(function).parameters.values())
+    before = [each.name for each in names[:at]]
+    behind = [each.name for each in names[at + 1 :] if each.kind is each.POSITIONAL_ONLY]
+    name, state = function.__name__, "accel.train_state(ctx)"
+    fix = f"Pass the state that the call before returned; the first is {state}."
+    if parts:
+        records = ["accum"] if name == "accumulate" else ["scaler", "accum"][: 1 + any(map(_is_window, parts))]
+        models = ["model"] if name == "accumulate" else []
+        call = f"accel.training.parts.{name}({', '.join([*before, *records, *behind, *models])})"
+        fix = f"A loss scale and an accumulation apart: {keeps.format(call)}"
+    return ConfigError(
+        "a step carries the whole state",
+        expected=f"a TrainState, from {state}",
+        got=", ".join(type(each).__name__ for each in parts or given[:1]),
+        where=f"{name}, state",
+        fix=fix,
+    )
+
+
+def _is_window(record: object) -> bool:
+    return isinstance(record, Accumulation)

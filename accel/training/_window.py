@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast, overload
 
+import msgspec
 import torch
 from torch.optim import Optimizer
 
@@ -17,10 +18,11 @@ from accel.comm import Call, adopt, agreed, notes_of_ranks
 from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
+from accel.errors._checks import check_choice
 from accel.optim import (
     Accumulation,
-    Carried,
     KeptNorms,
+    WindowLosses,
     check_latest,
     elements_of,
     gradients,
@@ -31,8 +33,7 @@ from accel.optim import (
     total_norm,
     wide_norm,
 )
-from accel.parallel._labels import check_exchanged, decide_apart, name_of
-from accel.parallel._later_batches import later_batches
+from accel.parallel._labels import check_exchanged, decide_independently, name_of
 from accel.parallel._leftovers import drop_unused, found_gradient
 from accel.parallel._spread import average_
 from accel.parallel.axes.pipeline import is_tied_copy
@@ -42,46 +43,69 @@ from accel.tensors import is_dtensor
 _MOST_BITS = 1024  # of what a float holds
 
 
-def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | None, given: object) -> Accumulation:
-    """Return a window that may be stepped with; for a script without accumulation, one of a single backward.
+class StepWindow(NamedTuple):
+    """A window, as the functions of the step take it.
 
-    `given` is the record that the caller passed: the accumulation, or the state with it.
+    Attributes:
+        accum: its micro-batches and their weights.
+        scaler: its loss scale.
+        record: the record that the caller passed, which holds `accum` or is it.
     """
+
+    accum: Accumulation
+    scaler: LossScale
+    record: object
+
+
+class Policy(NamedTuple):
+    """A policy for gradients with inf or NaN, as what a step needs for it.
+
+    Attributes:
+        reads: whether the host waits for norm and weight before the step.
+        raises: whether such gradients are an error; else the step is left out, where that is known in time.
+        defers: whether the optimizers leave the step out on the device, and a later call raises.
+    """
+
+    reads: bool
+    raises: bool
+    defers: bool = False
+
+
+POLICIES = {
+    "raise": Policy(reads=True, raises=True),
+    "skip": Policy(reads=True, raises=False),
+    "ignore": Policy(reads=False, raises=False),
+    "defer": Policy(reads=False, raises=True, defers=True),
+}
+
+
+def policy_of(nonfinite: str, scaler: LossScale) -> Policy:
+    """Return the policy of a step; `ConfigError` for an unknown name."""
+    check_choice(nonfinite, tuple(POLICIES), "unknown policy", where="nonfinite=")
+    policy = POLICIES[nonfinite]
+    # a dynamic loss scale is decided over in each step, and too many overflows are an error
+    return policy._replace(reads=not policy.defers, raises=True) if scaler.dynamic else policy
+
+
+def check_window(ctx: DistContext, window: StepWindow) -> None:
+    """Raise `StepError` unless a window that has ended may be stepped with."""
     ctx.comm.check_open()
-    check_records(scaler, accum, "scaler, accum")
-    if accum is None:
-        return Accumulation(unit=1.0, world_weight=float(ctx.world_size), scale=scaler.scale)
-    check_latest(given, "optimizer_step")
-    if not accum.sync:
-        raise StepError(
-            "the window has not ended",
-            expected="optimizer_step when accum.sync",
-            got=f"micro-batch {accum.micro} of {accum.steps}",
-            fix="Guard the call with `if accum.sync:`.",
-        )
-    if accum.backwards < accum.micro:
-        raise StepError(
-            "the accumulation does not know of every backward",
-            expected=f"{accum.micro} backward passes, one in each micro-batch",
-            got=f"{accum.backwards}",
-            fix="Keep what backward returns: accum = accel.backward(ctx, loss, scaler, accum, ...).",
-        )
-    if accum.scale != scaler.scale:
+    check_latest(window.record, "optimizer_step")
+    if window.accum.scale != window.scaler.scale:
         raise StepError(
             "another loss scale than the gradients carry",
-            expected=str(accum.scale),
-            got=str(scaler.scale),
+            expected=str(window.accum.scale),
+            got=str(window.scaler.scale),
             fix="Step all optimizers of a window in one call: optimizer_step(ctx, [first, second], ...), or give each"
             " its own accumulation and loss scale.",
         )
-    return accum
 
 
-def mark_followed(ctx: DistContext, given: object, accum: Accumulation, call: str) -> None:
-    """Mark the record that the caller passed, and its window: later calls with them report that `call` was dropped."""
-    ctx.comm.marks.put(accum, "followed", call)
-    if given is not accum:
-        ctx.comm.marks.put(given, "followed", call)
+def mark_followed(ctx: DistContext, window: StepWindow, call: str) -> None:
+    """Mark a window and its record: later calls with them report that `call` was dropped."""
+    ctx.comm.marks.put(window.accum, "followed", call)
+    if window.record is not window.accum:
+        ctx.comm.marks.put(window.record, "followed", call)
 
 
 def window_gradients(
@@ -134,28 +158,6 @@ def division(ctx: DistContext, window: Accumulation, weight: float | torch.Tenso
     if weight == 0.0:
         return 0.0
     return ctx.world_size / (weight * window.scale)  # data parallel has divided by the world size
-
-
-def check_records(scaler: LossScale, accum: Accumulation | None, where: str) -> None:
-    """Raise `ConfigError` where one record stands in the place of the other: both have a `scale`."""
-    if not isinstance(scaler, LossScale) or not (accum is None or isinstance(accum, Accumulation)):  # pyright: ignore[reportUnnecessaryIsInstance] - users swap them
-        raise ConfigError(
-            "these are not the records of a step",
-            expected="a TrainState; or a LossScale, then an Accumulation or None",
-            got=f"{type(scaler).__name__}, {type(accum).__name__}",
-            where=where,
-        )
-
-
-def check_alone(accum: object, where: str) -> None:
-    """Raise `ConfigError` if an accumulation is passed beside a `TrainState`, which holds its own."""
-    if accum is not None:
-        raise ConfigError(
-            "an accumulation beside a state that holds one",
-            expected="a TrainState alone, or a LossScale and an Accumulation",
-            got=f"a TrainState and {type(accum).__name__}",
-            where=where,
-        )
 
 
 def check_limit(limit: float, where: str) -> None:
@@ -288,7 +290,7 @@ _MOST_NAMED = 3
 def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
     """Raise `StepError` if `accumulate` found gradients at the start of the window, on parameters of this step."""
     # Zeros are no gradients. A rank's shard may hold zeros alone, so ranks agree about sharded ones. Whole gradients
-    # are equal on all ranks, unless one ran a backward of its own, which then raises alone.
+    # are equal on all ranks, unless one ran another backward, which then raises alone.
     found = [
         (each, nonzero)
         for each in parameters_of(optimizers)
@@ -322,7 +324,6 @@ def whole_norm(
     grads: Sequence[torch.Tensor],
     parameters: Iterable[torch.Tensor],
     norm_type: float,
-    carried: Carried | None = None,
     kept: KeptNorms | None = None,
 ) -> float | torch.Tensor:
     """Return the total norm of gradients over all stages, equal on all ranks; see `accel.optim.total_norm`.
@@ -330,7 +331,7 @@ def whole_norm(
     A collective along the pipeline, and of DTensors' meshes. `parameters` include those of the gradients.
     """
     if ctx.axis("pp").size == 1:
-        return total_norm(grads, norm_type, carried, kept)
+        return total_norm(grads, norm_type, kept)
     group = group_of(ctx, "pp")
     assert group is not None
     # A tied parameter is on two stages, and its gradient is summed on both: it counts once.
@@ -339,71 +340,46 @@ def whole_norm(
     # In float64: the square of a large norm overflows float32.
     plain = bool(own) and not any(is_dtensor(grad) or grad.device != ctx.device for grad in own)
     if plain and norm_type != math.inf:
-        power = wide_norm(own, norm_type, keepdim=carried is not None, kept=kept)
+        power = wide_norm(own, norm_type, kept)
     else:
-        norm = total_norm(own, norm_type, carried, kept)
-        power = torch.as_tensor(norm, dtype=torch.float64, device=ctx.device).reshape(1)
+        norm = total_norm(own, norm_type, kept)
+        power = torch.as_tensor(norm, dtype=torch.float64, device=ctx.device)
     comm, largest = adopt(group, ctx.device), norm_type == math.inf
     power = power if largest else power**norm_type
-    if carried is None:
-        norm = reduce_power(comm, power, largest=largest)
-    else:
-        norm = carried.reduce(comm, group, power, largest=largest)
+    norm = reduce_power(comm, power, largest=largest)
     norm = norm if largest else norm ** (1 / norm_type)
-    if norm.is_cpu:
-        return norm.item()
-    return norm.reshape(()) if norm.ndim else norm
-
-
-def carried_batches(ctx: DistContext, *, read: bool) -> Carried | None:
-    """Take the figures of this rank's later batches, for the norms of a step to carry; forget them if none is read."""
-    if not ctx.comm.later_batches or (later := later_batches(ctx)) is None:
-        return None
-    if not read:
-        later.ignore()
-        return None
-    return Carried(later.take(ctx.device), (group_of(ctx, "tp"), group_of(ctx, "pp")))
-
-
-def check_batches(ctx: DistContext, carried: Carried, sums: Sequence[float], step: int | None) -> None:
-    """Raise `DataError` if sums that norms carried show different batches, on all ranks that took part."""
-    later = later_batches(ctx)
-    assert later is not None
-    later.check(carried.own, sums, step)
+    return norm.item() if norm.is_cpu else norm
 
 
 Figures = Sequence[float | torch.Tensor]
 
 
-class StepFigures(NamedTuple):
+class StepReading(NamedTuple):
     """Figures of a step on the host.
 
     Attributes:
         finite: whether the gradients are.
         empty: whether the window has no weight.
-        sums: figures that the norms carried, summed.
         norms: norms of the gradients.
         weight: weight of the window.
     """
 
     finite: bool
     empty: bool
-    sums: list[float]
     norms: list[float]
     weight: float
 
 
-def read_outcome(norms: Figures, weight: float | torch.Tensor, carried: Carried | None = None) -> StepFigures:
+def read_outcome(norms: Figures, weight: float | torch.Tensor) -> StepReading:
     """Return the outcome in one wait for the device; raise `ConfigError` if the weight is none."""
-    along = [] if carried is None else cast("list[torch.Tensor]", list(cast(Any, carried.sums).unbind()))
-    figures = [*along, *norms, weight]
+    figures = [*norms, weight]
     tensors = [figure for figure in figures if isinstance(figure, torch.Tensor)]
     if len(tensors) == 1:
         figures = [figure.cpu() if isinstance(figure, torch.Tensor) else figure for figure in figures]
     elif tensors:
         read = iter(stacked(tensors, tensors[0].device).cpu())
         figures = [next(read) if isinstance(figure, torch.Tensor) else figure for figure in figures]
-    return judged(list(map(float, figures)), len(along))
+    return judged(list(map(float, figures)))
 
 
 def stacked(figures: Figures, device: torch.device) -> torch.Tensor:
@@ -420,35 +396,28 @@ def stacked(figures: Figures, device: torch.device) -> torch.Tensor:
     )
 
 
-def judged(figures: list[float], along: int) -> StepFigures:
-    *norms, total = figures[along:]
+def judged(figures: list[float]) -> StepReading:
+    """Return the outcome by the norms and, at the end, the weight; raise `ConfigError` if that is no weight."""
+    *norms, total = figures
     if not 0 <= total < math.inf:
         raise ConfigError(
-            "a weight of this window is none",
+            "a weight is not a finite number from 0",
             expected="finite numbers, 0 or above",
             got=f"a sum of {total}",
             where="backward, weight=",
             fix="The window's gradients are invalid: drop them by discard or clear_gradients of accel.training.",
         )
-    return StepFigures(all(map(math.isfinite, norms)), total == 0, figures[:along], norms, total)
+    return StepReading(all(map(math.isfinite, norms)), total == 0, norms, total)
 
 
-_SEEN = "losses"  # beside an accumulation's fields: the window's first loss, or what is not finite if another was not
 _FINITE, _BAD, _UNKNOWN = "finite", "bad", "unknown"
 
 
-def note_loss(
-    ctx: DistContext, before: Accumulation | None, after: Accumulation | None, loss: torch.Tensor
-) -> Accumulation | None:
-    """Note a loss beside the window `after` its backward; without a window, on the context's handle. Waits for no
-    device."""
-    seen = ctx.comm.seen_loss if before is None else vars(before).get(_SEEN)
+def with_loss(accum: Accumulation, loss: torch.Tensor) -> Accumulation:
+    """Return a window with a loss noted, by which an error names the ranks that had a bad one. Waits for no device."""
+    seen = accum.losses.seen
     found = _figure(loss) if seen is None else _both(seen, _figure(loss))
-    if after is None:
-        ctx.comm.seen_loss = found
-    else:
-        vars(after)[_SEEN] = found
-    return after
+    return msgspec.structs.replace(accum, losses=WindowLosses(seen=found))
 
 
 def _figure(loss: torch.Tensor) -> float | torch.Tensor:
@@ -466,28 +435,22 @@ def _both(first: float | torch.Tensor, second: float | torch.Tensor) -> float | 
     return torch.add(second, first, alpha=0) if isinstance(second, torch.Tensor) else first + 0.0 * second
 
 
-def seen_losses(ctx: DistContext, accum: Accumulation | None) -> float | torch.Tensor | None:
-    """Return a figure that is finite if the window's losses are, a tensor of shape [] where reading it would wait; None
-    where that is not known."""
-    return ctx.comm.seen_loss if accum is None else vars(accum).get(_SEEN)
-
-
-def blame(ctx: DistContext, seen: float | torch.Tensor | None, *, apart: bool) -> str:
-    """Return a clause that names the ranks whose loss was not finite, by `seen_losses`. Waits for the device.
+def blame(ctx: DistContext, seen: float | torch.Tensor | None, *, independent: bool) -> str:
+    """Return a clause that names the ranks with a bad loss, by the window's losses. Waits for the device.
 
     Every rank that refuses the step calls this; one that refuses alone waits a second for the others.
     """
     own = _UNKNOWN if seen is None else _FINITE if math.isfinite(seen) else _BAD
-    told = {ctx.rank: own} if apart else notes_of_ranks(ctx.comm, "losses", own)
-    if bad := sorted(rank for rank, each in told.items() if each == _BAD):
+    known = {ctx.rank: own} if independent else notes_of_ranks(ctx.comm, "losses", own)
+    if bad := sorted(rank for rank, each in known.items() if each == _BAD):
         if ctx.world_size == 1:
             return "; the loss was not finite either"
         return f"; the loss of rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} was not finite"
-    if _UNKNOWN in told.values():
+    if _UNKNOWN in known.values():
         return ""
-    if len(told) == ctx.world_size:
+    if len(known) == ctx.world_size:
         return "; the loss was finite" + " on every rank" * (ctx.world_size > 1)
-    return f"; the loss was finite on rank {', '.join(map(str, sorted(told)))}"
+    return f"; the loss was finite on rank {', '.join(map(str, sorted(known)))}"
 
 
 def steps_of(ctx: DistContext, optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Callable[[], object]]]:
@@ -495,5 +458,5 @@ def steps_of(ctx: DistContext, optimizers: Sequence[Optimizer]) -> list[tuple[Op
     masters = ctx.precision.master_weights is not None
     for each in optimizers:
         if (share := getattr(each, "share_ranks", None)) is not None:
-            share(ctx, apart=decide_apart(ctx.position.axes, [each]))
+            share(ctx, apart=decide_independently(ctx.position.axes, [each]))
     return [(each, partial(take_step, each, step_of(each, masters=masters))) for each in optimizers]

@@ -64,12 +64,12 @@ def with_accel(ctx: accel.DistContext, stage: int, shape: tuple[int, int], steps
         accum, scaler = accel.Accumulation(steps=steps), accel.loss_scale(under)
         for _ in range(count * steps):
             accum = accum.next()
-            with accel.accumulate(under, accum, model):
+            with accel.training.parts.accumulate(under, accum, model):
                 with accel.autocast(under):
                     loss = nn.functional.cross_entropy(model(inputs), targets)
-                accum = accel.backward(under, loss, scaler, accum)
+                accum = accel.training.parts.backward(under, loss, scaler, accum)
             if accum.sync:
-                step = accel.optimizer_step(under, optimizer, scaler, accum, max_norm=1.0)
+                step = accel.training.parts.optimizer_step(under, optimizer, scaler, accum, max_norm=1.0)
                 accum, scaler = step.accum, step.scaler
 
     return loop

@@ -88,11 +88,11 @@ def with_accel(ctx: accel.DistContext, width: int, depth: int) -> Loop:
         accum, scaler = accel.Accumulation(), accel.loss_scale(ctx)
         for _ in range(count):
             accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
+            with accel.training.parts.accumulate(ctx, accum, model):
                 with accel.autocast(ctx):
                     loss = nn.functional.cross_entropy(model(inputs), targets)
-                accum = accel.backward(ctx, loss, scaler, accum)
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum)
+            step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
             accum, scaler = step.accum, step.scaler
 
     return loop

@@ -188,12 +188,12 @@ def with_parts(ctx: accel.DistContext, width: int, steps: int, max_norm: float |
         accum, scaler = accel.Accumulation(steps=steps), accel.loss_scale(ctx)
         for _ in range(count):
             accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
+            with accel.training.parts.accumulate(ctx, accum, model):
                 with accel.autocast(ctx):
                     loss = nn.functional.cross_entropy(model(inputs), targets)
-                accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
             if accum.sync:
-                step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm)
+                step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm)
                 accum, scaler = step.accum, step.scaler
 
     return loop

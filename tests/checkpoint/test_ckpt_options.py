@@ -90,8 +90,8 @@ def test_a_fused_optimizer_defers_after_a_load(tmp_path: Path) -> None:
     plain.zero_grad()
     model, optimizer = accel.prepare(ctx, net, torch.optim.AdamW(net.parameters(), fused=True))
     _ = accel.load_state(ctx, path, {"model": model, "optimizer": optimizer})
-    accel.backward(ctx, model(torch.ones(1, 2)).sum(), accel.loss_scale(ctx))
-    step = accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), nonfinite="defer")
+    accel.training.parts.backward(ctx, model(torch.ones(1, 2)).sum(), accel.loss_scale(ctx))
+    step = accel.training.parts.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), nonfinite="defer")
     assert step.stepped is None
     assert optimizer.state[net.weight]["step"] == 2
 

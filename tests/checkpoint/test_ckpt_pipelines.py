@@ -44,10 +44,10 @@ def _steps(ctx: accel.DistContext, items: dict[str, Any], count: int, first: int
         ids, targets = (each[share::shares] for each in batch_of(step, 8))
         scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
         weight = (targets != -100).sum()
-        _, accum = accel.forward_backward(
+        _, accum = accel.training.parts.forward_backward(
             ctx, items["model"], scaler, accum, ids, targets=targets, loss_fn=loss_sum, weight=weight
         )
-        result = accel.optimizer_step(ctx, items["optimizer"], scaler, accum, max_norm=0.05)
+        result = accel.training.parts.optimizer_step(ctx, items["optimizer"], scaler, accum, max_norm=0.05)
         items["ema"].update_(items["model"], result)
 
 

@@ -156,11 +156,11 @@ def case_w24_a_window_ends_with_the_loop(ctx):
     for epoch in range(2):
         for one, other in zip(*(accel.batches(ctx, each, Cursor(epoch=epoch)) for each in (long, short)), strict=False):
             accum = accum.next(last=other.is_last)
-            with accel.accumulate(ctx, accum, model):
+            with accel.training.parts.accumulate(ctx, accum, model):
                 loss = model((one.data + other.data)[:, None].float()).mean()
-                accum = accel.backward(ctx, loss, scaler, accum, weight=one.valid)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=one.valid)
             if accum.sync:
-                step = accel.optimizer_step(ctx, optimizer, scaler, accum)
+                step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
                 accum, scaler = step.accum, step.scaler
         assert (accum.micro, accum.updates) == (0, 2 * (epoch + 1))
         assert all(each.grad is None or not each.grad.any() for each in model.parameters())

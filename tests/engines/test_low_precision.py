@@ -69,8 +69,8 @@ def train(
     for step in range(taken, steps):
         with accel.autocast(ctx):
             loss = (model(inputs).float() - inputs.flip(1)).square().mean()
-        accel.backward(ctx, loss, scaler)
-        scaler = accel.optimizer_step(ctx, optimizer, scaler).scaler
+        accel.training.parts.backward(ctx, loss, scaler)
+        scaler = accel.training.parts.optimizer_step(ctx, optimizer, scaler).scaler
         losses.append(accel.reduce(ctx, loss.detach(), "mean").item())
         if out is not None and step == steps - 6:
             accel.save_state(ctx, out, items, step=step)

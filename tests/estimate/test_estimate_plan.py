@@ -140,9 +140,9 @@ def test_real_bytes_are_the_planned_ones(precision: PrecisionName) -> None:
     with accel.autocast(ctx):
         kept = kept_by_forward(model, [ids])
         loss = model(ids).float().square().mean()
-    accum = accel.backward(ctx, loss, scaler := accel.loss_scale(ctx))
+    accum = accel.training.parts.backward(ctx, loss, scaler := accel.loss_scale(ctx))
     gradients = size([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-    accel.optimizer_step(ctx, optimizer, scaler, accum)
+    accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
     state = [value for values in optimizer.state.values() for value in values.values()]
     assert {each.parameters for each in memory.values()} == {size([*model.parameters(), *model.buffers()])}
     assert memory["optimizer"].gradients == gradients

@@ -140,9 +140,11 @@ def peak(
             sent.clear()
             accel.wait_for_everyone(ctx)
             inputs = (scaler, accum.next(), {"input_ids": ids})
-            loss, accum = accel.forward_backward(ctx, model, *inputs, targets=ids, loss_fn=loss_of, weight=ids.numel())
+            loss, accum = accel.training.parts.forward_backward(
+                ctx, model, *inputs, targets=ids, loss_fn=loss_of, weight=ids.numel()
+            )
             del loss
-            accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
     return live.peak
 
 
@@ -272,8 +274,10 @@ def peak_with_images(
         sent.clear()
         accel.wait_for_everyone(ctx)
         given = (scaler, accum.next(), batch)
-        _, accum = accel.forward_backward(ctx, model, *given, targets=ids, loss_fn=loss_of, weight=ids.numel())
-        return accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+        _, accum = accel.training.parts.forward_backward(
+            ctx, model, *given, targets=ids, loss_fn=loss_of, weight=ids.numel()
+        )
+        return accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
 
     accum = step(accel.Accumulation())
     known = [*model.parameters(), *model.buffers(), *(v for each in optimizer.state.values() for v in each.values())]

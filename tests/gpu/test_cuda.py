@@ -50,12 +50,12 @@ def train(ctx: accel.DistContext, out: str, epochs: int) -> tuple[list[torch.Ten
             inputs, targets = batch.data
             assert inputs.device == ctx.device
             accum = accum.next(last=batch.is_last)
-            with accel.accumulate(ctx, accum, model):
+            with accel.training.parts.accumulate(ctx, accum, model):
                 with accel.autocast(ctx):
                     loss = nn.functional.cross_entropy(model(inputs), targets)
-                accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
             if accum.sync:
-                step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
+                step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
                 accum, scaler = step.accum, step.scaler
             cursor = batch.next
         _ = accel.save_state(ctx, out, items(), step=cursor.epoch, keep=2)
@@ -92,8 +92,8 @@ def test_a_step_without_a_policy_does_not_wait_for_the_device() -> None:
 
     def step(tokens: torch.Tensor) -> None:
         accum = accel.Accumulation().next()
-        accum = accel.backward(ctx, model(inputs).square().mean(), scaler, accum, weight=tokens)
-        _ = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0, nonfinite="ignore")
+        accum = accel.training.parts.backward(ctx, model(inputs).square().mean(), scaler, accum, weight=tokens)
+        _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0, nonfinite="ignore")
 
     tokens = torch.tensor(3, device=ctx.device)
     step(tokens)
@@ -114,7 +114,7 @@ def test_a_micro_batch_is_captured_and_replayed() -> None:
     inputs = torch.zeros(16, 64, device="cuda")
 
     def micro_batch() -> None:
-        accel.backward(ctx, model(inputs).square().mean(), accel.LossScale())
+        accel.training.parts.backward(ctx, model(inputs).square().mean(), accel.LossScale())
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -134,7 +134,7 @@ def test_a_micro_batch_is_captured_and_replayed() -> None:
         expected = torch.autograd.grad(model(inputs).square().mean(), list(model.parameters()))
         graph.replay()
         torch.testing.assert_close(captured, list(expected))
-        assert accel.optimizer_step(ctx, optimizer, accel.LossScale(), max_norm=1.0).stepped
+        assert accel.training.parts.optimizer_step(ctx, optimizer, accel.LossScale(), max_norm=1.0).stepped
 
 
 def test_an_adopted_nccl_group_is_used_and_left_open(nccl: accel.DistContext) -> None:

@@ -52,7 +52,7 @@ def test_estimated_memory_is_what_a_step_takes(precision: PrecisionName) -> None
         with accel.autocast(ctx):
             loss = model(inputs).float().square().mean()
         kept = torch.cuda.memory_allocated()
-        accum = accel.backward(ctx, loss, scaler)
-        scaler = accel.optimizer_step(ctx, optimizer, scaler, accum).scaler
+        accum = accel.training.parts.backward(ctx, loss, scaler)
+        scaler = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).scaler
     assert planned.moment == "loss"
     assert kept - libraries == pytest.approx(planned.total, rel=0.1)

@@ -39,7 +39,7 @@ def test_tf32_rounds_in_its_block_only_and_in_its_backward():
             assert error(a @ b) < 1e-5
     assert error(a @ b) < 1e-5
     weight = a.clone().requires_grad_()
-    accel.backward(ctx, ((weight @ torch.eye(256, device="cuda")) * b).sum(), accel.loss_scale(ctx))
+    accel.training.parts.backward(ctx, ((weight @ torch.eye(256, device="cuda")) * b).sum(), accel.loss_scale(ctx))
     assert weight.grad is not None
     assert not torch.equal(weight.grad, b)
 
@@ -95,8 +95,8 @@ def test_fp8_layers_train_near_bf16():
         for _ in range(5):
             with accel.autocast(ctx):
                 loss = (model(inputs).float() - inputs).square().mean()
-            accel.backward(ctx, loss, scaler)
-            scaler = accel.optimizer_step(ctx, optimizer, scaler).scaler
+            accel.training.parts.backward(ctx, loss, scaler)
+            scaler = accel.training.parts.optimizer_step(ctx, optimizer, scaler).scaler
             found.append(loss.item())
         return found
 

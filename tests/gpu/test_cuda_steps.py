@@ -30,8 +30,8 @@ def trained(ctx: accel.DistContext, model: nn.Module, steps: int = 6) -> tuple[l
         inputs = torch.randn(16, 64, generator=generator).to(ctx.device)
         with accel.autocast(ctx):
             loss = model(inputs).float().square().mean()
-        accum = accel.backward(ctx, loss, scaler)
-        scaler = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0).scaler
+        accum = accel.training.parts.backward(ctx, loss, scaler)
+        scaler = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0).scaler
         losses.append(loss.item())
     return losses, [accel.tensors.full_tensor(each).detach().float().cpu() for each in model.parameters()]
 
@@ -62,8 +62,8 @@ def test_a_policy_waits_as_often_as_the_page_says(policy: Any, waits: int) -> No
 
     def step() -> None:
         accum = accel.Accumulation().next()
-        accum = accel.backward(ctx, model(inputs).square().mean(), scaler, accum, weight=weight)
-        _ = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0, nonfinite=policy)
+        accum = accel.training.parts.backward(ctx, model(inputs).square().mean(), scaler, accum, weight=weight)
+        _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0, nonfinite=policy)
 
     step()
     assert host_waits(step) == waits
@@ -76,8 +76,8 @@ def test_a_deferred_step_leaves_all_as_it_was_and_raises_at_the_next() -> None:
     inputs = torch.randn(16, 64, device=ctx.device)
 
     def step(scale: float) -> accel.training.Step:
-        accum = accel.backward(ctx, (model(inputs) * scale).square().mean(), scaler)
-        return accel.optimizer_step(ctx, optimizer, scaler, accum, nonfinite="defer")
+        accum = accel.training.parts.backward(ctx, (model(inputs) * scale).square().mean(), scaler)
+        return accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, nonfinite="defer")
 
     assert step(1.0).stepped is None
     before = [each.detach().clone() for each in model.parameters()]

@@ -24,7 +24,7 @@ import accel
 from accel.checkpoint import _live_tensors
 from accel.collectives import _packing
 from accel.items import _rng
-from accel.parallel import _later_batches
+from accel.parallel import _same_batches
 from accel.testing import _group, simulate_groups
 from accel.testing._collectives import Buffers
 
@@ -60,8 +60,8 @@ def reach_into_devices() -> None:
     _live_tensors.memory_id = lambda tensor: memory(*_inner([tensor]))
     rehearse = _rng._rehearse
     _rng._rehearse = lambda state, device: rehearse(state, torch.device("cpu"))  # such a device has no generators
-    plain = _later_batches.is_plain
-    _later_batches.is_plain = lambda leaf: type(leaf) is counted_device.CountedTensor or plain(leaf)
+    plain = _same_batches._is_plain
+    _same_batches._is_plain = lambda leaf: type(leaf) is counted_device.CountedTensor or plain(leaf)
 
 
 def make_net() -> nn.Module:

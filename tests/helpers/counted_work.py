@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import sys
 import threading
 import warnings
@@ -30,7 +29,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
-from accel.parallel import _later_batches
 from accel.testing import _group, simulate_groups
 
 BLOCKS, WIDTH, ROWS = 4, 8, 12
@@ -81,22 +79,6 @@ def watch_messages() -> None:
         return share(self, mine, combine)
 
     kind._join, kind._post, kind.share = joined, posted, shared
-    for kind, name in ((_later_batches.LaterBatches, "add"), (_later_batches.LaterBatches, "take"), (Watch, "compare")):
-        setattr(kind, name, _apart(getattr(kind, name)))
-
-
-def _apart(fold: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark the operators that fold the batches of ranks that share a model."""
-
-    def folded(*args: Any) -> Any:
-        work = _DONE.get(threading.get_ident())
-        before = len(work.operators) if work is not None else 0
-        result = fold(*args)
-        if work is not None:
-            work.operators[before:] = [f"figures: {name}" for name in work.operators[before:]]
-        return result
-
-    return folded
 
 
 def make_model() -> nn.Sequential:
@@ -141,7 +123,6 @@ class Watch:
         self.options = options
         self.losses: Tensor | None = None
         self.units: Tensor | None = None
-        self.figures: Tensor | None = None
 
     def add(self, loss: Tensor, units: Tensor) -> Tensor:
         """Note a micro-batch; return what backward begins from."""
@@ -154,11 +135,6 @@ class Watch:
         self.units = units if self.units is None else self.units + units
         return loss * units.to(loss.dtype)
 
-    def compare(self, batch: Sequence[Tensor]) -> None:
-        """Fold a batch that other ranks have too, into sums and their squares."""
-        sums = torch.stack([each.to(torch.float64).sum() for each in batch])
-        self.figures = torch.cat([sums, sums.square()])
-
     def divide(self, grads: Sequence[Tensor], ctx: accel.DistContext) -> None:
         """Divide by the units of all ranks."""
         if self.units is not None:  # a copy: the first may be the batch's own
@@ -170,13 +146,6 @@ class Watch:
 
     def is_fine(self, norm: Tensor) -> bool:
         """Whether to step, by one read."""
-        if self.figures is not None:
-            read, *figures = torch.cat([norm.reshape(1), self.figures]).cpu().tolist()
-            sums, squares = figures[: len(figures) // 2], figures[len(figures) // 2 :]
-            assert all(
-                abs(2 * square - each * each) <= 1e-6 * square for each, square in zip(sums, squares, strict=True)
-            )
-            return math.isfinite(read)
         if self.units is None:
             return bool(norm.cpu().isfinite())
         norm, units = torch.stack([norm.to(torch.float64), self.units]).cpu()
@@ -187,8 +156,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def norm_by_hand(parameters: Sequence[Tensor], pipe: Any, watch: Watch) -> Tensor:
-    """The norm of sharded and of whole gradients together; over stages, figures of their batches travel with it."""
+def norm_by_hand(parameters: Sequence[Tensor], pipe: Any, *, wide: bool) -> Tensor:
+    """The norm of sharded and of whole gradients together, over all stages; `wide`: in float64, which squares
+    of large norms need."""
     grads = [each.grad for each in parameters if each.grad is not None]
     kinds = [[each for each in grads if isinstance(each, DTensor) is sharded] for sharded in (True, False)]
     norms = [nn.utils.get_total_norm(kind) for kind in kinds if kind]
@@ -196,14 +166,9 @@ def norm_by_hand(parameters: Sequence[Tensor], pipe: Any, watch: Watch) -> Tenso
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if pipe is None:
         return norm
-    if watch.figures is None:
-        power = norm.square()
-        dist.all_reduce(power, group=pipe)
-        return power.sqrt()
-    both = torch.cat([norm.to(torch.float64).square().reshape(1), watch.figures])
-    dist.all_reduce(both, group=pipe)
-    watch.figures = both[1:]
-    return both[0].sqrt()
+    power = (norm.to(torch.float64) if wide else norm).square()
+    dist.all_reduce(power, group=pipe)
+    return power.sqrt()
 
 
 def end_by_hand(
@@ -226,7 +191,7 @@ def end_by_hand(
                     dist.all_reduce(found, group=pipe)
     steps = True
     if options.clips or options.looks:
-        norm = norm_by_hand(parameters, pipe, watch)
+        norm = norm_by_hand(parameters, pipe, wide=options.looks)
         steps = not options.looks or watch.is_fine(norm)
         if options.clips and steps:
             for sharded in (True, False):
@@ -319,8 +284,6 @@ def stages_by_hand(ctx: accel.DistContext, options: Options) -> Step:
 
     def step() -> None:
         watch = Watch(options)
-        if options.looks:
-            watch.compare((inputs, targets))
         losses: list[Tensor] = []
         schedule.step(*([] if ctx.rank else [inputs]), **({"target": targets, "losses": losses} if ctx.rank else {}))
         if options.looks:  # all ranks are to know the loss
@@ -390,20 +353,14 @@ def compare(layout: str, options: Options) -> dict[str, list[Work]]:
 
 def kernels(work: Work) -> int:
     """Number of operators that compute, and do not only look at the same memory in another way."""
-    return sum(not name.startswith(("message", "figures")) and not is_view(name) for name in work.operators)
-
-
-def figures(work: Work) -> int:
-    """Number of kernels by which batches are compared."""
-    names = [name.removeprefix("figures: ") for name in work.operators if name.startswith("figures")]
-    return sum(not is_view(name) for name in names)
+    return sum(not name.startswith("message") and not is_view(name) for name in work.operators)
 
 
 def counted(work: Work) -> dict[str, int]:
     """Number of each kind of work."""
-    operators = sum(not name.startswith(("message", "figures")) for name in work.operators)
+    operators = sum(not name.startswith("message") for name in work.operators)
     messages = len(work.messages)
-    return {"kernels": kernels(work), "operators": operators, "figures": figures(work), "messages": messages}
+    return {"kernels": kernels(work), "operators": operators, "messages": messages}
 
 
 def is_view(name: str) -> bool:

@@ -39,10 +39,10 @@ def left_out(under: accel.DistContext) -> dict[str, bool]:
         scaler, window = accel.loss_scale(under), accel.Accumulation(steps=2)
         for _ in range(2):
             window = window.next()
-            with accel.accumulate(under, window, model):
+            with accel.training.parts.accumulate(under, window, model):
                 loss = model(rows[under.rank :: 2], way).square().mean()
-                window = accel.backward(under, loss, scaler, window, weight=2.0)
-        _ = accel.optimizer_step(under, optimizer, scaler, window)
+                window = accel.training.parts.backward(under, loss, scaler, window, weight=2.0)
+        _ = accel.training.parts.optimizer_step(under, optimizer, scaler, window)
         by_hand.zero_grad()
         plain(rows, way).square().mean().backward()
         by_hand.step()
@@ -158,8 +158,8 @@ def stepped(under: accel.DistContext, parts: Callable[[Uneven], list[dict[str, A
     for turn in range(2):
         with accel.autocast(under):
             loss = model(rows.roll(turn, 0)[under.rank :: under.world_size]).float().square().mean()
-        accel.backward(under, loss, scaler)
-        _ = accel.optimizer_step(under, optimizer, scaler)
+        accel.training.parts.backward(under, loss, scaler)
+        _ = accel.training.parts.optimizer_step(under, optimizer, scaler)
     return net, model, optimizer
 
 
@@ -238,8 +238,10 @@ def grouped(ctx: accel.DistContext, out: Path) -> dict[str, float]:
         rows = torch.linspace(-1, 1, 40).view(8, 5)
         for turn in range(steps):
             loss = items["model"](rows.roll(turn, 0)[under.rank :: under.world_size]).square().mean()
-            accel.backward(under, loss, state.scaler)
-            _ = accel.optimizer_step(under, items["optimizer"], state.scaler, scheduler=items["scheduler"])
+            accel.training.parts.backward(under, loss, state.scaler)
+            _ = accel.training.parts.optimizer_step(
+                under, items["optimizer"], state.scaler, scheduler=items["scheduler"]
+            )
         return items
 
     stages = {

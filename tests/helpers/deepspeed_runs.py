@@ -135,17 +135,17 @@ def beside(ctx: accel.DistContext, straight: dict[str, Any]) -> dict[str, Any]:
     second = accel.replace(ctx, **settings_of("zero2", "fp32"))
     before = accel.get_state_dict(second, parts["model"], dst=None)
     scaler = accel.loss_scale(second)
-    accel.backward(second, parts["model"](ROWS).square().mean() * float("inf"), scaler)
+    accel.training.parts.backward(second, parts["model"](ROWS).square().mean() * float("inf"), scaler)
     try:
-        _ = accel.optimizer_step(second, parts["optimizer"], scaler)
+        _ = accel.training.parts.optimizer_step(second, parts["optimizer"], scaler)
     except accel.errors.NonFiniteError as error:
         found["refused"] = type(error).__name__
     found["kept"] = distance(before, accel.get_state_dict(second, parts["model"], dst=None))
     accel.training.clear_gradients(parts["model"])
-    accel.backward(second, parts["model"](ROWS).square().sum(), scaler)  # of a window that is given up
+    accel.training.parts.backward(second, parts["model"](ROWS).square().sum(), scaler)  # of a window that is given up
     parts["state"] = accel.training.discard(parts["state"], parts["model"])
     found["after"] = distance(straight["weights"], train(second, parts, 2)["weights"])
-    accel.backward(second, parts["model"](ROWS).square().sum(), scaler)
+    accel.training.parts.backward(second, parts["model"](ROWS).square().sum(), scaler)
     try:
         _ = train(second, parts | {"state": accel.train_state(second, accumulation=2)}, 1)
     except accel.errors.StepError as error:

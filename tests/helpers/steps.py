@@ -149,21 +149,27 @@ class ByParts(ByState):
         self.accum = self.accum.next(last=last or (batch is not None and batch.is_last))
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        return accel.accumulate(self.ctx, self.accum, *models)
+        return accel.training.parts.accumulate(self.ctx, self.accum, *models)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        self.accum = accel.backward(self.ctx, loss, *self.records, **{"weight": self.weight, **options})
+        self.accum = accel.training.parts.backward(self.ctx, loss, *self.records, **{"weight": self.weight, **options})
 
     def forward_backward(self, model: nn.Module, inputs: Any, **options: Any) -> torch.Tensor:
         options = {"weight": self.weight, **options}
-        loss, self.accum = accel.forward_backward(self.ctx, model, *self.records, inputs, **options)
+        loss, self.accum = accel.training.parts.forward_backward(self.ctx, model, *self.records, inputs, **options)
         return loss
 
+    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, **options: Any) -> torch.Tensor:
+        return accel.training.parts.clip_grad_norm_(self.ctx, parameters, max_norm, *self.records, **options)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        accel.training.parts.clip_grad_value_(self.ctx, parameters, value, *self.records)
+
     def unscale(self, optimizer: Any) -> None:
-        self.accum = accel.unscale_gradients(self.ctx, optimizer, *self.records)
+        self.accum = accel.training.parts.unscale_gradients(self.ctx, optimizer, *self.records)
 
     def step(self, optimizer: Any, **options: Any) -> bool:
-        step = accel.optimizer_step(self.ctx, optimizer, *self.records, **options)
+        step = accel.training.parts.optimizer_step(self.ctx, optimizer, *self.records, **options)
         self.accum, self.scaler = step.accum, step.scaler
         self.stepped, self.grad_norm = step.stepped, step.grad_norm
         return self.stepped

@@ -170,7 +170,7 @@ def test_a_rank_that_computes_longer_and_even_ranks():
     assert accel.metrics.straggler({"time": step_times(even)}) is None
     slow = RankTimes(steps=2, samples=8, seconds=0.2, wait=0.02, own=0.19)
     assert accel.metrics.straggler({"time": step_times([*even, slow])}) == (
-        "rank 3 takes 95.0 ms a step of its own, the median is 25.0 ms; it takes longer before the backward"
+        "rank 3 takes 95 ms a step of its own, the median is 25 ms; it takes longer before the backward"
     )
 
 
@@ -181,8 +181,7 @@ def test_of_two_ranks_the_other_is_named_and_no_median(slow):
     times[slow] = RankTimes(steps=2, samples=8, seconds=0.2, wait=0.15, own=0.19)
     for untimed in ([], [RankTimes()]):
         assert accel.metrics.straggler({"time": step_times([*times, *untimed])}) == (
-            f"rank {slow} takes 95.0 ms a step of its own, rank {1 - slow} takes 25.0 ms; "
-            "it waits for data, 75.0 ms a step"
+            f"rank {slow} takes 95 ms a step of its own, rank {1 - slow} takes 25 ms; it waits for data, 75 ms a step"
         )
 
 

@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,10 +19,11 @@ from catching import caught
 from hypothesis import given, strategies as st
 
 import accel
+from accel.migrate._window import TRACKERS
 from accel.run_folder import MediaKind, MediaName, parse_media
 from accel.testing import Simulator
 from accel.trackers import jsonl, log_histogram, log_text
-from accel.trackers._tracker import Histogram, TextRecord
+from accel.trackers._tracker import Figure, Histogram, Images, Media, Table, TextRecord, png_of
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
 VALUES = st.lists(st.sampled_from([0.0, 1.0, -3.0, 0.5, 1e6, math.nan, math.inf, -math.inf]), max_size=40)
@@ -43,7 +44,8 @@ def test_each_finite_value_counts_once_in_its_interval(values: list[float], bins
         lambda run, config: None,
         lambda live, values, step: None,
         lambda live, ending: None,
-        log_histogram=lambda live, histogram, step: kept.append(histogram),
+        log_media=lambda live, histogram, step: kept.append(histogram),
+        media=(Histogram,),
     )
     ctx = accel.single()
     with accel.tracking(ctx, "p", to=[tracker]) as trackers:
@@ -206,10 +208,10 @@ def test_texts_and_histograms_of_packages_that_are_too_large_for_the_tests(monke
     def logged(tracker: accel.trackers.Tracker, owner: type) -> dict[str, Any]:
         live = Calls(owner)
         live.__dict__["get_logger"] = lambda: live
-        assert tracker.log_histogram
-        _ = tracker.log_histogram(live, HISTOGRAM, 4)
-        if tracker.log_text:
-            _ = tracker.log_text(live, TextRecord("t", "<b>\n"), 4)
+        assert tracker.log_media
+        _ = tracker.log_media(live, HISTOGRAM, 4)
+        if TextRecord in tracker.media:
+            _ = tracker.log_media(live, TextRecord("t", "<b>\n"), 4)
         return dict(live.calls)
 
     found = logged(accel.trackers.clearml(), ClearmlLogger)
@@ -220,7 +222,7 @@ def test_texts_and_histograms_of_packages_that_are_too_large_for_the_tests(monke
     assert (bars["values"], bars["xlabels"], bars["iteration"]) == (COUNTS, MIDDLES, 4)
 
     tracker = accel.trackers.dvclive()
-    assert tracker.log_text is None
+    assert TextRecord not in tracker.media
     plot = logged(tracker, DvcLive)["log_plot"]
     pairs = zip(MIDDLES, COUNTS, strict=True)
     assert plot["datapoints"] == [{"value": middle, "values": count} for middle, count in pairs]
@@ -230,6 +232,40 @@ def test_texts_and_histograms_of_packages_that_are_too_large_for_the_tests(monke
     monkeypatch.setitem(sys.modules, "aim", package)
     live = Calls(AimRun)
     tracker = accel.trackers.aim()
-    assert tracker.log_histogram
-    _ = tracker.log_histogram(live, HISTOGRAM, 4)
+    assert tracker.log_media
+    _ = tracker.log_media(live, HISTOGRAM, 4)
     assert live.calls == [("track", {"value": (COUNTS, (0.0, 4.0)), "name": "weights", "step": 4})]
+
+
+EACH = {
+    Images: Images("i", (torch.zeros(2, 3, 1, dtype=torch.uint8),)),
+    Table: Table("t", ("a",), (("x",),)),
+    Figure: Figure("f", png_of(torch.zeros(2, 3, 3, dtype=torch.uint8))),
+    TextRecord: TextRecord("w", "x"),
+    Histogram: HISTOGRAM,
+}
+
+
+def test_the_jsonl_tracker_writes_each_kind_of_media_that_it_declares(tmp_path: Path) -> None:
+    tracker = jsonl()
+    assert set(tracker.media) == set(EACH)
+    live = tracker.start(accel.trackers.Run(project="p", id="0" * 32, name="n", folder=tmp_path), {})
+    assert tracker.log_media is not None
+    for at, record in enumerate(EACH.values()):
+        _ = tracker.log_media(live, record, at)
+    tracker.finish(live, accel.trackers.Ending())
+    assert len(list((tmp_path / "media").iterdir())) == len(EACH)
+
+
+def test_trackers_declare_media_that_are_records_and_migrate_knows_all_of_them() -> None:
+    named = {name: getattr(accel.trackers, name) for name in accel.trackers.__all__}
+    made = {
+        name
+        for name, each in named.items()
+        if inspect.isfunction(each) and inspect.signature(each).return_annotation == "Tracker"
+    }
+    assert made - {"csv", "jsonl"} == set(TRACKERS)
+    for name in made:
+        tracker = named[name]()
+        assert (tracker.log_media is None) == (not tracker.media), name
+        assert set(tracker.media) <= set(get_args(Media)), name

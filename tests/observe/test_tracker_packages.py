@@ -22,6 +22,7 @@ import torch
 from processes import patience, same_path
 
 import accel
+from accel.trackers._tracker import Artifact, Figure, Histogram, Images, Table, TextRecord
 
 Steps = list[int]
 Reader = Callable[[Path, accel.trackers.Run], list[Steps]]
@@ -66,17 +67,17 @@ def log_media(
     file = folder / "notes.txt"
     _ = file.write_text("notes")
     pixels = torch.randint(256, (2, 3, 12, 14), dtype=torch.uint8)
-    if tracker.log_images is not None:
+    if Images in tracker.media:
         accel.trackers.log_images(ctx, trackers, {"inputs": pixels}, step=4)
-    if tracker.log_figure is not None:
+    if Figure in tracker.media:
         accel.trackers.log_figure(ctx, trackers, "figure", Drawn(), step=4)
-    if tracker.log_table is not None:
+    if Table in tracker.media:
         accel.trackers.log_table(ctx, trackers, "words", columns=["a"], rows=[["x"]], step=4)
-    if tracker.log_text is not None:
+    if TextRecord in tracker.media:
         accel.trackers.log_text(ctx, trackers, "sample", HOSTILE, step=4)
-    if tracker.log_histogram is not None:
+    if Histogram in tracker.media:
         accel.trackers.log_histogram(ctx, trackers, "weights", torch.tensor([0.0, 1, 1, 4]), bins=4, step=4)
-    if tracker.log_artifact is not None:
+    if Artifact in tracker.media:
         accel.trackers.log_artifact(ctx, trackers, file, step=4)
 
 

@@ -282,7 +282,7 @@ def test_a_wrong_opening_is_an_error_on_every_rank(
     assert all(message in str(error) for error in found)
 
 
-OPTIONAL = ("flush", "log_images", "log_table", "log_figure", "log_artifact", "first_step", "check")
+OPTIONAL = ("flush", "log_media", "first_step", "check")
 
 
 @pytest.mark.parametrize(
@@ -295,6 +295,7 @@ OPTIONAL = ("flush", "log_images", "log_table", "log_figure", "log_artifact", "f
         ("expected log(live, values, step), got str 'x' - at tracker recorded, log=", {"log": "x"}),
         ("expected finish(live, ending), got int 3", {"finish": 3}),
         *((f"expected {field}(", {field: "x"}) for field in OPTIONAL),
+        ("not a kind of media: expected Images, Table, Figure, TextRecord, Histogram, Artifact", {"media": (str,)}),
         ("unknown ranks", {"ranks": "all"}),
     ],
 )

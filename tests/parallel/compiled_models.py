@@ -146,9 +146,11 @@ def train(ctx: accel.DistContext, case: Case, *, backend: str = "") -> Trained:
             accum = accum.next()
             weight = (targets != -100).sum()
             given = (scaler, accum, ids)
-            loss, accum = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_of, weight=weight)
+            loss, accum = accel.training.parts.forward_backward(
+                ctx, model, *given, targets=targets, loss_fn=loss_of, weight=weight
+            )
             sums.append(torch.stack([loss.double() * weight, weight.double()]))
-        result = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
         accum, scaler = result.accum, result.scaler
         total = accel.reduce(ctx, torch.stack(sums).sum(0))
         assert result.grad_norm is not None

@@ -325,12 +325,12 @@ def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, 
         accum = accum.next(last=at == starts[-1])
         inputs = _given(kind, each)
         with _wider(name):
-            loss, accum = accel.forward_backward(
+            loss, accum = accel.training.parts.forward_backward(
                 ctx, model, scaler, accum, inputs, targets=target, loss_fn=_summed(kind), weight=count
             )
         sums.append(torch.stack([loss.double() * count, torch.tensor(float(count), dtype=torch.float64)]))
         if accum.sync:
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+            step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
             accum, scaler = step.accum, step.scaler
             total = accel.reduce(ctx, torch.stack(sums).sum(0))
             result.losses.append(float(total[0] / total[1]))

@@ -99,10 +99,12 @@ def train(
             accum = accum.next()
             weight = (targets != -100).sum()
             inputs = (scaler, accum, ids)
-            loss, accum = accel.forward_backward(ctx, model, *inputs, targets=targets, loss_fn=loss_sum, weight=weight)
+            loss, accum = accel.training.parts.forward_backward(
+                ctx, model, *inputs, targets=targets, loss_fn=loss_sum, weight=weight
+            )
             if shares == 1:
                 figures.append(float(loss))
-        result = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm)
+        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm)
         accum, scaler = result.accum, result.scaler
         if result.grad_norm is not None:
             figures.append(float(result.grad_norm))

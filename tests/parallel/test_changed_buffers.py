@@ -117,7 +117,7 @@ def test_each_stage_of_a_pipeline_logs_its_own(ranks: Simulator, caplog: pytest.
         for _ in range(2):
             accum = accel.Accumulation().next()
             given = (accel.loss_scale(ctx), accum, torch.ones(4, WIDTH))
-            _ = accel.forward_backward(ctx, model, *given, loss_fn=torch.sum, weight=4)
+            _ = accel.training.parts.forward_backward(ctx, model, *given, loss_fn=torch.sum, weight=4)
             accel.training.clear_gradients(model)
 
     ranks.run(rank, 4, default_group=True)

@@ -35,11 +35,11 @@ def gradients(
     got = torch.empty(0)
     for _ in range(2 * steps):
         accum = accum.next()
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(inputs).square().mean(), scaler, accum)
+        with accel.training.parts.accumulate(ctx, accum, model):
+            accum = accel.training.parts.backward(ctx, model(inputs).square().mean(), scaler, accum)
         if accum.sync:
             got = torch.cat([each.grad.flatten().clone() for each in model.parameters() if each.grad is not None])
-            accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
     return got
 
 
@@ -85,7 +85,7 @@ def test_power_sgd_makes_up_for_what_it_lost(ranks: Simulator, hook: accel.paral
         inputs, sent = torch.randn(6, 24, generator=torch.Generator().manual_seed(ctx.rank)), []
         for _ in range(42):
             model.zero_grad()
-            accel.backward(ctx, model(inputs).square().mean(), accel.loss_scale(ctx))
+            accel.training.parts.backward(ctx, model(inputs).square().mean(), accel.loss_scale(ctx))
             sent.append(
                 torch.cat([each.grad.flatten().clone() for each in model.parameters() if each.grad is not None])
             )
@@ -105,7 +105,7 @@ def test_gradients_of_zero_stay_zero(ranks: Simulator, wire: Any, batched: bool)
         model = accel.prepare_model(ctx, nn.Linear(24, 24), comm_hook=hook)
         for _ in range(4):
             model.zero_grad()
-            accel.backward(ctx, model(torch.ones(2, 24)).sum() * 0, accel.loss_scale(ctx))
+            accel.training.parts.backward(ctx, model(torch.ones(2, 24)).sum() * 0, accel.loss_scale(ctx))
             assert not any(each.grad is None or each.grad.any() for each in model.parameters())
 
     ranks.run(rank, 2)
@@ -122,8 +122,8 @@ def regression(ctx: accel.DistContext, hook: Any) -> torch.Tensor:
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), accel.loss_scale(ctx)
     for _ in range(60):
         loss = nn.functional.mse_loss(model(inputs), inputs @ truth.T)
-        accel.backward(ctx, loss, scaler)
-        accel.optimizer_step(ctx, optimizer, scaler)
+        accel.training.parts.backward(ctx, loss, scaler)
+        accel.training.parts.optimizer_step(ctx, optimizer, scaler)
     return next(model.parameters()).detach().clone()
 
 
@@ -154,7 +154,7 @@ def test_an_overflow_stays_in_its_step(ranks: Simulator, options: dict[str, Any]
         for step in range(7):
             model.zero_grad()
             inputs = torch.ones(6, 24) * (torch.inf if step == at and ctx.rank == 1 else 1.0 + ctx.rank)
-            accel.backward(ctx, model(inputs).square().mean(), accel.loss_scale(ctx))
+            accel.training.parts.backward(ctx, model(inputs).square().mean(), accel.loss_scale(ctx))
             finite.append(all(each.grad is None or bool(each.grad.isfinite().all()) for each in model.parameters()))
         return finite
 
@@ -275,7 +275,7 @@ def test_power_sgd_takes_parameters_of_any_kind(ranks: Simulator, batched: bool)
         inputs = torch.randn(6, 24, generator=torch.Generator().manual_seed(ctx.rank))
         for _ in range(3):
             model.zero_grad()
-            accel.backward(ctx, model(inputs).square().mean(), accel.loss_scale(ctx))
+            accel.training.parts.backward(ctx, model(inputs).square().mean(), accel.loss_scale(ctx))
         real = [
             torch.view_as_real(each) if each.is_complex() else each for each in (p.grad for p in model.parameters())
         ]

@@ -259,8 +259,8 @@ def test_a_real_backend_trains() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(5):
         loss = model(torch.ones(2, 8, dtype=torch.float64)).square().mean()
-        accel.backward(ctx, loss, accel.loss_scale(ctx))
-        accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx))
+        accel.training.parts.backward(ctx, loss, accel.loss_scale(ctx))
+        accel.training.parts.optimizer_step(ctx, optimizer, accel.loss_scale(ctx))
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     torch.compiler.reset()

@@ -112,10 +112,12 @@ def trained(ctx: accel.DistContext, case: Case, backend: str | None) -> tuple[li
     for step in range(3):
         x = torch.linspace(-1, 1 + step, 64, dtype=torch.float64).view(4, 4, 4) * (1 + ctx.data_parallel[0])
         accum = accum.next()
-        _, accum = accel.forward_backward(ctx, model, scaler, accum, x, loss_fn=lambda y: y.square().sum(), weight=4)
+        _, accum = accel.training.parts.forward_backward(
+            ctx, model, scaler, accum, x, loss_fn=lambda y: y.square().sum(), weight=4
+        )
         named = accel.unwrap_model(model).named_parameters()
         found.append({name: full_tensor(each.grad) for name, each in named if each.grad is not None})
-        accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+        accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
         accel.wait_for_everyone(ctx)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return found, compiled, graphs

@@ -81,7 +81,7 @@ def test_each_kind_of_batch_has_one_graph(ranks: Simulator, name: str) -> None:
         scaler = accel.loss_scale(ctx)
         for step in range(3 * len(kinds)):
             ids = batch_of(step, kinds[step % len(kinds)])[0][ctx.data_parallel[0] :: ctx.data_parallel[1]]
-            _ = accel.forward_backward(
+            _ = accel.training.parts.forward_backward(
                 ctx, model, scaler, None, ids, loss_fn=lambda out: out.square().sum(), weight=len(ids)
             )
             model.zero_grad()

@@ -168,10 +168,10 @@ def _expert_step(ctx: accel.DistContext, **how: Any) -> None:
     torch.manual_seed(0)
     model = accel.prepare_model(accel.replace(ctx, strategy="fsdp"), Experts(), **how)
     accum, scaler = accel.Accumulation().next(), accel.loss_scale(ctx)
-    with accel.accumulate(ctx, accum, model):
+    with accel.training.parts.accumulate(ctx, accum, model):
         loss = model(torch.ones(2, 4), ["one", "two"] if ctx.rank else ["one"]).sum()
-        accum = accel.backward(ctx, loss, scaler, accum, weight=2)
-    accel.optimizer_step(ctx, torch.optim.SGD(model.parameters(), lr=0.1), scaler, accum)
+        accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=2)
+    accel.training.parts.optimizer_step(ctx, torch.optim.SGD(model.parameters(), lr=0.1), scaler, accum)
 
 
 def test_experts_that_a_rank_never_calls_name_the_option(ranks: Simulator) -> None:

@@ -46,7 +46,7 @@ def _step(ctx: accel.DistContext, model: nn.Module, optimizer: Any) -> dict[str,
     batch = rows(4)[share::shares]
     scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
     _, accum = forward_backward(ctx, model, scaler, accum, ids=batch, labels=batch)
-    _ = accel.optimizer_step(ctx, optimizer, scaler, accum)
+    _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
     return _whole(model)
 
 

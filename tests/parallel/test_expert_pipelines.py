@@ -110,10 +110,10 @@ def test_each_stage_counts_the_tokens_of_its_experts() -> None:
         scaler, accum = accel.loss_scale(ctx), accel.Accumulation(1).next()
         ids = torch.arange(12).reshape(4, 3) % 5
         with load.counting(accum):
-            _, accum = accel.forward_backward(
+            _, accum = accel.training.parts.forward_backward(
                 ctx, model, scaler, accum, (ids,), targets=ids, loss_fn=loss_sum, weight=ids.numel()
             )
-        step = accel.optimizer_step(ctx, optimizer, scaler, accum)
+        step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
         return {path: int(each.sum()) for path, each in load.update_(ctx, step).layers.items()}
 
     second = {"blocks.2.experts": 48, "blocks.3.experts": 48}  # two ranks, 12 tokens, two experts each

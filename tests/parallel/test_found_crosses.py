@@ -254,8 +254,8 @@ def _trained(ctx: accel.DistContext, mesh: str, folder: Path, *, loads: bool) ->
     own = rows("own")[:8] if not loads else rows("own")[2:]
     loss, count = loss_of("own", model, torch.utils.data.default_collate(own[share::shares]))
     scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-    accum = accel.backward(ctx, loss / count, scaler, accum, weight=count)
-    _ = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+    accum = accel.training.parts.backward(ctx, loss / count, scaler, accum, weight=count)
+    _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
     if not loads:
         assert accel.save_state(ctx, folder, items, step=1)
     return accel.get_state_dict(ctx, model, dst=None)

@@ -241,10 +241,10 @@ def _staged(ctx: accel.DistContext, model: nn.Module, optimizer: Any) -> list[tu
     figures: list[tuple[float, float]] = []
     scaler = accel.loss_scale(ctx)
     for _ in range(2):
-        loss, accum = accel.forward_backward(
+        loss, accum = accel.training.parts.forward_backward(
             ctx, model, scaler, None, IDS, targets=IDS.roll(-1), loss_fn=_loss, weight=IDS.numel()
         )
-        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+        step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
         figures.append((float(loss), float(step.grad_norm)))
     return figures
 

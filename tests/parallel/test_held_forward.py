@@ -48,12 +48,12 @@ def train(ctx: accel.DistContext, steps: int, micros: int, *, bare: bool) -> tup
     for micro in range(micros):
         inner.get_buffer("count").add_(ctx.rank)  # drifts, until DDP sends rank 0's
         accum = accum.next(last=micro == micros - 1)
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(inputs_of(ctx.rank, micro)).square().mean(), scaler, accum)
+        with accel.training.parts.accumulate(ctx, accum, model):
+            accum = accel.training.parts.backward(ctx, model(inputs_of(ctx.rank, micro)).square().mean(), scaler, accum)
         counts.append(int(inner.get_buffer("count")))
         assert inner.callers[-1] is model
         if accum.sync:
-            accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
     return counts, inner.layer.weight.detach()
 
 
@@ -80,8 +80,8 @@ def test_ddp_does_nothing_in_it(ranks: Simulator, monkeypatch: pytest.MonkeyPatc
         before = sum(each is model for each in calls)
         for _ in range(4):
             accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
-                accum = accel.backward(ctx, model(torch.ones(1, 3)).sum(), scaler, accum)
+            with accel.training.parts.accumulate(ctx, accum, model):
+                accum = accel.training.parts.backward(ctx, model(torch.ones(1, 3)).sum(), scaler, accum)
         return sum(each is model for each in calls) - before
 
     monkeypatch.setattr(DistributedDataParallel, "forward", forward)
@@ -104,7 +104,7 @@ def test_it_does_not_end_an_exchange_that_another_forward_began(ranks: Simulator
 
     def rank(ctx: accel.DistContext) -> float:
         model, scaler = accel.prepare_model(ctx, Either()), accel.loss_scale(ctx)
-        accel.backward(ctx, model(torch.ones(1, 2), which=0).sum(), scaler)
+        accel.training.parts.backward(ctx, model(torch.ones(1, 2), which=0).sum(), scaler)
         if ctx.rank == 0:
             with (
                 pytest.raises(RuntimeError, match="finished reduction in the prior iteration"),
@@ -127,10 +127,12 @@ def test_ranks_without_inputs_answer_windows_of_several(ranks: Simulator) -> Non
         with accel.join_uneven_inputs(ctx, model):
             for micro in range(micros[ctx.rank]):
                 accum = accum.next()
-                with accel.accumulate(ctx, accum, model):
-                    accum = accel.backward(ctx, model(inputs_of(ctx.rank, micro)).square().mean(), scaler, accum)
+                with accel.training.parts.accumulate(ctx, accum, model):
+                    accum = accel.training.parts.backward(
+                        ctx, model(inputs_of(ctx.rank, micro)).square().mean(), scaler, accum
+                    )
                 if accum.sync:
-                    accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+                    accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
         return accel.unwrap_model(model).weight.detach()
 
     torch.manual_seed(0)

@@ -33,8 +33,8 @@ def train(ctx: accel.DistContext, steps: list[int], *, initial: bool) -> torch.T
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), accel.loss_scale(ctx)
     with accel.join_uneven_inputs(ctx, model, divide_by_initial_world_size=initial):
         for inputs in batches(ctx.rank, steps[ctx.rank]):
-            accel.backward(ctx, model(inputs).square().mean(), scaler)
-            accel.optimizer_step(ctx, optimizer, scaler)
+            accel.training.parts.backward(ctx, model(inputs).square().mean(), scaler)
+            accel.training.parts.optimizer_step(ctx, optimizer, scaler)
     return accel.unwrap_model(model).weight.detach()
 
 
@@ -142,7 +142,7 @@ def test_other_joinables_join_beside_a_model_or_alone(ranks: Simulator) -> None:
         with accel.join_uneven_inputs(ctx, counter, model):
             for inputs in batches(ctx.rank, 2 + ctx.rank):
                 counter()
-                accel.backward(ctx, model(inputs).square().mean(), scaler)
+                accel.training.parts.backward(ctx, model(inputs).square().mean(), scaler)
         beside = counter.total
         with accel.join_uneven_inputs(ctx, counter, divide_by_initial_world_size=False):
             for _ in range(3 - ctx.rank):

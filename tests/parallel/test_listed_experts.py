@@ -150,10 +150,10 @@ def steps(ctx: accel.DistContext, model: nn.Module, optimizer: Any, first: int =
     for micro in range(first, first + 2):
         accum = accum.next()
         tokens = tokens_of(ctx, micro)
-        with accel.accumulate(ctx, accum, model):
+        with accel.training.parts.accumulate(ctx, accum, model):
             loss = (model(tokens) - 1).square().sum() / max(len(tokens), 1)
-            accum = accel.backward(ctx, loss, scaler, accum, weight=len(tokens))
-        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+            accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=len(tokens))
+        step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
         accum, scaler = step.accum, step.scaler
         assert step.grad_norm is not None
         norms.append(float(step.grad_norm))
@@ -207,9 +207,11 @@ def test_experts_that_no_rank_calls_get_no_gradient(kind, moves, mesh, ranks):
             accum = accum.next()
             tokens = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(micro), dtype=torch.float64)
             at, count = ctx.data_parallel
-            with accel.accumulate(ctx, accum, model):
-                accum = accel.backward(ctx, (model(tokens.chunk(count)[at]) - 1).square().mean(), scaler, accum)
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+            with accel.training.parts.accumulate(ctx, accum, model):
+                accum = accel.training.parts.backward(
+                    ctx, (model(tokens.chunk(count)[at]) - 1).square().mean(), scaler, accum
+                )
+            step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
             accum, scaler = step.accum, step.scaler
             norms.append(float(step.grad_norm))
         return accel.get_state_dict(ctx, model, dst=None), norms
@@ -256,8 +258,8 @@ def test_each_expert_counts_its_rows():
         load = accel.training.ExpertLoad(model, experts={"layers.*.experts": EXPERTS})
         accum, tokens = accel.Accumulation(1).next(), tokens_of(ctx, 1)
         with load.counting(accum):
-            accum = accel.backward(ctx, model(tokens).square().mean(), accel.loss_scale(ctx), accum)
-        step = accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum)
+            accum = accel.training.parts.backward(ctx, model(tokens).square().mean(), accel.loss_scale(ctx), accum)
+        step = accel.training.parts.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum)
         counts = load.update_(ctx, step).layers
         with (
             pytest.raises(ConfigError, match="do not show their tokens"),

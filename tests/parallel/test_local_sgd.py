@@ -46,9 +46,9 @@ def train(ctx: accel.DistContext, steps: int, every: int) -> list[torch.Tensor]:
     for step in range(steps):
         inputs, targets = data(ctx.rank, step)
         accum = accum.next()
-        with accel.accumulate(ctx, accum):
-            accum = accel.backward(ctx, mse_loss(model(inputs), targets), scaler, accum)
-        accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+        with accel.training.parts.accumulate(ctx, accum):
+            accum = accel.training.parts.backward(ctx, mse_loss(model(inputs), targets), scaler, accum)
+        accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
         local = accel.parallel.local_sgd_step(ctx, model, local, last=step == steps - 1)
     assert local == accel.parallel.LocalSgd(every, averages=-(-steps // every))
     return values(model)
@@ -101,11 +101,11 @@ def test_averaging_after_every_step_of_plain_sgd_is_data_parallel(samples: int, 
         accum = accel.Accumulation(steps=steps)
         for batch in accel.batches(ctx, loader, accel.Cursor()):
             accum = accum.next(last=batch.is_last)
-            with accel.accumulate(ctx, accum, *([model] if local is None else [])):
+            with accel.training.parts.accumulate(ctx, accum, *([model] if local is None else [])):
                 loss = model(batch.data[0]).square().mean()
-                accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
             if accum.sync:
-                accum = accel.optimizer_step(ctx, optimizer, scaler, accum, nonfinite="ignore").accum
+                accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, nonfinite="ignore").accum
                 local = local and accel.parallel.local_sgd_step(ctx, model, local)
         return torch.cat([each.detach().flatten() for each in model.parameters()])
 
@@ -202,8 +202,8 @@ def test_with_its_optimizer_averaged_a_run_resumes_exactly(tmp_path: Path) -> No
         while accum.updates < steps:
             inputs, targets = data(ctx.rank, accum.updates)
             accum = accum.next()
-            accum = accel.backward(ctx, mse_loss(model(inputs), targets), accel.loss_scale(ctx), accum)
-            accum = accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum).accum
+            accum = accel.training.parts.backward(ctx, mse_loss(model(inputs), targets), accel.loss_scale(ctx), accum)
+            accum = accel.training.parts.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum).accum
             local = accel.parallel.local_sgd_step(ctx, model, local, optimizer=optimizer)
             if local.taken:
                 with pytest.raises(ConfigError, match="ranks hold different models between two averages"):

@@ -46,7 +46,7 @@ def _train(ctx: accel.DistContext, axes: Axes, strategy: Any, out: Path | None =
         batch = rows(40)[8 * accum.updates :][:8][share::shares]
         accum = accum.next()
         _, accum = forward_backward(ctx, model, scaler, accum, ids=batch, labels=batch)
-        result = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
         accum = result.accum
         figures.append(float(result.grad_norm))
         local = accel.parallel.local_sgd_step(ctx, model, local, optimizer=optimizer, last=accum.updates == upto)

@@ -33,11 +33,11 @@ def _trained(ctx: accel.DistContext) -> tuple[Any, ...]:
     for step in range(2):
         part = accel.parallel.split_sequence(ctx, {"ids": rows(4)[share::shares]}, shift=())
         scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-        _, accum = accel.forward_backward(
+        _, accum = accel.training.parts.forward_backward(
             ctx, model, scaler, accum, part, loss_fn=lambda logits: logits.square().sum(), weight=len(part["ids"])
         )
         if step == 0:
-            _ = accel.optimizer_step(ctx, optimizer, scaler, accum)
+            _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
     gradients = [each.grad for each in accel.unwrap_model(model).parameters()]  # torch makes these objects when asked
     assert all(each is not None for each in gradients)
     return model, optimizer, gradients

@@ -140,10 +140,10 @@ def test_kept_outputs_are_those_of_one_process_by_any_method(ranks: Simulator, m
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
         part = accel.parallel.split_sequence(ctx, {"ids": rows(4)}, shift=())
         scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-        _, accum = accel.forward_backward(
+        _, accum = accel.training.parts.forward_backward(
             ctx, model, scaler, accum, part, loss_fn=lambda logits: logits.square().sum(), weight=part["ids"].numel()
         )
-        return float(accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5).grad_norm)
+        return float(accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5).grad_norm)
 
     (expected,) = ranks.run(lambda ctx: rank(ctx, "dp=1"), 1, default_group=True)
     assert ranks.run(lambda ctx: rank(ctx, "cp=2"), 2, default_group=True) == pytest.approx([expected] * 2, rel=1e-12)

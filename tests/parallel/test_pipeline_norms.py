@@ -60,7 +60,7 @@ def _train(ctx: accel.DistContext, make: Make, plan: Plan | None, rows: int = 8)
     scale = accel.loss_scale(ctx)
     for step in range(2):
         given = torch.randn(rows, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        _ = accel.forward_backward(ctx, model, scale, None, given, loss_fn=_squares, weight=rows)
+        _ = accel.training.parts.forward_backward(ctx, model, scale, None, given, loss_fn=_squares, weight=rows)
         sgd.step()
         sgd.zero_grad()
     return {name: each.detach().clone() for name, each in model.state_dict().items()}
@@ -125,7 +125,9 @@ def test_norms_that_train_later_and_batches_that_are_filled_up_are_refused(ranks
             assert accel.training.forward(ctx, model, rows[:3]).shape == (3, 4)  # filled up
         _ = model.train()
         scale = accel.loss_scale(ctx)
-        return caught(lambda: accel.forward_backward(ctx, model, scale, None, rows, loss_fn=torch.sum, weight=4))
+        return caught(
+            lambda: accel.training.parts.forward_backward(ctx, model, scale, None, rows, loss_fn=torch.sum, weight=4)
+        )
 
     for error in ranks.run(later, 2, default_group=True):
         assert isinstance(error, StageError)

@@ -71,7 +71,9 @@ def test_models_whose_forward_is_no_chain_are_told_why(
         ids = torch.arange(32).view(4, 8)
         given = {"input_ids": ids, **dict.fromkeys(inputs, torch.ones_like(ids))}
         return caught(
-            lambda: accel.forward_backward(ctx, model, accel.loss_scale(ctx), None, given, loss_fn=torch.sum, weight=1)
+            lambda: accel.training.parts.forward_backward(
+                ctx, model, accel.loss_scale(ctx), None, given, loss_fn=torch.sum, weight=1
+            )
         )
 
     for error in ranks.run(rank, 2, default_group=True):
@@ -94,10 +96,10 @@ def _train(ctx: accel.DistContext, make: Any, mesh: str) -> tuple[dict[str, torc
         ids = torch.randint(64, (5, 9), generator=torch.Generator().manual_seed(step))
         inputs = {"input_ids": ids[:, :-1], "attention_mask": torch.ones(5, 8, dtype=torch.int64)}
         scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-        loss, accum = accel.forward_backward(
+        loss, accum = accel.training.parts.forward_backward(
             ctx, model, scaler, accum, inputs, targets=ids[:, 1:], loss_fn=_loss_sum, weight=40
         )
-        result = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
+        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
         assert result.grad_norm is not None
         figures += [float(loss), float(result.grad_norm)]
     return {name: each.detach() for name, each in model.named_parameters(remove_duplicate=False)}, figures

@@ -385,7 +385,7 @@ def _forward_backward(ctx: accel.DistContext, make: Any, loss_fn: Any = loss_sum
     ctx = accel.replace(ctx, mesh="pp=2")
     model = accel.prepare_model(ctx, make(), plan=accel.parallel.Plan(micro_batches=2))
     ids, targets = batch_of(0, 4)
-    return accel.forward_backward(
+    return accel.training.parts.forward_backward(
         ctx, model, accel.loss_scale(ctx), None, ids, targets=targets, loss_fn=loss_fn, weight=1
     )
 
@@ -441,7 +441,9 @@ def test_outputs_are_those_of_the_whole_model_on_every_rank(
         model = accel.prepare_model(ctx, Words(), plan=plan)
         before = accel.training.forward(ctx, model, {"ids": ids})
         scaler = accel.loss_scale(ctx)
-        _ = accel.forward_backward(ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=1)
+        _ = accel.training.parts.forward_backward(
+            ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=1
+        )
         return [before, accel.training.forward(ctx, model, (ids[:5],), select=lambda output: output.argmax(-1))]
 
     whole = Words()(ids).detach()
@@ -493,7 +495,7 @@ def test_outputs_may_be_of_any_kind_that_collectives_take(ranks: Simulator, kind
         ctx = accel.replace(ctx, mesh=mesh, containers=[OWN])
         model = accel.prepare_model(ctx, Packed(), plan=accel.parallel.Plan(micro_batches=2))
         outputs = accel.training.forward(ctx, model, ids)
-        loss, _ = accel.forward_backward(
+        loss, _ = accel.training.parts.forward_backward(
             ctx,
             model,
             accel.loss_scale(ctx),
@@ -551,10 +553,12 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank(ranks: Simulator) 
         model, optimizer = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
         ids, targets = batch_of(0, 4)
         scaler = accel.loss_scale(ctx)
-        _ = accel.forward_backward(ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=1)
+        _ = accel.training.parts.forward_backward(
+            ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=1
+        )
         if ctx.rank == 1:
             model.head.weight.grad[0, 0] = torch.nan
-        return caught(lambda: accel.optimizer_step(ctx, optimizer, scaler))
+        return caught(lambda: accel.training.parts.optimizer_step(ctx, optimizer, scaler))
 
     for error in ranks.run(rank, 2, default_group=True):
         assert isinstance(error, accel.errors.NonFiniteError)
@@ -681,7 +685,7 @@ def test_a_batch_without_units_adds_nothing(ranks: Simulator, mesh: str) -> None
         ctx = accel.replace(ctx, mesh=mesh)
         model = accel.prepare_model(ctx, Words())
         ids, targets = batch_of(0, 4)
-        loss, _ = accel.forward_backward(
+        loss, _ = accel.training.parts.forward_backward(
             ctx, model, accel.loss_scale(ctx), None, ids, targets=targets, loss_fn=loss_sum, weight=0
         )
         return float(loss), max(float(each.grad.abs().max()) for each in model.parameters() if each.grad is not None)

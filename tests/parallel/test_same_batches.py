@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ def _run(ctx: accel.DistContext, model: nn.Module, batch: Any, trains: bool) -> 
         state = accel.Accumulation().next()
         weight = float(targets.numel())
         more = {"targets": targets, "loss_fn": loss_sum, "weight": weight}
-        _ = accel.forward_backward(ctx, model, accel.loss_scale(ctx), state, ids, **more)
+        _ = accel.training.parts.forward_backward(ctx, model, accel.loss_scale(ctx), state, ids, **more)
     else:
         _ = accel.training.forward(ctx, model, ids)
 
@@ -258,3 +259,23 @@ def test_a_model_for_local_sgd_is_compared_along_tp(ranks: Simulator):
 
     with pytest.raises(accel.errors.DataError, match=r"on the ranks [02], [13],"):
         _ = ranks.run(rank, 4, default_group=True)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
+def test_batches_are_compared_again_after_a_resume(ranks: Simulator, tmp_path: Path, mesh: str):
+    def rank(ctx: accel.DistContext) -> None:
+        ctx, model = _pipelined(ctx, mesh) if "pp" in mesh else _tensor(ctx, mesh)
+        right = torch.arange(20).view(4, 5) % 11
+        for trains in (True, True, False):
+            _run(ctx, model, (right, right), trains)
+        saved = accel.save_state(ctx, tmp_path, {"model": model}, step=1)
+        _ = accel.load_state(ctx, saved, {"model": model})
+        for trains in (True, False):
+            _run(ctx, model, (right, right), trains)
+        _ = accel.load_state(ctx, saved, {"model": model})
+        wrong = (right + ctx.rank) % 11
+        for trains, mode in ((True, "training"), (False, "evaluation")):
+            with pytest.raises(accel.errors.DataError, match=f"different batches.*first forward in {mode}"):
+                _run(ctx, model, (wrong, wrong), trains)
+
+    _ = ranks.run(rank, 2, default_group=True)

@@ -141,11 +141,11 @@ def test_a_run_is_that_of_ddp_to_the_digits_of_the_format(ranks: Simulator, form
         scaler, accum, losses = accel.loss_scale(ctx), accel.Accumulation(), []
         for step in range(8):
             ids, accum = _ids(ctx, step), accum.next()
-            with accel.accumulate(ctx, accum, model):
+            with accel.training.parts.accumulate(ctx, accum, model):
                 with accel.autocast(ctx):
                     loss = nn.functional.cross_entropy(model(ids), ids)
-                accum = accel.backward(ctx, loss, scaler, accum)
-            stepped = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum)
+            stepped = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
             accum, scaler = stepped.accum, stepped.scaler
             losses.append(float(loss.detach()))
             assert stepped.stepped
@@ -163,10 +163,10 @@ def test_gradients_of_a_window_are_summed_in_fp32(ranks: Simulator) -> None:
         accum, scaler = accel.Accumulation(9), accel.LossScale()
         for micro in range(9):
             accum = accum.next()
-            with accel.accumulate(ctx, accum, model), accel.autocast(ctx):
+            with accel.training.parts.accumulate(ctx, accum, model), accel.autocast(ctx):
                 # 256 and then eight times 1, which a sum in bf16 would lose
                 loss = model(torch.full((1, 4), 1.0 if micro else 256.0)).float().sum()
-                accum = accel.backward(ctx, loss, scaler, accum, weight=1)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=1)
         return model.weight.grad.full_tensor()
 
     for grad in _under(ranks, rank):

@@ -183,7 +183,7 @@ def test_a_stage_is_sharded_over_its_own_ranks(ranks: Simulator) -> None:
         with torch.no_grad():
             model.seen += ctx.rank
         rows = torch.full((1, 4), 1.0 + ctx.rank, dtype=torch.float64)
-        with accel.accumulate(ctx, accel.Accumulation().next(), model):
+        with accel.training.parts.accumulate(ctx, accel.Accumulation().next(), model):
             model(rows).sum().backward()
         mesh = model.weight.device_mesh
         return sorted(mesh.mesh.tolist()), _whole([model.weight, model.weight.grad]), float(model.seen)

@@ -44,10 +44,10 @@ def _step(ctx: accel.DistContext, items: dict[str, Any]) -> None:
     ids, labels = ids.chunk(shares)[mine], labels.chunk(shares)[mine]
     tokens = int((labels != IGNORED).sum())
     scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-    with accel.accumulate(ctx, accum, items["model"]):
+    with accel.training.parts.accumulate(ctx, accum, items["model"]):
         loss = total_loss(ctx, items["model"](ids), labels, divided=False) / tokens
-        accum = accel.backward(ctx, loss, scaler, accum, weight=tokens)
-    step = accel.optimizer_step(ctx, items["optimizer"], scaler, accum, max_norm=0.5)
+        accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=tokens)
+    step = accel.training.parts.optimizer_step(ctx, items["optimizer"], scaler, accum, max_norm=0.5)
     items["ema"].update_(items["model"], step)
 
 

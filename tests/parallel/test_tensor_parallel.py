@@ -299,9 +299,9 @@ def test_gradients_of_whole_parameters_share_no_memory(ranks):
         scaler, accum = accel.loss_scale(ctx), accel.Accumulation(2)
         for rows in torch.randn(2, 1, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64):
             accum = accum.next()
-            with accel.accumulate(ctx, accum, net):
-                accum = accel.backward(ctx, net(rows).square().mean(), scaler, accum, weight=1)
-        result = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+            with accel.training.parts.accumulate(ctx, accum, net):
+                accum = accel.training.parts.backward(ctx, net(rows).square().mean(), scaler, accum, weight=1)
+        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
         return [result.grad_norm], whole(net)
 
     (expected,) = ranks.run(lambda ctx: rank(ctx, ""), 1)

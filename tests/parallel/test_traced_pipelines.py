@@ -111,7 +111,7 @@ def _bf16(ctx: accel.DistContext, name: str, mesh: str) -> dict[str, torch.Tenso
     plan = accel.parallel.Plan(cut="trace", micro_batches=2)
     model = accel.prepare_model(ctx, made(0.0).float().train(), plan=plan, example=inputs)
     given = (accel.loss_scale(ctx), None, inputs)
-    loss, _ = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
+    loss, _ = accel.training.parts.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
     named = accel.unwrap_model(model).named_parameters()
     found: dict[str, Any] = {key: each.grad for key, each in named if each.grad is not None}
     return {"loss": loss.detach()} | {
@@ -348,10 +348,10 @@ def test_the_data_of_a_parameter_is_changed_in_the_stage_that_holds_it(ranks: Si
             whole(rows).square().mean().backward()
             plain.step()
             plain.zero_grad()
-            _ = accel.forward_backward(
+            _ = accel.training.parts.forward_backward(
                 ctx, model, scale, None, rows, loss_fn=lambda out: out.square().sum(), weight=rows.numel()
             )
-            _ = accel.optimizer_step(ctx, optimizer, scale)
+            _ = accel.training.parts.optimizer_step(ctx, optimizer, scale)
         found = accel.get_state_dict(ctx, model, dst=None)
         return max(float((found[key] - each).abs().max()) for key, each in whole.state_dict().items())
 
@@ -453,7 +453,7 @@ def _compiled_difference(ctx: accel.DistContext, name: str) -> float:
             _ = accel.compile_model(model, backend="aot_eager", fullgraph=True)  # raises where a graph breaks
         inputs, targets = batch_of(4, 1)
         given = (accel.loss_scale(ctx), None, inputs)
-        _ = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
+        _ = accel.training.parts.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
         named = model.named_parameters()
         found.append({key: each.grad.clone() for key, each in named if each.grad is not None})
     assert found[0].keys() == found[1].keys()
@@ -502,7 +502,9 @@ def test_gradients_of_weights_come_behind_those_of_inputs(ranks: Simulator, sche
         )
         model = accel.prepare_model(ctx, model, plan=plan, example=inputs)
         given = (accel.loss_scale(ctx), None, inputs)
-        _ = accel.forward_backward(ctx, model, *given, loss_fn=lambda output: output.square().sum(), weight=8)
+        _ = accel.training.parts.forward_backward(
+            ctx, model, *given, loss_fn=lambda output: output.square().sum(), weight=8
+        )
         return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
     (expected,) = ranks.run(partial(gradients, mesh=""), 1)
@@ -536,7 +538,7 @@ def _recomputed(ctx: accel.DistContext, name: str, how: str) -> tuple[dict[str, 
     inputs, targets = batch_of(4, 1)
     given = (accel.loss_scale(ctx), None, inputs)
     with accel.seeding.seeded(ctx, 1), Counting() as counting:
-        _ = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
+        _ = accel.training.parts.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
     named = accel.unwrap_model(model).named_parameters()
     return {key: each.grad.clone() for key, each in named if each.grad is not None}, counting.count
 

@@ -159,7 +159,7 @@ def _gradients(ctx: accel.DistContext, cut: str, *, again: bool = False) -> dict
     ids, targets = batch_of(1, 8)
     with accel.seeding.seeded(ctx, 1):
         given = (accel.loss_scale(ctx), None, ids)
-        loss, _ = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
+        loss, _ = accel.training.parts.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
         after = torch.rand(1)
     named = accel.unwrap_model(model).named_parameters(remove_duplicate=False)
     return {"loss": loss, "draw": after} | {name: whole_of(each.grad) for name, each in named if each.grad is not None}
@@ -200,8 +200,10 @@ def test_compiled_stages_that_are_divided_are_one_graph_each(ranks: Simulator, a
             accum = accum.next()
             weight = (targets != -100).sum()
             given = (scaler, accum, ids)
-            loss, accum = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=weight)
-            result = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
+            loss, accum = accel.training.parts.forward_backward(
+                ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=weight
+            )
+            result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
             accum = result.accum
             figures += [float(loss), float(result.grad_norm or 0)]
             accel.wait_for_everyone(ctx)
@@ -281,7 +283,9 @@ def test_labels_beside_logits_of_each_rank_are_refused(
             return accel.parallel.vocab_cross_entropy(ctx, output.logits, targets)
 
         given = (accel.loss_scale(ctx), None)
-        loss, _ = accel.forward_backward(ctx, model, *given, inputs, targets=targets, loss_fn=loss_fn, weight=5)
+        loss, _ = accel.training.parts.forward_backward(
+            ctx, model, *given, inputs, targets=targets, loss_fn=loss_fn, weight=5
+        )
         alone = traced_models.loss_sum(made(0.0)(**inputs), targets) / 5
         both = inputs | {"labels": targets}
         again = partial(accel.forward_backward, ctx, model, *given, both, loss_fn=lambda output: output.loss)

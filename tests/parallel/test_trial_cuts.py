@@ -63,7 +63,7 @@ def _gradients(ctx: accel.DistContext, make: Any, plan: Plan | None, **prepare: 
     model = accel.prepare_model(ctx, make(), plan=plan, **prepare)
     ids, targets = batch_of(0, 4)
     given = (accel.loss_scale(ctx), None, ids)
-    _ = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=1)
+    _ = accel.training.parts.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=1)
     named = accel.unwrap_model(model).named_parameters()
     return {name: each.grad for name, each in named if each.grad is not None}
 

@@ -184,9 +184,11 @@ def train(
             accum = accum.next()
             weight = (targets != -100).sum()
             given = (scaler, accum, inputs)
-            loss, accum = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=weight)
+            loss, accum = accel.training.parts.forward_backward(
+                ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=weight
+            )
             figures += [float(loss)] if shares == 1 else []
-        result = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
         accum, scaler = result.accum, result.scaler
         assert result.grad_norm is not None
         figures.append(float(result.grad_norm))

@@ -208,6 +208,6 @@ def test_a_backward_runs_in_tf32_as_its_forward_did(gpu):
             return grad
 
     seen, weight = [], torch.ones((), requires_grad=True)
-    accel.backward(gpu, Seen.apply(weight), accel.loss_scale(gpu))
+    accel.training.parts.backward(gpu, Seen.apply(weight), accel.loss_scale(gpu))
     assert seen == ["high"]
     assert torch.get_float32_matmul_precision() == "highest"

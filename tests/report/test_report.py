@@ -28,7 +28,6 @@ from accel.cli import main
 from accel.report import Curves, StoredCheckpoint, find_runs, name_runs, read_data, report_page, state_of, thin
 from accel.report._run_data import RunData
 from accel.report._series import better_of, charts_of, condense, encode_numbers, ranked_metrics
-from accel.report._summary import show_duration, show_value
 from accel.report._tables import _launch_facts, element, settings as settings_of, table
 from accel.run_folder import (
     LaunchRecord,
@@ -40,6 +39,7 @@ from accel.run_folder import (
     read_run,
     write_json,
 )
+from accel.terminal import show_duration, show_value
 
 TRACE = """{"traceEvents": [
     {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 9},

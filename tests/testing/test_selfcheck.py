@@ -74,7 +74,7 @@ def inexact(real: Callable[..., Any]) -> Callable[..., Any]:
 def forgetful(real: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(ctx: accel.DistContext, path: Path, items: dict[str, Any]) -> Any:
         loaded = real(ctx, path, items)
-        return loaded | {"cursor": accel.Cursor(seed=8)}
+        return loaded | {"state": loaded["state"].at(accel.Cursor(seed=8))}
 
     return wrong
 

@@ -41,15 +41,17 @@ def _begin(ctx: accel.DistContext) -> Run:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
     model, optimizer, scheduler = accel.prepare(ctx, plain, optimizer, StepLR(optimizer, 1, 0.5))
     run = Run(ctx, plain, model, optimizer, scheduler, accel.loss_scale(ctx), accel.Accumulation(steps=2).next())
-    with accel.accumulate(ctx, run.accum, model):
-        return run._replace(accum=accel.backward(ctx, run.loss(), run.scaler, run.accum, weight=2.0))
+    with accel.training.parts.accumulate(ctx, run.accum, model):
+        return run._replace(accum=accel.training.parts.backward(ctx, run.loss(), run.scaler, run.accum, weight=2.0))
 
 
-def _end(run: Run) -> accel.training.StepResult:
+def _end(run: Run) -> accel.training.parts.StepResult:
     accum = run.accum.next()
-    with accel.accumulate(run.ctx, accum, run.model):
-        accum = accel.backward(run.ctx, run.loss(), run.scaler, accum, weight=3.0)
-    return accel.optimizer_step(run.ctx, run.optimizer, run.scaler, accum, scheduler=run.scheduler, max_norm=1.0)
+    with accel.training.parts.accumulate(run.ctx, accum, run.model):
+        accum = accel.training.parts.backward(run.ctx, run.loss(), run.scaler, accum, weight=3.0)
+    return accel.training.parts.optimizer_step(
+        run.ctx, run.optimizer, run.scaler, accum, scheduler=run.scheduler, max_norm=1.0
+    )
 
 
 def _state(run: Run) -> dict[str, Any]:
@@ -58,9 +60,9 @@ def _state(run: Run) -> dict[str, Any]:
     return {"grads": grads, "state": state, "rng": torch.get_rng_state()}
 
 
-def _step(run: Run, **changes: Any) -> accel.training.StepResult:
+def _step(run: Run, **changes: Any) -> accel.training.parts.StepResult:
     given = {"optimizer": run.optimizer, "scaler": run.scaler, "accum": run.accum} | changes
-    return accel.optimizer_step(run.ctx, **given)
+    return accel.training.parts.optimizer_step(run.ctx, **given)
 
 
 def _ended(run: Run) -> accel.Accumulation:
@@ -68,7 +70,7 @@ def _ended(run: Run) -> accel.Accumulation:
 
 
 def _backward(run: Run, loss: torch.Tensor, **changes: Any) -> object:
-    return accel.backward(run.ctx, loss, **({"scaler": run.scaler, "accum": run.accum.next()} | changes))
+    return accel.training.parts.backward(run.ctx, loss, **({"scaler": run.scaler, "accum": run.accum.next()} | changes))
 
 
 def _enter(block: Any) -> None:
@@ -112,32 +114,36 @@ MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
         "no gradients",
     ),
     "clipping within the window": (
-        lambda run: accel.clip_grad_norm_(run.ctx, run.plain.parameters(), 1.0, run.scaler, run.accum),
+        lambda run: accel.training.parts.clip_grad_norm_(run.ctx, run.plain.parameters(), 1.0, run.scaler, run.accum),
         StepError,
         "micro-batch 1 of 2",
     ),
     "clipping to nothing": (
-        lambda run: accel.clip_grad_norm_(run.ctx, run.plain.parameters(), 0.0, run.scaler, _ended(run)),
+        lambda run: accel.training.parts.clip_grad_norm_(run.ctx, run.plain.parameters(), 0.0, run.scaler, _ended(run)),
         ConfigError,
         "above 0",
     ),
     "clipping no gradients": (
-        lambda run: accel.clip_grad_norm_(run.ctx, nn.PReLU().parameters(), 1.0, run.scaler, _ended(run)),
+        lambda run: accel.training.parts.clip_grad_norm_(
+            run.ctx, nn.PReLU().parameters(), 1.0, run.scaler, _ended(run)
+        ),
         StepError,
         "no gradients",
     ),
     "clipping values to nothing": (
-        lambda run: accel.clip_grad_value_(run.ctx, run.plain.parameters(), 0.0, run.scaler, _ended(run)),
+        lambda run: accel.training.parts.clip_grad_value_(
+            run.ctx, run.plain.parameters(), 0.0, run.scaler, _ended(run)
+        ),
         ConfigError,
         "above 0",
     ),
     "clipping values within the window": (
-        lambda run: accel.clip_grad_value_(run.ctx, run.plain.parameters(), 1.0, run.scaler, run.accum),
+        lambda run: accel.training.parts.clip_grad_value_(run.ctx, run.plain.parameters(), 1.0, run.scaler, run.accum),
         StepError,
         "micro-batch 1 of 2",
     ),
     "dividing within the window": (
-        lambda run: accel.unscale_gradients(run.ctx, run.optimizer, run.scaler, run.accum),
+        lambda run: accel.training.parts.unscale_gradients(run.ctx, run.optimizer, run.scaler, run.accum),
         StepError,
         "micro-batch 1 of 2",
     ),
@@ -220,7 +226,7 @@ MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
     "weight without accum": (
         lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=2, accum=None),
         ConfigError,
-        "an Accumulation beside weight=",
+        "an Accumulation beside weight= or retain_graph=",
     ),
     "scale changed within the window": (
         lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=2, scaler=accel.LossScale(8.0)),
@@ -233,7 +239,7 @@ MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
         "between two windows",
     ),
     "accumulate between windows": (
-        lambda run: _enter(accel.accumulate(run.ctx, accel.Accumulation(), run.model)),
+        lambda run: _enter(accel.training.parts.accumulate(run.ctx, accel.Accumulation(), run.model)),
         StepError,
         "no micro-batch was begun",
     ),
@@ -268,9 +274,9 @@ def test_a_gradient_that_is_not_finite_reaches_no_parameter_on_any_rank(ranks, v
     def rank(ctx):
         run = _begin(ctx)
         accum = run.accum.next()
-        with accel.accumulate(ctx, accum, run.model):
+        with accel.training.parts.accumulate(ctx, accum, run.model):
             loss = run.loss() * (value if ctx.rank == 1 else 1.0)
-            accum = accel.backward(ctx, loss, run.scaler, accum, weight=3.0)
+            accum = accel.training.parts.backward(ctx, loss, run.scaler, accum, weight=3.0)
         before = _state(run)
         with pytest.raises(NonFiniteError, match=r"a gradient of step 0 is not finite"):
             _step(run, accum=accum, scheduler=run.scheduler)
@@ -281,8 +287,14 @@ def test_a_gradient_that_is_not_finite_reaches_no_parameter_on_any_rank(ranks, v
     assert ranks.run(rank, 2) == [True, True]
 
 
-@pytest.mark.parametrize("block", [accel.no_sync, lambda ctx, model: accel.accumulate(ctx, _micro(1), model),
-                                   lambda ctx, model: accel.accumulate(ctx, _micro(2), model)])  # fmt: skip
+@pytest.mark.parametrize(
+    "block",
+    [
+        accel.no_sync,
+        lambda ctx, model: accel.training.parts.accumulate(ctx, _micro(1), model),
+        lambda ctx, model: accel.training.parts.accumulate(ctx, _micro(2), model),
+    ],
+)
 def test_a_model_that_was_not_prepared_is_refused_where_ranks_would_drift_apart(ranks, block):
     def rank(ctx):
         with pytest.raises(PrepareError, match=r"model = accel.prepare_model\(ctx, model\).*a plain Linear on 2 ranks"):

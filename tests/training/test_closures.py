@@ -171,7 +171,7 @@ def begun(
 REFUSED: dict[str, tuple[type[AccelError], str, Callable[..., Any]]] = {
     "clipping": (ConfigError, "got clipping", lambda step, **_: step(max_norm=1.0)),
     "clipping to a value": (ConfigError, "got clipping", lambda step, **_: step(max_value=1.0)),
-    "skip": (ConfigError, "nonfinite='skip'", lambda step, **_: step(nonfinite="skip")),
+    "skip": (ConfigError, "may leave the step out", lambda step, **_: step(nonfinite="skip")),
     "no loss": (StepError, "must be a tensor", lambda step, **_: step(closure=lambda: None)),
     "no gradient": (StepError, "no gradient", lambda step, loss_of, **_: step(closure=lambda: loss_of().detach())),
     "loss.backward": (
@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[type[AccelError], str, Callable[..., Any]]] = {
     ),
     "the parts": (
         ConfigError,
-        "needs the whole state",
+        "carries the whole state",
         lambda ctx, optimizer, loss_of, **_: accel.optimizer_step(
             ctx, optimizer, accel.LossScale(), accel.Accumulation(), closure=loss_of
         ),
@@ -288,7 +288,7 @@ def _with_keyword(ctx: accel.DistContext, optimizer: Any, state: accel.TrainStat
 
 
 def _scaled(ctx: accel.DistContext, optimizer: Any, _state: accel.TrainState, loss_of: Any) -> None:
-    optimizer.step(lambda: accel.backward(ctx, loss_of(), accel.LossScale(scale=8.0)))
+    optimizer.step(lambda: accel.training.parts.backward(ctx, loss_of(), accel.LossScale(scale=8.0)))
 
 
 def _without_closure(ctx: accel.DistContext, optimizer: Any, state: accel.TrainState, loss_of: Any) -> None:
@@ -365,14 +365,14 @@ def test_two_plain_passes_and_closures_without_weights_stay_accepted(ranks: Simu
         inputs, targets = data().tensors
         scaler, accum = accel.loss_scale(ctx), accel.Accumulation()
         for _ in range(2):
-            accum = accel.backward(ctx, mse_loss(model(inputs), targets), scaler, accum.next())
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum)
+            accum = accel.training.parts.backward(ctx, mse_loss(model(inputs), targets), scaler, accum.next())
+            step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
             accum, scaler = step.accum, step.scaler
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             loss = mse_loss(model(inputs), targets)
-            accel.backward(ctx, loss, accel.LossScale())
+            accel.training.parts.backward(ctx, loss, accel.LossScale())
             return loss
 
         optimizer.step(closure)

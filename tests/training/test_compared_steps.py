@@ -33,12 +33,12 @@ class Loop:
     def step(self, *, bad: bool = False, before: bool = False, weight: float | None = None) -> bool:
         """Take a step; a gradient of this rank may become bad before the exchange or after."""
         self.accum = self.accum.next()
-        with accel.accumulate(self.ctx, self.accum, self.model):
+        with accel.training.parts.accumulate(self.ctx, self.accum, self.model):
             loss = self.model(X * (math.nan if bad and before else 1)).square().mean()
-            self.accum = accel.backward(self.ctx, loss, self.scaler, self.accum, weight=weight)
+            self.accum = accel.training.parts.backward(self.ctx, loss, self.scaler, self.accum, weight=weight)
         if bad and not before:
             next(iter(self.model.parameters())).grad.mul_(math.nan)
-        done = accel.optimizer_step(self.ctx, self.optimizer, self.scaler, self.accum)
+        done = accel.training.parts.optimizer_step(self.ctx, self.optimizer, self.scaler, self.accum)
         self.scaler, self.accum = done.scaler, done.accum
         return done.stepped
 

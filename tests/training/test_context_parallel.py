@@ -170,10 +170,10 @@ def test_loaders_give_ranks_of_one_sequence_one_batch_and_metrics_count_it_once(
 
 def _step(ctx: accel.DistContext, model: nn.Module, inputs: Any) -> bool:
     loss = model(*inputs).square().mean()
-    accum = accel.backward(ctx, loss, accel.LossScale(), accel.Accumulation().next(last=True))
+    accum = accel.training.parts.backward(ctx, loss, accel.LossScale(), accel.Accumulation().next(last=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        return accel.optimizer_step(ctx, optimizer, accel.LossScale(), accum).stepped
+        return accel.training.parts.optimizer_step(ctx, optimizer, accel.LossScale(), accum).stepped
     finally:
         accel.training.clear_gradients(model)
 

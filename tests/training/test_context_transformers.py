@@ -132,11 +132,11 @@ def train(
         part = accel.parallel.split_sequence(ctx, batch, multiple_of=ctx.axis("tp").size)
         tokens = (part["labels"] != -100).sum()
         accum = accum.next()
-        with accel.accumulate(ctx, accum, model):
+        with accel.training.parts.accumulate(ctx, accum, model):
             logits = model(input_ids=part["ids"], position_ids=part["position_ids"], use_cache=False).logits
             loss = cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="sum") / tokens
-            accum = accel.backward(ctx, loss, scaler, accum, weight=tokens)
-        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+            accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=tokens)
+        step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
         scaler, accum = step.scaler, step.accum
     return {name: each.clone() for name, each in accel.get_state_dict(ctx, model, dst=None).items()}
 
@@ -619,7 +619,7 @@ def train_stages(ctx: accel.DistContext, mesh: str, plan: accel.parallel.Plan) -
     for ids in IDS:
         rows = ids.chunk(count)[index]
         part = accel.parallel.split_sequence(ctx, {"ids": rows, "labels": rows})
-        _, accum = accel.forward_backward(
+        _, accum = accel.training.parts.forward_backward(
             ctx,
             model,
             scaler,
@@ -629,7 +629,7 @@ def train_stages(ctx: accel.DistContext, mesh: str, plan: accel.parallel.Plan) -
             targets=part["labels"],
             weight=(part["labels"] != -100).sum(),
         )
-        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+        step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
         scaler, accum = step.scaler, step.accum
     return {name: each.clone() for name, each in accel.get_state_dict(ctx, model, dst=None).items()}
 
@@ -664,8 +664,8 @@ def test_encoders_cross_the_ranks(ranks: Simulator, kind: str) -> None:
         optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters()))
         scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
         weight = part["targets"].numel()
-        accum = accel.backward(ctx, loss / weight, scaler, accum, weight=weight)
-        _ = accel.optimizer_step(ctx, optimizer, scaler, accum)
+        accum = accel.training.parts.backward(ctx, loss / weight, scaler, accum, weight=weight)
+        _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
         return float(accel.reduce(ctx, loss.detach())), accel.get_state_dict(ctx, model, dst=None)
 
     loss, expected = ranks.run(lambda ctx: rank(ctx, "dp=1"), 1, default_group=True)[0]

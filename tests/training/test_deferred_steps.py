@@ -364,5 +364,5 @@ def test_a_weight_that_is_none_takes_no_step_and_is_told_by_the_next_look() -> N
     run.state = msgspec.structs.replace(run.state, accum=accum)
     run.step(optimizer, nonfinite="defer")
     assert model.weight.equal(before)
-    with pytest.raises(ConfigError, match="a weight of this window is none"):
+    with pytest.raises(ConfigError, match="a weight is not a finite number from 0"):
         run.ctx.comm.settle()

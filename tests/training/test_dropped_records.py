@@ -70,9 +70,9 @@ def test_evaluation_between_two_passes_does_not_hide_a_dropped_cursor(stream: bo
 
 def _window(
     ctx: accel.DistContext, accum: accel.Accumulation, scaler: accel.LossScale, parameter: torch.nn.Parameter
-) -> accel.training.StepResult[accel.Accumulation]:
-    accum = accel.backward(ctx, parameter.sum(), scaler, accum.next())
-    return accel.optimizer_step(ctx, torch.optim.SGD([parameter], lr=0.1), scaler, accum)
+) -> accel.training.parts.StepResult:
+    accum = accel.training.parts.backward(ctx, parameter.sum(), scaler, accum.next())
+    return accel.training.parts.optimizer_step(ctx, torch.optim.SGD([parameter], lr=0.1), scaler, accum)
 
 
 def test_a_dropped_loss_scale_is_an_error_in_the_next_window() -> None:
@@ -82,7 +82,7 @@ def test_a_dropped_loss_scale_is_an_error_in_the_next_window() -> None:
     with pytest.raises(accel.errors.StepError, match=r"accum, scaler = step.accum, step.scaler"):
         _window(ctx, step.accum, scaler, parameter)
     with pytest.raises(accel.errors.StepError, match="the window before"):
-        accel.backward(ctx, parameter.sum(), scaler, step.accum.reset().next())
+        accel.training.parts.backward(ctx, parameter.sum(), scaler, step.accum.reset().next())
     assert _window(ctx, step.accum, step.scaler, parameter).stepped
 
 

@@ -194,8 +194,8 @@ def test_a_step_that_overflowed_leaves_the_average_alone_on_all_ranks(ranks):
         ema, scaler, counts = Ema(model, decay=0.5), accel.loss_scale(ctx, initial=2.0), []
         for at in range(4):
             scale = float("inf") if at == 1 and ctx.rank == 1 else 1.0
-            accel.backward(ctx, model(torch.ones(2, 3)).mean() * scale, scaler)
-            step = accel.optimizer_step(ctx, optimizer, scaler)
+            accel.training.parts.backward(ctx, model(torch.ones(2, 3)).mean() * scale, scaler)
+            step = accel.training.parts.optimizer_step(ctx, optimizer, scaler)
             scaler = step.scaler
             ema.update_(model, step)
             counts.append(int(ema.updates))

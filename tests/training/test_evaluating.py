@@ -79,9 +79,9 @@ def test_schedule_free_optimizers_train_evaluate_and_resume(name: str, tmp_path:
             accum = loaded["accum"]
         while accum.updates < steps:
             accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
-                accum = accel.backward(ctx, (model(inputs) - targets).square().mean(), scaler, accum)
-            accum = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=10.0).accum
+            with accel.training.parts.accumulate(ctx, accum, model):
+                accum = accel.training.parts.backward(ctx, (model(inputs) - targets).square().mean(), scaler, accum)
+            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=10.0).accum
             with torch.no_grad(), accel.evaluating(model, optimizer):
                 losses.append((model(inputs) - targets).square().mean().item())
         items = {"model": model, "optimizer": optimizer, "accum": accum}

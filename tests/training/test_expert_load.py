@@ -351,8 +351,8 @@ def test_the_host_reads_no_count():
     accum, scaler = accel.Accumulation(1).next(), accel.LossScale(scale=1.0)
     data = torch.ones(2, TOKENS, WIDTH, dtype=torch.float64, device="meta")
     with load.counting(accum, mask=torch.ones(2, TOKENS)):
-        accum = accel.backward(ctx, net(data).square().mean(), scaler, accum)
-    step = accel.optimizer_step(ctx, optimizer, scaler, accum, nonfinite="ignore")
+        accum = accel.training.parts.backward(ctx, net(data).square().mean(), scaler, accum)
+    step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, nonfinite="ignore")
     figures = load.update_(ctx, step).values()
     assert all(each.is_meta for each in figures["all"].values())
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):

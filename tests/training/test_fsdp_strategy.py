@@ -100,10 +100,10 @@ def _train(
     for micro in range(updates * accum.steps):
         accum = accum.next()
         inputs = _inputs(ctx.rank, micro, 2 + (ctx.rank + micro) % 3)
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(inputs).square().mean(), scaler, accum, weight=len(inputs))
+        with accel.training.parts.accumulate(ctx, accum, model):
+            accum = accel.training.parts.backward(ctx, model(inputs).square().mean(), scaler, accum, weight=len(inputs))
         if accum.sync:
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
+            step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
             accum = step.accum
             norms.append(step.grad_norm)
     return norms
@@ -188,11 +188,11 @@ def test_an_optimizer_of_before_that_nobody_prepared_is_refused_at_its_first_ste
         good = SGD(other.parameters(), lr=0.1)
         scaler = accel.loss_scale(ctx)
         loss = model(_inputs(0, 0, 2)).square().mean() + other(_inputs(0, 0, 2)).square().mean()
-        accel.backward(ctx, loss, scaler)
+        accel.training.parts.backward(ctx, loss, scaler)
         for optimizers in (stale, [good, stale]):
             with pytest.raises(PrepareError, match=r"no longer.*such as first\.weight.*accel.prepare\(ctx, model, opt"):
-                accel.optimizer_step(ctx, optimizers, scaler)
-        assert accel.optimizer_step(ctx, [good, accel.prepare(ctx, stale)], scaler).stepped
+                accel.training.parts.optimizer_step(ctx, optimizers, scaler)
+        assert accel.training.parts.optimizer_step(ctx, [good, accel.prepare(ctx, stale)], scaler).stepped
         return True
 
     assert _under(ranks, "fsdp", rank) == [True, True]

@@ -53,21 +53,21 @@ def _train(ctx: accel.DistContext, micros: int, overflow: int | None = None) -> 
         for micro in range(micros):
             real, noise = _draws(update, micro, ctx.rank)
             accum_c = accum_c.next()
-            with accel.accumulate(ctx, accum_c, critic):
+            with accel.training.parts.accumulate(ctx, accum_c, critic):
                 loss = _critic_loss(critic, real, generator(noise).detach())
                 loss = loss * (math.inf if update == overflow and ctx.rank == 0 else 1.0)
-                accum_c = accel.backward(ctx, loss, scale_c, accum_c, weight=len(real))
-        step = accel.optimizer_step(ctx, optimizers[1], scale_c, accum_c, max_norm=0.5)
+                accum_c = accel.training.parts.backward(ctx, loss, scale_c, accum_c, weight=len(real))
+        step = accel.training.parts.optimizer_step(ctx, optimizers[1], scale_c, accum_c, max_norm=0.5)
         accum_c, scale_c = step.accum, step.scaler
         plain.requires_grad_(False)  # the generator's turn: the critic only hands gradients on
         for micro in range(micros):
             _, noise = _draws(update, micro, ctx.rank)
             accum_g = accum_g.next()
-            with accel.accumulate(ctx, accum_g, generator):
+            with accel.training.parts.accumulate(ctx, accum_g, generator):
                 loss = softplus(-plain(generator(noise))).mean()
-                accum_g = accel.backward(ctx, loss, scale_g, accum_g, weight=torch.tensor(len(noise)))
+                accum_g = accel.training.parts.backward(ctx, loss, scale_g, accum_g, weight=torch.tensor(len(noise)))
         plain.requires_grad_(True)
-        step = accel.optimizer_step(ctx, optimizers[0], scale_g, accum_g)
+        step = accel.training.parts.optimizer_step(ctx, optimizers[0], scale_g, accum_g)
         accum_g, scale_g = step.accum, step.scaler
     counts = [accum_g.updates, accum_c.updates, accum_g.skipped, accum_c.skipped, scale_g.scale, scale_c.scale]
     return _flat(generator, critic), counts
@@ -111,13 +111,15 @@ def test_a_shared_step_is_one_decision(ranks, spoilt):
         optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
         before, accum, scaler = _flat(*models), accel.Accumulation().next(), accel.LossScale(scale=8.0, dynamic=True)
         real, noise = _draws(0, 0, ctx.rank)
-        with accel.accumulate(ctx, accum, *models):
+        with accel.training.parts.accumulate(ctx, accum, *models):
             losses = [models[0](noise).square().mean(), models[1](real).square().mean()]
             if spoilt is not None and ctx.rank == 1:
                 losses[spoilt] = losses[spoilt] * math.inf
             for loss in losses:
-                accum = accel.backward(ctx, loss, scaler, accum, weight=len(real), same_units=loss is losses[1])
-        step = accel.optimizer_step(ctx, optimizers, scaler, accum, max_norm=[0.1, 0.2])
+                accum = accel.training.parts.backward(
+                    ctx, loss, scaler, accum, weight=len(real), same_units=loss is losses[1]
+                )
+        step = accel.training.parts.optimizer_step(ctx, optimizers, scaler, accum, max_norm=[0.1, 0.2])
         moves = [(_flat(model) - old).norm() for model, old in zip(models, before.split([27, 21]), strict=True)]
         return step.stepped, step.scaler.scale, step.grad_norm, moves
 

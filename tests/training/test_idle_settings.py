@@ -32,8 +32,8 @@ def _step(ctx: accel.DistContext, steps: int | None, model: nn.Module | None = N
     """A step after one backward; None for one without an accumulation."""
     model = accel.prepare_model(ctx, _model()) if model is None else model
     accum = None if steps is None else accel.Accumulation(steps=steps).next(last=True)
-    accum = accel.backward(ctx, model(torch.ones(3, 2)).square().mean(), accel.LossScale(), accum)
-    return accel.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), accel.LossScale(), accum)
+    accum = accel.training.parts.backward(ctx, model(torch.ones(3, 2)).square().mean(), accel.LossScale(), accum)
+    return accel.training.parts.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), accel.LossScale(), accum)
 
 
 def _sessions(environ: dict[str, str], **arguments: Any) -> Iterator[accel.DistContext]:
@@ -86,8 +86,8 @@ def test_an_argument_of_the_script_is_no_order_to_itself(environ):
 def _half(ctx: accel.DistContext, model: nn.Module, *, autocast: bool) -> Any:
     with accel.autocast(ctx) if autocast else torch.autocast("cpu", enabled=False):
         loss = model(torch.ones(3, 2)).float().square().mean()
-    accel.backward(ctx, loss, accel.LossScale())
-    return accel.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), accel.LossScale())
+    accel.training.parts.backward(ctx, loss, accel.LossScale())
+    return accel.training.parts.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), accel.LossScale())
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -145,8 +145,10 @@ def test_a_model_of_that_precision_needs_no_autocast():
         model = accel.prepare_model(ctx, _model().bfloat16())
         accum = accel.Accumulation().next()
         loss = model(torch.ones(3, 2, dtype=torch.bfloat16)).square().mean()
-        accum = accel.backward(ctx, loss, accel.LossScale(), accum)
-        assert accel.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), accel.LossScale(), accum).stepped
+        accum = accel.training.parts.backward(ctx, loss, accel.LossScale(), accum)
+        assert accel.training.parts.optimizer_step(
+            ctx, SGD(model.parameters(), lr=0.1), accel.LossScale(), accum
+        ).stepped
 
 
 def test_a_precision_of_the_script_is_not_asked_for():

@@ -62,8 +62,8 @@ def test_a_setting_that_prepare_never_saw_is_refused_at_the_first_step(name, tex
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = accel.loss_scale(ctx)
-        accum = accel.backward(ctx, model(torch.ones(1, 2)).mean(), scaler)
+        accum = accel.training.parts.backward(ctx, model(torch.ones(1, 2)).mean(), scaler)
         with pytest.raises(ConfigError, match=rf"{name} of this run has no effect.*ACCEL_{name.upper()}"):
-            accel.optimizer_step(ctx, optimizer, scaler, accum)
+            accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
         ctx = accel.replace(ctx, **{name: Plan() if name == "plan" else "off"})  # the script's own word
-        accel.optimizer_step(ctx, optimizer, scaler, accum)
+        accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)

@@ -45,7 +45,7 @@ def _run(
     ctx, count = accel.single(), rows if weight is None else weight
     inputs, _ = _batch(rows)
     with accel.seeding.seeded(ctx, seed):
-        loss, _ = accel.forward_backward(
+        loss, _ = accel.training.parts.forward_backward(
             ctx, _model(**plan), accel.LossScale(), None, inputs, targets=targets, loss_fn=loss_fn, weight=count
         )
     return loss
@@ -136,7 +136,7 @@ def test_looking_changes_no_number_and_no_random_stream() -> None:
     def run(model: nn.Module) -> tuple[Tensor, list[Tensor], Tensor]:
         inputs, targets = _batch()
         with accel.seeding.seeded(accel.single(), 3):
-            found, _ = accel.forward_backward(
+            found, _ = accel.training.parts.forward_backward(
                 accel.single(),
                 model,
                 accel.LossScale(),
@@ -166,7 +166,9 @@ def test_a_function_is_looked_at_once_though_a_loop_makes_it_anew(fresh: bool) -
         return loss
 
     def step(model: nn.Module, loss_fn: Any) -> None:
-        accel.forward_backward(accel.single(), model, accel.LossScale(), None, _batch()[0], loss_fn=loss_fn, weight=12)
+        accel.training.parts.forward_backward(
+            accel.single(), model, accel.LossScale(), None, _batch()[0], loss_fn=loss_fn, weight=12
+        )
 
     model, kept = _model(), make("sum")
     for _ in range(3):
@@ -185,7 +187,7 @@ def test_the_last_stage_of_a_pipeline_looks_too(ranks: Simulator) -> None:
         model = accel.prepare_model(ctx, model, plan=accel.parallel.Plan(micro_batches=2))
         inputs, targets = _batch()
         loss_fn = functools.partial(cross_entropy, reduction=reduction)
-        return accel.forward_backward(
+        return accel.training.parts.forward_backward(
             ctx, model, accel.LossScale(), None, inputs.float(), targets=targets, loss_fn=loss_fn, weight=12
         )[0].item()
 

@@ -150,8 +150,8 @@ def prepared(
 
 def step(ctx: accel.DistContext, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
     scaler = accel.loss_scale(ctx)
-    accel.backward(ctx, model(options.pop("x", inputs(0, 0))).float(), scaler)
-    return accel.optimizer_step(ctx, optimizer, scaler, **options)
+    accel.training.parts.backward(ctx, model(options.pop("x", inputs(0, 0))).float(), scaler)
+    return accel.training.parts.optimizer_step(ctx, optimizer, scaler, **options)
 
 
 def test_small_steps_add_up_where_bf16_alone_stands_still() -> None:
@@ -232,9 +232,9 @@ def test_a_step_that_fails_over_a_copy_loses_no_state() -> None:
             return func(*args, **(kwargs or {}))
 
     scaler = accel.loss_scale(ctx)
-    accel.backward(ctx, model(inputs(0, 0)).float(), scaler)
+    accel.training.parts.backward(ctx, model(inputs(0, 0)).float(), scaler)
     with pytest.raises(MemoryError), Failing():
-        accel.optimizer_step(ctx, optimizer, scaler)
+        accel.training.parts.optimizer_step(ctx, optimizer, scaler)
     after = {id(each): dict(state) for each, state in optimizer.state.items()}
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 

@@ -26,7 +26,7 @@ def _spoilt_at(optimizers: list[torch.optim.Optimizer], spoilt: torch.Tensor) ->
                 each.grad = torch.ones_like(each)
     spoilt.grad.view(-1)[-1] = math.nan
     with pytest.raises(NonFiniteError) as caught:
-        accel.optimizer_step(ctx, optimizers, accel.LossScale())
+        accel.training.parts.optimizer_step(ctx, optimizers, accel.LossScale())
     return caught.value.where
 
 
@@ -54,7 +54,7 @@ def test_a_norm_that_overflows_by_itself_is_told_apart():
     for each in model.parameters():
         each.grad = torch.full_like(each, 3e38)
     with pytest.raises(NonFiniteError, match="the norm of all gradients, each finite by itself"):
-        accel.optimizer_step(accel.single(), optimizer, accel.LossScale())
+        accel.training.parts.optimizer_step(accel.single(), optimizer, accel.LossScale())
 
 
 def test_labels_leave_no_trace_in_what_is_saved():

@@ -225,8 +225,8 @@ def test_parameters_made_float32_train_as_those_loaded_so(ranks: Simulator) -> N
         for _ in range(3):
             with accel.autocast(ctx):
                 loss = model(torch.ones(2, 4)).float().square().mean()
-            accel.backward(ctx, loss, accel.loss_scale(ctx))
-            _ = accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx))
+            accel.training.parts.backward(ctx, loss, accel.loss_scale(ctx))
+            _ = accel.training.parts.optimizer_step(ctx, optimizer, accel.loss_scale(ctx))
         return accel.get_state_dict(ctx, model, dst=None)["weight"]
 
     made = ranks.run(lambda ctx: weights(ctx, loaded=torch.bfloat16, precision=WAY_OUT), 2, default_group=True)[0]

@@ -244,9 +244,9 @@ def dropped_division(ctx: accel.DistContext) -> Slip:
 
 def dropped_scale(ctx: accel.DistContext) -> Slip:
     weight, scaler = nn.Parameter(torch.ones(1)), accel.LossScale(scale=8.0, dynamic=True)
-    accum = accel.backward(ctx, weight.sum(), scaler, accel.Accumulation().next())
-    accum = accel.optimizer_step(ctx, torch.optim.SGD([weight], lr=0.1), scaler, accum).accum
-    return Slip(accum, lambda record: accel.backward(ctx, weight.sum(), scaler, record.next()))
+    accum = accel.training.parts.backward(ctx, weight.sum(), scaler, accel.Accumulation().next())
+    accum = accel.training.parts.optimizer_step(ctx, torch.optim.SGD([weight], lr=0.1), scaler, accum).accum
+    return Slip(accum, lambda record: accel.training.parts.backward(ctx, weight.sum(), scaler, record.next()))
 
 
 SLIPS = [
@@ -294,13 +294,13 @@ def test_calls_of_the_loop_leave_what_is_beside_a_records_fields() -> None:
             lambda state: accel.unscale_gradients(ctx, optimizer, state),
             lambda state: accel.optimizer_step(ctx, optimizer, state),
         ):
-            records = (state, state.accum)
-            before = [dict(vars(each)) for each in records]
+            figures = (state.figures, state.accum.losses)
+            before = [dict(vars(each)) for each in figures]
             state = call(state)
-            assert [dict(vars(each)) for each in records] == before
+            assert [dict(vars(each)) for each in figures] == before
         state.next_epoch()
-        assert vars(state).keys() == {"stepped", "grad_norm", "backward_at"}
-        assert vars(state.accum) == {}
+        assert vars(state.figures).keys() == {"stepped", "grad_norm", "backward_at"}
+        assert not any(hasattr(each, "__dict__") for each in (state, state.accum))
 
 
 @pytest.mark.parametrize("slip", SLIPS)

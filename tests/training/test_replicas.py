@@ -67,7 +67,7 @@ def test_a_parameter_unfrozen_after_preparing_is_named(ranks: Simulator) -> None
         plain.first.weight.requires_grad_(True)
         with (
             pytest.raises(PrepareError, match=r"first\.weight as well"),
-            accel.accumulate(ctx, accel.Accumulation().next(), model),
+            accel.training.parts.accumulate(ctx, accel.Accumulation().next(), model),
         ):
             pass
 

@@ -118,11 +118,11 @@ def train(
     scaler, accum = accel.loss_scale(ctx), accel.Accumulation(micros)
     for micro in range(micros):
         accum = accum.next()
-        block = accel.accumulate(ctx, accum, model) if accumulates else torch.enable_grad()
+        block = accel.training.parts.accumulate(ctx, accum, model) if accumulates else torch.enable_grad()
         with block:
             output = model(batch_of(ctx, micro, rows), late or micro > 0)
-            accum = accel.backward(ctx, loss(output), scaler, accum)
-    _ = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=LIMIT)
+            accum = accel.training.parts.backward(ctx, loss(output), scaler, accum)
+    _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=LIMIT)
     return {
         name.replace("_orig_mod.", "").removeprefix("module."): (
             each.full_tensor() if hasattr(each, "full_tensor") else each
@@ -211,8 +211,8 @@ def test_further_backward_passes_of_a_batch_and_micro_batches_of_a_plan(ranks):
         def loss_sum(output: torch.Tensor) -> torch.Tensor:
             return output.square().mean((1, 2)).sum()
 
-        _, accum = accel.forward_backward(ctx, model, *given, loss_fn=loss_sum, weight=3)
-        _ = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=LIMIT)
+        _, accum = accel.training.parts.forward_backward(ctx, model, *given, loss_fn=loss_sum, weight=3)
+        _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=LIMIT)
         split = {name: each.detach() for name, each in net.named_parameters()}
 
         net = Net()
@@ -221,8 +221,8 @@ def test_further_backward_passes_of_a_batch_and_micro_batches_of_a_plan(ranks):
         accum = accel.Accumulation(1).next()
         for micro in range(3):  # three losses of one batch
             loss = loss_of(model(batch_of(ctx, micro))) / 3
-            accum = accel.backward(ctx, loss, scaler, accum, weight=1.0, same_units=micro > 0)
-        _ = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=LIMIT)
+            accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=1.0, same_units=micro > 0)
+        _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=LIMIT)
         return split, {name: each.detach() for name, each in net.named_parameters()}
 
     split, added = ranks.run(rank, 1)[0]
@@ -241,12 +241,12 @@ def test_no_graph_is_walked_before_torch_has_compiled_something(monkeypatch):
     model = accel.prepare_model(ctx, net)
     torch.compiler.reset()
     assert not has_compiled()
-    accel.backward(ctx, loss_of(model(batch_of(ctx, 0))), accel.loss_scale(ctx))
+    accel.training.parts.backward(ctx, loss_of(model(batch_of(ctx, 0))), accel.loss_scale(ctx))
     accel.compile_model(net, backend="aot_eager")
     loss = loss_of(model(batch_of(ctx, 0)))
     assert has_compiled()
     with pytest.raises(AssertionError, match="the graph was walked"):
-        accel.backward(ctx, loss, accel.loss_scale(ctx))
+        accel.training.parts.backward(ctx, loss, accel.loss_scale(ctx))
 
 
 def test_the_graph_of_a_compiled_function_is_recognized():

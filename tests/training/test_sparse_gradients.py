@@ -109,14 +109,16 @@ def train(ctx: accel.DistContext, case: Case) -> Outcome:
         for micro, counts in enumerate(window):
             count = counts[ctx.rank]
             accum = accum.next(last=micro == len(window) - 1)
-            with accel.accumulate(ctx, accum, model):
+            with accel.training.parts.accumulate(ctx, accum, model):
                 loss = model(words(at, micro, ctx.rank, count)).square().sum() / max(count, 1)
                 if case.overflow == at and ctx.rank == 0 and micro == 0:
                     loss = loss * math.inf
-                accum = accel.backward(ctx, loss, scaler, accum, weight=count)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=count)
         if case.divided:
-            accum = accel.unscale_gradients(ctx, optimizers, scaler, accum)
-        step = accel.optimizer_step(ctx, optimizers, scaler, accum, max_norm=case.max_norm, max_value=case.max_value)
+            accum = accel.training.parts.unscale_gradients(ctx, optimizers, scaler, accum)
+        step = accel.training.parts.optimizer_step(
+            ctx, optimizers, scaler, accum, max_norm=case.max_norm, max_value=case.max_value
+        )
         accum, scaler = step.accum, step.scaler
         outcome.stepped.append(step.stepped)
         outcome.parameters.append(flat(model))
@@ -177,7 +179,7 @@ def test_any_split_is_one_process_with_one_batch(ranks: Simulator, case: Case, s
 def one_step(ctx: accel.DistContext, model: nn.Module, **options: object) -> torch.Tensor:
     model = accel.prepare_model(ctx, model, **options)
     model(words(0, 0, ctx.rank, 3)).square().mean().backward()
-    _ = accel.optimizer_step(ctx, make_optimizers(model, "SparseAdam"), accel.LossScale(), max_norm=0.2)
+    _ = accel.training.parts.optimizer_step(ctx, make_optimizers(model, "SparseAdam"), accel.LossScale(), max_norm=0.2)
     return flat(model)
 
 
@@ -221,7 +223,7 @@ def test_a_nan_in_a_row_is_named(world: int) -> None:
         model = accel.prepare_model(ctx, make_model())
         accel.unwrap_model(model).table.weight.data[3] = math.nan
         model(torch.tensor([[1, 3, 3]])).square().mean().backward()
-        _ = accel.optimizer_step(ctx, make_optimizers(model, "SGD"), accel.LossScale())
+        _ = accel.training.parts.optimizer_step(ctx, make_optimizers(model, "SGD"), accel.LossScale())
 
     with pytest.raises(NonFiniteError, match=r"table\.weight"):
         _ = simulate(spoil, world)
@@ -338,7 +340,7 @@ def test_gradients_that_ddp_does_not_expect_are_told(use: str, text: str) -> Non
     def step(ctx: accel.DistContext) -> None:
         model = accel.prepare_model(ctx, Other(use), find_unused_parameters=use == "none")
         with pytest.raises(StepError, match=f"{text}.*forward alone"):
-            accel.backward(ctx, model(torch.tensor([1, 2])).mean(), accel.LossScale())
+            accel.training.parts.backward(ctx, model(torch.tensor([1, 2])).mean(), accel.LossScale())
 
     _ = simulate(step, 2)
 
@@ -347,9 +349,9 @@ def test_gradients_that_stayed_on_their_rank_are_refused() -> None:
     def step(ctx: accel.DistContext) -> None:
         model = accel.prepare_model(ctx, make_model())
         with accel.no_sync(ctx, model):
-            accel.backward(ctx, model(words(0, 0, ctx.rank, 3)).mean(), accel.LossScale())
+            accel.training.parts.backward(ctx, model(words(0, 0, ctx.rank, 3)).mean(), accel.LossScale())
         with pytest.raises(StepError, match=r"not exchanged.*table\.weight"):
-            _ = accel.optimizer_step(ctx, torch.optim.SparseAdam(tables_of(model)), accel.LossScale())
+            _ = accel.training.parts.optimizer_step(ctx, torch.optim.SparseAdam(tables_of(model)), accel.LossScale())
 
     _ = simulate(step, 2)
 
@@ -359,15 +361,15 @@ def test_a_kept_graph(world: int) -> None:
     def step(ctx: accel.DistContext) -> None:
         model = accel.prepare_model(ctx, make_model())
         accum, scaler = accel.Accumulation().next(), accel.LossScale()
-        with accel.accumulate(ctx, accum, model):
+        with accel.training.parts.accumulate(ctx, accum, model):
             loss = model(words(0, 0, ctx.rank, 3)).square().mean()
-            accum = accel.backward(ctx, loss, scaler, accum, retain_graph=True)
+            accum = accel.training.parts.backward(ctx, loss, scaler, accum, retain_graph=True)
         optimizers = make_optimizers(model, "SparseAdam")
         if ctx.world_size == 1:
-            assert accel.optimizer_step(ctx, optimizers, scaler, accum).stepped
+            assert accel.training.parts.optimizer_step(ctx, optimizers, scaler, accum).stepped
             return
         with pytest.raises(StepError, match="retain_graph"):
-            _ = accel.optimizer_step(ctx, optimizers, scaler, accum)
+            _ = accel.training.parts.optimizer_step(ctx, optimizers, scaler, accum)
 
     _ = simulate(step, world)
 

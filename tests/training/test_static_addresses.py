@@ -92,11 +92,11 @@ def test_a_micro_batch_takes_the_memory_of_the_first_one(ranks: Simulator, polic
             for parameter, grad in zip(model.parameters(), captured, strict=False):
                 parameter.grad = grad.zero_()
             with OutsideMemory() as outside:
-                accel.backward(ctx, model(inputs).square().mean(), scaler)
+                accel.training.parts.backward(ctx, model(inputs).square().mean(), scaler)
             if step:  # the first makes the gradients
                 found.append(outside.places)
             captured = [each.grad for each in model.parameters() if each.grad is not None]
-            accel.optimizer_step(ctx, optimizer, scaler, max_norm=1.0, nonfinite=policy)
+            accel.training.parts.optimizer_step(ctx, optimizer, scaler, max_norm=1.0, nonfinite=policy)
         expected = {_place(inputs), *map(_place, model.parameters()), *map(_place, captured)}
         assert expected <= found[0]
         return found

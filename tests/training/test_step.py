@@ -257,8 +257,10 @@ def test_a_step_without_accumulation_averages_ranks() -> None:
     def rank(ctx: accel.DistContext) -> float:
         model, optimizer = one_weight(ctx)
         scaler = accel.loss_scale(ctx)
-        accel.backward(ctx, model(torch.full((1, 1), float(ctx.rank), dtype=torch.float64)).mean(), scaler)
-        assert accel.optimizer_step(ctx, optimizer, scaler).stepped
+        accel.training.parts.backward(
+            ctx, model(torch.full((1, 1), float(ctx.rank), dtype=torch.float64)).mean(), scaler
+        )
+        assert accel.training.parts.optimizer_step(ctx, optimizer, scaler).stepped
         return -flat(model).item()
 
     with Simulator() as simulator:
@@ -419,12 +421,12 @@ class TestCallsOutOfOrder:
     def test_backward_before_next(self) -> None:
         model, _ = one_weight(self.ctx)
         with pytest.raises(StepError, match=r"accum = accum\.next"):
-            _ = accel.backward(self.ctx, flat_loss(model), accel.LossScale(), accel.Accumulation())
+            _ = accel.training.parts.backward(self.ctx, flat_loss(model), accel.LossScale(), accel.Accumulation())
 
     def test_accumulate_before_next(self) -> None:
         with (
             pytest.raises(StepError, match="no micro-batch was begun"),
-            accel.accumulate(self.ctx, accel.Accumulation()),
+            accel.training.parts.accumulate(self.ctx, accel.Accumulation()),
         ):
             pass
 
@@ -434,68 +436,72 @@ class TestCallsOutOfOrder:
 
     def test_step_within_a_window(self) -> None:
         model, optimizer = one_weight(self.ctx)
-        accum = accel.backward(self.ctx, flat_loss(model), accel.LossScale(), accel.Accumulation(steps=2).next())
+        accum = accel.training.parts.backward(
+            self.ctx, flat_loss(model), accel.LossScale(), accel.Accumulation(steps=2).next()
+        )
         with pytest.raises(StepError, match="micro-batch 1 of 2"):
-            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), accum)
+            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale(), accum)
         assert flat(model).item() == 0.0
 
     def test_step_with_the_accum_that_backward_was_given(self) -> None:
         model, optimizer = one_weight(self.ctx)
         stale = accel.Accumulation().next()
-        _ = accel.backward(self.ctx, flat_loss(model), accel.LossScale(), stale)
+        _ = accel.training.parts.backward(self.ctx, flat_loss(model), accel.LossScale(), stale)
         with pytest.raises(StepError, match="Keep what backward returns"):
-            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), stale)
+            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale(), stale)
 
     def test_step_without_one_of_the_backwards(self) -> None:
         model, optimizer = one_weight(self.ctx)
         accum = accel.Accumulation(steps=2)
         for _ in range(2):
             accum = accum.next()
-            kept = accel.backward(self.ctx, flat_loss(model), accel.LossScale(), accum)
+            kept = accel.training.parts.backward(self.ctx, flat_loss(model), accel.LossScale(), accum)
         with pytest.raises(StepError, match=r"2 backward passes.*got 1"):
-            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), kept)
+            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale(), kept)
         assert flat(model).item() == 0.0
 
     def test_a_loss_without_a_gradient(self) -> None:
         with pytest.raises(StepError, match="requires_grad=False"):
-            accel.backward(self.ctx, torch.ones(()), accel.LossScale())
+            accel.training.parts.backward(self.ctx, torch.ones(()), accel.LossScale())
         with pytest.raises(StepError, match=r"got float.*without \.item\(\)"):
-            accel.backward(self.ctx, 1.0, accel.LossScale())  # type: ignore[call-overload]
+            accel.training.parts.backward(self.ctx, 1.0, accel.LossScale())  # type: ignore[call-overload]
 
     def test_optimizers_that_need_more_than_a_step(self) -> None:
         model, _ = one_weight(self.ctx)
         flat_loss(model).backward()
         with pytest.raises(ConfigError, match="closure"):
-            _ = accel.optimizer_step(self.ctx, torch.optim.LBFGS(model.parameters()), accel.LossScale())
+            _ = accel.training.parts.optimizer_step(self.ctx, torch.optim.LBFGS(model.parameters()), accel.LossScale())
 
     def test_step_with_another_scale_than_the_gradients(self) -> None:
         model, optimizer = one_weight(self.ctx)
-        accum = accel.backward(self.ctx, flat_loss(model), accel.LossScale(scale=4.0), accel.Accumulation().next())
+        accum = accel.training.parts.backward(
+            self.ctx, flat_loss(model), accel.LossScale(scale=4.0), accel.Accumulation().next()
+        )
         with pytest.raises(StepError, match="in one call"):
-            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(scale=2.0), accum)
+            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale(scale=2.0), accum)
 
     def test_step_without_backward(self) -> None:
         _, optimizer = one_weight(self.ctx)
         with pytest.raises(StepError, match="no gradients"):
-            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale())
+            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale())
 
     def test_a_loss_that_is_no_scalar(self) -> None:
         model, _ = one_weight(self.ctx)
         with pytest.raises(StepError, match=r"shape \[3, 1\]"):
-            accel.backward(self.ctx, model(torch.ones(3, 1, dtype=torch.float64)), accel.LossScale())
+            accel.training.parts.backward(self.ctx, model(torch.ones(3, 1, dtype=torch.float64)), accel.LossScale())
 
     @pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
     def test_a_weight_that_is_none(self, weight: float) -> None:
         model, _ = one_weight(self.ctx)
         with pytest.raises(ConfigError, match="not a weight"):
-            _ = accel.backward(
+            _ = accel.training.parts.backward(
                 self.ctx, flat_loss(model), accel.LossScale(), accel.Accumulation().next(), weight=weight
             )
 
     def test_a_weight_that_nothing_remembers(self) -> None:
         model, _ = one_weight(self.ctx)
         with pytest.raises(ConfigError, match="a weight needs"):
-            accel.backward(self.ctx, flat_loss(model), accel.LossScale(), weight=3)  # type: ignore[call-overload]
+            accel.training.parts.backward(self.ctx, flat_loss(model), accel.LossScale(), weight=3)  # type: ignore[call-overload]
 
     @pytest.mark.parametrize("steps", [0, -3, 2.5, True, "4"])
     def test_an_accumulation_that_is_no_number_of_micro_batches(self, steps: int) -> None:
@@ -505,14 +511,16 @@ class TestCallsOutOfOrder:
     def test_a_scheduler_that_needs_a_metric(self) -> None:
         _, optimizer = one_weight(self.ctx)
         with pytest.raises(ConfigError, match="metric"):
-            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), scheduler=ReduceLROnPlateau(optimizer))
+            _ = accel.training.parts.optimizer_step(
+                self.ctx, optimizer, accel.LossScale(), scheduler=ReduceLROnPlateau(optimizer)
+            )
 
     def test_options_outside_their_range(self) -> None:
         _, optimizer = one_weight(self.ctx)
         with pytest.raises(ConfigError, match="above 0"):
-            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), max_norm=0.0)
+            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale(), max_norm=0.0)
         with pytest.raises(ConfigError, match="Did you mean `skip`"):
-            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), nonfinite="skipp")  # type: ignore[arg-type]
+            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale(), nonfinite="skipp")  # type: ignore[arg-type]
 
 
 def flat_loss(model: nn.Module) -> torch.Tensor:
@@ -541,8 +549,8 @@ def test_an_optimizer_that_clears_gradients_in_its_own_way_does() -> None:
 
     ctx, model, scaler = accel.single(), make_model(), accel.LossScale()
     for kind in (torch.optim.SGD, Keeping):
-        accel.backward(ctx, model(torch.ones(1, 5, dtype=torch.float64)).sum(), scaler)
-        accel.optimizer_step(ctx, kind(model.parameters(), lr=0.1), scaler)
+        accel.training.parts.backward(ctx, model(torch.ones(1, 5, dtype=torch.float64)).sum(), scaler)
+        accel.training.parts.optimizer_step(ctx, kind(model.parameters(), lr=0.1), scaler)
         left = [each.grad for each in model.parameters() if each.grad is not None]
         assert len(left) == (4 if kind is Keeping else 0)
         assert not any(grad.any() for grad in left)
@@ -558,15 +566,15 @@ def test_gradients_are_cleared_by_a_method_set_on_the_optimizer() -> None:
         plain(set_to_none)
 
     optimizer.zero_grad = zero_grad
-    accel.backward(ctx, model(torch.ones(1, 5, dtype=torch.float64)).sum(), scaler)
-    accel.optimizer_step(ctx, optimizer, scaler)
+    accel.training.parts.backward(ctx, model(torch.ones(1, 5, dtype=torch.float64)).sum(), scaler)
+    accel.training.parts.optimizer_step(ctx, optimizer, scaler)
     assert calls == ["zero_grad"]
     assert all(each.grad is None for each in model.parameters())
 
 
 def test_an_unprepared_model_is_refused_where_ranks_would_drift_apart() -> None:
     def rank(ctx: accel.DistContext) -> None:
-        with accel.accumulate(ctx, accel.Accumulation().next(), nn.Linear(1, 1)):
+        with accel.training.parts.accumulate(ctx, accel.Accumulation().next(), nn.Linear(1, 1)):
             pass
 
     with Simulator() as simulator, pytest.raises(PrepareError, match="prepare_model"):

@@ -43,7 +43,9 @@ def test_a_second_context_and_accumulation_leave_the_first_alone(way):
     syncs = []
     for _ in range(4):
         other = accel.single()
-        accel.backward(other, _output(_one_weight(other)[0]), accel.loss_scale(other), accel.Accumulation().next())
+        accel.training.parts.backward(
+            other, _output(_one_weight(other)[0]), accel.loss_scale(other), accel.Accumulation().next()
+        )
         run.begin()
         run.backward(_output(model))
         syncs.append(run.sync)

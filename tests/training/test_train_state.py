@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -172,7 +175,7 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
         run.step(summed)
     with pytest.raises(accel.errors.StepError, match=r"does not begin at the state's position.*epoch 0, 6 samples"):
         summed.next(batch)
-    with pytest.raises(accel.errors.ConfigError, match="a state that holds one"):
+    with pytest.raises(accel.errors.ConfigError, match=r"carries the whole state: .*got Accumulation"):
         accel.backward(ctx, run.loss(batch), begun, begun.accum)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
@@ -385,15 +388,15 @@ def test_two_windows_over_one_cursor_step_in_turn_by_the_parts() -> None:
             for batch in accel.batches(ctx, run.loader, cursor):
                 cursor = batch.next
                 one, two = one.next(last=batch.is_last), two.next(last=batch.is_last)
-                with accel.accumulate(ctx, one, run.model):
-                    one = accel.backward(ctx, run.loss(batch), scaler, one, weight=batch.valid)
+                with accel.training.parts.accumulate(ctx, one, run.model):
+                    one = accel.training.parts.backward(ctx, run.loss(batch), scaler, one, weight=batch.valid)
                 if one.sync:
-                    step = accel.optimizer_step(ctx, run.optimizer, scaler, one)
+                    step = accel.training.parts.optimizer_step(ctx, run.optimizer, scaler, one)
                     one, scaler = step.accum, step.scaler
-                with accel.accumulate(ctx, two, other.model):
-                    two = accel.backward(ctx, other.loss(batch), scaler, two, weight=batch.valid)
+                with accel.training.parts.accumulate(ctx, two, other.model):
+                    two = accel.training.parts.backward(ctx, other.loss(batch), scaler, two, weight=batch.valid)
                 if two.sync:
-                    step = accel.optimizer_step(ctx, other.optimizer, scaler, two)
+                    step = accel.training.parts.optimizer_step(ctx, other.optimizer, scaler, two)
                     two, scaler = step.accum, step.scaler
         torch.testing.assert_close(run.parameters(), other.parameters(), **EXACT)
         return cursor.epoch, one.updates, two.updates
@@ -468,9 +471,11 @@ def test_a_further_backward_or_a_division_that_was_dropped_is_an_error() -> None
         run.step(second)
     assert run.step(unscaled).updates == 1
 
-    accum = accel.backward(ctx, run.loss(batch), run.start.scaler, accel.Accumulation(2).next(), weight=6)
-    accel.backward(ctx, run.loss(batch), run.start.scaler, accum, weight=6)
-    with pytest.raises(accel.errors.StepError, match=r"later record.*dropped.*accum = accel.backward"):
+    accum = accel.training.parts.backward(
+        ctx, run.loss(batch), run.start.scaler, accel.Accumulation(2).next(), weight=6
+    )
+    accel.training.parts.backward(ctx, run.loss(batch), run.start.scaler, accum, weight=6)
+    with pytest.raises(accel.errors.StepError, match=r"later record.*dropped.*accum = parts.backward"):
         accum.next()
 
 
@@ -484,3 +489,43 @@ def test_a_first_backward_may_be_repeated_from_its_record() -> None:
         run.optimizer.zero_grad()
         assert run.step(accel.backward(ctx, run.loss(batch), begun)).stepped
         break
+
+
+COPIES: dict[str, Callable[[accel.TrainState], accel.TrainState]] = {
+    "replace": msgspec.structs.replace,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+    "at": lambda state: state.at(state.cursor),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("nonfinite", ["raise", "defer"])
+def test_figures_of_a_step_survive_each_copy_and_equality_leaves_them_out(how: str, nonfinite: Any) -> None:
+    ctx = accel.single()
+    run = Run(ctx, accumulation=1)
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.1, fused=True)
+    batch = next(accel.batches(ctx, run.loader, run.start))
+    state = accel.backward(ctx, run.loss(batch), run.start.next(batch))
+    state = accel.optimizer_step(ctx, optimizer, state, max_norm=1.0, nonfinite=nonfinite)
+    other = COPIES[how](state)
+    assert (other.stepped, other.backward_at) == (state.stepped, state.backward_at)
+    assert other.grad_norm is not None
+    assert torch.equal(other.grad_norm, cast(Any, state.grad_norm))
+    plain = accel.TrainState(state.cursor, state.accum, state.scaler)
+    assert not plain.stepped
+    assert plain.grad_norm is None
+    assert state == other == plain
+    assert hash(state) == hash(plain)
+    assert msgspec.json.decode(msgspec.json.encode(state), type=accel.TrainState) == state
+
+
+@pytest.mark.parametrize("how", ["replace", "copy", "deepcopy", "pickle"])
+def test_what_is_known_of_a_windows_losses_goes_along_with_its_copies(how: str) -> None:
+    ctx = accel.single()
+    run = Run(ctx)
+    batch = next(accel.batches(ctx, run.loader, run.start))
+    begun = accel.backward(ctx, run.loss(batch) * math.inf, run.start.next(batch, last=True))
+    with pytest.raises(accel.errors.NonFiniteError, match="the loss was not finite either"):
+        run.step(COPIES[how](begun))

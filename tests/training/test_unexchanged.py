@@ -75,11 +75,11 @@ def test_a_gradient_that_stayed_on_its_rank_is_refused(ranks, mistake, call):
         plain = _model()
         forward, scaler, accum = mistake(ctx, plain), accel.LossScale(), accel.Accumulation().next()
         optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
-        accum = accel.backward(ctx, forward(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler, accum)
+        accum = accel.training.parts.backward(ctx, forward(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler, accum)
         calls = {
-            "step": lambda: accel.optimizer_step(ctx, optimizer, scaler, accum),
-            "clip": lambda: accel.clip_grad_norm_(ctx, plain.parameters(), 1.0, scaler, accum),
-            "unscale": lambda: accel.unscale_gradients(ctx, optimizer, scaler, accum),
+            "step": lambda: accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum),
+            "clip": lambda: accel.training.parts.clip_grad_norm_(ctx, plain.parameters(), 1.0, scaler, accum),
+            "unscale": lambda: accel.training.parts.unscale_gradients(ctx, optimizer, scaler, accum),
         }
         with pytest.raises(kind, match=said):
             calls[call]()
@@ -104,8 +104,8 @@ def test_gradients_that_travelled_are_taken_with_any_option(ranks, options):
         model = accel.prepare_model(ctx, _model(), **options)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), accel.LossScale()
         for _ in range(3):
-            accel.backward(ctx, model(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler)
-            accel.optimizer_step(ctx, optimizer, scaler)
+            accel.training.parts.backward(ctx, model(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler)
+            accel.training.parts.optimizer_step(ctx, optimizer, scaler)
         return accel.unwrap_model(model)[0].weight.detach()
 
     first, other = ranks.run(rank, 2)
@@ -120,12 +120,12 @@ def test_a_gradient_of_ones_own_is_put_into_ddps(ranks):
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         weight = accel.unwrap_model(model).weight
         nn.init.zeros_(weight)
-        accel.backward(ctx, model(torch.ones(1, 2)).sum(), scaler)
+        accel.training.parts.backward(ctx, model(torch.ones(1, 2)).sum(), scaler)
         own, weight.grad = weight.grad, torch.full((1, 2), 7.0)
         with pytest.raises(StepError, match=r"parameter\.grad\.copy_"):
-            accel.optimizer_step(ctx, optimizer, scaler)
+            accel.training.parts.optimizer_step(ctx, optimizer, scaler)
         weight.grad = own.copy_(weight.grad)
-        accel.optimizer_step(ctx, optimizer, scaler)
+        accel.training.parts.optimizer_step(ctx, optimizer, scaler)
         return weight.detach().tolist()
 
     assert ranks.run(rank, 2) == [[[-7.0, -7.0]]] * 2
@@ -135,14 +135,14 @@ def test_what_somebody_else_has_wrapped_is_adopted_by_preparing_it(ranks):
     def rank(ctx):
         wrapped = DistributedDataParallel(_model(), process_group=ctx.comm.group)
         optimizer, scaler = torch.optim.SGD(wrapped.parameters(), lr=0.1), accel.LossScale()
-        accel.backward(ctx, wrapped(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler)
+        accel.training.parts.backward(ctx, wrapped(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler)
         with pytest.raises(PrepareError, match="not prepared"):
-            accel.optimizer_step(ctx, optimizer, scaler)
+            accel.training.parts.optimizer_step(ctx, optimizer, scaler)
         assert accel.prepare_model(ctx, wrapped) is wrapped
-        assert accel.optimizer_step(ctx, optimizer, scaler).stepped
-        accel.backward(ctx, wrapped.module[0](torch.ones(1, 2)).sum(), scaler)
+        assert accel.training.parts.optimizer_step(ctx, optimizer, scaler).stepped
+        accel.training.parts.backward(ctx, wrapped.module[0](torch.ones(1, 2)).sum(), scaler)
         with pytest.raises(StepError, match=r"no gradient for 1\.weight, 1\.bias"):
-            accel.optimizer_step(ctx, optimizer, scaler)
+            accel.training.parts.optimizer_step(ctx, optimizer, scaler)
         return True
 
     assert ranks.run(rank, 2) == [True] * 2
@@ -158,9 +158,11 @@ def test_a_static_graph_may_leave_parameters_out(ranks):
         optimizer, scaler, accum = torch.optim.SGD(model.parameters()), accel.LossScale(), accel.Accumulation()
         for _ in range(3):
             accum = accum.next()
-            with accel.accumulate(ctx, accum, model):
-                accum = accel.backward(ctx, model(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler, accum)
-            accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+            with accel.training.parts.accumulate(ctx, accum, model):
+                accum = accel.training.parts.backward(
+                    ctx, model(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler, accum
+                )
+            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
         return plain["used"].weight.detach()
 
     first, other = ranks.run(rank, 2)

@@ -117,11 +117,13 @@ def test_a_pass_that_was_cleared_used_nothing(ranks: Simulator, clear: Any) -> N
     def train(ctx: accel.DistContext) -> Any:
         model, optimizer = _prepared(ctx, _blocks(ctx))
         for at in range(3):
-            accel.backward(ctx, model(_rows(ctx, at), 3, other=True).square().mean(), accel.LossScale())
+            accel.training.parts.backward(ctx, model(_rows(ctx, at), 3, other=True).square().mean(), accel.LossScale())
             if at:
                 clear(model, optimizer)
-                accel.backward(ctx, model(_rows(ctx, at), 1, other=False).square().mean(), accel.LossScale())
-            _ = accel.optimizer_step(ctx, optimizer, accel.LossScale())
+                accel.training.parts.backward(
+                    ctx, model(_rows(ctx, at), 1, other=False).square().mean(), accel.LossScale()
+                )
+            _ = accel.training.parts.optimizer_step(ctx, optimizer, accel.LossScale())
         return _values(ctx, model)
 
     _same_everywhere(ranks, train)
@@ -213,12 +215,12 @@ def test_gradients_of_some_micro_batches_are_summed_in_bf16_too(ranks: Simulator
         for batch in range(4):
             accum = accum.next()
             rows = _rows(ctx, batch).float()
-            with accel.accumulate(ctx, accum, model):
+            with accel.training.parts.accumulate(ctx, accum, model):
                 with accel.autocast(ctx):
                     loss = model(rows, 1 if batch % 2 == 0 else 3, other=False).square().mean()
-                accum = accel.backward(ctx, loss, scaler, accum)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum)
             if accum.sync:
-                accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+                accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
         return _values(ctx, model)
 
     size = 4 if "replicate" in mesh else 2

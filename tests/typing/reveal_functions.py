@@ -38,8 +38,9 @@ def prepared(ctx: accel.DistContext, dataset: Dataset[Sample], net: nn.Sequentia
 def refused(ctx: accel.DistContext, net: nn.Module) -> None:
     accel.prepare(ctx, net, "adam")  # pyright: ignore[reportCallIssue, reportArgumentType]
     accel.prepare(net)  # pyright: ignore[reportArgumentType]
-    accel.backward(ctx, 1.0, accel.loss_scale(ctx))  # pyright: ignore[reportCallIssue, reportArgumentType]
-    accel.optimizer_step(ctx, net, accel.loss_scale(ctx))  # pyright: ignore[reportCallIssue, reportArgumentType]
+    accel.backward(ctx, 1.0, accel.train_state(ctx))  # pyright: ignore[reportArgumentType]
+    accel.optimizer_step(ctx, net, accel.train_state(ctx))  # pyright: ignore[reportArgumentType]
+    accel.backward(ctx, torch.ones(()), accel.loss_scale(ctx))  # pyright: ignore[reportArgumentType]
 
 
 def looped(ctx: accel.DistContext, loader: accel.Loader, loss: torch.Tensor, optimizer: Optimizer) -> None:
@@ -47,12 +48,15 @@ def looped(ctx: accel.DistContext, loader: accel.Loader, loss: torch.Tensor, opt
     for batch in accel.batches(ctx, loader, accel.Cursor()):
         assert_type(batch, accel.Batch)
         assert_type(batch.next, accel.Cursor)
-    with accel.accumulate(ctx, accum):
-        assert_type(accel.backward(ctx, loss, scaler), None)
-        assert_type(accel.backward(ctx, loss, scaler, accum, weight=2), accel.Accumulation)
-    assert_type(accel.optimizer_step(ctx, optimizer, scaler), accel.training.StepResult[None])
-    assert_type(accel.optimizer_step(ctx, optimizer, scaler, accum), accel.training.StepResult[accel.Accumulation])
-    assert_type(accel.optimizer_step(ctx, optimizer, scaler, accum).scaler, accel.LossScale)
+    with accel.training.parts.accumulate(ctx, accum):
+        assert_type(accel.training.parts.backward(ctx, loss, scaler), accel.Accumulation)
+        assert_type(accel.training.parts.backward(ctx, loss, scaler, accum, weight=2), accel.Accumulation)
+    assert_type(accel.training.parts.optimizer_step(ctx, optimizer, scaler), accel.training.parts.StepResult)
+    assert_type(
+        accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum),
+        accel.training.parts.StepResult,
+    )
+    assert_type(accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).scaler, accel.LossScale)
 
 
 def carried(ctx: accel.DistContext, loader: accel.Loader, loss: torch.Tensor, optimizer: Optimizer) -> None:

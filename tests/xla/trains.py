@@ -39,12 +39,12 @@ def train(ctx: accel.DistContext, folder: str) -> float:
         for batch in accel.batches(ctx, loader, cursor):
             inputs, targets = batch.data
             accum = accum.next(last=batch.is_last)
-            with accel.accumulate(ctx, accum, model):
+            with accel.training.parts.accumulate(ctx, accum, model):
                 with accel.autocast(ctx):
                     loss = nn.functional.cross_entropy(model(inputs), targets)
-                accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
             if accum.sync:
-                step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
+                step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
                 accum, scaler = step.accum, step.scaler
             cursor = batch.next
         items = {"model": model, "optimizer": optimizer, "cursor": cursor, "accum": accum, "scaler": scaler}

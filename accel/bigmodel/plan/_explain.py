@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 from accel.bigmodel.plan._device_map import DeviceMap, check_map
 from accel.bigmodel.plan._skeleton import Segment
 from accel.errors import ConfigError
-from accel.terminal import show_size, show_table
+from accel.terminal import show_seconds, show_size, show_table
 
 Bandwidth = Mapping[str, float] | float
 
@@ -184,7 +184,9 @@ def _segments(device_map: DeviceMap, compute: Mapping[str, float] | None, bandwi
     for kind, numbers in kinds.items():
         sizes = [show_size(kind.size), show_size(kind.size * len(numbers))]
         label = kind.path + _ranges(numbers) or "(the model's own)"
-        table.append([label, str(len(numbers)), kind.home, kind.runs, kind.way, *sizes, *map(_time, kind.seconds)])
+        table.append(
+            [label, str(len(numbers)), kind.home, kind.runs, kind.way, *sizes, *map(show_seconds, kind.seconds)]
+        )
     return show_table(table)
 
 
@@ -230,13 +232,14 @@ def _places(device_map: DeviceMap) -> str:
 
 def _seconds(device_map: DeviceMap, compute: Mapping[str, float] | None, bandwidth: Bandwidth) -> str:
     if compute is None:
-        return f"The transfers of a pass take {_time(pass_limit(device_map, {}, bandwidth))}."
+        return f"The transfers of a pass take {show_seconds(pass_limit(device_map, {}, bandwidth))}."
     whole = pass_seconds(device_map, compute, bandwidth)
     alone = pass_seconds(device_map, compute, bandwidth, overlap=False)
     limit = pass_limit(device_map, compute, bandwidth)
     ratio = f", {whole / limit:.2f} times the limit" if limit else ""
-    working = f"{_time(sum(compute.values()))} of it compute"
-    return f"A pass: {_time(whole)}{ratio} of {_time(limit)}; {working}. Without overlap: {_time(alone)}."
+    working = f"{show_seconds(sum(compute.values()))} of it compute"
+    without = f"Without overlap: {show_seconds(alone)}."
+    return f"A pass: {show_seconds(whole)}{ratio} of {show_seconds(limit)}; {working}. {without}"
 
 
 def _picture(device_map: DeviceMap) -> str:
@@ -255,10 +258,3 @@ def _picture(device_map: DeviceMap) -> str:
         lines.append(f"{device}  {drawn}" + (f"  ({step} segments a character)" if step > 1 else ""))
     legend = {"#": "on its device", "r": "fetched by row", **{mark: f"in {home}" for home, mark in _MARKS.items()}}
     return "\n".join([*lines, ", ".join(f"{mark} {text}" for mark, text in legend.items() if mark in seen)])
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return "0 s" if not seconds else f"{seconds / 1e-9:.3g} ns"

@@ -16,6 +16,7 @@ from accel.bigmodel.plan import DeviceMap
 from accel.bigmodel.run._install import Fetches
 from accel.bigmodel.run._slots import Block
 from accel.tensors import is_absent, state_tensors, stored_values
+from accel.terminal import show_size
 
 
 class SegmentStats(msgspec.Struct, frozen=True):
@@ -116,22 +117,13 @@ class RunStats(msgspec.Struct, frozen=True):
 
 def _line(each: SegmentStats) -> str:
     name = each.name if len(each.name) <= 32 else f"...{each.name[-29:]}"
-    moved = f"{_bytes(each.moved_bytes):>10} {_bytes(each.fetched_bytes):>10} {each.rows:8}"
+    moved = f"{show_size(each.moved_bytes):>10} {show_size(each.fetched_bytes):>10} {each.rows:8}"
     return f"{name:32} {each.home:5} {each.hits:7} {each.waits:7} {each.waited_s:7.3f} s {moved}"
 
 
 def _less(each: SegmentStats, before: SegmentStats) -> SegmentStats:
     counts = {name: getattr(each, name) - getattr(before, name) for name in SegmentStats.__struct_fields__[2:]}
     return SegmentStats(each.name, each.home, **counts)
-
-
-def _bytes(count: int) -> str:
-    value, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def _advice(stats: RunStats) -> list[str]:

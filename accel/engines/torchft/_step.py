@@ -23,7 +23,7 @@ from accel.data._progress import skip_first_batches
 from accel.engines.torchft._group import ReplicaGroup
 from accel.errors import AccelError, ConfigError, PeerError, StepError
 from accel.items._kinds import refuse_replaced_items
-from accel.optim import Accumulation, check_latest, keep_losses, parameters_of
+from accel.optim import Accumulation, check_latest, parameters_of
 from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
 from accel.training._step import optimizer_step as step_of_group
@@ -341,9 +341,8 @@ def optimizer_step(
     committed = bool(manager.should_commit())
     error = manager.errored() or error
     if committed:
-        accum = keep_losses(state.accum, msgspec.structs.replace(state.accum, world_weight=total, unit=1.0))
+        accum = msgspec.structs.replace(state.accum, world_weight=total, unit=1.0)
         summed = msgspec.structs.replace(state, accum=accum)
-        vars(summed).update(vars(state))
         after = step_of_group(
             group.ctx,
             optimizers,

@@ -25,7 +25,7 @@ from accel.checkpoint._snapshot import Content
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext, context_first, single
 from accel.errors import CheckpointError, ConfigError
-from accel.items._kinds import check_items, drop_gradients
+from accel.items._kinds import begin_again, check_items
 from accel.items._module import module_states
 from accel.items._optimizer import bare_optimizer
 from accel.items._packed_state import optimizer_change, with_own_flags
@@ -90,7 +90,7 @@ def load_accelerate_state(
     with torch.no_grad():
         for live, stored in found.copies:
             live.copy_(stored)
-    drop_gradients(items.values())
+    begin_again(items.values())
     return found.results
 
 

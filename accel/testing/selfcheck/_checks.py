@@ -27,12 +27,12 @@ from accel.data._progress import gather_for_metrics
 from accel.devices import name_of_device, wait_for_device
 from accel.items._loading import load_state
 from accel.items._saving import save_state
-from accel.optim import Accumulation
-from accel.precision._amp import autocast, loss_scale
+from accel.precision._amp import autocast
 from accel.process import any_rank, wait_for_everyone
 from accel.training._backward import accumulate, backward
 from accel.training._prepare import prepare
 from accel.training._step import optimizer_step
+from accel.training._train_state import train_state
 
 _CAUSES = (
     (r"out of memory|OutOfMemory", "another program holds the memory of the GPU; `nvidia-smi` names it."),
@@ -237,30 +237,25 @@ class _Run:
         self.rows = DataLoader(_dataset(), batch_size=_BATCH, shuffle=True)
         self.epoch_steps = len(prepare_loader(ctx, self.rows))
         self.model, self.optimizer = prepare(ctx, model, optimizer)
-        self.cursor = Cursor(seed=_SEED)
-        self.accum = Accumulation()
-        self.scaler = loss_scale(ctx)
+        self.state = train_state(ctx, seed=_SEED, accumulation=1)
 
     def items(self) -> dict[str, Any]:
-        live = {"model": self.model, "optimizer": self.optimizer}
-        return live | {"cursor": self.cursor, "accum": self.accum, "scaler": self.scaler}
+        return {"model": self.model, "optimizer": self.optimizer, "state": self.state}
 
     def load(self, path: Any) -> None:
-        loaded = load_state(self.ctx, path, self.items())
-        self.cursor, self.accum, self.scaler = loaded["cursor"], loaded["accum"], loaded["scaler"]
+        self.state = load_state(self.ctx, path, self.items())["state"]
 
     def train(self, steps: int) -> None:
         loader = prepare_loader(self.ctx, self.rows)  # a new one each time, as in a run that goes on
         while steps > 0:
-            for batch in batches(self.ctx, loader, self.cursor):
+            for batch in batches(self.ctx, loader, self.state):
                 inputs, targets = batch.data
-                accum = self.accum.next(last=batch.is_last)
-                with accumulate(self.ctx, accum, self.model):
+                state = self.state.next(batch)
+                with accumulate(self.ctx, state, self.model):
                     with autocast(self.ctx):
                         loss = mse_loss(self.model(inputs).float(), targets)
-                    accum = backward(self.ctx, loss, self.scaler, accum, weight=batch.valid)
-                stepped = optimizer_step(self.ctx, self.optimizer, self.scaler, accum)
-                self.accum, self.scaler, self.cursor = stepped.accum, stepped.scaler, batch.next
+                    state = backward(self.ctx, loss, state)
+                self.state = optimizer_step(self.ctx, self.optimizer, state)
                 steps -= 1
                 if steps == 0:
                     return

@@ -16,7 +16,7 @@ from accel.errors import StageError
 from accel.mixins import Mixin
 from accel.parallel._leftovers import is_used, is_watched, note_used
 from accel.parallel._modules import STAGES, stage_modules
-from accel.parallel._same_batches import same_batches
+from accel.parallel._same_batches import WATCH, SameBatches
 from accel.parallel.axes.pipeline._boundaries import Boundary, find_boundaries, working
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, StageModule, Work, first_tensor, main_input
 from accel.parallel.axes.pipeline._stage_plan import Layout, Norms, batch_norms, check_norms
@@ -189,9 +189,9 @@ class Pipeline:
     def run(self, ctx: DistContext, model: nn.Module, work: Work, *, trains: bool) -> list[torch.Tensor]:
         """Run the micro-batches of a batch; return the last stage's results, on its rank alone. A collective along the
         pipeline, and of the stages' axes."""
-        watch = same_batches(model)
-        if watch is not None and watch.looks(trains=trains):
-            watch.look(work.batch(), trains=trains)
+        watch = cast("SameBatches | None", vars(model).get(WATCH))
+        if watch is not None and watch.awaited:
+            watch.compare(work.batch(), trains=trains)
         if self._norms is None:
             self._norms = batch_norms(model)
         filled = sum(each.rows.size - each.rows.real for each in work.micro_batches)

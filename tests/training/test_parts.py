@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs of the step take a `TrainState`; calls by the parts of one are shown `accel.training.parts`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from steps import one_sample_each
+from torch import nn
+
+import accel
+from accel.errors import ConfigError
+
+VERBS: Any = accel  # calls that type checkers refuse
+X = torch.linspace(-1, 1, 8).view(2, 4)
+MORE = {"loss_fn": lambda output: output.square().sum(), "weight": 2.0}
+
+
+def _scope(*, ended: bool) -> dict[str, Any]:
+    """The names that lines to write use, within a micro-batch or after its backward."""
+    ctx = accel.single()
+    model = accel.prepare_model(ctx, nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
+    loss = model(X).square().mean()
+    if ended:
+        accum = accel.training.parts.backward(ctx, loss, scaler, accum)
+    scope = {"accel": accel, "ctx": ctx, "model": model, "optimizer": optimizer, "scaler": scaler, "accum": accum}
+    return scope | {"loss": loss, "parameters": model.parameters(), "max_norm": 0.5, "clip_value": 0.5, "inputs": X}
+
+
+OLD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "accumulate": (lambda s: VERBS.accumulate(s["ctx"], s["accum"], s["model"]), "with accel.training.parts."),
+    "backward": (lambda s: VERBS.backward(s["ctx"], s["loss"], s["scaler"], s["accum"], weight=2.0), "accum = "),
+    "backward, keywords": (lambda s: VERBS.backward(s["ctx"], s["loss"], scaler=s["scaler"], accum=s["accum"]), ""),
+    "backward, a scale": (lambda s: VERBS.backward(s["ctx"], s["loss"], s["scaler"]), "accum = "),
+    "backward, a state too": (
+        lambda s: VERBS.backward(s["ctx"], s["loss"], accel.train_state(s["ctx"]), s["accum"]),
+        "accum = ",
+    ),
+    "forward_backward": (
+        lambda s: VERBS.forward_backward(s["ctx"], s["model"], s["scaler"], s["accum"], X, **MORE),
+        "loss, accum = ",
+    ),
+    "optimizer_step": (lambda s: VERBS.optimizer_step(s["ctx"], s["optimizer"], s["scaler"], s["accum"]), "step = "),
+    "optimizer_step, a scale": (lambda s: VERBS.optimizer_step(s["ctx"], s["optimizer"], s["scaler"]), "step = "),
+    "clip_grad_norm_": (
+        lambda s: VERBS.clip_grad_norm_(s["ctx"], s["parameters"], 0.5, s["scaler"], s["accum"]),
+        "norm = ",
+    ),
+    "clip_grad_value_": (
+        lambda s: VERBS.clip_grad_value_(s["ctx"], s["parameters"], 0.5, s["scaler"], s["accum"]),
+        "accel.training.parts.",
+    ),
+    "unscale_gradients": (
+        lambda s: VERBS.unscale_gradients(s["ctx"], s["optimizer"], s["scaler"], s["accum"]),
+        "accum = ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_a_call_by_the_parts_shows_the_line_to_write_and_changes_nothing(name: str) -> None:
+    call, begins = OLD[name]
+    verb = name.partition(",")[0]
+    scope = _scope(ended=verb not in ("accumulate", "backward", "forward_backward"))
+    before = {key: value.clone() for key, value in scope["model"].state_dict().items()}
+    with pytest.raises(ConfigError, match="a step carries the whole state: expected a TrainState") as caught:
+        call(scope)
+    assert all(torch.equal(value, before[key]) for key, value in scope["model"].state_dict().items())
+    line = caught.value.fix.partition(": ")[2]
+    assert line.startswith(begins)
+    line = line.replace("inputs)", "inputs, loss_fn=lambda output: output.square().sum(), weight=2.0)")
+    exec(line + (" pass" if line.endswith(":") else ""), scope)
+    if verb in ("backward", "forward_backward"):
+        assert scope["accum"].backwards == 1
+    if verb == "optimizer_step":
+        assert scope["step"].stepped
+        assert not torch.equal(scope["model"].weight, before["weight"])
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 1.0, (accel.LossScale(), accel.Accumulation())], ids=["none", "float", "tuple"]
+)
+def test_what_is_no_record_at_all_is_refused_too(wrong: Any) -> None:
+    scope = _scope(ended=True)
+    with pytest.raises(ConfigError, match="a TrainState, from"):
+        VERBS.optimizer_step(scope["ctx"], scope["optimizer"], wrong)
+
+
+def test_the_parts_have_the_verbs_options_and_no_parameter_named_after_another_record() -> None:
+    for name in accel.training.parts.__all__:
+        if name == "StepResult":
+            continue
+        ours = inspect.signature(getattr(accel, name)).parameters
+        theirs = inspect.signature(getattr(accel.training.parts, name)).parameters
+        assert [*ours]  # of a function
+        kinds = {"state": "TrainState", "scaler": "LossScale", "accum": "Accumulation"}
+        for parameters in (ours, theirs):
+            for each in kinds.keys() & parameters.keys():
+                assert str(parameters[each].annotation).removesuffix(" | None") == kinds[each], (name, each)
+        options = [each for each in ours if each not in ("state", "closure")]
+        assert sorted(options) == sorted(each for each in theirs if each not in ("scaler", "accum")), name
+
+
+def test_both_ways_train_to_the_same_bits() -> None:
+    """The parts are thin functions over the same core."""
+
+    def weights(*, parts: bool) -> torch.Tensor:
+        ctx = accel.single()
+        torch.manual_seed(0)
+        model = accel.prepare_model(ctx, nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        state = accel.train_state(ctx, accumulation=2)
+        scaler, accum = state.scaler, state.accum
+        for _ in range(6):
+            state, accum = state.next(one_sample_each(ctx, state.cursor)), accum.next()
+            loss = model(X).square().mean()
+            if parts:
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=1.0)
+                if accum.sync:
+                    step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+                    scaler, accum = step.scaler, step.accum
+                state = accel.train_state(ctx)
+            else:
+                state = accel.backward(ctx, loss, state, weight=1.0)
+                if state.sync:
+                    state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
+                accum = accel.Accumulation()
+        return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+    assert torch.equal(weights(parts=True), weights(parts=False))

@@ -44,7 +44,12 @@ PRIVATE = {
     ),
     "torch._dynamo.convert_frame": ("FRAME_COUNTER",),  # functions that torch has compiled; reset with the compiler
     "torch.nn.RNNBase": ("_flat_weights", "_flat_weights_names", "_flat_weight_refs"),
-    "torch._subclasses.fake_tensor": ("FakeTensorMode", "FakeTensor"),
+    "torch._subclasses.fake_tensor": (
+        "FakeTensorMode",
+        "FakeTensor",
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+    ),
     "torch._ops": ("OpOverload",),
     "torch._C": ("_current_graph_task_id", "_autograd"),
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
@@ -157,6 +162,28 @@ def is_fake(tensor: object) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor  # imports sympy
 
     return isinstance(tensor, FakeTensor)
+
+
+def asks_for_values(error: Exception) -> bool:
+    """Return whether an operator failed as its fake arguments have no values."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+
+
+def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator changes in place, by its schema. That of `batch_norm` leaves out its
+    statistics."""
+    schema = operator._schema
+    found: list[Any] = []
+    if schema.is_mutable:
+        for at, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[at] if at < len(args) else kwargs.get(argument.name)
+                found += given if isinstance(given, list | tuple) else [given]
+    elif "batch_norm" in operator.name():
+        found += args[3:5]
+    return [each for each in found if isinstance(each, torch.Tensor)]
 
 
 def saves_otherwise() -> bool:

@@ -197,6 +197,7 @@ class Record(msgspec.Struct, frozen=True):
         held: parameters and buffers of the model.
         flops_between: of the code between calls.
         units: paths of the units.
+        draws: whether it draws random numbers.
     """
 
     calls: tuple[Call, ...]
@@ -205,6 +206,7 @@ class Record(msgspec.Struct, frozen=True):
     held: tuple[Held, ...]
     flops_between: float = 0.0
     units: tuple[str, ...] = ()
+    draws: bool = False
 
     @property
     def paths(self) -> tuple[str, ...]:

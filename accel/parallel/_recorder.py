@@ -154,6 +154,7 @@ class Recorder(TorchDispatchMode):
         self._on_values = False  # whether the call that runs is one on random values
         self._decisions: list[Decision] = []
         self._flops = 0.0
+        self._draws = False
         self._labels: dict[int, Labels] = {}  # by storage
         self._own: dict[int, Labels] = {}  # by tensor: arguments, and views of them
         self._outputs: dict[int, tuple[_Running, int]] = {}  # by storage
@@ -186,6 +187,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run an operator, and label what it makes and what it changes."""
         kwargs = kwargs or {}
+        self._draws |= torch.Tag.nondeterministic_seeded in func.tags
         given = _tensors(args, kwargs)
         sources = _NOTHING.union(*map(self._sources, given))
         written = written_arguments(func, args, kwargs)
@@ -247,10 +249,9 @@ class Recorder(TorchDispatchMode):
         self._labels[key] = self._labels.get(key, _NOTHING) | sources
         if id(tensor) in self._own:
             self._own[id(tensor)] |= sources
-        if self._now is not None:
-            if key not in self._names:
-                self._now.written.update(self._now.places.get(key, ()))
-        elif key in self._outputs:
+        if self._now is not None and key not in self._names:
+            self._now.written.update(self._now.places.get(key, ()))
+        if key in self._outputs:
             call, leaf = self._outputs[key]
             call.leaves[leaf] = _replace(call.leaves[leaf], changed=True)
 
@@ -484,7 +485,7 @@ class Recorder(TorchDispatchMode):
             if key in sizes
         ]
         calls = tuple(each.frozen() for each in self._calls)
-        return Record(calls, end, tuple(self._decisions), tuple(held), self._flops, self._units)
+        return Record(calls, end, tuple(self._decisions), tuple(held), self._flops, self._units, self._draws)
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -164,8 +164,9 @@ class Recorder(TorchDispatchMode):
         self._names: dict[int, str] = {}  # by storage
         self._held: dict[int, list[str]] = {}  # by tensor
         for name, each in _named_tensors(model):
-            _ = self._names.setdefault(self._key(each), name)
             self._held.setdefault(id(each), []).append(name)
+            if isinstance(each, nn.Parameter) or name.startswith(tuple(f"{path}." for path in units)):
+                _ = self._names.setdefault(self._key(each), name)  # other buffers are in every stage
 
     @contextlib.contextmanager
     def answering(self) -> Generator[None]:
@@ -201,13 +202,13 @@ class Recorder(TorchDispatchMode):
             sources = self._within(now, func, given, made, sources)
         for each in written:
             self._note_write(each, sources)
-        known = {self._key(each) for each in given}
-        owned = any(id(each) in self._own for each in given)
+        known = {self._key(each): each for each in given}
         for each in made:
-            if self._key(each) not in known:
+            base = known.get(self._key(each))
+            if base is None:
                 self._labels[self._key(each)] = sources
-            elif owned and id(each) not in self._own:
-                self._own[id(each)] = sources
+            elif id(base) in self._own and id(each) not in self._own:  # a view of an argument
+                self._keep_own(each, self._own[id(base)])
         return out
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: Labels) -> Any:
@@ -260,6 +261,10 @@ class Recorder(TorchDispatchMode):
         held: object = tensor.untyped_storage() if tensor.layout == torch.strided else tensor
         self._alive.append(held)
         return id(held)
+
+    def _keep_own(self, tensor: torch.Tensor, labels: Labels) -> None:
+        self._own[id(tensor)] = labels
+        self._alive.append(tensor)
 
     def _sources(self, tensor: torch.Tensor) -> Labels:
         if id(tensor) in self._own:
@@ -316,8 +321,8 @@ class Recorder(TorchDispatchMode):
         base = None if call is None else Label("output", call.number, leaf)
         now.arguments[number] = Argument(_leaf(tensor), sources, base)
         found = frozenset({Label("argument", now.number, number)})
-        self._labels[key] = self._own[id(tensor)] = found
-        self._alive.append(tensor)
+        self._labels[key] = found
+        self._keep_own(tensor, found)
         return found
 
     def _call_somehow(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

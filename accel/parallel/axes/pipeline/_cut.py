@@ -20,7 +20,8 @@ class Stage(msgspec.Struct, frozen=True):
         gives: outputs and arguments that later stages need, sorted. An argument is one of the first call of the next
             stage, at which this stage stops.
         passes: what the stage sends to the next one, sorted: what it gives, and what it hands on. Empty for the last.
-        holds: names of the parameters and buffers that it reads or stores, tied names included.
+        holds: names of the parameters and buffers that it reads or stores, tied names included. Buffers outside of
+            units are in every stage, as all run the code between calls.
     """
 
     begin: int
@@ -175,7 +176,11 @@ def _holds(record: Record, begins: Sequence[int], reads: Sequence[set[str]]) -> 
     found: list[set[str]] = [set() for _ in begins]
     left: list[tuple[str, ...]] = []
     for each in record.held:
-        inside = tuple({path for path in record.paths if any(name.startswith(f"{path}.") for name in each.names)})
+        if not each.is_parameter and not _within(each.names, record.units):
+            for names in found:
+                names.update(each.names)
+            continue
+        inside = _within(each.names, record.paths)
         where = [
             at
             for at, (begin, end) in enumerate(_spans(record, begins))
@@ -189,6 +194,11 @@ def _holds(record: Record, begins: Sequence[int], reads: Sequence[set[str]]) -> 
     for names in left:
         found[_nearest(names[0], known)].update(names)
     return list(map(frozenset, found))
+
+
+def _within(names: Iterable[str], paths: Iterable[str]) -> list[str]:
+    """The modules that have a tensor."""
+    return [path for path in paths if any(name.startswith(f"{path}.") for name in names)]
 
 
 def _nearest(name: str, known: dict[str, int]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -37,13 +37,19 @@ PRIVATE = {
         "_non_persistent_buffers_set",
         "_compiled_call_impl",
         "_forward_hooks",
+        "_forward_hooks_with_kwargs",
         "_forward_pre_hooks",
         "_backward_hooks",
         "_backward_pre_hooks",
     ),
     "torch._dynamo.convert_frame": ("FRAME_COUNTER",),  # functions that torch has compiled; reset with the compiler
     "torch.nn.RNNBase": ("_flat_weights", "_flat_weights_names", "_flat_weight_refs"),
-    "torch._subclasses.fake_tensor": ("FakeTensorMode", "FakeTensor"),
+    "torch._subclasses.fake_tensor": (
+        "FakeTensorMode",
+        "FakeTensor",
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+    ),
     "torch._ops": ("OpOverload",),
     "torch._C": ("_current_graph_task_id", "_autograd"),
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
@@ -127,6 +133,11 @@ def forward_hooks(module: nn.Module) -> Mapping[int, object]:
     return cast(Any, module)._forward_hooks
 
 
+def hooks_with_keywords(module: nn.Module) -> Collection[int]:
+    """Return the numbers of the forward hooks of a module that take its keyword arguments."""
+    return cast(Any, module)._forward_hooks_with_kwargs
+
+
 def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:
     """Return the hooks that see a module's inputs, of this module alone."""
     return cast(Any, module)._forward_pre_hooks
@@ -151,6 +162,28 @@ def is_fake(tensor: object) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor  # imports sympy
 
     return isinstance(tensor, FakeTensor)
+
+
+def asks_for_values(error: Exception) -> bool:
+    """Return whether an operator failed as its fake arguments have no values."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+
+
+def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator changes in place, by its schema. That of `batch_norm` leaves out its
+    statistics."""
+    schema = operator._schema
+    found: list[Any] = []
+    if schema.is_mutable:
+        for at, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[at] if at < len(args) else kwargs.get(argument.name)
+                found += given if isinstance(given, list | tuple) else [given]
+    elif "batch_norm" in operator.name():
+        found += args[3:5]
+    return [each for each in found if isinstance(each, torch.Tensor)]
 
 
 def saves_otherwise() -> bool:

@@ -1,0 +1,542 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward that makes a record: labels of storages under a mode of torch's operators, on fake parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from accel.errors import StageError
+from accel.mixins import add_mixin
+from accel.parallel._calls import Plain, let_answer, lists_in, take_apart, tapped, tensors_in
+from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules
+from accel.parallel._private import asks_for_values, fake_mode, forward_hooks, is_fake, written_arguments
+from accel.parallel._record import (
+    Argument,
+    Call,
+    Decision,
+    Growth,
+    Held,
+    Label,
+    Labels,
+    Leaf,
+    Record,
+    Stash,
+    Tap,
+    Write,
+)
+from accel.tensors import emptied_caches
+from accel.tree._walk import Containers
+
+WHERE = "a record of the model's forward"
+_NOTHING: Labels = frozenset()
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
+    """Copy a model, with fake parameters on a device. Buffers are real copies, those on the meta device fake ones.
+
+    No communication. The model may be on the meta device.
+    """
+    mode = fake_mode()
+    memo: dict[int, Any] = {}
+    with mode:
+        for each in model.parameters():
+            made = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+            memo[id(each)] = nn.Parameter(made, each.requires_grad)
+        for each in model.buffers():
+            if each.is_meta:
+                memo[id(each)] = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+    attributes = [each for module in model.modules() for each in vars(module).values()]
+    for each in (*model.buffers(), *filter(torch.is_tensor, attributes)):
+        if not each.is_meta:
+            _ = memo.setdefault(id(each), each.detach().to(device, copy=True))
+    found = copied_model(model, memo)
+    for module in found.modules():
+        _ = vars(module).pop("_compiled_call_impl", None)
+    add_mixin(filter(has_parameters, found.modules()), KeepsParameters)
+    return found
+
+
+def record_forward(
+    model: nn.Module,
+    units: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    containers: Containers = (),
+) -> Record:
+    """Run a model once on a batch, and return the record. No communication.
+
+    The model, which may be one `without_memory`, keeps its buffers and its classes; the random streams stay.
+
+    Args:
+        units: paths of the modules whose calls are recorded, such as those of `units_of`.
+        args, kwargs: of the model; real tensors.
+        containers: kinds of containers besides those that `take_apart` knows.
+
+    Raises:
+        StageError: the model does what another stage could not play back; the module and the reason are named.
+    """
+    recorder = Recorder(model, units, containers)
+    buffers = [(each, each.detach().clone()) for each in model.buffers()]
+    devices = sorted({each.device.index or 0 for each in model.buffers() if each.device.type == "cuda"})
+    try:
+        with recorder.answering(), emptied_caches(), cast(Any, torch.random).fork_rng(devices):
+            _ = cast(Any, torch).manual_seed(0)
+            with recorder:
+                output = model(*args, **kwargs)
+    finally:
+        with torch.no_grad():
+            for each, value in buffers:
+                _ = each.copy_(value)
+    return recorder.finish(output)
+
+
+class _Running:
+    """A call while it runs, and what is known of it."""
+
+    def __init__(self, number: int, path: str, module: nn.Module) -> None:
+        self.number = number
+        self.path = path
+        self.module = module
+        self.leaves: list[Leaf] = []
+        self.arguments: dict[int, Argument] = {}
+        self.needs: set[Label] = set()
+        self.stashes: list[Stash] = []
+        self.writes: list[Write] = []
+        self.growths: list[Growth] = []
+        self.taps: list[Tap] = []
+        self.tree = take_apart(None)
+        self.flops = 0.0
+        self.reads_values = False
+        self.reentrant = False
+        self.given: list[Any] = []  # leaves of (args, kwargs)
+        self.places: dict[int, list[int]] = {}  # numbers of the given tensors, by storage
+        self.written: set[int] = set()  # numbers of the given tensors that are changed in place
+
+    def frozen(self) -> Call:
+        return Call(
+            self.path,
+            self.tree.rebuild,
+            len(self.tree.leaves),
+            tuple(self.leaves),
+            self.arguments,
+            frozenset(self.needs),
+            tuple(self.stashes),
+            tuple(self.writes),
+            tuple(self.growths),
+            tuple(self.taps),
+            self.flops,
+            self.reentrant,
+        )
+
+
+class Recorder(TorchDispatchMode):
+    """Labels each storage with the outputs of calls, and the parameters, that it comes from since the last call."""
+
+    def __init__(self, model: nn.Module, units: Sequence[str], containers: Containers = ()) -> None:
+        cast(Any, super()).__init__()
+        self._model = model
+        self._units = tuple(units)
+        self._containers = containers
+        self._calls: list[_Running] = []
+        self._now: _Running | None = None
+        self._on_values = False  # whether the call that runs is one on random values
+        self._decisions: list[Decision] = []
+        self._flops = 0.0
+        self._draws = False
+        self._labels: dict[int, Labels] = {}  # by storage
+        self._own: dict[int, Labels] = {}  # by tensor: arguments, and views of them
+        self._outputs: dict[int, tuple[_Running, int]] = {}  # by storage
+        self._constant: set[int] = set()  # storages that a call makes of nothing
+        self._alive: list[object] = []  # so that no `id` is used twice
+        self._handed: list[tuple[_Running, int, torch.Tensor]] = []
+        self._names: dict[int, str] = {}  # by storage
+        self._held: dict[int, list[str]] = {}  # by tensor
+        for name, each in _named_tensors(model):
+            self._held.setdefault(id(each), []).append(name)
+            if isinstance(each, nn.Parameter) or name.startswith(tuple(f"{path}." for path in units)):
+                _ = self._names.setdefault(self._key(each), name)  # other buffers are in every stage
+
+    @contextlib.contextmanager
+    def answering(self) -> Generator[None]:
+        """Record the calls of the units within a block."""
+        modules = {path: self._model.get_submodule(path) for path in self._units}
+
+        for path, module in modules.items():
+            let_answer(module, partial(self.call, path))
+        try:
+            yield
+        finally:
+            for module in modules.values():
+                let_answer(module, None)
+
+    # --- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and label what it makes and what it changes."""
+        kwargs = kwargs or {}
+        self._draws |= torch.Tag.nondeterministic_seeded in func.tags
+        given = _tensors(args, kwargs)
+        sources = _NOTHING.union(*map(self._sources, given))
+        written = written_arguments(func, args, kwargs)
+        out = self._run(func, args, kwargs, sources)
+        made = [each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
+        now = self._now
+        if now is None:
+            self._flops += _flops(func, args, kwargs, out)
+        else:
+            now.flops += _flops(func, args, kwargs, out)
+            sources = self._within(now, func, given, made, sources)
+        for each in written:
+            self._note_write(each, sources)
+        known = {self._key(each): each for each in given}
+        for each in made:
+            base = known.get(self._key(each))
+            if base is None:
+                self._labels[self._key(each)] = sources
+            elif id(base) in self._own and id(each) not in self._own:  # a view of an argument
+                self._keep_own(each, self._own[id(base)])
+        return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: Labels) -> Any:
+        reads = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        if reads and self._now is not None:
+            self._now.reads_values = True
+        elif reads and sources:
+            self._decisions.append(Decision(len(self._calls), sources))
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            if self._now is not None or not asks_for_values(error):
+                raise
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            args, kwargs = pytree.tree_unflatten([_random_like(each) for each in leaves], spec)
+            return func(*args, **kwargs)
+
+    def _within(
+        self,
+        now: _Running,
+        func: Any,
+        given: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
+        sources: Labels,
+    ) -> Labels:
+        """Note what a call reads; return the label of what it makes."""
+        inside = Label("inside", now.number)
+        now.needs |= sources - {inside}
+        if func.name().startswith("aten::lift_fresh"):  # torch.tensor([...])
+            self._constant |= {self._key(each) for each in given}
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws or not all(self._key(each) in self._constant for each in given):
+            return frozenset({inside})
+        self._constant |= {self._key(each) for each in made}  # as a function caches tables, which any stage can make
+        return _NOTHING
+
+    def _note_write(self, tensor: torch.Tensor, sources: Labels) -> None:
+        key = self._key(tensor)
+        self._labels[key] = self._labels.get(key, _NOTHING) | sources
+        if id(tensor) in self._own:
+            self._own[id(tensor)] |= sources
+        if self._now is not None and key not in self._names:
+            self._now.written.update(self._now.places.get(key, ()))
+        if key in self._outputs:
+            call, leaf = self._outputs[key]
+            call.leaves[leaf] = _replace(call.leaves[leaf], changed=True)
+
+    def _key(self, tensor: torch.Tensor) -> int:
+        """Identity of a tensor's storage, which stays alive with the record."""
+        held: object = tensor.untyped_storage() if tensor.layout == torch.strided else tensor
+        self._alive.append(held)
+        return id(held)
+
+    def _keep_own(self, tensor: torch.Tensor, labels: Labels) -> None:
+        self._own[id(tensor)] = labels
+        self._alive.append(tensor)
+
+    def _sources(self, tensor: torch.Tensor) -> Labels:
+        if id(tensor) in self._own:
+            return self._own[id(tensor)]
+        key = self._key(tensor)
+        found = self._labels.get(key, _NOTHING)
+        return found | {Label("tensor", name=self._names[key])} if key in self._names else found
+
+    # --- calls
+
+    def call(self, path: str, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call of a unit; a unit within a unit belongs to it."""
+        if self._now is not None:
+            return plain(*args, **kwargs)
+        now = _Running(len(self._calls), path, module)
+        self._calls.append(now)
+        now.given = take_apart((args, kwargs), self._containers).leaves
+        for number, each in enumerate(now.given):
+            if isinstance(each, torch.Tensor):
+                now.needs |= self._take_argument(now, number, each)
+                now.places.setdefault(self._key(each), []).append(number)
+        before = _attributes(module)
+        given_lists = [(each, len(each)) for each in lists_in(args, kwargs)]
+        self._now = now
+        try:
+            with tapped({p: each for p, each in named_modules(module) if forward_hooks(each)}) as taps:
+                output = self._call_somehow(module, plain, args, kwargs)
+        finally:
+            self._now = None
+        now.tree = take_apart(output, self._containers)
+        new = [self._hand_out(now, each) for each in now.tree.leaves]
+        self._note_attributes(now, before)
+        for number in sorted(now.written):
+            self._note_written(now, number)
+        self._note_lists(now, given_lists)
+        self._note_taps(now, taps)
+        return now.tree.rebuild(new)
+
+    def _take_argument(self, now: _Running, number: int, tensor: torch.Tensor) -> Labels:
+        """The sources of an argument: itself, if it may be sent in place of what it comes from."""
+        sources = self._sources(tensor)
+        key = self._key(tensor)
+        call, leaf = self._outputs.get(key, (None, -1))
+        is_output = call is not None and tuple(tensor.shape) == call.leaves[leaf].shape
+        if (
+            not sources
+            or is_output
+            or isinstance(tensor, nn.Parameter)
+            or 0 in tensor.stride()
+            or not tensor.is_floating_point()
+            or any(each.kind == "argument" and each.call == now.number for each in sources)
+        ):
+            return sources
+        base = None if call is None else Label("output", call.number, leaf)
+        now.arguments[number] = Argument(_leaf(tensor), sources, base)
+        found = frozenset({Label("argument", now.number, number)})
+        self._labels[key] = found
+        self._keep_own(tensor, found)
+        return found
+
+    def _call_somehow(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module; one that does not run without values runs on random ones."""
+        assert self._now is not None
+        try:
+            return plain(*args, **kwargs)
+        except Exception as error:
+            parameters = [each for each in module.parameters() if is_fake(each)]
+            if not parameters:
+                raise
+            try:
+                return self._call_on_values(module, parameters, args, kwargs)
+            except Exception as other:
+                raise other from error
+
+    def _call_on_values(
+        self, module: nn.Module, parameters: Sequence[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        now = self._now
+        assert now is not None
+        mode = cast(Any, parameters[0]).fake_mode
+        apart = take_apart((args, kwargs), self._containers)
+        grads = torch.is_grad_enabled() and any(each.requires_grad for each in (*parameters, *tensors_in(apart.leaves)))
+        values = [_random_like(each) for each in apart.leaves]
+        for number, each in enumerate(values):
+            if isinstance(each, torch.Tensor):
+                now.places.setdefault(self._key(each), []).append(number)
+        new_args, new_kwargs = apart.rebuild(values)
+        real = {name: _random_like(each) for name, each in module.named_parameters()}
+        with torch.no_grad():
+            output = torch.func.functional_call(module, real, new_args, new_kwargs)
+
+        def fake(each: Any) -> Any:
+            if not isinstance(each, torch.Tensor) or is_fake(each):
+                return each
+            return mode.from_tensor(each).requires_grad_(grads and each.is_floating_point())
+
+        for old, grown in zip(lists_in(args, kwargs), lists_in(new_args, new_kwargs), strict=True):
+            tree = take_apart(grown[len(old) :], self._containers)
+            old.extend(tree.rebuild(list(map(fake, tree.leaves))))
+        tree = take_apart(output, self._containers)
+        given = {id(new): old for old, new in zip(apart.leaves, values, strict=True) if isinstance(new, torch.Tensor)}
+        return tree.rebuild([given.get(id(each), fake(each)) for each in tree.leaves])
+
+    def _hand_out(self, now: _Running, value: Any) -> Any:
+        """Note a leaf that a call returns; return it under a label of its own, or the argument that it is."""
+        at = len(now.leaves)
+        if not isinstance(value, torch.Tensor):
+            same = None if isinstance(value, _PLAIN) else _place(now.given, value)
+            if same is None:
+                self._check_value(now, value)
+            now.leaves.append(Leaf(value=value, same=same))
+            return value
+        same = self._same_argument(now, value)
+        now.leaves.append(_replace(_leaf(value), same=same))
+        if same is not None:
+            return now.given[same]
+        with torch.enable_grad() if value.requires_grad else contextlib.nullcontext():
+            new = value.clone()
+        key = self._key(new)
+        self._labels[key] = frozenset({Label("output", now.number, at)})
+        self._outputs[key] = now, at
+        self._handed.append((now, at, new))
+        return new
+
+    def _check_value(self, now: _Running, value: Any) -> None:
+        if not isinstance(value, _PLAIN):
+            raise StageError(
+                "a module returns an object whose tensors are not known",
+                expected="tensors, numbers, and containers of them",
+                got=f"{type(value).__qualname__} of {now.path}",
+                where=WHERE,
+                fix="Describe its class: accel.replace(ctx, containers=[accel.Container(...)]).",
+            )
+        if isinstance(value, int | float) and now.reads_values:
+            raise StageError(
+                "a module returns a Python number that it reads from a tensor, which other stages do not have",
+                expected="the number as a tensor",
+                got=f"{value!r} of {now.path}",
+                where=WHERE,
+                fix="Return the tensor, without .item() or float().",
+            )
+
+    def _same_argument(self, now: _Running, value: torch.Tensor) -> int | None:
+        """The number of the argument that a result is, unchanged."""
+        exact = _place(now.given, value)
+        if exact is not None and exact not in now.written:
+            return exact
+        if Label("inside", now.number) in self._sources(value):
+            return None
+        for number in now.places.get(self._key(value), ()):
+            each = now.given[number]
+            facts = (each.shape, each.stride(), each.storage_offset(), each.dtype)
+            is_same = facts == (value.shape, value.stride(), value.storage_offset(), value.dtype)
+            if number not in now.written and is_same and self._key(each) == self._key(value):
+                return number
+        return None
+
+    def _note_attributes(self, now: _Running, before: Mapping[tuple[str, str], int]) -> None:
+        for path, module in named_modules(now.module):
+            for name, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor) and before.get((path, name)) != id(value):
+                    now.stashes.append(Stash(path, name, len(now.leaves)))
+                    vars(module)[name] = self._hand_out(now, value)
+
+    def _note_written(self, now: _Running, number: int) -> None:
+        tensor = now.given[number]
+        leaf = len(now.leaves)
+        now.writes.append(Write(number, leaf))
+        now.leaves.append(_leaf(tensor))
+        label = frozenset({Label("output", now.number, leaf)})
+        self._labels[self._key(tensor)] = label
+        if id(tensor) in self._own:
+            self._own[id(tensor)] = label
+
+    def _note_lists(self, now: _Running, given: Iterable[tuple[list[Any], int]]) -> None:
+        for number, (each, size) in enumerate(given):
+            if len(each) > size:
+                tree = take_apart(each[size:], self._containers)
+                first = len(now.leaves)
+                each[size:] = tree.rebuild([self._hand_out(now, leaf) for leaf in tree.leaves])
+                now.growths.append(Growth(number, tree.rebuild, tuple(range(first, len(now.leaves)))))
+
+    def _note_taps(self, now: _Running, taps: Sequence[tuple[str, Any]]) -> None:
+        """Label what hooks have seen: a result of the call, or a leaf of its own."""
+        known = {id(each): at for at, each in enumerate(now.tree.leaves) if isinstance(each, torch.Tensor)}
+        for path, output in taps:
+            tree = take_apart(output, self._containers)
+            for each in tree.leaves:
+                if id(each) not in known or not isinstance(each, torch.Tensor):
+                    known[id(each)] = len(now.leaves)
+                    _ = self._hand_out(now, each)
+                self._alive.append(each)
+                at = known[id(each)]
+                if isinstance(each, torch.Tensor) and now.leaves[at].same is None:
+                    self._labels[self._key(each)] = frozenset({Label("output", now.number, at)})
+            now.taps.append(Tap(path, tree.rebuild, tuple(known[id(each)] for each in tree.leaves)))
+
+    # --- the end
+
+    def finish(self, output: Any) -> Record:
+        """Return the record of the forward that has returned `output`; raise `StageError` for a tensor that a call has
+        made and left somewhere else."""
+        end = _NOTHING.union(*map(self._sources, tensors_in(output, self._containers)))
+        for call, leaf, tensor in self._handed:
+            if tensor.requires_grad and not tensor.is_leaf and not call.leaves[leaf].differentiable:
+                call.leaves[leaf] = _replace(call.leaves[leaf], differentiable=True)
+                call.reentrant = True
+        read = [*(each.needs for each in self._calls), *(each.sources for each in self._decisions), end]
+        for label in sorted(set[Label]().union(*read)):
+            if label.kind == "inside":
+                raise StageError(
+                    "a tensor that a module makes reaches code outside otherwise than by its result, an attribute of"
+                    " the module, or a list that it is given",
+                    expected="a tensor that it returns",
+                    got=self._calls[label.call].path,
+                    where=WHERE,
+                    fix="Return the tensor, or let an attribute of the module hold it.",
+                )
+        sizes = {id(each): each for _, each in _named_tensors(self._model)}
+        held = [
+            Held(tuple(names), sizes[key].numel() * sizes[key].element_size(), isinstance(sizes[key], nn.Parameter))
+            for key, names in self._held.items()
+            if key in sizes
+        ]
+        calls = tuple(each.frozen() for each in self._calls)
+        return Record(calls, end, tuple(self._decisions), tuple(held), self._flops, self._units, self._draws)
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [*parameters, *model.named_buffers(remove_duplicate=False)]
+
+
+def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+
+
+def _attributes(module: nn.Module) -> dict[tuple[str, str], int]:
+    """Tensors among the plain attributes of modules, by path and name."""
+    return {
+        (path, name): id(value)
+        for path, each in named_modules(module)
+        for name, value in vars(each).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _place(given: Sequence[Any], value: object) -> int | None:
+    return next((number for number, each in enumerate(given) if each is value and value is not None), None)
+
+
+def _leaf(tensor: torch.Tensor) -> Leaf:
+    shape = tuple(tensor.shape)
+    return Leaf(tensor.dtype, shape, tuple(tensor.stride()), tensor.device.type, tensor.requires_grad)
+
+
+def _replace(leaf: Leaf, **changes: Any) -> Leaf:
+    return msgspec.structs.replace(leaf, **changes)
+
+
+def _random_like(value: Any) -> Any:
+    """A real tensor of random numbers in place of a fake one."""
+    if not isinstance(value, torch.Tensor) or not is_fake(value):
+        return value
+    if value.is_floating_point():
+        return torch.randn(value.shape, dtype=value.dtype, device=value.device) * 0.1
+    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """FLOPs of an operator by torch's formulas."""
+    count = flop_registry.get(func.overloadpacket)
+    if count is None and "flash_attention_for_cpu" in func.name():
+        count = flop_registry.get(torch.ops.aten._scaled_dot_product_flash_attention)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))

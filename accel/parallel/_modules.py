@@ -27,6 +27,21 @@ def named_modules(model: nn.Module, *, every_path: bool = False) -> Iterator[tup
     return cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=not every_path))
 
 
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a model under all their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [*parameters, *model.named_buffers(remove_duplicate=False)]
+
+
+def aliases_of(model: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
+    """Return the parameters and buffers of a model, each with all its names."""
+    found: dict[int, tuple[Tensor, tuple[str, ...]]] = {}
+    for name, each in named_tensors(model):
+        _, names = found.get(id(each), (each, ()))
+        found[id(each)] = each, (*names, name)
+    return list(found.values())
+
+
 def listed_modules(holder: nn.Module) -> list[nn.Module]:
     """Return the entries of a list or dict of modules, without those that are None, as norms that a layer lacks."""
     entries = cast(Any, holder).values() if isinstance(holder, nn.ModuleDict) else cast("Iterable[Any]", holder)

@@ -195,21 +195,30 @@ class Record(msgspec.Struct, frozen=True):
         end: sources of what the forward returns.
         decisions: values that Python reads between calls.
         held: parameters and buffers of the model.
-        flops_between: of the code between calls.
+        between: FLOPs of the code before each call, and of that behind the last one.
+        outside: FLOPs of the code between calls by the names of the parameters that it reads.
         units: paths of the units.
+        draws: whether it draws random numbers.
     """
 
     calls: tuple[Call, ...]
     end: Labels
     decisions: tuple[Decision, ...]
     held: tuple[Held, ...]
-    flops_between: float = 0.0
+    between: tuple[float, ...] = ()
+    outside: Mapping[str, float] = {}
     units: tuple[str, ...] = ()
+    draws: bool = False
 
     @property
     def paths(self) -> tuple[str, ...]:
         """Paths of the called modules, in order."""
         return tuple(each.path for each in self.calls)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the forward."""
+        return sum(each.flops for each in self.calls) + sum(self.between)
 
     def leaf(self, label: Label) -> Leaf:
         """Return the tensor of an output or argument."""

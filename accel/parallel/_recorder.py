@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from accel.errors import StageError
-from accel.mixins import add_mixin
 from accel.parallel._calls import Plain, let_answer, lists_in, take_apart, tapped, tensors_in
-from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules
-from accel.parallel._private import asks_for_values, fake_mode, forward_hooks, is_fake, written_arguments
+from accel.parallel._fakes import flops_of, random_like
+from accel.parallel._modules import aliases_of, named_modules, named_tensors
+from accel.parallel._private import asks_for_values, forward_hooks, is_fake, written_arguments
 from accel.parallel._record import (
     Argument,
     Call,
@@ -40,31 +39,6 @@ from accel.tree._walk import Containers
 WHERE = "a record of the model's forward"
 _NOTHING: Labels = frozenset()
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, torch.Size)
-
-
-def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
-    """Copy a model, with fake parameters on a device. Buffers are real copies, those on the meta device fake ones.
-
-    No communication. The model may be on the meta device.
-    """
-    mode = fake_mode()
-    memo: dict[int, Any] = {}
-    with mode:
-        for each in model.parameters():
-            made = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
-            memo[id(each)] = nn.Parameter(made, each.requires_grad)
-        for each in model.buffers():
-            if each.is_meta:
-                memo[id(each)] = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
-    attributes = [each for module in model.modules() for each in vars(module).values()]
-    for each in (*model.buffers(), *filter(torch.is_tensor, attributes)):
-        if not each.is_meta:
-            _ = memo.setdefault(id(each), each.detach().to(device, copy=True))
-    found = copied_model(model, memo)
-    for module in found.modules():
-        _ = vars(module).pop("_compiled_call_impl", None)
-    add_mixin(filter(has_parameters, found.modules()), KeepsParameters)
-    return found
 
 
 def record_forward(
@@ -151,9 +125,10 @@ class Recorder(TorchDispatchMode):
         self._containers = containers
         self._calls: list[_Running] = []
         self._now: _Running | None = None
-        self._on_values = False  # whether the call that runs is one on random values
         self._decisions: list[Decision] = []
-        self._flops = 0.0
+        self._between = [0.0]
+        self._outside: dict[str, float] = {}
+        self._draws = False
         self._labels: dict[int, Labels] = {}  # by storage
         self._own: dict[int, Labels] = {}  # by tensor: arguments, and views of them
         self._outputs: dict[int, tuple[_Running, int]] = {}  # by storage
@@ -161,9 +136,8 @@ class Recorder(TorchDispatchMode):
         self._alive: list[object] = []  # so that no `id` is used twice
         self._handed: list[tuple[_Running, int, torch.Tensor]] = []
         self._names: dict[int, str] = {}  # by storage
-        self._held: dict[int, list[str]] = {}  # by tensor
-        for name, each in _named_tensors(model):
-            self._held.setdefault(id(each), []).append(name)
+        self._held = aliases_of(model)
+        for name, each in named_tensors(model):
             if isinstance(each, nn.Parameter) or name.startswith(tuple(f"{path}." for path in units)):
                 _ = self._names.setdefault(self._key(each), name)  # other buffers are in every stage
 
@@ -187,17 +161,15 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run an operator, and label what it makes and what it changes."""
         kwargs = kwargs or {}
+        self._draws |= torch.Tag.nondeterministic_seeded in func.tags
         given = _tensors(args, kwargs)
         sources = _NOTHING.union(*map(self._sources, given))
         written = written_arguments(func, args, kwargs)
         out = self._run(func, args, kwargs, sources)
         made = [each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
-        now = self._now
-        if now is None:
-            self._flops += _flops(func, args, kwargs, out)
-        else:
-            now.flops += _flops(func, args, kwargs, out)
-            sources = self._within(now, func, given, made, sources)
+        self._note_flops(flops_of(func, args, kwargs, out), sources)
+        if self._now is not None:
+            sources = self._within(self._now, func, given, made, sources)
         for each in written:
             self._note_write(each, sources)
         known = {self._key(each): each for each in given}
@@ -221,8 +193,17 @@ class Recorder(TorchDispatchMode):
             if self._now is not None or not asks_for_values(error):
                 raise
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            args, kwargs = pytree.tree_unflatten([_random_like(each) for each in leaves], spec)
+            args, kwargs = pytree.tree_unflatten([random_like(each) for each in leaves], spec)
             return func(*args, **kwargs)
+
+    def _note_flops(self, flops: float, sources: Labels) -> None:
+        if self._now is not None:
+            self._now.flops += flops
+        elif flops:
+            self._between[-1] += flops
+            for each in sources:
+                if each.kind == "tensor":
+                    self._outside[each.name] = self._outside.get(each.name, 0.0) + flops
 
     def _within(
         self,
@@ -248,10 +229,9 @@ class Recorder(TorchDispatchMode):
         self._labels[key] = self._labels.get(key, _NOTHING) | sources
         if id(tensor) in self._own:
             self._own[id(tensor)] |= sources
-        if self._now is not None:
-            if key not in self._names:
-                self._now.written.update(self._now.places.get(key, ()))
-        elif key in self._outputs:
+        if self._now is not None and key not in self._names:
+            self._now.written.update(self._now.places.get(key, ()))
+        if key in self._outputs:
             call, leaf = self._outputs[key]
             call.leaves[leaf] = _replace(call.leaves[leaf], changed=True)
 
@@ -280,6 +260,7 @@ class Recorder(TorchDispatchMode):
             return plain(*args, **kwargs)
         now = _Running(len(self._calls), path, module)
         self._calls.append(now)
+        self._between.append(0.0)
         now.given = take_apart((args, kwargs), self._containers).leaves
         for number, each in enumerate(now.given):
             if isinstance(each, torch.Tensor):
@@ -346,12 +327,12 @@ class Recorder(TorchDispatchMode):
         mode = cast(Any, parameters[0]).fake_mode
         apart = take_apart((args, kwargs), self._containers)
         grads = torch.is_grad_enabled() and any(each.requires_grad for each in (*parameters, *tensors_in(apart.leaves)))
-        values = [_random_like(each) for each in apart.leaves]
+        values = [random_like(each) for each in apart.leaves]
         for number, each in enumerate(values):
             if isinstance(each, torch.Tensor):
                 now.places.setdefault(self._key(each), []).append(number)
         new_args, new_kwargs = apart.rebuild(values)
-        real = {name: _random_like(each) for name, each in module.named_parameters()}
+        real = {name: random_like(each) for name, each in module.named_parameters()}
         with torch.no_grad():
             output = torch.func.functional_call(module, real, new_args, new_kwargs)
 
@@ -482,19 +463,14 @@ class Recorder(TorchDispatchMode):
                     where=WHERE,
                     fix="Return the tensor, or let an attribute of the module hold it.",
                 )
-        sizes = {id(each): each for _, each in _named_tensors(self._model)}
         held = [
-            Held(tuple(names), sizes[key].numel() * sizes[key].element_size(), isinstance(sizes[key], nn.Parameter))
-            for key, names in self._held.items()
-            if key in sizes
+            Held(names, each.numel() * each.element_size(), isinstance(each, nn.Parameter))
+            for each, names in self._held
         ]
         calls = tuple(each.frozen() for each in self._calls)
-        return Record(calls, end, tuple(self._decisions), tuple(held), self._flops, self._units)
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    return [*parameters, *model.named_buffers(remove_duplicate=False)]
+        between = tuple(self._between)
+        decisions = tuple(self._decisions)
+        return Record(calls, end, decisions, tuple(held), between, self._outside, self._units, self._draws)
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -522,20 +498,3 @@ def _leaf(tensor: torch.Tensor) -> Leaf:
 
 def _replace(leaf: Leaf, **changes: Any) -> Leaf:
     return msgspec.structs.replace(leaf, **changes)
-
-
-def _random_like(value: Any) -> Any:
-    """A real tensor of random numbers in place of a fake one."""
-    if not isinstance(value, torch.Tensor) or not is_fake(value):
-        return value
-    if value.is_floating_point():
-        return torch.randn(value.shape, dtype=value.dtype, device=value.device) * 0.1
-    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-
-
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """FLOPs of an operator by torch's formulas."""
-    count = flop_registry.get(func.overloadpacket)
-    if count is None and "flash_attention_for_cpu" in func.name():
-        count = flop_registry.get(torch.ops.aten._scaled_dot_product_flash_attention)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -44,7 +46,9 @@ class Cut(msgspec.Struct, frozen=True):
     dense: Labels
 
 
-_OFF_BALANCE, _TRAFFIC, _TWICE = 1.0, 0.03, 0.3  # weights of a place to begin a stage at
+# Weights of what a place to begin a stage at costs, beside the square of each stage's distance from an equal load.
+_TRAFFIC, _TWICE, _REPEATED = 0.03, 0.3, 2.0
+MOST_TWICE = 0.05  # share of a forward's FLOPs that stages may compute once more
 
 
 def begins_of(record: Record, stages: int) -> tuple[int, ...]:
@@ -52,21 +56,44 @@ def begins_of(record: Record, stages: int) -> tuple[int, ...]:
 
     `stages` is at most the number of calls.
     """
-    costs = [each.flops + 1 for each in record.calls]
-    total = sum(costs)
-    crossing = [_crossing(record, at) for at in range(len(costs))]
+    loads = [0.0, *itertools.accumulate(each.flops + 1 for each in record.calls)]
+    count = len(record.calls)
+    prices = _prices(record)
+
+    def stage_cost(begin: int, end: int) -> float:
+        return prices[begin] + (stages * (loads[end] - loads[begin]) / loads[-1] - 1) ** 2
+
+    nothing: tuple[float, tuple[int, ...]] = (math.inf, ())
+    best = [(0.0, nothing[1])] + [nothing] * count  # by the end of a stage
+    for stage in range(1, stages + 1):
+        found = [nothing] * (count + 1)
+        for end in range(stage, count - (stages - stage) + 1):
+            ways = ((best[begin][0] + stage_cost(begin, end), (*best[begin][1], begin)) for begin in range(end))
+            found[end] = min(ways)
+        best = found
+    return best[count][1]
+
+
+def _prices(record: Record) -> list[float]:
+    """What it costs to begin a stage at each call: bytes sent, modules of two stages, FLOPs computed twice."""
+    crossing = [_crossing(record, at) for at in range(len(record.calls))]
     least = min(crossing[1:], default=1) or 1
-    begins = [0]
-
-    def badness(at: int, stage: int) -> float:
-        off = abs(sum(costs[:at]) / total - stage / stages)
+    again = itertools.accumulate(record.between)
+    flops = record.flops or 1
+    found = [0.0]
+    for at, repeated in zip(range(1, len(crossing)), itertools.islice(again, 1, None), strict=False):
         twice = len(set(record.paths[:at]) & set(record.paths[at:]))
-        return _OFF_BALANCE * off + _TRAFFIC * crossing[at] / least + _TWICE * twice
+        found.append(_TRAFFIC * crossing[at] / least + _TWICE * twice + _REPEATED * repeated / flops)
+    return found
 
-    for stage in range(1, stages):
-        places = range(begins[-1] + 1, len(costs) - (stages - stage) + 1)
-        begins.append(min(places, key=lambda at: badness(at, stage)))
-    return tuple(begins)
+
+def share_twice(record: Record, begins: Sequence[int]) -> float:
+    """Return the FLOPs that stages compute again, as a share of those of the forward.
+
+    Each stage runs the code between calls from the beginning to the first call of the next one.
+    """
+    before = list(itertools.accumulate(record.between))
+    return sum(before[begin] for begin in begins[1:]) / (record.flops or 1)
 
 
 def _crossing(record: Record, at: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -37,6 +37,7 @@ PRIVATE = {
         "_non_persistent_buffers_set",
         "_compiled_call_impl",
         "_forward_hooks",
+        "_forward_hooks_with_kwargs",
         "_forward_pre_hooks",
         "_backward_hooks",
         "_backward_pre_hooks",
@@ -130,6 +131,11 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 def forward_hooks(module: nn.Module) -> Mapping[int, object]:
     """Return the hooks that see a module's inputs and outputs, of this module alone."""
     return cast(Any, module)._forward_hooks
+
+
+def hooks_with_keywords(module: nn.Module) -> Collection[int]:
+    """Return the numbers of the forward hooks of a module that take its keyword arguments."""
+    return cast(Any, module)._forward_hooks_with_kwargs
 
 
 def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:

@@ -212,7 +212,7 @@ TensorStyle = Literal[
 ]
 HeadStyle = Literal["colwise", "colwise_gather_output"]
 ExpertStyle = Literal["dispatch", "local", "sorted"]
-Cut = Literal["chain", "trace"]
+Cut = Literal["chain", "trace", "replay"]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]

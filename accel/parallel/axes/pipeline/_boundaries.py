@@ -60,7 +60,7 @@ def find_boundaries(
             if at not in own:
                 return before
             try:
-                return _run(own[at], main if at == 0 else _noise(before, device))
+                return _run(own[at], main if at == 0 else noise(before, device))
             except StageError as error:
                 given = own[at].work
                 if not error.expected or given is None:  # the forward's own failure
@@ -258,7 +258,8 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-2)
 
 
-def _noise(like: Boundary, device: torch.device) -> torch.Tensor:
+def noise(like: Boundary, device: torch.device) -> torch.Tensor:
+    """Return random numbers in the place of a tensor that a stage passes on; zeros for integers."""
     dtype: torch.dtype = getattr(torch, like.dtype)
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(like.shape, dtype=dtype, device=device)

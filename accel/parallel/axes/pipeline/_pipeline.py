@@ -18,6 +18,8 @@ from accel.parallel._leftovers import is_used, is_watched, note_used
 from accel.parallel._modules import STAGES, stage_modules
 from accel.parallel._same_batches import same_batches
 from accel.parallel.axes.pipeline._boundaries import Boundary, find_boundaries, working
+from accel.parallel.axes.pipeline._replayed import ReplayedModule, replaying
+from accel.parallel.axes.pipeline._replays import Replays, agreed_replay, batch_key, looked
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, StageModule, Work, first_tensor, main_input
 from accel.parallel.axes.pipeline._stage_plan import Layout, Norms, batch_norms, check_norms
 from accel.tensors import local_part
@@ -149,6 +151,7 @@ class Pipeline:
         holding: whether gradients wait for the window's end.
         traces: graphs of a model that was cut by tracing; None for a chain.
         trial: a cut by tracing, for errors of a chain.
+        replays: of a model whose stages replay its forward; None for another.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class Pipeline:
         may_be_unused: bool = False,
         traces: Traces | None = None,
         trial: Trial | None = None,
+        replays: Replays | None = None,
     ) -> None:
         self.comm = comm
         self.group = group
@@ -174,6 +178,7 @@ class Pipeline:
         self.holding = False
         self.traces = traces
         self.trial = trial
+        self.replays = replays
         self._known: dict[object, tuple[Boundary, ...]] = {}
         self._schedules: dict[object, StageSchedule] = {}
         self._norms: Norms | None = None
@@ -198,6 +203,8 @@ class Pipeline:
         check_norms(self._norms, self.layout, StageError, f"rank {ctx.rank}", filled=filled)
         if self.traces is not None:
             return self._run_traced(ctx, model, work, self.traces, trains=trains)
+        if self.replays is not None:
+            return self._run_replayed(ctx, model, work, self.replays, trains=trains)
         assert self.trial is not None
         stages = cast("Sequence[StageModule]", stage_modules(model))
         try:
@@ -219,6 +226,22 @@ class Pipeline:
         with working(stages, work):
             one = tuple((each,) for each in passed)
             return self._schedule(ctx, stages, facts, one, trains=trains).run()
+
+    def _run_replayed(
+        self, ctx: DistContext, model: nn.Module, work: Work, replays: Replays, *, trains: bool
+    ) -> list[torch.Tensor]:
+        """Run stages that replay the model's forward; a kind of batch that is new is recorded first."""
+        stages = cast("Sequence[ReplayedModule]", stage_modules(model))
+        key = replays.key(model, work, trains=trains)
+        replay = replays.find(key)
+        if _missing_somewhere(ctx, self.comm, replay is None):
+            replay = agreed_replay(self.comm, lambda: replays.record(model, work))
+            replay = looked(self.comm, self.layout, stages, work, replay, ctx.device)
+            replays.keep(key, replay)
+        assert replay is not None
+        streams = batch_key(replay)
+        with working(stages, work), replaying(stages, replay, streams):
+            return self._schedule(ctx, stages, key, replay.boundaries(), trains=trains).run()
 
     def _run_traced(
         self, ctx: DistContext, model: nn.Module, work: Work, traces: Traces, *, trains: bool

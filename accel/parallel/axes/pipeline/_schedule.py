@@ -8,6 +8,7 @@ Qi et al. 2023, zero bubble, arXiv:2401.10241; torch.distributed.pipelining.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -21,6 +22,7 @@ from accel.errors import AccelError, PeerError, StageError
 from accel.parallel._leftovers import has_compiled
 from accel.parallel._shared_memory import compiled_leaves, separate_gradients
 from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of
+from accel.parallel.axes.pipeline._replayed import ReplayedModule
 from accel.parallel.axes.pipeline._stage_plan import Layout
 
 
@@ -64,6 +66,22 @@ class _Stage(PipelineStage):
         result = cast(Any, super()).backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         separate_gradients(fresh)
         return result
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
+    ) -> None:
+        """Run the backward of a micro-batch, or its first part; a replayed stage answers what checkpoints call."""
+        with self._backward_of(bwd_chunk_id, ends=full_backward):
+            cast(Any, super()).backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
+        """Run the second part of the backward of a micro-batch."""
+        with self._backward_of(bwd_chunk_id, ends=True):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _backward_of(self, micro: int, *, ends: bool) -> AbstractContextManager[None]:
+        stage = self.submod
+        return stage.backward_of(micro, ends=ends) if isinstance(stage, ReplayedModule) else nullcontext()
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Return the gradients for a stage on this rank; none in a run without backward, which V schedules ask too."""

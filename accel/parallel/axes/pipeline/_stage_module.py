@@ -239,7 +239,7 @@ class StageModule(nn.Module):
         work = self.work
         assert work is not None
         at = int(micro.item())
-        batch = self._own(work.micro_batches[at])
+        batch = of_stage(work.micro_batches[at], self.index)
         self._reads.begin()
         try:
             with work.around():
@@ -252,13 +252,6 @@ class StageModule(nn.Module):
             raise
         except Exception as error:
             raise self._failure(error, at, hidden, batch) from error
-
-    def _own(self, batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch with this stage's arguments."""
-        if not has_own(batch):
-            return batch
-        kwargs = {key: each.of(self.index) if isinstance(each, ByStage) else each for key, each in batch.kwargs.items()}
-        return batch._replace(kwargs=kwargs)
 
     def call(self, hidden: torch.Tensor, batch: MicroBatch) -> Any:
         """Run the stage's modules, with `hidden` in the place of the model's first input behind the first stage."""
@@ -286,6 +279,14 @@ class StageModule(nn.Module):
         micro = f"micro-batch {at + 1} of {len(self.work.micro_batches)}"
         where = f"stage {self.index} of {self.count}, {micro}, rank {self.rank}"
         return stage_failure(error, self.module, self.stages, self.index, hidden, batch.kwargs, where=where)
+
+
+def of_stage(batch: MicroBatch, stage: int) -> MicroBatch:
+    """Return a micro-batch with the arguments of one stage."""
+    if not has_own(batch):
+        return batch
+    kwargs = {key: each.of(stage) if isinstance(each, ByStage) else each for key, each in batch.kwargs.items()}
+    return batch._replace(kwargs=kwargs)
 
 
 def has_own(batch: MicroBatch) -> bool:

@@ -17,12 +17,17 @@ from accel.context import DistContext, group_of
 from accel.errors import PrepareError
 from accel.errors._checks import with_article
 from accel.mixins import add_mixin
+from accel.parallel._calls import let_answer
 from accel.parallel._empty import make_room, move_model
+from accel.parallel._fakes import without_memory
 from accel.parallel._labels import drop_parameter, label_parameters
-from accel.parallel._modules import is_pipelined, named_modules, unwrap_model, wrapped_name
+from accel.parallel._modules import is_pipelined, named_modules, named_tensors, unwrap_model, wrapped_name
 from accel.parallel._private import is_compiled
 from accel.parallel._spread import Spread, SpreadOptions, begin_with_rank_0_, compare_models
+from accel.parallel.axes.pipeline._held import drop_others, view_of
 from accel.parallel.axes.pipeline._pipeline import Pipeline, Pipelined, attach, open_ties, stage_of, tied_names
+from accel.parallel.axes.pipeline._replayed import Calls, ReplayedModule
+from accel.parallel.axes.pipeline._replays import Planned, Replays, planned, planned_by_paths
 from accel.parallel.axes.pipeline._skipped import remove_modules, stage_view
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, StageModule, example_batch
 from accel.parallel.axes.pipeline._stage_plan import (
@@ -37,6 +42,7 @@ from accel.parallel.axes.pipeline._stage_plan import (
 )
 from accel.parallel.axes.pipeline._trial import Trial, skeleton_of, trial_batch
 from accel.topology import Dimension, Plan, dimension_of
+from accel.tree import map_tensors
 
 if TYPE_CHECKING:
     from accel.parallel._sharded import GatheredFormat
@@ -108,6 +114,8 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
         )
     if options.cut == "trace":
         _check_traced(ctx, model, options)
+    elif options.cut == "replay":
+        _ = _layout(ctx, options)
     else:
         layout, stages = _plan(ctx, model, options)
         if ctx.world_size > layout.ranks:
@@ -244,6 +252,8 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
         logging.getLogger("accel.parallel").warning(_OF_PIECES, len(norms), norms[0][0], count)
     if options.cut == "trace":
         return _spread_traced(ctx, model, options, is_empty=is_empty)
+    if options.cut == "replay":
+        return _spread_replayed(ctx, model, options, is_empty=is_empty)
     layout, stages = _plan(ctx, model, options)
     compare_models(ctx, options, dict(model.named_parameters()))
     names = tied_names(model)
@@ -272,10 +282,108 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
     return model
 
 
+def _spread_replayed(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_empty: bool) -> nn.Module:
+    """Cut a model into stages that replay its forward: ranks keep what the calls of their stages read."""
+    layout = _layout(ctx, options)
+    compare_models(ctx, options, dict(model.named_parameters()))
+    ghost = without_memory(model, ctx.device)
+    plan = _planned(ctx, ghost, model, options)
+    aliases = _aliases(model)
+
+    def stages_with(names: Sequence[str]) -> list[int]:
+        return [at for at, held in enumerate(plan.holds) if not held.isdisjoint(names)]
+
+    shards = ctx.world_size > layout.ranks
+    if shards:
+        _check_shared([(names, stages_with(names)) for names in aliases], layout)
+    order = tuple(model.state_dict(keep_vars=True))
+    mine = own_stages(layout, ctx.axis("pp").rank)
+    kept = frozenset[str]().union(*(plan.holds[at] for at in mine))
+    if not is_empty:
+        _begin_alike(ctx, model, {id(each) for name, each in named_tensors(model) if name in kept})
+    calls = Calls()
+    for path in plan.units:
+        let_answer(model.get_submodule(path), calls.of(path))
+    for each in drop_others(model, kept, plan.units, ctx.device):
+        drop_parameter(each)
+    move_model(model, ctx.streams)
+    label_parameters(model)
+    group = group_of(ctx, "pp")
+    assert group is not None  # this is the answer for more than one rank
+    ties = open_ties(ctx, model, aliases, stages_with, layout)
+    modules: list[ReplayedModule] = []
+    with agreed(ctx.comm, Call("prepare_model: stages")):
+        for at in mine:
+            view = view_of(model, plan.holds[at] if shards else kept, plan.units, ctx.device)
+            modules.append(ReplayedModule(view, calls, at, ctx.rank, layout.stages, plan.own[at]))
+    add_mixin([model], Pipelined)
+    names = [each for each in aliases if len(each) > 1]
+    pipeline = Pipeline(
+        adopt(group, ctx.device),
+        group,
+        layout,
+        names,
+        order,
+        ties,
+        may_be_unused=options.find_unused_parameters,
+        replays=Replays(ghost, plan, ctx.device),
+    )
+    attach(model, pipeline, modules)
+    return model
+
+
+def _planned(ctx: DistContext, ghost: nn.Module, model: nn.Module, options: StageOptions) -> Planned:
+    """The stages of a model by a record of the example, or by the order of its modules. A collective; ranks that cut
+    otherwise are a `PrepareError` on all."""
+    stages = _layout(ctx, options).stages if options.stages is None else options.stages
+    batch = trial_batch(model, options.example, ctx.containers)
+    made: list[Planned] = []
+
+    def plan() -> str:
+        if batch is None:
+            made.append(planned_by_paths(ghost, _plan_in_order(model, stages)))
+        else:
+            made.append(planned(ghost, _on_device(batch, ctx.device), stages))
+        return repr((made[0].units, made[0].starts, sorted(map(sorted, made[0].holds))))
+
+    plans = agreed_values(ctx.comm, Call("prepare_model: record"), plan, str)
+    if len(set(plans)) > 1:
+        raise PrepareError(
+            "ranks cut the model at different places",
+            expected="an example whose forward calls the same modules on every rank",
+            got=", ".join(path for path, _ in made[0].starts or ()),
+            where=_WHERE,
+            fix="Pass examples of the same shapes and paths on all ranks.",
+        )
+    return made[0]
+
+
+def _plan_in_order(model: nn.Module, stages: Sequence[Sequence[str]] | int) -> Stages:
+    """The modules of each stage in the order of their registration."""
+    if isinstance(stages, int):
+        return stage_plan(model, stages)
+    check_stages(model, stages, _WHERE)
+    return tuple(map(tuple, stages))
+
+
+def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """An example with values on a device; zeros for those that have none."""
+
+    def there(each: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
+
+    return batch._replace(args=map_tensors(there, batch.args), kwargs=map_tensors(there, dict(batch.kwargs)))
+
+
 def _spread_traced(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_empty: bool) -> nn.Module:
     """Cut a model by tracing: ranks keep what the graphs of their stages read."""
     # torch.export takes long to import
-    from accel.parallel.axes.pipeline._traced import TracedModule, drop_others, holdings_of, view_of
+    from accel.parallel.axes.pipeline._traced import (
+        TracedModule,
+        drop_others as drop,
+        holdings_of,
+        view_of as traced_view,
+    )
 
     layout = _layout(ctx, options)
     compare_models(ctx, options, dict(model.named_parameters()))
@@ -294,7 +402,7 @@ def _spread_traced(ctx: DistContext, model: nn.Module, options: StageOptions, *,
     if not is_empty:
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         _begin_alike(ctx, model, {id(each) for name, each in named if name in kept})
-    for each in drop_others(model, kept):
+    for each in drop(model, kept):
         drop_parameter(each)
     move_model(model, ctx.streams)
     label_parameters(model)
@@ -303,7 +411,7 @@ def _spread_traced(ctx: DistContext, model: nn.Module, options: StageOptions, *,
     ties = open_ties(ctx, model, aliases, holdings.stages_of, layout)
     with agreed(ctx.comm, Call("prepare_model: stages")):
         names_of = holdings.names if ctx.world_size > layout.ranks else [kept] * layout.stages
-        modules = [TracedModule(view_of(model, names_of[at]), at, ctx.rank, layout.stages, division) for at in mine]
+        modules = [TracedModule(traced_view(model, names_of[at]), at, ctx.rank, layout.stages, division) for at in mine]
     add_mixin([model], Pipelined)
     names = [each for each in aliases if len(each) > 1]
     unused = options.find_unused_parameters

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replays of a pipelined model: a record for each kind of batch, its cut, and the shapes that stages compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from accel.comm import Call, Comm, agreed_values
+from accel.errors import PrepareError, StageError
+from accel.parallel._calls import units_of
+from accel.parallel._modules import aliases_of, named_modules
+from accel.parallel._private import called_eagerly
+from accel.parallel._record import Label, Record
+from accel.parallel._recorder import record_forward
+from accel.parallel.axes.pipeline._boundaries import Boundary, noise, working
+from accel.parallel.axes.pipeline._cut import begins_of, cut_record
+from accel.parallel.axes.pipeline._replayed import Replay, ReplayedModule, replaying
+from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work, first_tensor, of_stage
+from accel.parallel.axes.pipeline._stage_plan import Layout, Stages
+from accel.random import Key
+
+_MOST_REPLAYS = 16
+_FIX = "Pass accel.prepare(..., example=batch), a batch like this one, so that the stages hold what it needs."
+
+
+class Planned(NamedTuple):
+    """Stages of a model before its first batch.
+
+    Attributes:
+        units: paths of the modules whose calls are recorded.
+        starts: path of the module at which each stage begins, and the number of its earlier calls; None without a
+            record.
+        holds: names of the parameters and buffers of each stage.
+        own: paths of the units that each stage calls.
+    """
+
+    units: tuple[str, ...]
+    starts: tuple[tuple[str, int], ...] | None
+    holds: tuple[frozenset[str], ...]
+    own: tuple[tuple[str, ...], ...]
+
+
+class Replays:
+    """The replays of one model on this rank.
+
+    Args:
+        ghost: the whole model without memory.
+        planned: its stages. Without their starts, each begins where the forward first calls a module of its own.
+        device: of the stages.
+    """
+
+    def __init__(self, ghost: nn.Module, planned: Planned, device: torch.device) -> None:
+        self._ghost = ghost
+        self._units = planned.units
+        self._starts = planned.starts
+        self._holds = planned.holds
+        self._device = device
+        self._known: dict[object, Replay] = {}
+
+    def key(self, model: nn.Module, work: Work, *, trains: bool) -> object:
+        """Return what a record depends on: shapes and other arguments, the mode, gradients and autocast."""
+        first = work.micro_batches[0]
+        tree = (first.args, dict(first.kwargs)) if work.shapes is None else work.shapes
+        listed, spec = pytree.tree_flatten(tree)
+        facts = tuple(
+            (each.dtype, tuple(each.shape)) if isinstance(each, torch.Tensor) else repr(each) for each in listed
+        )
+        kinds = dict.fromkeys(("cpu", self._device.type))
+        with work.around():
+            cast_to = tuple(torch.get_autocast_dtype(each) for each in kinds if torch.is_autocast_enabled(each))
+        return spec, facts, model.training, trains, cast_to
+
+    def find(self, key: object) -> Replay | None:
+        """Return the replay of a kind of batch; None if it is to be made."""
+        return self._known.get(key)
+
+    def keep(self, key: object, replay: Replay) -> None:
+        """Keep a replay; the ones made last are kept."""
+        self._known[key] = replay
+        while len(self._known) > _MOST_REPLAYS:
+            _ = self._known.pop(next(iter(self._known)))
+
+    def record(self, model: nn.Module, work: Work) -> Replay:
+        """Record and cut the forward of a micro-batch; `StageError` where the stages lack what it needs."""
+        batch = of_stage((work.probe or work.micro_batches)[0], -1)
+        modes = {path: each.training for path, each in named_modules(model, every_path=True)}
+        for path, each in named_modules(self._ghost):
+            each.training = modes.get(path, model.training)
+        with work.around():
+            record = record_forward(self._ghost, self._units, batch.args, batch.kwargs, containers=work.containers)
+        begins = self._begins(record)
+        cut = cut_record(record, begins)
+        for at, (stage, held) in enumerate(zip(cut.stages, self._holds, strict=True)):
+            if missing := sorted(stage.holds - held):
+                raise StageError(
+                    f"stage {at} reads a tensor for this batch that it does not hold",
+                    expected="the parameters and buffers that the model was prepared with",
+                    got=", ".join(missing[:3]),
+                    fix=_FIX,
+                )
+        return Replay(record, cut, {}, draws=record.draws)
+
+    def _begins(self, record: Record) -> tuple[int, ...]:
+        """The first call of each stage in a record."""
+        if self._starts is None:
+            return begins_by_holdings(record, self._holds)
+        found: list[int] = [0]
+        for path, earlier in self._starts[1:]:
+            places = [number for number, each in enumerate(record.paths) if each == path]
+            if len(places) <= earlier or places[earlier] <= found[-1]:
+                raise StageError(
+                    "the forward does not call the modules at which the stages begin, in their order",
+                    expected=f"{path} behind {record.paths[found[-1]]}",
+                    got=", ".join(record.paths[:20]),
+                    fix=_FIX,
+                )
+            found.append(places[earlier])
+        return tuple(found)
+
+
+_SHARES = (0.6, 0.35, 0.2, 0.1, 0.05, 0.02, 0.0)  # of all parameters, from which a module is opened
+
+
+def planned(ghost: nn.Module, batch: MicroBatch, stages: Sequence[Sequence[str]] | int) -> Planned:
+    """Cut a model by a record of an example, in the coarsest units that give enough calls. No communication.
+
+    `stages`: paths of the modules at which stages begin, or the number of stages.
+    """
+    count = stages if isinstance(stages, int) else len(stages)
+    within = () if isinstance(stages, int) else tuple(path for each in stages for path in each)
+    tried: tuple[str, ...] | None = None
+    record = None
+    for share in _SHARES:
+        units = units_of(ghost, within, share)
+        if units == tried or (len(units) < count and share):
+            continue
+        tried, record = units, record_forward(ghost, units, batch.args, batch.kwargs)
+        if len(record.calls) >= count:
+            begins = begins_of(record, count) if isinstance(stages, int) else begins_at(record, stages)
+            cut = cut_record(record, begins)
+            own = tuple(tuple(dict.fromkeys(record.paths[each.begin : each.end])) for each in cut.stages)
+            return Planned(units, starts_of(record, begins), tuple(each.holds for each in cut.stages), own)
+    raise PrepareError(
+        "fewer calls of modules than stages",
+        expected=f"at least {count}",
+        got=", ".join(() if record is None else record.paths) or "none",
+        where="prepare_model, plan=, stages",
+        fix="Take fewer ranks along pp or fewer stages_per_rank.",
+    )
+
+
+def planned_by_paths(ghost: nn.Module, stages: Stages) -> Planned:
+    """Cut a model by the paths of its stages' modules, which have all parameters. Pure."""
+    units = units_of(ghost, [path for paths in stages for path in paths])
+    holds: list[set[str]] = [set() for _ in stages]
+    for _, aliases in aliases_of(ghost):
+        inside = [at for at, paths in enumerate(stages) if _are_below(aliases, paths)]
+        for at in inside or range(len(stages)):  # a buffer around the modules
+            holds[at].update(aliases)
+    own = tuple(tuple(each for each in units if _are_below([f"{each}."], paths)) for paths in stages)
+    return Planned(units, None, tuple(map(frozenset, holds)), own)
+
+
+def _are_below(names: Sequence[str], paths: Sequence[str]) -> bool:
+    return any(name.startswith(tuple(f"{path}." for path in paths)) for name in names)
+
+
+def begins_at(record: Record, stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Return the first call of each stage by the modules at which it begins; they are called in the order of the
+    stages, or a `PrepareError`. Pure."""
+    found: list[int] = [0]
+    for at, paths in enumerate(stages[1:], 1):
+        places = [number for number, path in enumerate(record.paths) if _are_below([f"{path}."], paths)]
+        if not places or places[0] <= found[-1]:
+            raise PrepareError(
+                "the forward does not call the modules of the stages in their order",
+                expected=f"{', '.join(paths)} of stage {at} behind {record.paths[found[-1]]}",
+                got=", ".join(record.paths[:20]),
+                where="prepare_model, plan=, stages",
+                fix="Name the modules at which each stage begins, in the order of their calls: "
+                "Plan(stages=[[...], [...]]).",
+            )
+        found.append(places[0])
+    return tuple(found)
+
+
+def begins_by_holdings(record: Record, holds: Sequence[frozenset[str]]) -> tuple[int, ...]:
+    """Return the first call of each stage, by what the stages hold. Pure.
+
+    Modules called behind those of a later stage are a `StageError`.
+    """
+    begins = [0]
+    for number, path in enumerate(record.paths):
+        needed = {name for each in record.held for name in each.names if name.startswith(f"{path}.")}
+        holders = [at for at, held in enumerate(holds) if needed <= held]
+        later = [at for at in holders if at >= len(begins) - 1]
+        if not later:
+            raise StageError(
+                "the forward calls modules in another order than that of the stages",
+                expected="no module of a stage behind one of a later stage",
+                got=f"{path} of stage {holders[0] if holders else 'none'} behind stage {len(begins) - 1}",
+                fix=_FIX,
+            )
+        begins += [number] * (later[0] - len(begins) + 1)
+    if len(begins) < len(holds) or len(set(begins)) < len(begins):
+        raise StageError("a stage calls none of its modules", got=", ".join(record.paths[:20]), fix=_FIX)
+    return tuple(begins)
+
+
+def starts_of(record: Record, begins: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    """Return the path of the module at which each stage begins, and the number of its earlier calls. Pure."""
+    return tuple((record.paths[at], record.paths[:at].count(record.paths[at])) for at in begins)
+
+
+def agreed_replay(comm: Comm, make: Callable[[], Replay]) -> Replay:
+    """Record on each rank along the pipeline. A collective; an error of one is raised on all, and records that differ
+    are a `StageError` on all."""
+    made: list[Replay] = []
+
+    def work() -> str:
+        made.append(make())
+        return repr((made[0].record.paths, made[0].cut))
+
+    digests = agreed_values(comm, Call("forward_backward: record"), work, str)
+    if len(set(digests)) > 1:
+        raise StageError(
+            "ranks along the pipeline record different forwards",
+            expected="the same calls of modules on all of them, by the same inputs",
+            got=", ".join(made[0].record.paths[:20]),
+            fix="Pass the same batch on all ranks along pp.",
+        )
+    return made[0]
+
+
+def looked(
+    comm: Comm, layout: Layout, stages: Sequence[ReplayedModule], work: Work, replay: Replay, device: torch.device
+) -> Replay:
+    """Return a replay with the dtypes and shapes that the stages compute, by a forward of the first micro-batch without
+    gradients, stage after stage. A collective along the pipeline; an error of one stage is raised on all."""
+    own = {stage.index: stage for stage in stages}
+
+    def whole(output: Any, _batch: MicroBatch) -> torch.Tensor:
+        return first_tensor(output, work.containers)
+
+    probe = work._replace(finish=whole, micro_batches=work.probe or work.micro_batches)
+    facts: dict[Label, Boundary] = {}
+    with working(stages, probe):
+        for at in range(layout.stages):
+            known = replay._replace(facts=dict(facts))
+
+            def look(at: int = at, known: Replay = known) -> list[tuple[Label, Boundary]]:
+                return _look(own[at], known, device) if at in own else []
+
+            found = agreed_values(comm, Call("forward_backward: shapes"), look, list[tuple[Label, Boundary]])
+            facts |= dict(found[layout.owners[at]])
+    return replay._replace(facts=facts)
+
+
+def _look(stage: ReplayedModule, replay: Replay, device: torch.device) -> list[tuple[Label, Boundary]]:
+    """Run a stage without gradients; buffers and random streams stay as they are."""
+    passed = replay.cut.stages[stage.index - 1].passes if stage.index else ()
+    received = [noise(replay.fact(each), device) for each in passed] or [torch.zeros(())]
+    devices = [] if device.type == "cpu" else [device]
+    buffers = {each: each.detach().clone() for each in stage.buffers()}
+    streams = cast(Any, torch.random).fork_rng(devices=devices, device_type=device.type)
+    with torch.no_grad(), streams, called_eagerly(stage), replaying([stage], replay, None), stage.looking():
+        _ = stage(*received, micro=torch.zeros(1, dtype=torch.int64))
+        for buffer, before in buffers.items():
+            _ = buffer.copy_(before)
+    return list(stage.seen.items())
+
+
+def batch_key(replay: Replay) -> Key | None:
+    """Return the key of a batch's random streams, drawn from this rank's global one, which ranks with the same samples
+    have alike; None for a forward that draws nothing. Mutates the global stream."""
+    return Key(int(torch.randint(2**62, ()))) if replay.draws else None

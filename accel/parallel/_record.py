@@ -199,6 +199,7 @@ class Record(msgspec.Struct, frozen=True):
         outside: FLOPs of the code between calls by the names of the parameters that it reads.
         units: paths of the units.
         draws: whether it draws random numbers.
+        updates: names of buffers that the code between calls changes by values of calls.
     """
 
     calls: tuple[Call, ...]
@@ -209,6 +210,7 @@ class Record(msgspec.Struct, frozen=True):
     outside: Mapping[str, float] = {}
     units: tuple[str, ...] = ()
     draws: bool = False
+    updates: tuple[str, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -129,6 +129,8 @@ class Recorder(TorchDispatchMode):
         self._between = [0.0]
         self._outside: dict[str, float] = {}
         self._draws = False
+        self._buffers: dict[int, str] = {}  # outside of units, by storage
+        self._updates: set[str] = set()
         self._labels: dict[int, Labels] = {}  # by storage
         self._own: dict[int, Labels] = {}  # by tensor: arguments, and views of them
         self._outputs: dict[int, tuple[_Running, int]] = {}  # by storage
@@ -138,8 +140,9 @@ class Recorder(TorchDispatchMode):
         self._names: dict[int, str] = {}  # by storage
         self._held = aliases_of(model)
         for name, each in named_tensors(model):
-            if isinstance(each, nn.Parameter) or name.startswith(tuple(f"{path}." for path in units)):
-                _ = self._names.setdefault(self._key(each), name)  # other buffers are in every stage
+            is_own = isinstance(each, nn.Parameter) or name.startswith(tuple(f"{path}." for path in units))
+            names = self._names if is_own else self._buffers  # other buffers are in every stage
+            _ = names.setdefault(self._key(each), name)
 
     @contextlib.contextmanager
     def answering(self) -> Generator[None]:
@@ -231,6 +234,8 @@ class Recorder(TorchDispatchMode):
             self._own[id(tensor)] |= sources
         if self._now is not None and key not in self._names:
             self._now.written.update(self._now.places.get(key, ()))
+        elif key in self._buffers and sources:
+            self._updates.add(self._buffers[key])
         if key in self._outputs:
             call, leaf = self._outputs[key]
             call.leaves[leaf] = _replace(call.leaves[leaf], changed=True)
@@ -470,7 +475,8 @@ class Recorder(TorchDispatchMode):
         calls = tuple(each.frozen() for each in self._calls)
         between = tuple(self._between)
         decisions = tuple(self._decisions)
-        return Record(calls, end, decisions, tuple(held), between, self._outside, self._units, self._draws)
+        updates = tuple(sorted(self._updates))
+        return Record(calls, end, decisions, tuple(held), between, self._outside, self._units, self._draws, updates)
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

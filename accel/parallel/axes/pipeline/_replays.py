@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +18,7 @@ from accel.parallel._private import called_eagerly
 from accel.parallel._record import Label, Record
 from accel.parallel._recorder import record_forward
 from accel.parallel.axes.pipeline._boundaries import Boundary, noise, working
-from accel.parallel.axes.pipeline._cut import begins_of, cut_record
+from accel.parallel.axes.pipeline._cut import MOST_TWICE, begins_of, cut_record, share_twice
 from accel.parallel.axes.pipeline._replayed import Replay, ReplayedModule, replaying
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work, first_tensor, of_stage
 from accel.parallel.axes.pipeline._stage_plan import Layout, Stages
@@ -130,27 +130,85 @@ def planned(ghost: nn.Module, batch: MicroBatch, stages: Sequence[Sequence[str]]
     """Cut a model by a record of an example, in the coarsest units that give enough calls. No communication.
 
     `stages`: paths of the modules at which stages begin, or the number of stages.
+
+    Raises:
+        PrepareError: the forward calls too few modules, or calls them in another order than that of `stages`.
+        StageError: a stage cannot play back what a module does, or would compute too much again.
     """
     count = stages if isinstance(stages, int) else len(stages)
-    within = () if isinstance(stages, int) else tuple(path for each in stages for path in each)
-    tried: tuple[str, ...] | None = None
-    record = None
+    opened = frozenset[str]() if isinstance(stages, int) else frozenset(path for each in stages for path in each)
+    tried: list[tuple[str, ...]] = []
     for share in _SHARES:
-        units = units_of(ghost, within, share)
-        if units == tried or (len(units) < count and share):
-            continue
-        tried, record = units, record_forward(ghost, units, batch.args, batch.kwargs)
-        if len(record.calls) >= count:
-            begins = begins_of(record, count) if isinstance(stages, int) else begins_at(record, stages)
-            cut = cut_record(record, begins)
-            own = tuple(tuple(dict.fromkeys(record.paths[each.begin : each.end])) for each in cut.stages)
-            return Planned(units, starts_of(record, begins), tuple(each.holds for each in cut.stages), own)
+        units = units_of(ghost, opened, share)
+        if units not in tried:
+            tried.append(units)
+            if found := _planned(ghost, batch, stages, share, opened, frozenset()):
+                return found
     raise PrepareError(
         "fewer calls of modules than stages",
         expected=f"at least {count}",
-        got=", ".join(() if record is None else record.paths) or "none",
+        got=", ".join(tried[-1]) or "none",
         where="prepare_model, plan=, stages",
         fix="Take fewer ranks along pp or fewer stages_per_rank.",
+    )
+
+
+def _planned(
+    ghost: nn.Module,
+    batch: MicroBatch,
+    stages: Sequence[Sequence[str]] | int,
+    share: float,
+    opened: frozenset[str],
+    whole: frozenset[str],
+) -> Planned | None:
+    """Cut a model in units of a size, with some opened and some whole; None for too few calls."""
+    units = units_of(ghost, opened, share, whole)
+    record = record_forward(ghost, units, batch.args, batch.kwargs)
+    if more := _updated(record) - whole:
+        return _planned(ghost, batch, stages, share, opened, whole | more)
+    count = stages if isinstance(stages, int) else len(stages)
+    if len(record.calls) < count:
+        return None
+    begins = begins_of(record, count) if isinstance(stages, int) else begins_at(record, stages)
+    if share_twice(record, begins) > MOST_TWICE:
+        return _planned(ghost, batch, stages, share, opened | _read_outside(record, begins, opened), whole)
+    cut = cut_record(record, begins)
+    own = tuple(tuple(dict.fromkeys(record.paths[each.begin : each.end])) for each in cut.stages)
+    return Planned(units, starts_of(record, begins), tuple(each.holds for each in cut.stages), own)
+
+
+def _updated(record: Record) -> set[str]:
+    """The modules whose buffers code between calls changes, such as a norm without parameters; `StageError` for those
+    of the model itself."""
+    found = {name.rpartition(".")[0] for name in record.updates}
+    around = [path for path in found if not path or any(f"{unit}.".startswith(f"{path}.") for unit in record.units)]
+    if around:
+        raise StageError(
+            "the forward changes a buffer by values that one stage has",
+            expected="a change within a module that no other module's call is in",
+            got=", ".join(name for name in record.updates if name.rpartition(".")[0] in around),
+            where="prepare_model",
+            fix="Put the change into a module of its own, which one stage has.",
+        )
+    return found
+
+
+def _read_outside(record: Record, begins: Sequence[int], opened: Collection[str]) -> set[str]:
+    """The units to open, as code outside reads their parameters; `StageError` without any to open."""
+    found = {f"{unit}." for unit in record.units if any(name.startswith(f"{unit}.") for name in record.outside)} - set(
+        opened
+    )
+    if found:
+        return found
+    most = max(range(len(record.between)), key=record.between.__getitem__)
+    place = f"before the call of {record.paths[most]}" if most < len(record.paths) else "behind the last call"
+    direct = sorted({name.rpartition(".")[0] or name for name in record.outside})
+    raise StageError(
+        "stages would compute too much again, as the forward does it outside of modules",
+        expected=f"at most {MOST_TWICE:.0%} of its FLOPs outside of the modules {', '.join(record.units[:3])}...",
+        got=f"{share_twice(record, begins):.0%}, {f'with {direct[0]}, ' if direct else ''}{place}",
+        where="prepare_model",
+        fix="Put that computation into a module with the parameters that it reads.",
     )
 
 

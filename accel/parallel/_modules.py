@@ -59,7 +59,8 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a model, with a `memo` of `copy.deepcopy`. Functions among its attributes that hold
-    modules, as `self.mlp = lambda x: self.down(self.up(x))` does, hold those of the copy."""
+    modules or lists of the model, as `self.mlp = lambda x: self.down(self.up(x))` and hooks do, hold those of the
+    copy."""
     found = copy.deepcopy(model, memo)
     for module in found.modules():
         own = vars(module)
@@ -72,11 +73,20 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     """An attribute of a copied module, where functions hold what the copy has in the place of what they held."""
     if type(value) in (list, tuple) and any(isinstance(each, FunctionType) for each in value):
         return type(value)(_rebound(each, memo) for each in value)
+    if isinstance(value, dict):  # as of hooks
+        held_by_name = cast("dict[Any, Any]", value)
+        for key, each in held_by_name.items():
+            if isinstance(each, FunctionType):
+                held_by_name[key] = _rebound(each, memo)
+        return held_by_name
     if not isinstance(value, FunctionType) or not (value.__closure__ or value.__defaults__):
         return value
-    held = [cell.cell_contents for cell in value.__closure__ or ()]
-    cells = tuple(CellType(copy.deepcopy(each, memo) if _holds_modules(each) else each) for each in held)
-    defaults = tuple(copy.deepcopy(each, memo) if _holds_modules(each) else each for each in value.__defaults__ or ())
+
+    def of_copy(each: Any) -> Any:
+        return copy.deepcopy(each, memo) if id(each) in memo or _holds_modules(each) else each
+
+    cells = tuple(CellType(of_copy(cell.cell_contents)) for cell in value.__closure__ or ())
+    defaults = tuple(map(of_copy, value.__defaults__ or ()))
     made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, cells or None)
     made.__dict__.update(vars(value))
     made.__kwdefaults__ = value.__kwdefaults__

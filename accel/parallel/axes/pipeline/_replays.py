@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.comm import Call, Comm, agreed_values
-from accel.errors import PrepareError, StageError
+from accel.errors import AccelError, PrepareError, StageError
 from accel.parallel._calls import units_of
 from accel.parallel._modules import aliases_of, named_modules
 from accel.parallel._private import called_eagerly
@@ -23,8 +24,10 @@ from accel.parallel.axes.pipeline._replayed import Replay, ReplayedModule, repla
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work, first_tensor, of_stage
 from accel.parallel.axes.pipeline._stage_plan import Layout, Stages
 from accel.random import Key
+from accel.tree._walk import Containers
 
 _MOST_REPLAYS = 16
+_TORCH = str(Path(torch.__file__).parent)
 _FIX = "Pass accel.prepare(..., example=batch), a batch like this one, so that the stages hold what it needs."
 
 
@@ -43,6 +46,31 @@ class Planned(NamedTuple):
     starts: tuple[tuple[str, int], ...] | None
     holds: tuple[frozenset[str], ...]
     own: tuple[tuple[str, ...], ...]
+
+
+def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containers: Containers = ()) -> Record:
+    """Record the forward of a micro-batch. No communication; an error of the model's own is a `StageError`."""
+    try:
+        return record_forward(model, units, batch.args, batch.kwargs, containers=containers)
+    except (AccelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise StageError(
+            f"the forward fails where it is recorded: {type(error).__name__}: {str(error).strip()}",
+            expected="a forward that runs on parameters without values",
+            where=_line_of(error),
+        ) from error
+
+
+def _line_of(error: Exception) -> str:
+    """The line of the innermost forward of a module that an error was raised in."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_name == "forward" and not code.co_filename.startswith(_TORCH):
+            found = f"{code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 class Replays:
@@ -92,7 +120,7 @@ class Replays:
         for path, each in named_modules(self._ghost):
             each.training = modes.get(path, model.training)
         with work.around():
-            record = record_forward(self._ghost, self._units, batch.args, batch.kwargs, containers=work.containers)
+            record = recorded(self._ghost, self._units, batch, work.containers)
         begins = self._begins(record)
         cut = cut_record(record, begins)
         for at, (stage, held) in enumerate(zip(cut.stages, self._holds, strict=True)):
@@ -163,7 +191,7 @@ def _planned(
 ) -> Planned | None:
     """Cut a model in units of a size, with some opened and some whole; None for too few calls."""
     units = units_of(ghost, opened, share, whole)
-    record = record_forward(ghost, units, batch.args, batch.kwargs)
+    record = recorded(ghost, units, batch)
     if more := _updated(record) - whole:
         return _planned(ghost, batch, stages, share, opened, whole | more)
     count = stages if isinstance(stages, int) else len(stages)

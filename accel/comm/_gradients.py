@@ -91,11 +91,18 @@ def _like_passed(x: Tensor, kind: str, dim: int, to: Sequence[int], back: Sequen
     return out.contiguous() if kind == "own_part" else out
 
 
+def _without_values(x: Tensor, by: Passage, size: int) -> Tensor:
+    return _same(x) if by.kind == "copied" else _like_passed(x, by.kind, by.dim, by.to, by.back, size)
+
+
 def passed(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
     """Return what a collective makes of a tensor, from which gradients flow back. A collective, or its backward is
     one."""
     if isinstance(group, RecordedGroup):
         return group.record(x, by)
+    if type(x).__name__ == "FakeTensor":  # a recorded forward, which has no values to send
+        size = group.size()
+        return _through(x, lambda own: _without_values(own, by, size), lambda grad: grad)
     forward, backward = _PASSAGES[by.kind]
     return _through(x, lambda own: forward(own, by, group), lambda grad: backward(grad, by, group))
 

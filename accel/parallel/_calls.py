@@ -19,16 +19,19 @@ from accel.tree._walk import Container, Containers
 # --- which calls ------------------------------------------------------------------------------------------------------
 
 
-def units_of(model: nn.Module, within: Collection[str] = (), largest: float = 1.0) -> tuple[str, ...]:
+def units_of(
+    model: nn.Module, within: Collection[str] = (), largest: float = 1.0, whole: Collection[str] = ()
+) -> tuple[str, ...]:
     """Return the paths of the modules whose calls are recorded as one, in the order of registration. No communication.
 
-    Units have parameters, or buffers of their own kind, and do not overlap: the entries of lists, and the modules
-    around lists. A module without parameters, such as dropout, is a part of the code between calls.
+    Units have parameters and do not overlap: the entries of lists, and the modules around lists. A module without
+    parameters, such as dropout, is a part of the code between calls.
 
     Args:
         model: on any device.
         within: paths of modules to open, so that the modules with these paths are units, or are made of units.
         largest: share of all parameters from which a unit is opened, where it has modules with parameters.
+        whole: paths of further units, without parameters.
     """
     total = sum(each.numel() for each in model.parameters()) or 1
     entries = {path for group in block_groups(model) for path, _ in group.entries}
@@ -38,6 +41,9 @@ def units_of(model: nn.Module, within: Collection[str] = (), largest: float = 1.
     def visit(path: str, module: nn.Module) -> None:
         size = sum(each.numel() for each in module.parameters())
         children = [(f"{path}.{key}" if path else key, child) for key, child in module.named_children()]
+        if path in whole and is_called(module):
+            found.append(path)
+            return
         if not size:
             return
         can_open = any(_has_parameters(child) for _, child in children) and not _has_own(module)
@@ -173,16 +179,32 @@ def tensors_in(tree: Any, containers: Containers = ()) -> list[torch.Tensor]:
     return [each for each in take_apart(tree, containers).leaves if isinstance(each, torch.Tensor)]
 
 
-def lists_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the lists among a call's arguments, outermost first: a call may append to them."""
-    found: list[list[Any]] = []
+Growing = list[Any] | dict[Any, Any]
+
+
+def growing_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Growing]:
+    """Return the lists and dictionaries among a call's arguments, outermost first: a call may add items to them."""
+    found: list[Growing] = []
     todo: list[Any] = [*args, *kwargs.values()]
     while todo:
         each = todo.pop(0)
-        if isinstance(each, list):
-            found.append(cast("list[Any]", each))
+        if isinstance(each, list | dict):
+            found.append(cast(Growing, each))
         if isinstance(each, dict):
             todo += cast("dict[Any, Any]", each).values()
         elif isinstance(each, list | tuple):
             todo += cast("Sequence[Any]", each)
     return found
+
+
+def added_to(held: Growing, size: int) -> Growing:
+    """Return the items behind the first ones."""
+    return held[size:] if isinstance(held, list) else dict([*held.items()][size:])
+
+
+def add_to(held: Growing, items: Any) -> None:
+    """Add items to a list or dictionary. Mutates it."""
+    if isinstance(held, list):
+        held.extend(items)
+    else:
+        held.update(items)

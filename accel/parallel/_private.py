@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -159,9 +160,8 @@ def fake_mode() -> Any:
 
 def is_fake(tensor: object) -> bool:
     """Return whether a tensor is one of a fake mode."""
-    from torch._subclasses.fake_tensor import FakeTensor  # imports sympy
-
-    return isinstance(tensor, FakeTensor)
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # its import takes long, and makes the first fake one
+    return fakes is not None and isinstance(tensor, fakes.FakeTensor)
 
 
 def asks_for_values(error: Exception) -> bool:

@@ -13,23 +13,32 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from accel.errors import StageError
-from accel.mixins import add_mixin
-from accel.parallel._calls import Plain, let_answer, lists_in, take_apart, tapped, tensors_in
-from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules
-from accel.parallel._private import asks_for_values, fake_mode, forward_hooks, is_fake, written_arguments
+from accel.parallel._calls import (
+    Growing,
+    Plain,
+    add_to,
+    added_to,
+    growing_in,
+    let_answer,
+    take_apart,
+    tapped,
+    tensors_in,
+)
+from accel.parallel._fakes import flops_of, random_like
+from accel.parallel._modules import aliases_of, named_modules, named_tensors
+from accel.parallel._private import asks_for_values, forward_hooks, is_fake, written_arguments
 from accel.parallel._record import (
     Argument,
-    Call,
     Decision,
+    ForwardRecord,
     Growth,
-    Held,
+    HeldTensor,
     Label,
     Labels,
     Leaf,
-    Record,
+    RunningCall,
     Stash,
     Tap,
     Write,
@@ -39,32 +48,8 @@ from accel.tree._walk import Containers
 
 WHERE = "a record of the model's forward"
 _NOTHING: Labels = frozenset()
+_SEVERAL_VIEWS = ("Unbind", "Split", "Chunk")  # autograd refuses to write into one of them
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, torch.Size)
-
-
-def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
-    """Copy a model, with fake parameters on a device. Buffers are real copies, those on the meta device fake ones.
-
-    No communication. The model may be on the meta device.
-    """
-    mode = fake_mode()
-    memo: dict[int, Any] = {}
-    with mode:
-        for each in model.parameters():
-            made = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
-            memo[id(each)] = nn.Parameter(made, each.requires_grad)
-        for each in model.buffers():
-            if each.is_meta:
-                memo[id(each)] = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
-    attributes = [each for module in model.modules() for each in vars(module).values()]
-    for each in (*model.buffers(), *filter(torch.is_tensor, attributes)):
-        if not each.is_meta:
-            _ = memo.setdefault(id(each), each.detach().to(device, copy=True))
-    found = copied_model(model, memo)
-    for module in found.modules():
-        _ = vars(module).pop("_compiled_call_impl", None)
-    add_mixin(filter(has_parameters, found.modules()), KeepsParameters)
-    return found
 
 
 def record_forward(
@@ -74,7 +59,7 @@ def record_forward(
     kwargs: Mapping[str, Any],
     *,
     containers: Containers = (),
-) -> Record:
+) -> ForwardRecord:
     """Run a model once on a batch, and return the record. No communication.
 
     The model, which may be one `without_memory`, keeps its buffers and its classes; the random streams stay.
@@ -102,45 +87,6 @@ def record_forward(
     return recorder.finish(output)
 
 
-class _Running:
-    """A call while it runs, and what is known of it."""
-
-    def __init__(self, number: int, path: str, module: nn.Module) -> None:
-        self.number = number
-        self.path = path
-        self.module = module
-        self.leaves: list[Leaf] = []
-        self.arguments: dict[int, Argument] = {}
-        self.needs: set[Label] = set()
-        self.stashes: list[Stash] = []
-        self.writes: list[Write] = []
-        self.growths: list[Growth] = []
-        self.taps: list[Tap] = []
-        self.tree = take_apart(None)
-        self.flops = 0.0
-        self.reads_values = False
-        self.reentrant = False
-        self.given: list[Any] = []  # leaves of (args, kwargs)
-        self.places: dict[int, list[int]] = {}  # numbers of the given tensors, by storage
-        self.written: set[int] = set()  # numbers of the given tensors that are changed in place
-
-    def frozen(self) -> Call:
-        return Call(
-            self.path,
-            self.tree.rebuild,
-            len(self.tree.leaves),
-            tuple(self.leaves),
-            self.arguments,
-            frozenset(self.needs),
-            tuple(self.stashes),
-            tuple(self.writes),
-            tuple(self.growths),
-            tuple(self.taps),
-            self.flops,
-            self.reentrant,
-        )
-
-
 class Recorder(TorchDispatchMode):
     """Labels each storage with the outputs of calls, and the parameters, that it comes from since the last call."""
 
@@ -149,24 +95,26 @@ class Recorder(TorchDispatchMode):
         self._model = model
         self._units = tuple(units)
         self._containers = containers
-        self._calls: list[_Running] = []
-        self._now: _Running | None = None
-        self._on_values = False  # whether the call that runs is one on random values
+        self._calls: list[RunningCall] = []
+        self._now: RunningCall | None = None
         self._decisions: list[Decision] = []
-        self._flops = 0.0
+        self._between = [0.0]
+        self._outside: dict[str, float] = {}
         self._draws = False
+        self._buffers: dict[int, str] = {}  # outside of units, by storage
+        self._updates: set[str] = set()
         self._labels: dict[int, Labels] = {}  # by storage
         self._own: dict[int, Labels] = {}  # by tensor: arguments, and views of them
-        self._outputs: dict[int, tuple[_Running, int]] = {}  # by storage
+        self._outputs: dict[int, tuple[RunningCall, int]] = {}  # by storage
         self._constant: set[int] = set()  # storages that a call makes of nothing
         self._alive: list[object] = []  # so that no `id` is used twice
-        self._handed: list[tuple[_Running, int, torch.Tensor]] = []
+        self._handed: list[tuple[RunningCall, int, torch.Tensor]] = []
         self._names: dict[int, str] = {}  # by storage
-        self._held: dict[int, list[str]] = {}  # by tensor
-        for name, each in _named_tensors(model):
-            self._held.setdefault(id(each), []).append(name)
-            if isinstance(each, nn.Parameter) or name.startswith(tuple(f"{path}." for path in units)):
-                _ = self._names.setdefault(self._key(each), name)  # other buffers are in every stage
+        self._held = aliases_of(model)
+        for name, each in named_tensors(model):
+            is_own = isinstance(each, nn.Parameter) or name.startswith(tuple(f"{path}." for path in units))
+            names = self._names if is_own else self._buffers  # other buffers are in every stage
+            _ = names.setdefault(self._key(each), name)
 
     @contextlib.contextmanager
     def answering(self) -> Generator[None]:
@@ -194,12 +142,9 @@ class Recorder(TorchDispatchMode):
         written = written_arguments(func, args, kwargs)
         out = self._run(func, args, kwargs, sources)
         made = [each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
-        now = self._now
-        if now is None:
-            self._flops += _flops(func, args, kwargs, out)
-        else:
-            now.flops += _flops(func, args, kwargs, out)
-            sources = self._within(now, func, given, made, sources)
+        self._note_flops(flops_of(func, args, kwargs, out), sources)
+        if self._now is not None:
+            sources = self._within(self._now, func, given, made, sources)
         for each in written:
             self._note_write(each, sources)
         known = {self._key(each): each for each in given}
@@ -223,12 +168,21 @@ class Recorder(TorchDispatchMode):
             if self._now is not None or not asks_for_values(error):
                 raise
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            args, kwargs = pytree.tree_unflatten([_random_like(each) for each in leaves], spec)
+            args, kwargs = pytree.tree_unflatten([random_like(each) for each in leaves], spec)
             return func(*args, **kwargs)
+
+    def _note_flops(self, flops: float, sources: Labels) -> None:
+        if self._now is not None:
+            self._now.flops += flops
+        elif flops:
+            self._between[-1] += flops
+            for each in sources:
+                if each.kind == "tensor":
+                    self._outside[each.name] = self._outside.get(each.name, 0.0) + flops
 
     def _within(
         self,
-        now: _Running,
+        now: RunningCall,
         func: Any,
         given: Sequence[torch.Tensor],
         made: Sequence[torch.Tensor],
@@ -252,6 +206,8 @@ class Recorder(TorchDispatchMode):
             self._own[id(tensor)] |= sources
         if self._now is not None and key not in self._names:
             self._now.written.update(self._now.places.get(key, ()))
+        elif key in self._buffers and sources:
+            self._updates.add(self._buffers[key])
         if key in self._outputs:
             call, leaf = self._outputs[key]
             call.leaves[leaf] = _replace(call.leaves[leaf], changed=True)
@@ -279,15 +235,16 @@ class Recorder(TorchDispatchMode):
         """Record a call of a unit; a unit within a unit belongs to it."""
         if self._now is not None:
             return plain(*args, **kwargs)
-        now = _Running(len(self._calls), path, module)
+        now = RunningCall(len(self._calls), path, module)
         self._calls.append(now)
+        self._between.append(0.0)
         now.given = take_apart((args, kwargs), self._containers).leaves
         for number, each in enumerate(now.given):
             if isinstance(each, torch.Tensor):
                 now.needs |= self._take_argument(now, number, each)
                 now.places.setdefault(self._key(each), []).append(number)
         before = _attributes(module)
-        given_lists = [(each, len(each)) for each in lists_in(args, kwargs)]
+        given_lists = [(each, len(each)) for each in growing_in(args, kwargs)]
         self._now = now
         try:
             with tapped({p: each for p, each in named_modules(module) if forward_hooks(each)}) as taps:
@@ -303,7 +260,7 @@ class Recorder(TorchDispatchMode):
         self._note_taps(now, taps)
         return now.tree.rebuild(new)
 
-    def _take_argument(self, now: _Running, number: int, tensor: torch.Tensor) -> Labels:
+    def _take_argument(self, now: RunningCall, number: int, tensor: torch.Tensor) -> Labels:
         """The sources of an argument: itself, if it may be sent in place of what it comes from."""
         sources = self._sources(tensor)
         key = self._key(tensor)
@@ -313,6 +270,8 @@ class Recorder(TorchDispatchMode):
             not sources
             or is_output
             or isinstance(tensor, nn.Parameter)
+            or key in self._names  # a write would change the parameter
+            or type(tensor.grad_fn).__name__.startswith(_SEVERAL_VIEWS)
             or 0 in tensor.stride()
             or not tensor.is_floating_point()
             or any(each.kind == "argument" and each.call == now.number for each in sources)
@@ -347,12 +306,12 @@ class Recorder(TorchDispatchMode):
         mode = cast(Any, parameters[0]).fake_mode
         apart = take_apart((args, kwargs), self._containers)
         grads = torch.is_grad_enabled() and any(each.requires_grad for each in (*parameters, *tensors_in(apart.leaves)))
-        values = [_random_like(each) for each in apart.leaves]
+        values = [random_like(each) for each in apart.leaves]
         for number, each in enumerate(values):
             if isinstance(each, torch.Tensor):
                 now.places.setdefault(self._key(each), []).append(number)
         new_args, new_kwargs = apart.rebuild(values)
-        real = {name: _random_like(each) for name, each in module.named_parameters()}
+        real = {name: random_like(each) for name, each in module.named_parameters()}
         with torch.no_grad():
             output = torch.func.functional_call(module, real, new_args, new_kwargs)
 
@@ -361,14 +320,14 @@ class Recorder(TorchDispatchMode):
                 return each
             return mode.from_tensor(each).requires_grad_(grads and each.is_floating_point())
 
-        for old, grown in zip(lists_in(args, kwargs), lists_in(new_args, new_kwargs), strict=True):
-            tree = take_apart(grown[len(old) :], self._containers)
-            old.extend(tree.rebuild(list(map(fake, tree.leaves))))
+        for old, grown in zip(growing_in(args, kwargs), growing_in(new_args, new_kwargs), strict=True):
+            tree = take_apart(added_to(grown, len(old)), self._containers)
+            add_to(old, tree.rebuild(list(map(fake, tree.leaves))))
         tree = take_apart(output, self._containers)
         given = {id(new): old for old, new in zip(apart.leaves, values, strict=True) if isinstance(new, torch.Tensor)}
         return tree.rebuild([given.get(id(each), fake(each)) for each in tree.leaves])
 
-    def _hand_out(self, now: _Running, value: Any) -> Any:
+    def _hand_out(self, now: RunningCall, value: Any) -> Any:
         """Note a leaf that a call returns; return it under a label of its own, or the argument that it is."""
         at = len(now.leaves)
         if not isinstance(value, torch.Tensor):
@@ -389,7 +348,7 @@ class Recorder(TorchDispatchMode):
         self._handed.append((now, at, new))
         return new
 
-    def _check_value(self, now: _Running, value: Any) -> None:
+    def _check_value(self, now: RunningCall, value: Any) -> None:
         if not isinstance(value, _PLAIN):
             raise StageError(
                 "a module returns an object whose tensors are not known",
@@ -407,7 +366,7 @@ class Recorder(TorchDispatchMode):
                 fix="Return the tensor, without .item() or float().",
             )
 
-    def _same_argument(self, now: _Running, value: torch.Tensor) -> int | None:
+    def _same_argument(self, now: RunningCall, value: torch.Tensor) -> int | None:
         """The number of the argument that a result is, unchanged."""
         exact = _place(now.given, value)
         if exact is not None and exact not in now.written:
@@ -422,14 +381,14 @@ class Recorder(TorchDispatchMode):
                 return number
         return None
 
-    def _note_attributes(self, now: _Running, before: Mapping[tuple[str, str], int]) -> None:
+    def _note_attributes(self, now: RunningCall, before: Mapping[tuple[str, str], int]) -> None:
         for path, module in named_modules(now.module):
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor) and before.get((path, name)) != id(value):
                     now.stashes.append(Stash(path, name, len(now.leaves)))
                     vars(module)[name] = self._hand_out(now, value)
 
-    def _note_written(self, now: _Running, number: int) -> None:
+    def _note_written(self, now: RunningCall, number: int) -> None:
         tensor = now.given[number]
         leaf = len(now.leaves)
         now.writes.append(Write(number, leaf))
@@ -439,15 +398,18 @@ class Recorder(TorchDispatchMode):
         if id(tensor) in self._own:
             self._own[id(tensor)] = label
 
-    def _note_lists(self, now: _Running, given: Iterable[tuple[list[Any], int]]) -> None:
+    def _note_lists(self, now: RunningCall, given: Iterable[tuple[Growing, int]]) -> None:
         for number, (each, size) in enumerate(given):
             if len(each) > size:
-                tree = take_apart(each[size:], self._containers)
+                tree = take_apart(added_to(each, size), self._containers)
                 first = len(now.leaves)
-                each[size:] = tree.rebuild([self._hand_out(now, leaf) for leaf in tree.leaves])
+                new = tree.rebuild([self._hand_out(now, leaf) for leaf in tree.leaves])
+                if isinstance(each, list):
+                    del each[size:]
+                add_to(each, new)
                 now.growths.append(Growth(number, tree.rebuild, tuple(range(first, len(now.leaves)))))
 
-    def _note_taps(self, now: _Running, taps: Sequence[tuple[str, Any]]) -> None:
+    def _note_taps(self, now: RunningCall, taps: Sequence[tuple[str, Any]]) -> None:
         """Label what hooks have seen: a result of the call, or a leaf of its own."""
         known = {id(each): at for at, each in enumerate(now.tree.leaves) if isinstance(each, torch.Tensor)}
         for path, output in taps:
@@ -464,7 +426,7 @@ class Recorder(TorchDispatchMode):
 
     # --- the end
 
-    def finish(self, output: Any) -> Record:
+    def finish(self, output: Any) -> ForwardRecord:
         """Return the record of the forward that has returned `output`; raise `StageError` for a tensor that a call has
         made and left somewhere else."""
         end = _NOTHING.union(*map(self._sources, tensors_in(output, self._containers)))
@@ -472,30 +434,29 @@ class Recorder(TorchDispatchMode):
             if tensor.requires_grad and not tensor.is_leaf and not call.leaves[leaf].differentiable:
                 call.leaves[leaf] = _replace(call.leaves[leaf], differentiable=True)
                 call.reentrant = True
-        read = [*(each.needs for each in self._calls), *(each.sources for each in self._decisions), end]
+        arguments = [each.sources for call in self._calls for each in call.arguments.values()]
+        read = [*(each.needs for each in self._calls), *(each.sources for each in self._decisions), *arguments, end]
         for label in sorted(set[Label]().union(*read)):
             if label.kind == "inside":
                 raise StageError(
-                    "a tensor that a module makes reaches code outside otherwise than by its result, an attribute of"
-                    " the module, or a list that it is given",
+                    "a tensor that a module makes reaches code outside by another way than its result, an attribute of"
+                    " the module, or items that it adds to a list or dictionary",
                     expected="a tensor that it returns",
                     got=self._calls[label.call].path,
                     where=WHERE,
                     fix="Return the tensor, or let an attribute of the module hold it.",
                 )
-        sizes = {id(each): each for _, each in _named_tensors(self._model)}
         held = [
-            Held(tuple(names), sizes[key].numel() * sizes[key].element_size(), isinstance(sizes[key], nn.Parameter))
-            for key, names in self._held.items()
-            if key in sizes
+            HeldTensor(names, each.numel() * each.element_size(), isinstance(each, nn.Parameter))
+            for each, names in self._held
         ]
         calls = tuple(each.frozen() for each in self._calls)
-        return Record(calls, end, tuple(self._decisions), tuple(held), self._flops, self._units, self._draws)
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    return [*parameters, *model.named_buffers(remove_duplicate=False)]
+        between = tuple(self._between)
+        decisions = tuple(self._decisions)
+        updates = tuple(sorted(self._updates))
+        return ForwardRecord(
+            calls, end, decisions, tuple(held), between, self._outside, self._units, self._draws, updates
+        )
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -523,20 +484,3 @@ def _leaf(tensor: torch.Tensor) -> Leaf:
 
 def _replace(leaf: Leaf, **changes: Any) -> Leaf:
     return msgspec.structs.replace(leaf, **changes)
-
-
-def _random_like(value: Any) -> Any:
-    """A real tensor of random numbers in place of a fake one."""
-    if not isinstance(value, torch.Tensor) or not is_fake(value):
-        return value
-    if value.is_floating_point():
-        return torch.randn(value.shape, dtype=value.dtype, device=value.device) * 0.1
-    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-
-
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """FLOPs of an operator by torch's formulas."""
-    count = flop_registry.get(func.overloadpacket)
-    if count is None and "flash_attention_for_cpu" in func.name():
-        count = flop_registry.get(torch.ops.aten._scaled_dot_product_flash_attention)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))

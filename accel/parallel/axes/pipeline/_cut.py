@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from accel.parallel._record import Label, Labels, Record
+from accel.parallel._record import ForwardRecord, Label, Labels
 
 
-class Stage(msgspec.Struct, frozen=True):
+class StageCut(msgspec.Struct, frozen=True):
     """One stage of a cut.
 
     Attributes:
@@ -19,7 +21,8 @@ class Stage(msgspec.Struct, frozen=True):
             stage writes into the tensor that the call is given.
         gives: outputs and arguments that later stages need, sorted. An argument is one of the first call of the next
             stage, at which this stage stops.
-        passes: what the stage sends to the next one, sorted: what it gives, and what it hands on. Empty for the last.
+        passes: tensors that the stage sends to the next one, sorted: those that it gives, and others of earlier stages.
+            Empty for the last.
         holds: names of the parameters and buffers that it reads or stores, tied names included. Buffers outside of
             units are in every stage, as all run the code between calls.
     """
@@ -40,36 +43,61 @@ class Cut(msgspec.Struct, frozen=True):
         dense: outputs whose placeholders need memory of their own, as arguments that are written are views of them.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageCut, ...]
     dense: Labels
 
 
-_OFF_BALANCE, _TRAFFIC, _TWICE = 1.0, 0.03, 0.3  # weights of a place to begin a stage at
+# Weights of what a place to begin a stage at costs, beside the square of each stage's distance from an equal load.
+_TRAFFIC, _TWICE, _REPEATED = 0.03, 0.3, 2.0
+MOST_TWICE = 0.05  # share of a forward's FLOPs that stages may compute once more
 
 
-def begins_of(record: Record, stages: int) -> tuple[int, ...]:
+def begins_of(record: ForwardRecord, stages: int) -> tuple[int, ...]:
     """Return the first call of each stage: near equal FLOPs, where little is sent, with few modules in two stages.
 
     `stages` is at most the number of calls.
     """
-    costs = [each.flops + 1 for each in record.calls]
-    total = sum(costs)
-    crossing = [_crossing(record, at) for at in range(len(costs))]
+    loads = [0.0, *itertools.accumulate(each.flops + 1 for each in record.calls)]
+    count = len(record.calls)
+    prices = _prices(record)
+
+    def stage_cost(begin: int, end: int) -> float:
+        return prices[begin] + (stages * (loads[end] - loads[begin]) / loads[-1] - 1) ** 2
+
+    nothing: tuple[float, tuple[int, ...]] = (math.inf, ())
+    best = [(0.0, nothing[1])] + [nothing] * count  # by the end of a stage
+    for stage in range(1, stages + 1):
+        found = [nothing] * (count + 1)
+        for end in range(stage, count - (stages - stage) + 1):
+            ways = ((best[begin][0] + stage_cost(begin, end), (*best[begin][1], begin)) for begin in range(end))
+            found[end] = min(ways)
+        best = found
+    return best[count][1]
+
+
+def _prices(record: ForwardRecord) -> list[float]:
+    """Costs of a stage's begin at each call: bytes sent, modules of two stages, FLOPs computed twice."""
+    crossing = [_crossing(record, at) for at in range(len(record.calls))]
     least = min(crossing[1:], default=1) or 1
-    begins = [0]
-
-    def badness(at: int, stage: int) -> float:
-        off = abs(sum(costs[:at]) / total - stage / stages)
+    again = itertools.accumulate(record.between)
+    flops = record.flops or 1
+    found = [0.0]
+    for at, repeated in zip(range(1, len(crossing)), itertools.islice(again, 1, None), strict=False):
         twice = len(set(record.paths[:at]) & set(record.paths[at:]))
-        return _OFF_BALANCE * off + _TRAFFIC * crossing[at] / least + _TWICE * twice
-
-    for stage in range(1, stages):
-        places = range(begins[-1] + 1, len(costs) - (stages - stage) + 1)
-        begins.append(min(places, key=lambda at: badness(at, stage)))
-    return tuple(begins)
+        found.append(_TRAFFIC * crossing[at] / least + _TWICE * twice + _REPEATED * repeated / flops)
+    return found
 
 
-def _crossing(record: Record, at: int) -> int:
+def share_twice(record: ForwardRecord, begins: Sequence[int]) -> float:
+    """Return the FLOPs that stages compute again, as a share of those of the forward.
+
+    Each stage runs the code between calls from the beginning to the first call of the next one.
+    """
+    before = list(itertools.accumulate(record.between))
+    return sum(before[begin] for begin in begins[1:]) / (record.flops or 1)
+
+
+def _crossing(record: ForwardRecord, at: int) -> int:
     """Bytes that travel if a stage begins at a call."""
     labels = record.end.union(*(each.needs for each in record.calls[at:]))
     own = frozenset(Label("argument", at, number) for number in record.calls[at].arguments)
@@ -78,8 +106,8 @@ def _crossing(record: Record, at: int) -> int:
     return min(sum(record.leaf(x).bytes for x in way) for way in crossing)
 
 
-def _resolved(record: Record, labels: Iterable[Label], sent: Labels) -> set[Label]:
-    """What labels come from: outputs, parameters and arguments that are sent."""
+def _resolved(record: ForwardRecord, labels: Iterable[Label], sent: Labels) -> set[Label]:
+    """Sources of labels: outputs, parameters and arguments that are sent."""
     found: set[Label] = set()
     todo = list(labels)
     while todo:
@@ -93,20 +121,20 @@ def _resolved(record: Record, labels: Iterable[Label], sent: Labels) -> set[Labe
     return found
 
 
-def cut_record(record: Record, begins: Sequence[int]) -> Cut:
-    """Cut a record at the first calls of stages: what each needs, gives, hands on and holds."""
+def cut_record(record: ForwardRecord, begins: Sequence[int]) -> Cut:
+    """Cut a record at the first calls of stages: what each needs, gives, passes on and holds."""
     sent = _sent_arguments(record, begins)
     needs, reads = _needs(record, begins, sent)
     everything = set[Label]().union(*needs)
     last = len(begins) - 1
     holds = _holds(record, begins, reads)
-    stages: list[Stage] = []
+    stages: list[StageCut] = []
     for at, (begin, end) in enumerate(_spans(record, begins)):
         gives = {each for each in everything if _maker(record, begins, each) == at}
         later = set[Label]().union(*needs[at + 1 :])
         passes = {each for each in later if _maker(record, begins, each) <= at}
         stages.append(
-            Stage(
+            StageCut(
                 begin,
                 end,
                 tuple(sorted(needs[at])),
@@ -119,11 +147,11 @@ def cut_record(record: Record, begins: Sequence[int]) -> Cut:
     return Cut(tuple(stages), frozenset(each for each in bases if each is not None))
 
 
-def _spans(record: Record, begins: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _spans(record: ForwardRecord, begins: Sequence[int]) -> Iterator[tuple[int, int]]:
     return zip(begins, [*begins[1:], len(record.calls)], strict=True)
 
 
-def _maker(record: Record, begins: Sequence[int], label: Label) -> int:
+def _maker(record: ForwardRecord, begins: Sequence[int], label: Label) -> int:
     """The stage that makes an output or an argument."""
     spans = enumerate(_spans(record, begins))
     if label.kind == "argument":
@@ -131,7 +159,7 @@ def _maker(record: Record, begins: Sequence[int], label: Label) -> int:
     return next(at for at, (begin, end) in spans if begin <= label.call < end)
 
 
-def _sent_arguments(record: Record, begins: Sequence[int]) -> Labels:
+def _sent_arguments(record: ForwardRecord, begins: Sequence[int]) -> Labels:
     """The arguments of first calls that are sent in place of what they come from, where less travels."""
     sent: Labels = frozenset()
 
@@ -152,7 +180,7 @@ def _sent_arguments(record: Record, begins: Sequence[int]) -> Labels:
     return sent
 
 
-def _needs(record: Record, begins: Sequence[int], sent: Labels) -> tuple[list[set[Label]], list[set[str]]]:
+def _needs(record: ForwardRecord, begins: Sequence[int], sent: Labels) -> tuple[list[set[Label]], list[set[str]]]:
     """By stage: what comes from earlier stages, and the names of the parameters and buffers that it reads."""
     needs: list[set[Label]] = []
     reads: list[set[str]] = []
@@ -171,7 +199,7 @@ def _needs(record: Record, begins: Sequence[int], sent: Labels) -> tuple[list[se
     return needs, reads
 
 
-def _holds(record: Record, begins: Sequence[int], reads: Sequence[set[str]]) -> list[frozenset[str]]:
+def _holds(record: ForwardRecord, begins: Sequence[int], reads: Sequence[set[str]]) -> list[frozenset[str]]:
     """By stage: what it reads, what its calls' modules have, and what nothing reads beside tensors of one module."""
     found: list[set[str]] = [set() for _ in begins]
     left: list[tuple[str, ...]] = []

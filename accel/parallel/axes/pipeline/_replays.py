@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,20 +12,22 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.comm import Call, Comm, agreed_values
-from accel.errors import PrepareError, StageError
+from accel.errors import AccelError, PrepareError, StageError
 from accel.parallel._calls import units_of
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import aliases_of, named_modules
 from accel.parallel._private import called_eagerly
-from accel.parallel._record import Label, Record
+from accel.parallel._record import ForwardRecord, Label
 from accel.parallel._recorder import record_forward
 from accel.parallel.axes.pipeline._boundaries import Boundary, noise, working
-from accel.parallel.axes.pipeline._cut import begins_of, cut_record
+from accel.parallel.axes.pipeline._cut import MOST_TWICE, begins_of, cut_record, share_twice
 from accel.parallel.axes.pipeline._replayed import Replay, ReplayedModule, replaying
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work, first_tensor, of_stage
 from accel.parallel.axes.pipeline._stage_plan import Layout, Stages
 from accel.random import Key
+from accel.tree._walk import Containers
 
 _MOST_REPLAYS = 16
+_TORCH = str(Path(torch.__file__).parent)
 _FIX = "Pass accel.prepare(..., example=batch), a batch like this one, so that the stages hold what it needs."
 
 
@@ -43,6 +46,31 @@ class Planned(NamedTuple):
     starts: tuple[tuple[str, int], ...] | None
     holds: tuple[frozenset[str], ...]
     own: tuple[tuple[str, ...], ...]
+
+
+def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containers: Containers = ()) -> ForwardRecord:
+    """Record the forward of a micro-batch. No communication; an error of the model's own is a `StageError`."""
+    try:
+        return record_forward(model, units, batch.args, batch.kwargs, containers=containers)
+    except (AccelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise StageError(
+            f"the forward fails where it is recorded: {type(error).__name__}: {str(error).strip()}",
+            expected="a forward that runs on parameters without values",
+            where=_line_of(error),
+        ) from error
+
+
+def _line_of(error: Exception) -> str:
+    """The line of the innermost forward of a module that an error was raised in."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_name == "forward" and not code.co_filename.startswith(_TORCH):
+            found = f"{code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 class Replays:
@@ -92,7 +120,7 @@ class Replays:
         for path, each in named_modules(self._ghost):
             each.training = modes.get(path, model.training)
         with work.around():
-            record = record_forward(self._ghost, self._units, batch.args, batch.kwargs, containers=work.containers)
+            record = recorded(self._ghost, self._units, batch, work.containers)
         begins = self._begins(record)
         cut = cut_record(record, begins)
         for at, (stage, held) in enumerate(zip(cut.stages, self._holds, strict=True)):
@@ -105,7 +133,7 @@ class Replays:
                 )
         return Replay(record, cut, {}, draws=record.draws)
 
-    def _begins(self, record: Record) -> tuple[int, ...]:
+    def _begins(self, record: ForwardRecord) -> tuple[int, ...]:
         """The first call of each stage in a record."""
         if self._starts is None:
             return begins_by_holdings(record, self._holds)
@@ -130,38 +158,93 @@ def planned(ghost: nn.Module, batch: MicroBatch, stages: Sequence[Sequence[str]]
     """Cut a model by a record of an example, in the coarsest units that give enough calls. No communication.
 
     `stages`: paths of the modules at which stages begin, or the number of stages.
+
+    Raises:
+        PrepareError: the forward calls too few modules, or calls them in another order than that of `stages`.
+        StageError: a stage cannot play back what a module does, or would compute too much again.
     """
     count = stages if isinstance(stages, int) else len(stages)
-    within = () if isinstance(stages, int) else tuple(path for each in stages for path in each)
-    tried: tuple[str, ...] | None = None
-    record = None
+    opened = frozenset[str]() if isinstance(stages, int) else frozenset(path for each in stages for path in each)
+    tried: list[tuple[str, ...]] = []
     for share in _SHARES:
-        units = units_of(ghost, within, share)
-        if units == tried or (len(units) < count and share):
-            continue
-        tried, record = units, record_forward(ghost, units, batch.args, batch.kwargs)
-        if len(record.calls) >= count:
-            begins = begins_of(record, count) if isinstance(stages, int) else begins_at(record, stages)
-            cut = cut_record(record, begins)
-            own = tuple(tuple(dict.fromkeys(record.paths[each.begin : each.end])) for each in cut.stages)
-            return Planned(units, starts_of(record, begins), tuple(each.holds for each in cut.stages), own)
+        units = units_of(ghost, opened, share)
+        if units not in tried:
+            tried.append(units)
+            if found := _planned(ghost, batch, stages, share, opened, frozenset()):
+                return found
     raise PrepareError(
         "fewer calls of modules than stages",
         expected=f"at least {count}",
-        got=", ".join(() if record is None else record.paths) or "none",
+        got=", ".join(tried[-1]) or "none",
         where="prepare_model, plan=, stages",
         fix="Take fewer ranks along pp or fewer stages_per_rank.",
+    )
+
+
+def _planned(
+    ghost: nn.Module,
+    batch: MicroBatch,
+    stages: Sequence[Sequence[str]] | int,
+    share: float,
+    opened: frozenset[str],
+    whole: frozenset[str],
+) -> Planned | None:
+    """Cut a model in units of a size, with some opened and some whole; None for too few calls."""
+    units = units_of(ghost, opened, share, whole)
+    record = recorded(ghost, units, batch)
+    if more := _updated(record) - whole:
+        return _planned(ghost, batch, stages, share, opened, whole | more)
+    count = stages if isinstance(stages, int) else len(stages)
+    if len(record.calls) < count:
+        return None
+    begins = begins_of(record, count) if isinstance(stages, int) else begins_at(record, stages)
+    if share_twice(record, begins) > MOST_TWICE:
+        return _planned(ghost, batch, stages, share, opened | _read_outside(record, begins, opened), whole)
+    cut = cut_record(record, begins)
+    own = tuple(tuple(dict.fromkeys(record.paths[each.begin : each.end])) for each in cut.stages)
+    return Planned(units, starts_of(record, begins), tuple(each.holds for each in cut.stages), own)
+
+
+def _updated(record: ForwardRecord) -> set[str]:
+    """The modules whose buffers code between calls changes, such as a norm without parameters; `StageError` for those
+    of the model itself."""
+    found = {name.rpartition(".")[0] for name in record.updates}
+    around = [path for path in found if not path or any(f"{unit}.".startswith(f"{path}.") for unit in record.units)]
+    if around:
+        raise StageError(
+            "the forward changes a buffer by values that one stage has",
+            expected="a change within a module that no other module's call is in",
+            got=", ".join(name for name in record.updates if name.rpartition(".")[0] in around),
+            where="prepare_model",
+            fix="Put the change into a module of its own, which one stage has.",
+        )
+    return found
+
+
+def _read_outside(record: ForwardRecord, begins: Sequence[int], opened: Collection[str]) -> set[str]:
+    """The units to open, as code outside reads their parameters; `StageError` without any to open."""
+    found = {f"{unit}." for unit in record.units if any(name.startswith(f"{unit}.") for name in record.outside)} - set(
+        opened
+    )
+    if found:
+        return found
+    most = max(range(len(record.between)), key=record.between.__getitem__)
+    place = f"before the call of {record.paths[most]}" if most < len(record.paths) else "behind the last call"
+    direct = sorted({name.rpartition(".")[0] or name for name in record.outside})
+    raise StageError(
+        "stages would compute too much again, as the forward does it outside of modules",
+        expected=f"at most {MOST_TWICE:.0%} of its FLOPs outside of the modules {', '.join(record.units[:3])}...",
+        got=f"{share_twice(record, begins):.0%}, {f'with {direct[0]}, ' if direct else ''}{place}",
+        where="prepare_model",
+        fix="Put that computation into a module with the parameters that it reads.",
     )
 
 
 def planned_by_paths(ghost: nn.Module, stages: Stages) -> Planned:
     """Cut a model by the paths of its stages' modules, which have all parameters. Pure."""
     units = units_of(ghost, [path for paths in stages for path in paths])
-    names: dict[int, list[str]] = {}
-    for name, each in named_tensors(ghost):
-        names.setdefault(id(each), []).append(name)
     holds: list[set[str]] = [set() for _ in stages]
-    for aliases in names.values():
+    for _, aliases in aliases_of(ghost):
         inside = [at for at, paths in enumerate(stages) if _are_below(aliases, paths)]
         for at in inside or range(len(stages)):  # a buffer around the modules
             holds[at].update(aliases)
@@ -173,7 +256,7 @@ def _are_below(names: Sequence[str], paths: Sequence[str]) -> bool:
     return any(name.startswith(tuple(f"{path}." for path in paths)) for name in names)
 
 
-def begins_at(record: Record, stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
+def begins_at(record: ForwardRecord, stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
     """Return the first call of each stage by the modules at which it begins; they are called in the order of the
     stages, or a `PrepareError`. Pure."""
     found: list[int] = [0]
@@ -192,13 +275,7 @@ def begins_at(record: Record, stages: Sequence[Sequence[str]]) -> tuple[int, ...
     return tuple(found)
 
 
-def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters and buffers of a model under all their names."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return [*parameters, *model.named_buffers(remove_duplicate=False)]
-
-
-def begins_by_holdings(record: Record, holds: Sequence[frozenset[str]]) -> tuple[int, ...]:
+def begins_by_holdings(record: ForwardRecord, holds: Sequence[frozenset[str]]) -> tuple[int, ...]:
     """Return the first call of each stage, by what the stages hold. Pure.
 
     Modules called behind those of a later stage are a `StageError`.
@@ -221,7 +298,7 @@ def begins_by_holdings(record: Record, holds: Sequence[frozenset[str]]) -> tuple
     return tuple(begins)
 
 
-def starts_of(record: Record, begins: Sequence[int]) -> tuple[tuple[str, int], ...]:
+def starts_of(record: ForwardRecord, begins: Sequence[int]) -> tuple[tuple[str, int], ...]:
     """Return the path of the module at which each stage begins, and the number of its earlier calls. Pure."""
     return tuple((record.paths[at], record.paths[:at].count(record.paths[at])) for at in begins)
 

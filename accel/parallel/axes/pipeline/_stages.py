@@ -19,15 +19,15 @@ from accel.errors._checks import with_article
 from accel.mixins import add_mixin
 from accel.parallel._calls import let_answer
 from accel.parallel._empty import make_room, move_model
+from accel.parallel._fakes import without_memory
 from accel.parallel._labels import drop_parameter, label_parameters
-from accel.parallel._modules import is_pipelined, named_modules, unwrap_model, wrapped_name
+from accel.parallel._modules import is_pipelined, named_modules, named_tensors, unwrap_model, wrapped_name
 from accel.parallel._private import is_compiled
-from accel.parallel._recorder import without_memory
 from accel.parallel._spread import Spread, SpreadOptions, begin_with_rank_0_, compare_models
 from accel.parallel.axes.pipeline._held import drop_others, view_of
 from accel.parallel.axes.pipeline._pipeline import Pipeline, Pipelined, attach, open_ties, stage_of, tied_names
 from accel.parallel.axes.pipeline._replayed import Calls, ReplayedModule
-from accel.parallel.axes.pipeline._replays import Planned, Replays, named_tensors, planned, planned_by_paths
+from accel.parallel.axes.pipeline._replays import Planned, Replays, planned, planned_by_paths
 from accel.parallel.axes.pipeline._skipped import remove_modules, stage_view
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, StageModule, example_batch
 from accel.parallel.axes.pipeline._stage_plan import (

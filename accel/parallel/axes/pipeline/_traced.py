@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from accel.comm import peer_error
 from accel.errors import AccelError, PrepareError, StageError
-from accel.parallel._modules import COMPILES, named_modules, shallow_copy
+from accel.parallel._modules import COMPILES, named_modules, named_tensors, shallow_copy
 from accel.parallel._private import is_compiled, is_view, module_hooks
 from accel.parallel._sharded import GatheredFormat
 from accel.parallel.axes.pipeline._boundaries import Boundary
@@ -52,7 +52,7 @@ def holdings_of(model: nn.Module, stages: Sequence[TracedStage]) -> Holdings:
     """Return what each stage holds: what its graph reads, under all names; and what no graph reads beside the tensors
     of the same module."""
     aliases: dict[int, list[str]] = {}
-    for name, each in _named_tensors(model):
+    for name, each in named_tensors(model):
         aliases.setdefault(id(each), []).append(name)
     readers: dict[str, set[int]] = {}
     for names in aliases.values():
@@ -65,11 +65,6 @@ def holdings_of(model: nn.Module, stages: Sequence[TracedStage]) -> Holdings:
         for at in read:
             found[at].update(names)
     return Holdings(tuple(map(frozenset, found)))
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    return [*parameters, *model.named_buffers(remove_duplicate=False)]
 
 
 def _nearest(name: str, readers: Mapping[str, set[int]]) -> int:
@@ -103,7 +98,7 @@ def view_of(model: nn.Module, kept: frozenset[str]) -> nn.Module:
 
     def view(path: str, module: nn.Module) -> nn.Module:
         prefix = f"{path}." if path else ""
-        if path and all(f"{prefix}{name}" in kept for name, _ in _named_tensors(module)):
+        if path and all(f"{prefix}{name}" in kept for name, _ in named_tensors(module)):
             return module
         found: Any = shallow_copy(module)
         children = cast("Mapping[str, nn.Module | None]", found._modules)

@@ -179,16 +179,32 @@ def tensors_in(tree: Any, containers: Containers = ()) -> list[torch.Tensor]:
     return [each for each in take_apart(tree, containers).leaves if isinstance(each, torch.Tensor)]
 
 
-def lists_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the lists among a call's arguments, outermost first: a call may append to them."""
-    found: list[list[Any]] = []
+Growing = list[Any] | dict[Any, Any]
+
+
+def growing_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Growing]:
+    """Return the lists and dictionaries among a call's arguments, outermost first: a call may add items to them."""
+    found: list[Growing] = []
     todo: list[Any] = [*args, *kwargs.values()]
     while todo:
         each = todo.pop(0)
-        if isinstance(each, list):
-            found.append(cast("list[Any]", each))
+        if isinstance(each, list | dict):
+            found.append(cast(Growing, each))
         if isinstance(each, dict):
             todo += cast("dict[Any, Any]", each).values()
         elif isinstance(each, list | tuple):
             todo += cast("Sequence[Any]", each)
     return found
+
+
+def added_to(held: Growing, size: int) -> Growing:
+    """Return the items behind the first ones."""
+    return held[size:] if isinstance(held, list) else dict([*held.items()][size:])
+
+
+def add_to(held: Growing, items: Any) -> None:
+    """Add items to a list or dictionary. Mutates it."""
+    if isinstance(held, list):
+        held.extend(items)
+    else:
+        held.update(items)

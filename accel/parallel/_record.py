@@ -105,10 +105,10 @@ class Write(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """Items that a call appends to a list that it is given.
+    """Items that a call adds to a list or dictionary that it is given.
 
     Attributes:
-        list: number of the list, in the order of `lists_in`.
+        list: number of the list or dictionary, in the order of `growing_in`.
         rebuild: returns the items from their leaves.
         leaves: their numbers among the leaves of the call.
     """

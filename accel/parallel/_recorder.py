@@ -15,7 +15,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.errors import StageError
-from accel.parallel._calls import Plain, let_answer, lists_in, take_apart, tapped, tensors_in
+from accel.parallel._calls import (
+    Growing,
+    Plain,
+    add_to,
+    added_to,
+    growing_in,
+    let_answer,
+    take_apart,
+    tapped,
+    tensors_in,
+)
 from accel.parallel._fakes import flops_of, random_like
 from accel.parallel._modules import aliases_of, named_modules, named_tensors
 from accel.parallel._private import asks_for_values, forward_hooks, is_fake, written_arguments
@@ -38,6 +48,7 @@ from accel.tree._walk import Containers
 
 WHERE = "a record of the model's forward"
 _NOTHING: Labels = frozenset()
+_SEVERAL_VIEWS = ("Unbind", "Split", "Chunk")  # autograd refuses to write into one of them
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -272,7 +283,7 @@ class Recorder(TorchDispatchMode):
                 now.needs |= self._take_argument(now, number, each)
                 now.places.setdefault(self._key(each), []).append(number)
         before = _attributes(module)
-        given_lists = [(each, len(each)) for each in lists_in(args, kwargs)]
+        given_lists = [(each, len(each)) for each in growing_in(args, kwargs)]
         self._now = now
         try:
             with tapped({p: each for p, each in named_modules(module) if forward_hooks(each)}) as taps:
@@ -298,6 +309,8 @@ class Recorder(TorchDispatchMode):
             not sources
             or is_output
             or isinstance(tensor, nn.Parameter)
+            or key in self._names  # a write would change the parameter
+            or type(tensor.grad_fn).__name__.startswith(_SEVERAL_VIEWS)
             or 0 in tensor.stride()
             or not tensor.is_floating_point()
             or any(each.kind == "argument" and each.call == now.number for each in sources)
@@ -346,9 +359,9 @@ class Recorder(TorchDispatchMode):
                 return each
             return mode.from_tensor(each).requires_grad_(grads and each.is_floating_point())
 
-        for old, grown in zip(lists_in(args, kwargs), lists_in(new_args, new_kwargs), strict=True):
-            tree = take_apart(grown[len(old) :], self._containers)
-            old.extend(tree.rebuild(list(map(fake, tree.leaves))))
+        for old, grown in zip(growing_in(args, kwargs), growing_in(new_args, new_kwargs), strict=True):
+            tree = take_apart(added_to(grown, len(old)), self._containers)
+            add_to(old, tree.rebuild(list(map(fake, tree.leaves))))
         tree = take_apart(output, self._containers)
         given = {id(new): old for old, new in zip(apart.leaves, values, strict=True) if isinstance(new, torch.Tensor)}
         return tree.rebuild([given.get(id(each), fake(each)) for each in tree.leaves])
@@ -424,12 +437,15 @@ class Recorder(TorchDispatchMode):
         if id(tensor) in self._own:
             self._own[id(tensor)] = label
 
-    def _note_lists(self, now: _Running, given: Iterable[tuple[list[Any], int]]) -> None:
+    def _note_lists(self, now: _Running, given: Iterable[tuple[Growing, int]]) -> None:
         for number, (each, size) in enumerate(given):
             if len(each) > size:
-                tree = take_apart(each[size:], self._containers)
+                tree = take_apart(added_to(each, size), self._containers)
                 first = len(now.leaves)
-                each[size:] = tree.rebuild([self._hand_out(now, leaf) for leaf in tree.leaves])
+                new = tree.rebuild([self._hand_out(now, leaf) for leaf in tree.leaves])
+                if isinstance(each, list):
+                    del each[size:]
+                add_to(each, new)
                 now.growths.append(Growth(number, tree.rebuild, tuple(range(first, len(now.leaves)))))
 
     def _note_taps(self, now: _Running, taps: Sequence[tuple[str, Any]]) -> None:
@@ -457,12 +473,13 @@ class Recorder(TorchDispatchMode):
             if tensor.requires_grad and not tensor.is_leaf and not call.leaves[leaf].differentiable:
                 call.leaves[leaf] = _replace(call.leaves[leaf], differentiable=True)
                 call.reentrant = True
-        read = [*(each.needs for each in self._calls), *(each.sources for each in self._decisions), end]
+        arguments = [each.sources for call in self._calls for each in call.arguments.values()]
+        read = [*(each.needs for each in self._calls), *(each.sources for each in self._decisions), *arguments, end]
         for label in sorted(set[Label]().union(*read)):
             if label.kind == "inside":
                 raise StageError(
                     "a tensor that a module makes reaches code outside otherwise than by its result, an attribute of"
-                    " the module, or a list that it is given",
+                    " the module, or items that it adds to a list or dictionary",
                     expected="a tensor that it returns",
                     got=self._calls[label.call].path,
                     where=WHERE,

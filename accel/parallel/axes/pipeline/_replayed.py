@@ -18,7 +18,7 @@ from torch import nn
 from accel.comm import peer_error
 from accel.errors import AccelError, StageError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._calls import Plain, lists_in, take_apart, tapped
+from accel.parallel._calls import Growing, Plain, add_to, added_to, growing_in, take_apart, tapped
 from accel.parallel._private import forward_hooks, hooks_with_keywords, is_view
 from accel.parallel._record import Call, Label, Leaf, Record
 from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of
@@ -145,6 +145,8 @@ class StageRun:
         self._device = device
         self._key = key
         self._containers = containers
+        self._trains = torch.is_grad_enabled()
+        self._is_reentrant = any(each.reentrant for each in replay.record.calls)
         self._at = 0
         self._inside = False
         self._ended = False
@@ -215,7 +217,7 @@ class StageRun:
     def _run(self, at: int, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = self._calls[at]
         given = take_apart((args, kwargs), self._containers).leaves if known.writes else []
-        grown = [(each, len(each)) for each in lists_in(args, kwargs)] if known.growths else []
+        grown = [(each, len(each)) for each in growing_in(args, kwargs)] if known.growths else []
         inner = {
             each.path: module.get_submodule(each.path)
             for each in known.taps
@@ -240,7 +242,7 @@ class StageRun:
         module: nn.Module,
         result: Any,
         given: Sequence[Any],
-        grown: Sequence[tuple[list[Any], int]],
+        grown: Sequence[tuple[Growing, int]],
         taps: Sequence[tuple[str, Any]],
     ) -> Iterable[tuple[int, Any]]:
         """The leaves of a call, numbered as in its record."""
@@ -251,7 +253,7 @@ class StageRun:
             yield each.leaf, given[each.argument]
         for each in known.growths:
             items, size = grown[each.list]
-            yield from zip(each.leaves, take_apart(items[size:], self._containers).leaves, strict=True)
+            yield from zip(each.leaves, take_apart(added_to(items, size), self._containers).leaves, strict=True)
         tapped_paths = {path for path, _ in taps}
         for (_, output), each in zip(taps, [tap for tap in known.taps if tap.path in tapped_paths], strict=True):
             leaves = take_apart(output, self._containers).leaves
@@ -273,9 +275,9 @@ class StageRun:
         for stash in known.stashes:
             setattr(module.get_submodule(stash.path), stash.name, leaves[stash.leaf])
         if known.growths:
-            items = lists_in(args, kwargs)
+            items = growing_in(args, kwargs)
             for each in known.growths:
-                items[each.list].extend(each.rebuild([leaves[number] for number in each.leaves]))
+                add_to(items[each.list], each.rebuild([leaves[number] for number in each.leaves]))
         for tap in known.taps:
             inner = module.get_submodule(tap.path)
             output = tap.rebuild([leaves[number] for number in tap.leaves])
@@ -286,9 +288,16 @@ class StageRun:
         if leaf.dtype is None:
             return leaf.value
         needs_memory = leaf.changed or label in self._replay.cut.dense
-        if label in self._received:
+        # a checkpoint of the reentrant kind records nothing unless its inputs require gradients, and its forward is to
+        # leave the received tensor as it is: its backward calls again
+        carries = leaf.differentiable and self._trains and self._is_reentrant
+        is_first = carries and not torch.is_grad_enabled()
+        if label in self._received and not is_first:
             return self._received[label].clone() if needs_memory else self._received[label]
-        return placeholder(self._replay.fact(label), self._device, dense=needs_memory)
+        found = placeholder(self._replay.fact(label), self._device, dense=needs_memory or is_first)
+        if label in self._received:
+            return found.copy_(self._received[label].detach())
+        return found.requires_grad_().clone() if carries and needs_memory else found.requires_grad_(carries)
 
     def _call_again(
         self, path: str, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -169,9 +169,9 @@ def memory_by_moment(
     reducing = [at("reduction", earlier, waiting - entry, others, reduced)]
     if layers > 1 and _keeps_a_sum():  # until the next is formed, when the block's own parameters are freed
         reduced += _on_its_way(held, step, plan, copies, wire)
-        reducing.append(at("reduction", earlier, left, others - 1, reduced))
+        reducing.append(at("reduction", earlier, waiting - entry, others - 1, reduced))
     yield max(reducing, key=lambda each: each.total)
-    left = 0 if one else waiting - beside - sum(_entries(held, kept, step))
+    left = waiting - beside - sum(_entries(held, kept, step))
     yield at("last reduction", trained + full, left, 0, reduced)
     temporaries = OPTIMIZERS[step.optimizer].temporaries * trained
     yield at("optimizer", trained, 0, whole if axes.pp > 1 and copies.engine == "fully_shard" else 0, temporaries)

@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from catching import caught
-from hypothesis import given, settings, strategies as st
-from torch import nn
-
-from accel.errors import StageError
 from accel.parallel.axes.pipeline._trace_cut import (
     TracedStage,
     begins_of,
@@ -24,6 +19,11 @@ from accel.parallel.axes.pipeline._trace_cut import (
     model_line,
 )
 from accel.parallel.axes.pipeline._trace_program import first_operators, read_program
+from catching import caught
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from accel.errors import StageError
 
 WIDTH = 4
 KINDS = ("linear", "skip", "mask", "tied", "norm", "relu", "halves", "counts", "free")

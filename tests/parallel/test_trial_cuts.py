@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accel.parallel.axes.pipeline._trial import skeleton_of
 from catching import caught
 from pipelines import Words, batch_of, loss_sum
 from torch import nn
@@ -15,7 +16,6 @@ from torch import nn
 import accel
 from accel.errors import PrepareError, StageError
 from accel.parallel import Plan
-from accel.parallel.axes.pipeline._trial import skeleton_of
 from accel.testing import Simulator
 
 OFFER = 'works in a trial: accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(cut="trace"'

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
@@ -26,7 +26,7 @@ from accel.errors._checks import with_article
 from accel.formats import Compile
 from accel.parallel._empty import values_or_room
 from accel.parallel._labels import heir_of, label_parameters, replace_parameter
-from accel.parallel._modules import example_of, named_modules, unwrap_model
+from accel.parallel._modules import example_of, is_pipelined, named_modules, stage_modules, unwrap_model
 from accel.parallel._private import is_compiled
 from accel.parallel._refused import check_quantized, refuse_changes
 from accel.parallel._spread import Spread, SpreadOptions, compare_models, stage_comm
@@ -203,7 +203,9 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
                 made[id(whole)] = _divided(mesh, whole, values, rule.dims.get(name))
                 replace_parameter(f"{path}.{name}" if path else name, whole, made[id(whole)])
             module.register_parameter(name, made[id(whole)])
-    install(inner, rules, lambda rule: Layer(rule, mesh))
+    for root in (inner, *_stage_views(inner)):
+        own = {path: rule for path, rule in rules.items() if root is inner or _is_copied(root, inner, path)}
+        install(root, own, lambda rule: Layer(rule, mesh))
     drop_apart(inner, rules, Streams(mesh.get_local_rank(), ctx.device))
     guard_pairs(inner, pairs, patterns_of(pairs, styles))
     for module in inner.modules():
@@ -220,6 +222,16 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
     elif ctx.rank == 0 and (note := _note(inner, rules, _size(ctx))):
         logging.getLogger("accel.parallel").warning(note)
     return model
+
+
+def _stage_views(model: nn.Module) -> list[nn.Module]:
+    """The views of this rank's stages, which share most modules with a pipelined model."""
+    return [cast(Any, stage).module for stage in stage_modules(model)] if is_pipelined(model) else []
+
+
+def _is_copied(view: nn.Module, model: nn.Module, path: str) -> bool:
+    """Whether a view has a copy of a module, as some parameters below it are of other stages."""
+    return view.get_submodule(path) is not model.get_submodule(path)
 
 
 def _note(model: nn.Module, rules: Mapping[str, Rule], size: int) -> str:

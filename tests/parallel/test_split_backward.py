@@ -113,8 +113,8 @@ FREE = ("towers", "clip", "lambdas", "functional_head", "shared_block", "t5", "u
 EVERY = [*((schedule, 2) for schedule in TWO), ("1F1B", 1), ("GPipe", 1)]
 
 
-def _check(ranks: Simulator, each: Handwritten, schedule: Any, per_rank: int, cut: Any) -> None:
-    plan = Plan(cut=cut, schedule=schedule, stages_per_rank=per_rank, micro_batches=4)
+def _check(ranks: Simulator, each: Handwritten, schedule: Any, per_rank: int) -> None:
+    plan = Plan(schedule=schedule, stages_per_rank=per_rank, micro_batches=4)
     found = ranks.run(lambda ctx: piped(ctx, each, "pp=2", plan), 2, default_group=True)
     assert compare(found, plain(each, 4), outputs="rows" not in each.tags) == []
 

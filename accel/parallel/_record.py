@@ -12,6 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
+from torch import nn
+
+from accel.parallel._calls import take_apart
 
 # --- the record -------------------------------------------------------------------------------------------------------
 
@@ -69,7 +72,7 @@ class Argument(msgspec.Struct, frozen=True):
 
     Attributes:
         leaf: the tensor.
-        sources: what it is computed from, since the last calls.
+        sources: labels that it is computed from, since the last calls.
         base: the output that it is a view of; None for a tensor of its own.
     """
 
@@ -132,7 +135,7 @@ class Tap(NamedTuple):
     leaves: tuple[int, ...]
 
 
-class Call(msgspec.Struct, frozen=True):
+class UnitCall(msgspec.Struct, frozen=True):
     """A call of a unit.
 
     Attributes:
@@ -142,7 +145,7 @@ class Call(msgspec.Struct, frozen=True):
         leaves: of the result; then of attributes, arguments, lists and hooks.
         arguments: by number of the leaf of (args, kwargs), those that may be sent.
         needs: sources of what it is given and of what it reads, parameters included.
-        stashes, writes, growths, taps: what it leaves behind besides its result.
+        stashes, writes, growths, taps: tensors that it leaves behind besides its result.
         flops: of its forward.
         reentrant: whether it runs in a checkpoint of the reentrant kind, whose first run has no gradient.
     """
@@ -161,6 +164,45 @@ class Call(msgspec.Struct, frozen=True):
     reentrant: bool = False
 
 
+class RunningCall:
+    """A call while it runs, and what is known of it."""
+
+    def __init__(self, number: int, path: str, module: nn.Module) -> None:
+        self.number = number
+        self.path = path
+        self.module = module
+        self.leaves: list[Leaf] = []
+        self.arguments: dict[int, Argument] = {}
+        self.needs: set[Label] = set()
+        self.stashes: list[Stash] = []
+        self.writes: list[Write] = []
+        self.growths: list[Growth] = []
+        self.taps: list[Tap] = []
+        self.tree = take_apart(None)
+        self.flops = 0.0
+        self.reads_values = False
+        self.reentrant = False
+        self.given: list[Any] = []  # leaves of (args, kwargs)
+        self.places: dict[int, list[int]] = {}  # numbers of the given tensors, by storage
+        self.written: set[int] = set()  # numbers of the given tensors that are changed in place
+
+    def frozen(self) -> UnitCall:
+        return UnitCall(
+            self.path,
+            self.tree.rebuild,
+            len(self.tree.leaves),
+            tuple(self.leaves),
+            self.arguments,
+            frozenset(self.needs),
+            tuple(self.stashes),
+            tuple(self.writes),
+            tuple(self.growths),
+            tuple(self.taps),
+            self.flops,
+            self.reentrant,
+        )
+
+
 class Decision(NamedTuple):
     """A place between calls where Python reads values of tensors, as `if` and `nonzero` do.
 
@@ -173,7 +215,7 @@ class Decision(NamedTuple):
     sources: Labels
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A parameter or buffer of the model.
 
     Attributes:
@@ -187,7 +229,7 @@ class Held(NamedTuple):
     is_parameter: bool
 
 
-class Record(msgspec.Struct, frozen=True):
+class ForwardRecord(msgspec.Struct, frozen=True):
     """One forward of a model.
 
     Attributes:
@@ -202,10 +244,10 @@ class Record(msgspec.Struct, frozen=True):
         updates: names of buffers that the code between calls changes by values of calls.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[UnitCall, ...]
     end: Labels
     decisions: tuple[Decision, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldTensor, ...]
     between: tuple[float, ...] = ()
     outside: Mapping[str, float] = {}
     units: tuple[str, ...] = ()

@@ -31,14 +31,14 @@ from accel.parallel._modules import aliases_of, named_modules, named_tensors
 from accel.parallel._private import asks_for_values, forward_hooks, is_fake, written_arguments
 from accel.parallel._record import (
     Argument,
-    Call,
     Decision,
+    ForwardRecord,
     Growth,
-    Held,
+    HeldTensor,
     Label,
     Labels,
     Leaf,
-    Record,
+    RunningCall,
     Stash,
     Tap,
     Write,
@@ -59,7 +59,7 @@ def record_forward(
     kwargs: Mapping[str, Any],
     *,
     containers: Containers = (),
-) -> Record:
+) -> ForwardRecord:
     """Run a model once on a batch, and return the record. No communication.
 
     The model, which may be one `without_memory`, keeps its buffers and its classes; the random streams stay.
@@ -87,45 +87,6 @@ def record_forward(
     return recorder.finish(output)
 
 
-class _Running:
-    """A call while it runs, and what is known of it."""
-
-    def __init__(self, number: int, path: str, module: nn.Module) -> None:
-        self.number = number
-        self.path = path
-        self.module = module
-        self.leaves: list[Leaf] = []
-        self.arguments: dict[int, Argument] = {}
-        self.needs: set[Label] = set()
-        self.stashes: list[Stash] = []
-        self.writes: list[Write] = []
-        self.growths: list[Growth] = []
-        self.taps: list[Tap] = []
-        self.tree = take_apart(None)
-        self.flops = 0.0
-        self.reads_values = False
-        self.reentrant = False
-        self.given: list[Any] = []  # leaves of (args, kwargs)
-        self.places: dict[int, list[int]] = {}  # numbers of the given tensors, by storage
-        self.written: set[int] = set()  # numbers of the given tensors that are changed in place
-
-    def frozen(self) -> Call:
-        return Call(
-            self.path,
-            self.tree.rebuild,
-            len(self.tree.leaves),
-            tuple(self.leaves),
-            self.arguments,
-            frozenset(self.needs),
-            tuple(self.stashes),
-            tuple(self.writes),
-            tuple(self.growths),
-            tuple(self.taps),
-            self.flops,
-            self.reentrant,
-        )
-
-
 class Recorder(TorchDispatchMode):
     """Labels each storage with the outputs of calls, and the parameters, that it comes from since the last call."""
 
@@ -134,8 +95,8 @@ class Recorder(TorchDispatchMode):
         self._model = model
         self._units = tuple(units)
         self._containers = containers
-        self._calls: list[_Running] = []
-        self._now: _Running | None = None
+        self._calls: list[RunningCall] = []
+        self._now: RunningCall | None = None
         self._decisions: list[Decision] = []
         self._between = [0.0]
         self._outside: dict[str, float] = {}
@@ -144,10 +105,10 @@ class Recorder(TorchDispatchMode):
         self._updates: set[str] = set()
         self._labels: dict[int, Labels] = {}  # by storage
         self._own: dict[int, Labels] = {}  # by tensor: arguments, and views of them
-        self._outputs: dict[int, tuple[_Running, int]] = {}  # by storage
+        self._outputs: dict[int, tuple[RunningCall, int]] = {}  # by storage
         self._constant: set[int] = set()  # storages that a call makes of nothing
         self._alive: list[object] = []  # so that no `id` is used twice
-        self._handed: list[tuple[_Running, int, torch.Tensor]] = []
+        self._handed: list[tuple[RunningCall, int, torch.Tensor]] = []
         self._names: dict[int, str] = {}  # by storage
         self._held = aliases_of(model)
         for name, each in named_tensors(model):
@@ -221,7 +182,7 @@ class Recorder(TorchDispatchMode):
 
     def _within(
         self,
-        now: _Running,
+        now: RunningCall,
         func: Any,
         given: Sequence[torch.Tensor],
         made: Sequence[torch.Tensor],
@@ -274,7 +235,7 @@ class Recorder(TorchDispatchMode):
         """Record a call of a unit; a unit within a unit belongs to it."""
         if self._now is not None:
             return plain(*args, **kwargs)
-        now = _Running(len(self._calls), path, module)
+        now = RunningCall(len(self._calls), path, module)
         self._calls.append(now)
         self._between.append(0.0)
         now.given = take_apart((args, kwargs), self._containers).leaves
@@ -299,7 +260,7 @@ class Recorder(TorchDispatchMode):
         self._note_taps(now, taps)
         return now.tree.rebuild(new)
 
-    def _take_argument(self, now: _Running, number: int, tensor: torch.Tensor) -> Labels:
+    def _take_argument(self, now: RunningCall, number: int, tensor: torch.Tensor) -> Labels:
         """The sources of an argument: itself, if it may be sent in place of what it comes from."""
         sources = self._sources(tensor)
         key = self._key(tensor)
@@ -366,7 +327,7 @@ class Recorder(TorchDispatchMode):
         given = {id(new): old for old, new in zip(apart.leaves, values, strict=True) if isinstance(new, torch.Tensor)}
         return tree.rebuild([given.get(id(each), fake(each)) for each in tree.leaves])
 
-    def _hand_out(self, now: _Running, value: Any) -> Any:
+    def _hand_out(self, now: RunningCall, value: Any) -> Any:
         """Note a leaf that a call returns; return it under a label of its own, or the argument that it is."""
         at = len(now.leaves)
         if not isinstance(value, torch.Tensor):
@@ -387,7 +348,7 @@ class Recorder(TorchDispatchMode):
         self._handed.append((now, at, new))
         return new
 
-    def _check_value(self, now: _Running, value: Any) -> None:
+    def _check_value(self, now: RunningCall, value: Any) -> None:
         if not isinstance(value, _PLAIN):
             raise StageError(
                 "a module returns an object whose tensors are not known",
@@ -405,7 +366,7 @@ class Recorder(TorchDispatchMode):
                 fix="Return the tensor, without .item() or float().",
             )
 
-    def _same_argument(self, now: _Running, value: torch.Tensor) -> int | None:
+    def _same_argument(self, now: RunningCall, value: torch.Tensor) -> int | None:
         """The number of the argument that a result is, unchanged."""
         exact = _place(now.given, value)
         if exact is not None and exact not in now.written:
@@ -420,14 +381,14 @@ class Recorder(TorchDispatchMode):
                 return number
         return None
 
-    def _note_attributes(self, now: _Running, before: Mapping[tuple[str, str], int]) -> None:
+    def _note_attributes(self, now: RunningCall, before: Mapping[tuple[str, str], int]) -> None:
         for path, module in named_modules(now.module):
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor) and before.get((path, name)) != id(value):
                     now.stashes.append(Stash(path, name, len(now.leaves)))
                     vars(module)[name] = self._hand_out(now, value)
 
-    def _note_written(self, now: _Running, number: int) -> None:
+    def _note_written(self, now: RunningCall, number: int) -> None:
         tensor = now.given[number]
         leaf = len(now.leaves)
         now.writes.append(Write(number, leaf))
@@ -437,7 +398,7 @@ class Recorder(TorchDispatchMode):
         if id(tensor) in self._own:
             self._own[id(tensor)] = label
 
-    def _note_lists(self, now: _Running, given: Iterable[tuple[Growing, int]]) -> None:
+    def _note_lists(self, now: RunningCall, given: Iterable[tuple[Growing, int]]) -> None:
         for number, (each, size) in enumerate(given):
             if len(each) > size:
                 tree = take_apart(added_to(each, size), self._containers)
@@ -448,7 +409,7 @@ class Recorder(TorchDispatchMode):
                 add_to(each, new)
                 now.growths.append(Growth(number, tree.rebuild, tuple(range(first, len(now.leaves)))))
 
-    def _note_taps(self, now: _Running, taps: Sequence[tuple[str, Any]]) -> None:
+    def _note_taps(self, now: RunningCall, taps: Sequence[tuple[str, Any]]) -> None:
         """Label what hooks have seen: a result of the call, or a leaf of its own."""
         known = {id(each): at for at, each in enumerate(now.tree.leaves) if isinstance(each, torch.Tensor)}
         for path, output in taps:
@@ -465,7 +426,7 @@ class Recorder(TorchDispatchMode):
 
     # --- the end
 
-    def finish(self, output: Any) -> Record:
+    def finish(self, output: Any) -> ForwardRecord:
         """Return the record of the forward that has returned `output`; raise `StageError` for a tensor that a call has
         made and left somewhere else."""
         end = _NOTHING.union(*map(self._sources, tensors_in(output, self._containers)))
@@ -478,7 +439,7 @@ class Recorder(TorchDispatchMode):
         for label in sorted(set[Label]().union(*read)):
             if label.kind == "inside":
                 raise StageError(
-                    "a tensor that a module makes reaches code outside otherwise than by its result, an attribute of"
+                    "a tensor that a module makes reaches code outside by another way than its result, an attribute of"
                     " the module, or items that it adds to a list or dictionary",
                     expected="a tensor that it returns",
                     got=self._calls[label.call].path,
@@ -486,14 +447,16 @@ class Recorder(TorchDispatchMode):
                     fix="Return the tensor, or let an attribute of the module hold it.",
                 )
         held = [
-            Held(names, each.numel() * each.element_size(), isinstance(each, nn.Parameter))
+            HeldTensor(names, each.numel() * each.element_size(), isinstance(each, nn.Parameter))
             for each, names in self._held
         ]
         calls = tuple(each.frozen() for each in self._calls)
         between = tuple(self._between)
         decisions = tuple(self._decisions)
         updates = tuple(sorted(self._updates))
-        return Record(calls, end, decisions, tuple(held), between, self._outside, self._units, self._draws, updates)
+        return ForwardRecord(
+            calls, end, decisions, tuple(held), between, self._outside, self._units, self._draws, updates
+        )
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accel.parallel._calls import let_answer
 from accel.parallel._fakes import without_memory
-from accel.parallel._record import Record
+from accel.parallel._record import ForwardRecord
 from accel.parallel._recorder import record_forward
 from accel.parallel.axes.pipeline._boundaries import working
 from accel.parallel.axes.pipeline._cut import Cut, begins_of, cut_record
@@ -35,11 +35,11 @@ class Example(NamedTuple):
 
     entry: Handwritten
     batch: MicroBatch
-    record: Record
+    record: ForwardRecord
 
 
 def example(entry: Handwritten, stages: int, rows: int = 4) -> Example:
-    """Record a model in units for a number of stages."""
+    """ForwardRecord a model in units for a number of stages."""
     drawn = entry.batch(0, rows)
     batch = example_batch(drawn.inputs)._replace(targets=drawn.targets)
     ghost = without_memory(entry.make(), CPU)

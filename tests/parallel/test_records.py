@@ -13,7 +13,7 @@ from handwritten import MODELS, Handwritten, named
 
 from accel.errors import AccelError, PrepareError, StageError
 from accel.parallel._modules import copied_model
-from accel.parallel._record import Label, Record
+from accel.parallel._record import ForwardRecord, Label
 from accel.parallel._recorder import record_forward
 from accel.parallel.axes.pipeline._cut import MOST_TWICE, Cut, begins_of, share_twice
 
@@ -28,7 +28,7 @@ def _slow(entries: list[Handwritten], *quick: str) -> list[Any]:
     return [pytest.param(each, id=each.name, marks=() if each.name in quick else pytest.mark.slow) for each in entries]
 
 
-def _facts(record: Record) -> Any:
+def _facts(record: ForwardRecord) -> Any:
     leaves = [[msgspec.structs.replace(leaf, value=None) for leaf in each.leaves] for each in record.calls]
     needs = [(each.needs, dict(each.arguments), each.stashes, each.writes, each.flops) for each in record.calls]
     return record.paths, leaves, needs, record.end, record.decisions, record.held, record.between

@@ -18,9 +18,14 @@ class Boundary(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     differentiable: bool = True
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return torch's dtype."""
+        return getattr(torch, self.dtype)
+
     def tensor(self, *, requires_grad: bool) -> torch.Tensor:
         """Return a tensor like it on the meta device."""
-        dtype = getattr(torch, self.dtype)
+        dtype = self.torch_dtype
         floats = dtype.is_floating_point or dtype.is_complex
         return torch.empty(
             self.shape, dtype=dtype, device="meta", requires_grad=requires_grad and floats and self.differentiable

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from accel.parallel._record import Label, Labels, Record
+from accel.parallel._record import ForwardRecord, Label, Labels
 
 
-class Stage(msgspec.Struct, frozen=True):
+class StageCut(msgspec.Struct, frozen=True):
     """One stage of a cut.
 
     Attributes:
@@ -21,7 +21,8 @@ class Stage(msgspec.Struct, frozen=True):
             stage writes into the tensor that the call is given.
         gives: outputs and arguments that later stages need, sorted. An argument is one of the first call of the next
             stage, at which this stage stops.
-        passes: what the stage sends to the next one, sorted: what it gives, and what it hands on. Empty for the last.
+        passes: tensors that the stage sends to the next one, sorted: those that it gives, and others of earlier stages.
+            Empty for the last.
         holds: names of the parameters and buffers that it reads or stores, tied names included. Buffers outside of
             units are in every stage, as all run the code between calls.
     """
@@ -42,7 +43,7 @@ class Cut(msgspec.Struct, frozen=True):
         dense: outputs whose placeholders need memory of their own, as arguments that are written are views of them.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageCut, ...]
     dense: Labels
 
 
@@ -51,7 +52,7 @@ _TRAFFIC, _TWICE, _REPEATED = 0.03, 0.3, 2.0
 MOST_TWICE = 0.05  # share of a forward's FLOPs that stages may compute once more
 
 
-def begins_of(record: Record, stages: int) -> tuple[int, ...]:
+def begins_of(record: ForwardRecord, stages: int) -> tuple[int, ...]:
     """Return the first call of each stage: near equal FLOPs, where little is sent, with few modules in two stages.
 
     `stages` is at most the number of calls.
@@ -75,8 +76,8 @@ def begins_of(record: Record, stages: int) -> tuple[int, ...]:
     return best[count][1]
 
 
-def _prices(record: Record) -> list[float]:
-    """What it costs to begin a stage at each call: bytes sent, modules of two stages, FLOPs computed twice."""
+def _prices(record: ForwardRecord) -> list[float]:
+    """Costs of a stage's begin at each call: bytes sent, modules of two stages, FLOPs computed twice."""
     crossing = [_crossing(record, at) for at in range(len(record.calls))]
     least = min(crossing[1:], default=1) or 1
     again = itertools.accumulate(record.between)
@@ -88,7 +89,7 @@ def _prices(record: Record) -> list[float]:
     return found
 
 
-def share_twice(record: Record, begins: Sequence[int]) -> float:
+def share_twice(record: ForwardRecord, begins: Sequence[int]) -> float:
     """Return the FLOPs that stages compute again, as a share of those of the forward.
 
     Each stage runs the code between calls from the beginning to the first call of the next one.
@@ -97,7 +98,7 @@ def share_twice(record: Record, begins: Sequence[int]) -> float:
     return sum(before[begin] for begin in begins[1:]) / (record.flops or 1)
 
 
-def _crossing(record: Record, at: int) -> int:
+def _crossing(record: ForwardRecord, at: int) -> int:
     """Bytes that travel if a stage begins at a call."""
     labels = record.end.union(*(each.needs for each in record.calls[at:]))
     own = frozenset(Label("argument", at, number) for number in record.calls[at].arguments)
@@ -106,8 +107,8 @@ def _crossing(record: Record, at: int) -> int:
     return min(sum(record.leaf(x).bytes for x in way) for way in crossing)
 
 
-def _resolved(record: Record, labels: Iterable[Label], sent: Labels) -> set[Label]:
-    """What labels come from: outputs, parameters and arguments that are sent."""
+def _resolved(record: ForwardRecord, labels: Iterable[Label], sent: Labels) -> set[Label]:
+    """Sources of labels: outputs, parameters and arguments that are sent."""
     found: set[Label] = set()
     todo = list(labels)
     while todo:
@@ -121,20 +122,20 @@ def _resolved(record: Record, labels: Iterable[Label], sent: Labels) -> set[Labe
     return found
 
 
-def cut_record(record: Record, begins: Sequence[int]) -> Cut:
-    """Cut a record at the first calls of stages: what each needs, gives, hands on and holds."""
+def cut_record(record: ForwardRecord, begins: Sequence[int]) -> Cut:
+    """Cut a record at the first calls of stages: what each needs, gives, passes on and holds."""
     sent = _sent_arguments(record, begins)
     needs, reads = _needs(record, begins, sent)
     everything = set[Label]().union(*needs)
     last = len(begins) - 1
     holds = _holds(record, begins, reads)
-    stages: list[Stage] = []
+    stages: list[StageCut] = []
     for at, (begin, end) in enumerate(_spans(record, begins)):
         gives = {each for each in everything if _maker(record, begins, each) == at}
         later = set[Label]().union(*needs[at + 1 :])
         passes = {each for each in later if _maker(record, begins, each) <= at}
         stages.append(
-            Stage(
+            StageCut(
                 begin,
                 end,
                 tuple(sorted(needs[at])),
@@ -147,11 +148,11 @@ def cut_record(record: Record, begins: Sequence[int]) -> Cut:
     return Cut(tuple(stages), frozenset(each for each in bases if each is not None))
 
 
-def _spans(record: Record, begins: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _spans(record: ForwardRecord, begins: Sequence[int]) -> Iterator[tuple[int, int]]:
     return zip(begins, [*begins[1:], len(record.calls)], strict=True)
 
 
-def _maker(record: Record, begins: Sequence[int], label: Label) -> int:
+def _maker(record: ForwardRecord, begins: Sequence[int], label: Label) -> int:
     """The stage that makes an output or an argument."""
     spans = enumerate(_spans(record, begins))
     if label.kind == "argument":
@@ -159,7 +160,7 @@ def _maker(record: Record, begins: Sequence[int], label: Label) -> int:
     return next(at for at, (begin, end) in spans if begin <= label.call < end)
 
 
-def _sent_arguments(record: Record, begins: Sequence[int]) -> Labels:
+def _sent_arguments(record: ForwardRecord, begins: Sequence[int]) -> Labels:
     """The arguments of first calls that are sent in place of what they come from, where less travels."""
     sent: Labels = frozenset()
 
@@ -180,7 +181,7 @@ def _sent_arguments(record: Record, begins: Sequence[int]) -> Labels:
     return sent
 
 
-def _needs(record: Record, begins: Sequence[int], sent: Labels) -> tuple[list[set[Label]], list[set[str]]]:
+def _needs(record: ForwardRecord, begins: Sequence[int], sent: Labels) -> tuple[list[set[Label]], list[set[str]]]:
     """By stage: what comes from earlier stages, and the names of the parameters and buffers that it reads."""
     needs: list[set[Label]] = []
     reads: list[set[str]] = []
@@ -199,7 +200,7 @@ def _needs(record: Record, begins: Sequence[int], sent: Labels) -> tuple[list[se
     return needs, reads
 
 
-def _holds(record: Record, begins: Sequence[int], reads: Sequence[set[str]]) -> list[frozenset[str]]:
+def _holds(record: ForwardRecord, begins: Sequence[int], reads: Sequence[set[str]]) -> list[frozenset[str]]:
     """By stage: what it reads, what its calls' modules have, and what nothing reads beside tensors of one module."""
     found: list[set[str]] = [set() for _ in begins]
     left: list[tuple[str, ...]] = []

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -46,9 +46,15 @@ class Elsewhere(Mixin):
 
 def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the same shape and dtype in the memory of one element: NaN, or 0 for integers."""
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    one = torch.full((), float("nan") if is_number else 0, dtype=tensor.dtype, device=device).expand(tensor.shape)
+    one = placeholder(tensor.dtype, tensor.shape, device)
     return nn.Parameter(one, requires_grad=False) if isinstance(tensor, nn.Parameter) else one
+
+
+def placeholder(dtype: torch.dtype, shape: Sequence[int], device: torch.device, *, dense: bool = False) -> torch.Tensor:
+    """Return a tensor of NaN, or of 0 for integers, in the memory of one element; `dense` in memory of its own."""
+    is_number = dtype.is_floating_point or dtype.is_complex
+    one = torch.full((), float("nan") if is_number else 0, dtype=dtype, device=device).expand(tuple(shape))
+    return one.clone() if dense else one
 
 
 def drop_others(

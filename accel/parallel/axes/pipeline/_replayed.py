@@ -20,9 +20,10 @@ from accel.errors import AccelError, StageError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._calls import Growing, Plain, add_to, added_to, growing_in, take_apart, tapped
 from accel.parallel._private import forward_hooks, hooks_with_keywords, is_view
-from accel.parallel._record import Call, Label, Leaf, Record
+from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall
 from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of
-from accel.parallel.axes.pipeline._cut import Cut, Stage
+from accel.parallel.axes.pipeline._cut import Cut, StageCut
+from accel.parallel.axes.pipeline._held import placeholder
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work, of_stage
 from accel.random import Key, torch_rng_scope
 from accel.tree._walk import Containers
@@ -31,7 +32,7 @@ _LAST = Boundary("float32", ())  # of a loss
 _AGAIN = "Pass accel.prepare(..., example=batch) a batch whose forward calls the same modules in the same order."
 
 
-class Stop(BaseException):
+class StageEnd(BaseException):
     """Ends a stage's forward at the first call of a later stage; no `except Exception` of the model catches it."""
 
 
@@ -45,7 +46,7 @@ class Replay(NamedTuple):
         draws: whether the forward draws random numbers.
     """
 
-    record: Record
+    record: ForwardRecord
     cut: Cut
     facts: Mapping[Label, Boundary]
     draws: bool
@@ -105,7 +106,7 @@ class Stoppable(Mixin):
         """Run the model's forward; return what later stages need where it is stopped."""
         try:
             return super().forward(*args, **kwargs)
-        except Stop:
+        except StageEnd:
             run = cast(Calls, vars(self)["accel_calls"]).run
             assert run is not None
             return tuple(run.given.values())
@@ -130,7 +131,7 @@ class StageRun:
     def __init__(
         self,
         replay: Replay,
-        stage: Stage,
+        stage: StageCut,
         received: Mapping[Label, torch.Tensor],
         device: torch.device,
         key: Key | None,
@@ -202,7 +203,7 @@ class StageRun:
             leaves = take_apart((args, kwargs), self._containers).leaves
             for each in wanted:
                 self._give(each, leaves[each.leaf])
-        raise Stop
+        raise StageEnd
 
     def _give(self, label: Label, tensor: torch.Tensor) -> None:
         if self.seen is not None:
@@ -238,7 +239,7 @@ class StageRun:
 
     def _leaves(
         self,
-        known: Call,
+        known: UnitCall,
         module: nn.Module,
         result: Any,
         given: Sequence[Any],
@@ -294,7 +295,8 @@ class StageRun:
         is_first = carries and not torch.is_grad_enabled()
         if label in self._received and not is_first:
             return self._received[label].clone() if needs_memory else self._received[label]
-        found = placeholder(self._replay.fact(label), self._device, dense=needs_memory or is_first)
+        fact = self._replay.fact(label)
+        found = placeholder(fact.torch_dtype, fact.shape, self._device, dense=needs_memory or is_first)
         if label in self._received:
             return found.copy_(self._received[label].detach())
         return found.requires_grad_().clone() if carries and needs_memory else found.requires_grad_(carries)
@@ -325,14 +327,6 @@ class StageRun:
         return torch_rng_scope(self._key.fold_in(number), *devices)
 
 
-def placeholder(like: Boundary, device: torch.device, *, dense: bool = False) -> torch.Tensor:
-    """Return a tensor of NaN, or of 0 for integers, in the memory of one element; `dense` in memory of its own."""
-    dtype: torch.dtype = getattr(torch, like.dtype)
-    is_number = dtype.is_floating_point or dtype.is_complex
-    one = torch.full((), float("nan") if is_number else 0, dtype=dtype, device=device)
-    return one.expand(like.shape).clone() if dense else one.expand(like.shape)
-
-
 def call_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
     """Call the forward hooks of a module for their effects; what they return is ignored, as what was sent has passed
     them."""
@@ -349,7 +343,7 @@ def _write(argument: Any, value: torch.Tensor) -> None:
     _ = argument.copy_(value)
 
 
-class _Alias(torch.autograd.Function):
+class _SameMemory(torch.autograd.Function):
     """A tensor of its own in the memory of another."""
 
     @staticmethod
@@ -366,7 +360,7 @@ def _detachable(output: torch.Tensor) -> torch.Tensor:
     weights."""
     if is_view(output):
         return output.clone()
-    return cast(Any, _Alias).apply(output) if output.requires_grad else output
+    return cast(Any, _SameMemory).apply(output) if output.requires_grad else output
 
 
 class ReplayedModule(nn.Module):

@@ -16,7 +16,7 @@ from accel.errors import AccelError, PrepareError, StageError
 from accel.parallel._calls import units_of
 from accel.parallel._modules import aliases_of, named_modules
 from accel.parallel._private import called_eagerly
-from accel.parallel._record import Label, Record
+from accel.parallel._record import ForwardRecord, Label
 from accel.parallel._recorder import record_forward
 from accel.parallel.axes.pipeline._boundaries import Boundary, noise, working
 from accel.parallel.axes.pipeline._cut import MOST_TWICE, begins_of, cut_record, share_twice
@@ -48,7 +48,7 @@ class Planned(NamedTuple):
     own: tuple[tuple[str, ...], ...]
 
 
-def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containers: Containers = ()) -> Record:
+def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containers: Containers = ()) -> ForwardRecord:
     """Record the forward of a micro-batch. No communication; an error of the model's own is a `StageError`."""
     try:
         return record_forward(model, units, batch.args, batch.kwargs, containers=containers)
@@ -133,7 +133,7 @@ class Replays:
                 )
         return Replay(record, cut, {}, draws=record.draws)
 
-    def _begins(self, record: Record) -> tuple[int, ...]:
+    def _begins(self, record: ForwardRecord) -> tuple[int, ...]:
         """The first call of each stage in a record."""
         if self._starts is None:
             return begins_by_holdings(record, self._holds)
@@ -205,7 +205,7 @@ def _planned(
     return Planned(units, starts_of(record, begins), tuple(each.holds for each in cut.stages), own)
 
 
-def _updated(record: Record) -> set[str]:
+def _updated(record: ForwardRecord) -> set[str]:
     """The modules whose buffers code between calls changes, such as a norm without parameters; `StageError` for those
     of the model itself."""
     found = {name.rpartition(".")[0] for name in record.updates}
@@ -221,7 +221,7 @@ def _updated(record: Record) -> set[str]:
     return found
 
 
-def _read_outside(record: Record, begins: Sequence[int], opened: Collection[str]) -> set[str]:
+def _read_outside(record: ForwardRecord, begins: Sequence[int], opened: Collection[str]) -> set[str]:
     """The units to open, as code outside reads their parameters; `StageError` without any to open."""
     found = {f"{unit}." for unit in record.units if any(name.startswith(f"{unit}.") for name in record.outside)} - set(
         opened
@@ -256,7 +256,7 @@ def _are_below(names: Sequence[str], paths: Sequence[str]) -> bool:
     return any(name.startswith(tuple(f"{path}." for path in paths)) for name in names)
 
 
-def begins_at(record: Record, stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
+def begins_at(record: ForwardRecord, stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
     """Return the first call of each stage by the modules at which it begins; they are called in the order of the
     stages, or a `PrepareError`. Pure."""
     found: list[int] = [0]
@@ -275,7 +275,7 @@ def begins_at(record: Record, stages: Sequence[Sequence[str]]) -> tuple[int, ...
     return tuple(found)
 
 
-def begins_by_holdings(record: Record, holds: Sequence[frozenset[str]]) -> tuple[int, ...]:
+def begins_by_holdings(record: ForwardRecord, holds: Sequence[frozenset[str]]) -> tuple[int, ...]:
     """Return the first call of each stage, by what the stages hold. Pure.
 
     Modules called behind those of a later stage are a `StageError`.
@@ -298,7 +298,7 @@ def begins_by_holdings(record: Record, holds: Sequence[frozenset[str]]) -> tuple
     return tuple(begins)
 
 
-def starts_of(record: Record, begins: Sequence[int]) -> tuple[tuple[str, int], ...]:
+def starts_of(record: ForwardRecord, begins: Sequence[int]) -> tuple[tuple[str, int], ...]:
     """Return the path of the module at which each stage begins, and the number of its earlier calls. Pure."""
     return tuple((record.paths[at], record.paths[:at].count(record.paths[at])) for at in begins)
 

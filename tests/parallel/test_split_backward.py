@@ -147,7 +147,7 @@ def _squares(output: Tensor, _targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_two_towers_train_alike_where_the_backward_is_split(ranks: Simulator, schedule: str) -> None:
-    _check(ranks, Handwritten("pair", _Pair, _pairs, _squares), schedule, 2, "replay")
+    _check(ranks, Handwritten("pair", _Pair, _pairs, _squares), schedule, 2)
 
 
 @pytest.mark.slow
@@ -159,4 +159,4 @@ def test_every_parameter_gets_its_gradient_under_every_schedule(
     ranks: Simulator, schedule: str, per_rank: int, name: str
 ) -> None:
     [each] = named(name)
-    _check(ranks, each, schedule, per_rank, "replay")
+    _check(ranks, each, schedule, per_rank)

@@ -187,8 +187,9 @@ class Pipeline:
             replay = looked(self.comm, self.layout, stages, work, replay, ctx.device)
             replays.keep(key, replay)
         assert replay is not None
+        each = replays.of_micro_batches(self.comm, key, model, work)
         streams = batch_key(replay)
-        with working(stages, work), replaying(stages, replay, streams):
+        with working(stages, work), replaying(stages, each, streams):
             return self._schedule(ctx, stages, key, replay.boundaries(), trains=trains).run()
 
     def _schedule(

@@ -21,7 +21,7 @@ from accel.data._loader import Loader, prepare_loader, unwrapped_loader
 from accel.errors import DeviceError, PrepareError
 from accel.errors._checks import check_kind, with_article
 from accel.items._packed_state import is_zero
-from accel.optim import guard_closures, note_complex, parameters_of
+from accel.optim import guard_closures, note_complex, note_elsewhere, parameters_of
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import current_parameter, heir_of, is_dropped, name_of
 from accel.parallel._modules import unwrap_model
@@ -40,6 +40,7 @@ def drop_others(optimizer: Optimizer, group: dict[str, Any]) -> None:
         return
     for each in group["params"]:
         if is_dropped(each):
+            note_elsewhere(optimizer, each)
             _ = optimizer.state.pop(each, None)
     for key in ("params", "param_names"):
         if key in group:

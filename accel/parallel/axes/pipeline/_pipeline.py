@@ -22,7 +22,7 @@ from accel.parallel.axes.pipeline._replayed import ReplayedModule, replaying
 from accel.parallel.axes.pipeline._replays import Replays, agreed_replay, batch_key, looked
 from accel.parallel.axes.pipeline._stage_module import Work
 from accel.parallel.axes.pipeline._stage_plan import Layout, Norms, batch_norms, check_norms
-from accel.tensors import local_part
+from accel.tensors import has_wide_gradient, local_part
 from accel.topology import rank_rows
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def sum_tied_gradients(
             elif not is_watched(parameter):  # else ranks with the same stage decide
                 continue
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            wide = torch.float32 if has_wide_gradient(parameter) else None  # as on the rank that has a gradient
+            parameter.grad = torch.zeros_like(parameter, dtype=wide)
         part = local_part(parameter.grad)
         _ = part.copy_(all_reduce_flat(tie.comm, part.contiguous(), "sum").view_as(part))
         if tie.name in before:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
-from accel.optim import Accumulation, clamp_, keep_losses, parameters_of, scale_, total_norm
+from accel.optim import Accumulation, clamp_, keep_losses, norm_dtype, parameters_of, scale_, total_norm
 from accel.parallel._engines import engine_of
 from accel.precision._amp import LossScale
 from accel.tensors import local_parts
@@ -85,7 +85,7 @@ def clip_grad_norm_(
         scale_(grads, torch.where(norm.isfinite(), shortening(norm, max_norm), 1.0))
     elif math.isfinite(norm):
         scale_(grads, shortening(norm, max_norm))
-    return as_tensor(norm, grads)
+    return as_tensor(norm, norm_dtype(grads or listed))  # a stage may hold frozen parameters alone
 
 
 @context_first
@@ -186,7 +186,7 @@ def unscale_gradients(
     [grads] = window_gradients(ctx, window, parameters_of(optimizers))
     scale_(grads, division(ctx, window, total_weight(window)))
     # Noted in the window: a step that divided once more would go unseen.
-    divided = keep_losses(window, msgspec.structs.replace(window, divided=len(grads), retained=False))
+    divided = keep_losses(window, msgspec.structs.replace(window, divided=len(grads) or -1, retained=False))
     if not isinstance(given, TrainState):
         return divided
     mark_followed(ctx, given, accum, "state = accel.unscale_gradients(ctx, optimizer, state)")

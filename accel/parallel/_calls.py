@@ -85,6 +85,11 @@ class Answered(Mixin):
         return plain(*args, **kwargs) if answer is None else answer(cast(nn.Module, self), plain, args, kwargs)
 
 
+def answer_of(module: nn.Module) -> Answer | None:
+    """Return what answers the calls of a module; None for its own forward."""
+    return vars(module).get(_ANSWER)
+
+
 def let_answer(module: nn.Module, answer: Answer | None) -> None:
     """Let calls of a module be answered; None for its own forward. Mutates the module; deep copies share the answer."""
     if answer is not None:

@@ -188,7 +188,6 @@ def is_elsewhere(module: nn.Module) -> bool:
 WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of the wrapped module
 HELD = "accel_held"  # attribute of an engine's wrapper: its `EngineGradients`
 EMPTIED = "accel_emptied"  # attribute of modules whose parameters are empty between passes: what makes them so
-COMPILES = "accel_compile_with"  # attribute of a traced stage: options of torch.compile for its graphs
 FREED = "accel_freed"  # attribute of a module of another stage: paths of its tensors, by name
 OVERLAPS = "accel_overlaps"  # attribute of modules that send beside their own products
 STAGES = "accel_stages"  # attribute of a pipelined model
@@ -270,17 +269,6 @@ def stage_modules(model: nn.Module) -> Sequence[nn.Module]:
 def is_pipelined(model: nn.Module) -> bool:
     """Return whether a model is cut into the stages of a pipeline."""
     return STAGES in vars(model)
-
-
-def has_graphs(model: nn.Module) -> bool:
-    """Return whether a model's stages are cut by tracing, and run graphs in the place of its modules."""
-    return all(COMPILES in vars(each) for each in stage_modules(model))
-
-
-def compile_graphs(model: nn.Module, options: Mapping[str, object]) -> None:
-    """Let torch compile the graphs of a traced model's stages at their first call. Mutates it."""
-    for each in stage_modules(model):
-        vars(each)[COMPILES] = options
 
 
 def follow_stages(module: nn.Module, model: nn.Module) -> None:

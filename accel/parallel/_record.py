@@ -241,6 +241,7 @@ class ForwardRecord(msgspec.Struct, frozen=True):
         outside: FLOPs of the code between calls by the names of the parameters that it reads.
         units: paths of the units.
         draws: whether it draws random numbers.
+        branches: whether Python reads values between calls that no call has made, such as those of the inputs.
         updates: names of buffers that the code between calls changes by values of calls.
     """
 
@@ -253,6 +254,7 @@ class ForwardRecord(msgspec.Struct, frozen=True):
     units: tuple[str, ...] = ()
     draws: bool = False
     updates: tuple[str, ...] = ()
+    branches: bool = False
 
     @property
     def paths(self) -> tuple[str, ...]:

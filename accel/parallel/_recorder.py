@@ -20,6 +20,7 @@ from accel.parallel._calls import (
     Plain,
     add_to,
     added_to,
+    answer_of,
     growing_in,
     let_answer,
     take_apart,
@@ -100,7 +101,7 @@ class Recorder(TorchDispatchMode):
         self._decisions: list[Decision] = []
         self._between = [0.0]
         self._outside: dict[str, float] = {}
-        self._draws = False
+        self._draws = self._branches = False
         self._buffers: dict[int, str] = {}  # outside of units, by storage
         self._updates: set[str] = set()
         self._labels: dict[int, Labels] = {}  # by storage
@@ -120,14 +121,14 @@ class Recorder(TorchDispatchMode):
     def answering(self) -> Generator[None]:
         """Record the calls of the units within a block."""
         modules = {path: self._model.get_submodule(path) for path in self._units}
-
+        before = {path: answer_of(module) for path, module in modules.items()}
         for path, module in modules.items():
             let_answer(module, partial(self.call, path))
         try:
             yield
         finally:
-            for module in modules.values():
-                let_answer(module, None)
+            for path, module in modules.items():
+                let_answer(module, before[path])
 
     # --- operators
 
@@ -162,6 +163,7 @@ class Recorder(TorchDispatchMode):
             self._now.reads_values = True
         elif reads and sources:
             self._decisions.append(Decision(len(self._calls), sources))
+        self._branches |= reads and self._now is None and not sources
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -454,9 +456,8 @@ class Recorder(TorchDispatchMode):
         between = tuple(self._between)
         decisions = tuple(self._decisions)
         updates = tuple(sorted(self._updates))
-        return ForwardRecord(
-            calls, end, decisions, tuple(held), between, self._outside, self._units, self._draws, updates
-        )
+        found = ForwardRecord(calls, end, decisions, tuple(held), between, self._outside, self._units, self._draws)
+        return msgspec.structs.replace(found, updates=updates, branches=self._branches)
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

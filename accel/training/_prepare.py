@@ -194,7 +194,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, exampl
         objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number. Loaders from
             `prepare_loader` and None are returned as they are.
         plan: plan of every model, None for `ctx.plan`; see `prepare_model`.
-        example: a batch as every model takes it, for a plan with cut="trace" or to find styles along tp by; see
+        example: a batch as every model takes it, for stages along pp, and to find styles along tp by; see
             `prepare_model`.
 
     Returns:

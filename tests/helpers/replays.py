@@ -66,7 +66,7 @@ def run_stages(given: Example, plan: Cut) -> tuple[Tensor, dict[str, Tensor | No
     replay = Replay(given.record, plan, {}, draws=False)
     stages = [_stage(given, plan, at) for at in range(len(plan.stages))]
     work = Work([given.batch], lambda output, batch: given.entry.loss(output, batch.targets))
-    with working(stages, work), replaying(stages, replay, None):
+    with working(stages, work), replaying(stages, [replay], None):
         return _run(stages)
 
 

@@ -65,7 +65,8 @@ def begins_of(record: ForwardRecord, stages: int) -> tuple[int, ...]:
         return prices[begin] + (stages * (loads[end] - loads[begin]) / loads[-1] - 1) ** 2
 
     nothing: tuple[float, tuple[int, ...]] = (math.inf, ())
-    best = [(0.0, nothing[1])] + [nothing] * count  # by the end of a stage
+    best = [nothing] * (count + 1)  # by the end of a stage
+    best[0] = (0.0, ())
     for stage in range(1, stages + 1):
         found = [nothing] * (count + 1)
         for end in range(stage, count - (stages - stage) + 1):

@@ -372,14 +372,14 @@ class ReplayedModule(nn.Module):
         rank: of the context, for errors.
         own: paths of the units that the stage calls.
         work: the current computation; None between calls.
-        replay: that of its batch; None between calls.
+        replays: those of its micro-batches; none between calls.
         key: of the random streams of its batch; None for a batch without.
         before_batch: run once before the micro-batches of a batch; None for nothing.
         seen: of the latest run of `look`.
     """
 
     work: Work | None = None
-    replay: Replay | None = None
+    replays: Sequence[Replay] = ()
     key: Key | None = None
     before_batch: Callable[[], None] | None = None
     looks = False
@@ -404,10 +404,9 @@ class ReplayedModule(nn.Module):
 
     def forward(self, *received: torch.Tensor, micro: torch.Tensor) -> Any:
         """Run the stage on a micro-batch, by its number on the CPU; the first stage ignores `received`."""
-        work, replay = self.work, self.replay
+        work, at = self.work, int(micro.item())
         assert work is not None
-        assert replay is not None
-        at = int(micro.item())
+        replay = self.replays[at]
         batch = of_stage(work.micro_batches[at], self.index)
         run = self._begin(work, replay, at, received)
         stage = replay.cut.stages[self.index]
@@ -486,13 +485,13 @@ class ReplayedModule(nn.Module):
 
 
 @contextlib.contextmanager
-def replaying(stages: Sequence[ReplayedModule], replay: Replay, key: Key | None) -> Generator[None]:
-    """Give stages the replay of their batch for the time of a block."""
+def replaying(stages: Sequence[ReplayedModule], replays: Sequence[Replay], key: Key | None) -> Generator[None]:
+    """Give stages the replays of their micro-batches for the time of a block."""
     for each in stages:
-        each.replay, each.key = replay, key
+        each.replays, each.key = replays, key
     try:
         yield
     finally:
         for each in stages:
-            each.replay = each.key = None
+            each.replays, each.key = (), None
             each.forget()

@@ -13,17 +13,18 @@ from torch.utils import _pytree as pytree
 
 from accel.comm import Call, Comm, agreed_values
 from accel.errors import AccelError, PrepareError, StageError
-from accel.parallel._calls import units_of
+from accel.parallel._calls import let_answer, tensors_in, units_of
 from accel.parallel._modules import aliases_of, named_modules
 from accel.parallel._private import called_eagerly
 from accel.parallel._record import ForwardRecord, Label
 from accel.parallel._recorder import record_forward
 from accel.parallel.axes.pipeline._boundaries import Boundary, noise, working
-from accel.parallel.axes.pipeline._cut import MOST_TWICE, begins_of, cut_record, share_twice
-from accel.parallel.axes.pipeline._replayed import Replay, ReplayedModule, replaying
+from accel.parallel.axes.pipeline._cut import MOST_TWICE, Cut, StageCut, begins_of, cut_record, share_twice
+from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, StageRun, replaying
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work, first_tensor, of_stage
 from accel.parallel.axes.pipeline._stage_plan import Layout, Stages
 from accel.random import Key
+from accel.tensors import emptied_caches
 from accel.tree._walk import Containers
 
 _MOST_REPLAYS = 16
@@ -88,7 +89,10 @@ class Replays:
         self._starts = planned.starts
         self._holds = planned.holds
         self._device = device
-        self._known: dict[object, Replay] = {}
+        self._known: dict[object, list[Replay]] = {}
+        self._calls = Calls()
+        for path in planned.units:
+            let_answer(ghost.get_submodule(path), self._calls.of(path))
 
     def key(self, model: nn.Module, work: Work, *, trains: bool) -> object:
         """Return what a record depends on: shapes and other arguments, the mode, gradients and autocast."""
@@ -105,11 +109,30 @@ class Replays:
 
     def find(self, key: object) -> Replay | None:
         """Return the replay of a kind of batch; None if it is to be made."""
-        return self._known.get(key)
+        return self._known[key][0] if key in self._known else None
+
+    def of_micro_batches(self, comm: Comm, key: object, model: nn.Module, work: Work) -> list[Replay]:
+        """Return the replay of each micro-batch. Where the forward reads values of its inputs, they may differ, and an
+        order of calls that is new is recorded: a collective along the pipeline then, whose ranks see the same inputs.
+        """
+        known = self._known[key]
+        if not known[0].record.branches or known[0].record.decisions or work.probe is not None:
+            return [known[0]] * len(work.micro_batches)
+        found: list[Replay] = []
+        for each in work.micro_batches:
+            fits = (old for old in known if is_followed(old, self._ghost, self._calls, each, work))
+            replay = next(fits, None)
+            if replay is None:
+                own = work._replace(micro_batches=[each])
+                replay = with_facts(agreed_replay(comm, lambda own=own: self.record(model, own)), known[0])
+                known.append(replay)
+                del known[1 : max(1, len(known) - _MOST_REPLAYS)]
+            found.append(replay)
+        return found
 
     def keep(self, key: object, replay: Replay) -> None:
         """Keep a replay; the ones made last are kept."""
-        self._known[key] = replay
+        self._known[key] = [replay]
         while len(self._known) > _MOST_REPLAYS:
             _ = self._known.pop(next(iter(self._known)))
 
@@ -123,32 +146,36 @@ class Replays:
             record = recorded(self._ghost, self._units, batch, work.containers)
         begins = self._begins(record)
         cut = cut_record(record, begins)
-        for at, (stage, held) in enumerate(zip(cut.stages, self._holds, strict=True)):
-            if missing := sorted(stage.holds - held):
-                raise StageError(
-                    f"stage {at} reads a tensor for this batch that it does not hold",
-                    expected="the parameters and buffers that the model was prepared with",
-                    got=", ".join(missing[:3]),
-                    fix=_FIX,
-                )
+        missing = self._missing(record, cut)
+        by_holdings = begins_by_holdings(record, self._holds) if missing else begins
+        if by_holdings != begins:  # modules that the example has not called
+            cut = cut_record(record, by_holdings)
+            missing = self._missing(record, cut)
+        if missing:
+            raise StageError(
+                "a stage reads tensors for this batch that it does not hold",
+                expected="the parameters and buffers that the model was prepared with",
+                got=", ".join(missing[:3]),
+                fix=_FIX,
+            )
         return Replay(record, cut, {}, draws=record.draws)
 
+    def _missing(self, record: ForwardRecord, cut: Cut) -> list[str]:
+        """Names of the tensors that stages of a cut read and do not hold."""
+        labels = record.end.union(*(each.needs for each in record.calls), *(each.sources for each in record.decisions))
+        arguments = [each.sources for call in record.calls for each in call.arguments.values()]
+        read = {label.name for label in labels.union(*arguments)}
+        is_read = {name for each in record.held if not read.isdisjoint(each.names) for name in each.names}
+        pairs = zip(cut.stages, self._holds, strict=True)
+        return sorted(name for stage, held in pairs for name in (stage.holds - held) & is_read)
+
     def _begins(self, record: ForwardRecord) -> tuple[int, ...]:
-        """The first call of each stage in a record."""
-        if self._starts is None:
-            return begins_by_holdings(record, self._holds)
-        found: list[int] = [0]
-        for path, earlier in self._starts[1:]:
-            places = [number for number, each in enumerate(record.paths) if each == path]
-            if len(places) <= earlier or places[earlier] <= found[-1]:
-                raise StageError(
-                    "the forward does not call the modules at which the stages begin, in their order",
-                    expected=f"{path} behind {record.paths[found[-1]]}",
-                    got=", ".join(record.paths[:20]),
-                    fix=_FIX,
-                )
-            found.append(places[earlier])
-        return tuple(found)
+        """The first call of each stage in a record: that of the example, or by holdings where it is not called."""
+        starts = starts_of(record, range(len(record.calls)))
+        found = [starts.index(each) for each in self._starts or () if each in starts]
+        if len(found) == len(self._holds) and found == sorted(found) and found[0] == 0:
+            return tuple(found)
+        return begins_by_holdings(record, self._holds)
 
 
 _SHARES = (0.6, 0.35, 0.2, 0.1, 0.05, 0.02, 0.0)  # of all parameters, from which a module is opened
@@ -293,8 +320,8 @@ def begins_by_holdings(record: ForwardRecord, holds: Sequence[frozenset[str]]) -
                 fix=_FIX,
             )
         begins += [number] * (later[0] - len(begins) + 1)
-    if len(begins) < len(holds) or len(set(begins)) < len(begins):
-        raise StageError("a stage calls none of its modules", got=", ".join(record.paths[:20]), fix=_FIX)
+    if len(begins) < len(holds):
+        raise StageError("the last stage calls none of its modules", got=", ".join(record.paths[:20]), fix=_FIX)
     return tuple(begins)
 
 
@@ -321,6 +348,46 @@ def agreed_replay(comm: Comm, make: Callable[[], Replay]) -> Replay:
             fix="Pass the same batch on all ranks along pp.",
         )
     return made[0]
+
+
+def is_followed(replay: Replay, model: Callable[..., Any], calls: Calls, batch: MicroBatch, work: Work) -> bool:
+    """Return whether a micro-batch calls the modules of a record in its order, by a forward whose calls are all
+    answered by placeholders. No communication."""
+    end = len(replay.record.calls)
+    nothing = StageCut(begin=end, end=end, needs=(), gives=(), passes=(), holds=frozenset())
+    run = StageRun(replay, nothing, {}, first_device(batch), None, work.containers)
+    try:
+        with torch.no_grad(), emptied_caches(), work.around(), calls.answered_by(run):
+            _ = run.forward(model, batch)
+    except StageError:
+        return False
+    return True
+
+
+def first_device(batch: MicroBatch) -> torch.device:
+    """Return the device of the first tensor of a micro-batch; the CPU without one."""
+    found = tensors_in((batch.args, dict(batch.kwargs)))
+    return found[0].device if found else torch.device("cpu")
+
+
+def with_facts(replay: Replay, known: Replay) -> Replay:
+    """Return a replay of another order of calls with the dtypes and shapes of a known one; tensors of other forms
+    between its stages are a `StageError`. Pure."""
+    places = {start: at for at, start in enumerate(starts_of(known.record, range(len(known.record.calls))))}
+    facts: dict[Label, Boundary] = {}
+    for at, start in enumerate(starts_of(replay.record, range(len(replay.record.calls)))):
+        found = {label: fact for label, fact in known.facts.items() if label.call == places.get(start)}
+        facts |= {label._replace(call=at): fact for label, fact in found.items()}
+    made = replay._replace(facts=facts)
+    if made.boundaries() != known.boundaries():
+        raise StageError(
+            "two micro-batches of a batch pass different tensors between stages",
+            expected=f"{known.boundaries()}",
+            got=f"{made.boundaries()}, as the forward calls {', '.join(replay.record.paths[:20])}",
+            fix="Pass accel.prepare(..., example=batch) a batch of the longer path, or begin the stages elsewhere: "
+            "Plan(stages=[[...], [...]]).",
+        )
+    return made
 
 
 def looked(
@@ -354,7 +421,7 @@ def _look(stage: ReplayedModule, replay: Replay, device: torch.device) -> list[t
     devices = [] if device.type == "cpu" else [device]
     buffers = {each: each.detach().clone() for each in stage.buffers()}
     streams = cast(Any, torch.random).fork_rng(devices=devices, device_type=device.type)
-    with torch.no_grad(), streams, called_eagerly(stage), replaying([stage], replay, None), stage.looking():
+    with torch.no_grad(), streams, called_eagerly(stage), replaying([stage], [replay], None), stage.looking():
         _ = stage(*received, micro=torch.zeros(1, dtype=torch.int64))
         for buffer, before in buffers.items():
             _ = buffer.copy_(before)

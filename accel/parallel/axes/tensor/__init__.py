@@ -9,6 +9,6 @@ chunks beside their messages, `_vocabulary.py` on parts of logits, and `_dropout
 same values.
 """
 
-from accel.parallel.axes.tensor._spread import TENSOR as TENSOR, Division as Division, division_of as division_of
+from accel.parallel.axes.tensor._spread import TENSOR as TENSOR
 from accel.parallel.axes.tensor._tensor_plan import tensor_plan as tensor_plan
 from accel.parallel.axes.tensor._vocabulary import vocab_cross_entropy as vocab_cross_entropy

@@ -17,7 +17,6 @@ from accel.testing import Simulator
 
 # of torch, for a reentrant checkpoint in a forward without gradients
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-CUTS = ("replay",)
 # Each stands for a kind: words, free parameters, residuals outside of modules, a bias that is passed on, two inputs,
 # skips, statistics, buffers, side doors, frozen stages, and calls in another order than that of registration.
 FEW = (
@@ -38,10 +37,10 @@ OUTPUTS = ("nano_gpt", "dlrm", "hooked_features")
 CALLS = {"lstm": 3, "gru": 3}  # calls of modules, where there are fewer than four
 
 
-def _check(ranks: Simulator, each: Handwritten, cut: Any, stages: int, *, evaluates: bool = True) -> None:
+def _check(ranks: Simulator, each: Handwritten, stages: int, *, evaluates: bool = True) -> None:
     micro = 3 if stages == 2 else 4
     ragged = 7 if "batch_norm" not in each.tags else 2 * micro
-    plan = Plan(cut=cut, micro_batches=micro)
+    plan = Plan(micro_batches=micro)
 
     def run(ctx: accel.DistContext) -> Any:
         return piped(ctx, each, f"pp={stages}", plan, rows=ragged, evaluates=evaluates)
@@ -51,22 +50,20 @@ def _check(ranks: Simulator, each: Handwritten, cut: Any, stages: int, *, evalua
     assert compare(ranks.run(run, stages, default_group=True), expected, outputs=not is_joint) == []
 
 
-@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("each", named(*FEW), ids=lambda each: each.name)
-def test_two_stages_are_the_model(ranks: Simulator, each: Handwritten, cut: str) -> None:
-    _check(ranks, each, cut, 2, evaluates=each.name in OUTPUTS)
+def test_two_stages_are_the_model(ranks: Simulator, each: Handwritten) -> None:
+    _check(ranks, each, 2, evaluates=each.name in OUTPUTS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("each", MODELS, ids=lambda each: each.name)
-def test_any_number_of_stages_is_the_model(ranks: Simulator, each: Handwritten, stages: int, cut: str) -> None:
+def test_any_number_of_stages_is_the_model(ranks: Simulator, each: Handwritten, stages: int) -> None:
     if CALLS.get(each.name, stages) < stages:
         with pytest.raises(PrepareError, match="fewer calls of modules than stages"):
-            _check(ranks, each, cut, stages)
+            _check(ranks, each, stages)
         return
-    _check(ranks, each, cut, stages)
+    _check(ranks, each, stages)
 
 
 def _holdings(ctx: accel.DistContext, each: Handwritten, mesh: str) -> tuple[set[str], set[str], int]:
@@ -74,9 +71,7 @@ def _holdings(ctx: accel.DistContext, each: Handwritten, mesh: str) -> tuple[set
     model: Any = each.make()
     before = [*model.parameters()]
     optimizer = torch.optim.SGD([one for one in before if one.requires_grad], lr=0.1)
-    model, optimizer = accel.prepare(
-        ctx, model, optimizer, plan=Plan(cut="replay", micro_batches=2), example=each.batch(6, 4).inputs
-    )
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=Plan(micro_batches=2), example=each.batch(6, 4).inputs)
     inner = accel.unwrap_model(model)
     held = {id(one) for one in inner.parameters()}
     for one in before:

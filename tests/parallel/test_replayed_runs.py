@@ -79,9 +79,9 @@ def _words(rows: int) -> list[tuple[Tensor, Tensor]]:
 
 LOSS = named("nano_gpt")[0].loss
 CUTS = [
-    ("pp=2", Plan(cut="replay", micro_batches=4)),
-    ("pp=4", Plan(cut="replay", micro_batches=4, schedule="GPipe")),
-    ("pp=2", Plan(cut="replay", micro_batches=4, schedule="Interleaved1F1B", stages_per_rank=2)),
+    ("pp=2", Plan(micro_batches=4)),
+    ("pp=4", Plan(micro_batches=4, schedule="GPipe")),
+    ("pp=2", Plan(micro_batches=4, schedule="Interleaved1F1B", stages_per_rank=2)),
 ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -30,7 +30,7 @@ PRIVATE = {
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
-    "torch": ("_disable_dynamo", "_ops"),  # torch.compiler.disable, without importing the compiler at once; operators
+    "torch": ("_disable_dynamo",),  # torch.compiler.disable, without importing the compiler at once
     "torch.nn.Module": (
         "_parameters",
         "_modules",
@@ -51,9 +51,7 @@ PRIVATE = {
         "DataDependentOutputException",
         "DynamicOutputShapeException",
     ),
-    "torch._ops": ("OpOverload",),
-    "torch._C": ("_current_graph_task_id", "_autograd"),
-    "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
+    "torch._C": ("_current_graph_task_id",),
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
     "torch.distributed.tensor.DTensor": ("_spec", "_local_tensor"),  # and the arguments of its constructor
     "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
@@ -149,13 +147,6 @@ def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:
     return cast(Any, module)._forward_pre_hooks
 
 
-def module_hooks(module: nn.Module) -> Iterator[object]:
-    """Yield the hooks of a module's forward and backward, of this module alone."""
-    each = cast(Any, module)
-    for hooks in (each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks):
-        yield from hooks.values()
-
-
 def fake_mode() -> Any:
     """Return a mode in which new tensors have no memory; beside them, real ones may be constants."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy
@@ -189,16 +180,6 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     elif "batch_norm" in operator.name():
         found += args[3:5]
     return [each for each in found if isinstance(each, torch.Tensor)]
-
-
-def saves_otherwise() -> bool:
-    """Return whether what autograd would save goes elsewhere, as inside of a checkpoint that computes it again."""
-    return cast(Any, torch)._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def is_operator(target: object) -> bool:
-    """Return whether the target of a node in a graph is an operator with a schema."""
-    return isinstance(target, cast(Any, torch)._ops.OpOverload)
 
 
 def part_alone(parameter: DTensor) -> torch.Tensor:

@@ -65,10 +65,10 @@ def begins_of(record: ForwardRecord, stages: int) -> tuple[int, ...]:
         return prices[begin] + (stages * (loads[end] - loads[begin]) / loads[-1] - 1) ** 2
 
     nothing: tuple[float, tuple[int, ...]] = (math.inf, ())
-    best = [nothing] * (count + 1)  # by the end of a stage
+    best: list[tuple[float, tuple[int, ...]]] = [nothing] * (count + 1)  # by the end of a stage
     best[0] = (0.0, ())
     for stage in range(1, stages + 1):
-        found = [nothing] * (count + 1)
+        found: list[tuple[float, tuple[int, ...]]] = [nothing] * (count + 1)
         for end in range(stage, count - (stages - stage) + 1):
             ways = ((best[begin][0] + stage_cost(begin, end), (*best[begin][1], begin)) for begin in range(end))
             found[end] = min(ways)

@@ -218,7 +218,8 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
     label_parameters(inner)
     refuse_changes(inner)
     if options.head == "colwise":
-        set_own_loss(ctx, inner)
+        for root in (inner, *_stage_views(inner)):
+            set_own_loss(ctx, root)
     elif ctx.rank == 0 and (note := _note(inner, rules, _size(ctx))):
         logging.getLogger("accel.parallel").warning(note)
     return model

@@ -7,8 +7,8 @@ Qi et al. 2023, zero bubble, arXiv:2401.10241; torch.distributed.pipelining.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
@@ -89,9 +89,25 @@ class _Stage(PipelineStage):
         with self._backward_of(bwd_chunk_id, ends=True):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
-    def _backward_of(self, micro: int, *, ends: bool) -> AbstractContextManager[None]:
-        stage = self.submod
-        return stage.backward_of(micro, ends=ends) if isinstance(stage, ReplayedModule) else nullcontext()
+    @contextmanager
+    def _backward_of(self, micro: int, *, ends: bool) -> Generator[None]:
+        """Let calls of a checkpoint be answered within a block, and name stage and micro-batch in its errors."""
+        stage = cast(ReplayedModule, self.submod)
+        try:
+            with stage.backward_of(micro, ends=ends):
+                yield
+        except (AccelError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            causes = _causes(error)
+            found = next((each for each in causes if isinstance(each, AccelError | torch.OutOfMemoryError)), None)
+            if found is not None or any(peer_error(each, "a backward") is not None for each in causes):
+                raise
+            own = causes[-1]
+            raise StageError(
+                f"the backward of a pipeline stage failed: {type(own).__name__}: {str(own).strip()}",
+                where=f"stage {self.stage_index} of {self.num_stages}, micro-batch {micro + 1}, rank {stage.rank}",
+            ) from error
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Return the gradients for a stage on this rank; none in a run without backward, which V schedules ask too."""
@@ -226,18 +242,26 @@ class StageSchedule:
 
     def _told(self, error: Exception) -> Exception:
         """The error of a stage inside what torch puts around it."""
-        cause: BaseException | None = error
-        while cause is not None:
+        causes = _causes(error)
+        for cause in causes:
             if isinstance(cause, AccelError | torch.OutOfMemoryError):
                 return cause
             if (lost := peer_error(cause, "the pipeline's schedule")) is not None:
                 where = f"rank {self._rank}, which exchanges with rank {', '.join(map(str, self._neighbours))}"
                 return PeerError(lost.problem, expected=lost.expected, where=where, fix=lost.fix)
-            cause = cause.__cause__
+        own = causes[-1]
         return StageError(
-            f"the pipeline's schedule failed: {type(error).__name__}: {str(error).strip()}",
+            f"the pipeline's schedule failed: {type(own).__name__}: {str(own).strip()}",
             where=f"{self._layout.schedule}, rank {self._rank}",
         )
+
+
+def _causes(error: Exception) -> list[Exception]:
+    """An error and what it was raised from, the innermost one last; torch puts its own around those of a stage."""
+    found = [error]
+    while isinstance(cause := found[-1].__cause__, Exception):
+        found.append(cause)
+    return found
 
 
 def _returned_loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:

@@ -130,6 +130,14 @@ def _layout(ctx: DistContext, options: StageOptions) -> Layout:
     return layout
 
 
+def _pad_between_layers(model: nn.Module) -> None:
+    """Let torch's encoders keep padding between their layers in eval mode, as nested tensors cannot be sent. Mutates
+    these encoders."""
+    for each in model.modules():
+        if isinstance(each, nn.TransformerEncoder):
+            each.use_nested_tensor = False
+
+
 def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_empty: bool) -> nn.Module:
     norms = batch_norms(model)
     count = _layout(ctx, options).micro_batches
@@ -137,6 +145,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
         logging.getLogger("accel.parallel").warning(_OF_PIECES, len(norms), norms[0][0], count)
     layout = _layout(ctx, options)
     compare_models(ctx, options, dict(model.named_parameters()))
+    _pad_between_layers(model)
     ghost = without_memory(model, ctx.device)
     plan = _planned(ctx, ghost, model, options)
     aliases = _aliases(model)

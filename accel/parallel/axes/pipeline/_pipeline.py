@@ -19,7 +19,7 @@ from accel.parallel._modules import STAGES, stage_modules
 from accel.parallel._same_batches import same_batches
 from accel.parallel.axes.pipeline._boundaries import Boundary, working
 from accel.parallel.axes.pipeline._replayed import ReplayedModule, replaying
-from accel.parallel.axes.pipeline._replays import Replays, agreed_replay, batch_key, looked
+from accel.parallel.axes.pipeline._replays import Replays, agreed_replay, looked
 from accel.parallel.axes.pipeline._stage_module import Work
 from accel.parallel.axes.pipeline._stage_plan import Layout, Norms, batch_norms, check_norms
 from accel.tensors import has_wide_gradient, local_part
@@ -189,8 +189,7 @@ class Pipeline:
             replays.keep(key, replay)
         assert replay is not None
         each = replays.of_micro_batches(self.comm, key, model, work)
-        streams = batch_key(replay)
-        with working(stages, work), replaying(stages, each, streams):
+        with working(stages, work), replaying(stages, each, replays.streams_of(replay)):
             return self._schedule(ctx, stages, key, replay.boundaries(), trains=trains).run()
 
     def _schedule(

@@ -44,12 +44,14 @@ class Replay(NamedTuple):
         cut: of the record.
         facts: dtype and shape of each leaf that a call returns or a stage gives, as the stages compute them.
         draws: whether the forward draws random numbers.
+        seed: of its streams where ranks along the pipeline have different global ones; None where they are alike.
     """
 
     record: ForwardRecord
     cut: Cut
     facts: Mapping[Label, Boundary]
     draws: bool
+    seed: int | None = None
 
     def boundaries(self) -> tuple[tuple[Boundary, ...], ...]:
         """Return dtypes and shapes of what each stage passes on, the last one a loss."""

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from accel.comm import Call, Comm, agreed_values
 from accel.errors import AccelError, PrepareError, StageError
-from accel.parallel._calls import let_answer, tensors_in, units_of
+from accel.parallel._calls import let_answer, take_apart, tensors_in, units_of
 from accel.parallel._modules import aliases_of, named_modules
 from accel.parallel._private import called_eagerly
 from accel.parallel._record import ForwardRecord, Label
@@ -28,6 +28,7 @@ from accel.tensors import emptied_caches
 from accel.tree._walk import Containers
 
 _MOST_REPLAYS = 16
+_SEEDS = 2**62  # number of different seeds
 _TORCH = str(Path(torch.__file__).parent)
 _FIX = "Pass accel.prepare(..., example=batch), a batch like this one, so that the stages hold what it needs."
 
@@ -47,6 +48,13 @@ class Planned(NamedTuple):
     starts: tuple[tuple[str, int], ...] | None
     holds: tuple[frozenset[str], ...]
     own: tuple[tuple[str, ...], ...]
+
+
+def _form(leaf: Any) -> object:
+    """The facts of an argument that a record depends on."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, tuple(leaf.shape)
+    return leaf if isinstance(leaf, int | float | str | None) else type(leaf)
 
 
 def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containers: Containers = ()) -> ForwardRecord:
@@ -90,6 +98,7 @@ class Replays:
         self._holds = planned.holds
         self._device = device
         self._known: dict[object, list[Replay]] = {}
+        self._batches = 0
         self._calls = Calls()
         for path in planned.units:
             let_answer(ghost.get_submodule(path), self._calls.of(path))
@@ -98,10 +107,8 @@ class Replays:
         """Return what a record depends on: shapes and other arguments, the mode, gradients and autocast."""
         first = work.micro_batches[0]
         tree = (first.args, dict(first.kwargs)) if work.shapes is None else work.shapes
-        listed, spec = pytree.tree_flatten(tree)
-        facts = tuple(
-            (each.dtype, tuple(each.shape)) if isinstance(each, torch.Tensor) else repr(each) for each in listed
-        )
+        spec = pytree.tree_structure(tree)
+        facts = tuple(map(_form, take_apart(tree, work.containers).leaves))
         kinds = dict.fromkeys(("cpu", self._device.type))
         with work.around():
             cast_to = tuple(torch.get_autocast_dtype(each) for each in kinds if torch.is_autocast_enabled(each))
@@ -129,6 +136,16 @@ class Replays:
                 del known[1 : max(1, len(known) - _MOST_REPLAYS)]
             found.append(replay)
         return found
+
+    def streams_of(self, replay: Replay) -> Key | None:
+        """Return the key of a batch's random streams; None for a forward that draws nothing. Mutates this rank's global
+        stream, from which the key is drawn where ranks along the pipeline have the same stream."""
+        if not replay.draws:
+            return None
+        if replay.seed is None:
+            return Key(int(torch.randint(_SEEDS, ())))
+        self._batches += 1
+        return Key(replay.seed).fold_in(self._batches)
 
     def keep(self, key: object, replay: Replay) -> None:
         """Keep a replay; the ones made last are kept."""
@@ -335,19 +352,22 @@ def agreed_replay(comm: Comm, make: Callable[[], Replay]) -> Replay:
     are a `StageError` on all."""
     made: list[Replay] = []
 
-    def work() -> str:
+    def work() -> tuple[str, int]:
         made.append(make())
-        return repr((made[0].record.paths, made[0].cut))
+        with torch.random.fork_rng(devices=[]):  # as a batch will draw
+            drawn = int(torch.randint(_SEEDS, ()))
+        return repr((made[0].record.paths, made[0].cut)), drawn
 
-    digests = agreed_values(comm, Call("forward_backward: record"), work, str)
-    if len(set(digests)) > 1:
+    found = agreed_values(comm, Call("forward_backward: record"), work, tuple[str, int])
+    if len({digest for digest, _ in found}) > 1:
         raise StageError(
             "ranks along the pipeline record different forwards",
             expected="the same calls of modules on all of them, by the same inputs",
             got=", ".join(made[0].record.paths[:20]),
             fix="Pass the same batch on all ranks along pp.",
         )
-    return made[0]
+    draws = [drawn for _, drawn in found]
+    return made[0] if len(set(draws)) == 1 else made[0]._replace(seed=draws[0])
 
 
 def is_followed(replay: Replay, model: Callable[..., Any], calls: Calls, batch: MicroBatch, work: Work) -> bool:
@@ -426,9 +446,3 @@ def _look(stage: ReplayedModule, replay: Replay, device: torch.device) -> list[t
         for buffer, before in buffers.items():
             _ = buffer.copy_(before)
     return list(stage.seen.items())
-
-
-def batch_key(replay: Replay) -> Key | None:
-    """Return the key of a batch's random streams, drawn from this rank's global one, which ranks with the same samples
-    have alike; None for a forward that draws nothing. Mutates the global stream."""
-    return Key(int(torch.randint(2**62, ()))) if replay.draws else None

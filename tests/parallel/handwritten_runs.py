@@ -44,17 +44,17 @@ def called(model: torch.nn.Module, inputs: Any) -> Any:
 
 
 def piped(
-    ctx: accel.DistContext, each: Handwritten, mesh: str, plan: Plan, *, rows: int = 7, example: bool = True
+    ctx: accel.DistContext, each: Handwritten, mesh: str, plan: Plan, *, rows: int = 7, evaluates: bool = True
 ) -> Step:
-    """A step of SGD with a batch of `rows` samples, the same on all ranks, by `forward_backward`."""
+    """A step of SGD with a batch of `rows` samples, the same on all ranks; then the outputs, if it `evaluates`."""
     ctx = accel.replace(ctx, mesh=mesh)
     batch = each.batch(5, rows)
     model: Any = each.make()
     if "random" in each.tags:
         model.eval()
     optimizer: Any = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=LR)
-    given = each.batch(6, rows).inputs if example else None
-    model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=given)
+    example = each.batch(6, rows).inputs
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
     scaler, accum = accel.loss_scale(ctx), accel.Accumulation(1).next()
     loss, accum = accel.forward_backward(
         ctx, model, scaler, accum, batch.inputs, targets=batch.targets, loss_fn=each.loss, weight=rows
@@ -64,8 +64,10 @@ def piped(
     norm = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1e9).grad_norm
     assert norm is not None
     buffers = {name: one.detach().clone() for name, one in inner.named_buffers()}
-    with accel.evaluating(model):
-        outputs = accel.training.forward(ctx, model, batch.inputs, select=_first)
+    outputs = None
+    if evaluates:
+        with accel.evaluating(model):
+            outputs = accel.training.forward(ctx, model, batch.inputs, select=_first)
     named = inner.named_parameters(remove_duplicate=False)
     parameters = {name: one.detach().clone() for name, one in named}
     return Step(float(loss), float(norm), parameters, buffers, trained, outputs)

@@ -127,6 +127,11 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(each._backward_hooks or each._post_accumulate_grad_hooks)
 
 
+def hook_count(tensor: torch.Tensor) -> int:
+    """Return the number of hooks on a tensor's gradient."""
+    return len(cast(Any, tensor)._backward_hooks or ())
+
+
 def forward_hooks(module: nn.Module) -> Mapping[int, object]:
     """Return the hooks that see a module's inputs and outputs, of this module alone."""
     return cast(Any, module)._forward_hooks

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from handwritten import MODELS, Handwritten, named
 from handwritten_runs import compare, piped, plain
 
@@ -64,34 +63,3 @@ def test_any_number_of_stages_is_the_model(ranks: Simulator, each: Handwritten, 
             _check(ranks, each, stages)
         return
     _check(ranks, each, stages)
-
-
-def _holdings(ctx: accel.DistContext, each: Handwritten, mesh: str) -> tuple[set[str], set[str], int]:
-    ctx = accel.replace(ctx, mesh=mesh)
-    model: Any = each.make()
-    before = [*model.parameters()]
-    optimizer = torch.optim.SGD([one for one in before if one.requires_grad], lr=0.1)
-    model, optimizer = accel.prepare(ctx, model, optimizer, plan=Plan(micro_batches=2), example=each.batch(6, 4).inputs)
-    inner = accel.unwrap_model(model)
-    held = {id(one) for one in inner.parameters()}
-    for one in before:
-        if id(one) not in held:
-            assert one.numel() == 0 or one.isnan().all()
-    batch = each.batch(5, 4)
-    scale, window = accel.loss_scale(ctx), accel.Accumulation(1).next()
-    _ = accel.forward_backward(
-        ctx, model, scale, window, batch.inputs, targets=batch.targets, loss_fn=each.loss, weight=4
-    )
-    named = dict(inner.named_parameters())
-    idle = {name for name, one in named.items() if one.requires_grad and one.grad is None}
-    return set(named), idle, sum(one.numel() for one in inner.parameters())
-
-
-@pytest.mark.parametrize("each", named("nano_gpt", "towers", "residuals_between"), ids=lambda each: each.name)
-def test_a_stage_has_nothing_but_its_own(ranks: Simulator, each: Handwritten) -> None:
-    found = ranks.run(lambda ctx: _holdings(ctx, each, "pp=2"), 2, default_group=True)
-    model = each.make()
-    whole = sum(one.numel() for one in model.parameters())
-    assert set().union(*(names for names, _, _ in found)) == {name for name, _ in model.named_parameters()}
-    assert [idle for _, idle, _ in found] == [set(), set()]
-    assert max(elements for _, _, elements in found) < 0.8 * whole

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
+
+from accel.parallel._private import is_view
 
 
 class Boundary(msgspec.Struct, frozen=True):
@@ -35,6 +37,26 @@ class Boundary(msgspec.Struct, frozen=True):
 def boundary_of(tensor: torch.Tensor) -> Boundary:
     """Return a tensor's dtype and shape."""
     return Boundary(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+class _SameMemory(torch.autograd.Function):
+    """A tensor of its own in the memory of another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - torch's own way
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
+
+
+def detachable(output: torch.Tensor) -> torch.Tensor:
+    """Return an output that schedules may detach in place, while operators of the stage need it for gradients of
+    weights."""
+    if is_view(output):
+        return output.clone()
+    return cast(Any, _SameMemory).apply(output) if output.requires_grad else output
 
 
 def noise(like: Boundary, device: torch.device) -> torch.Tensor:

@@ -19,9 +19,9 @@ from accel.comm import peer_error
 from accel.errors import AccelError, StageError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._calls import Growing, Plain, add_to, added_to, growing_in, take_apart, tapped
-from accel.parallel._private import forward_hooks, hooks_with_keywords, is_view
+from accel.parallel._private import forward_hooks, hook_count, hooks_with_keywords, is_view
 from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall
-from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of
+from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of, detachable
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
 from accel.parallel.axes.pipeline._held import placeholder
 from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work, of_stage
@@ -156,6 +156,7 @@ class StageRun:
         self.given: dict[Label, torch.Tensor] = {}
         self.seen: dict[Label, Boundary] | None = {} if looks else None
         self._gives = frozenset(stage.gives)
+        self._crossing = [(each, value, hook_count(value)) for each, value in received.items() if each in stage.passes]
         self._written = {
             at: [(each, value) for each, value in received.items() if each.kind == "argument" and each.call == at]
             for at in {each.call for each in received if each.kind == "argument"}
@@ -205,6 +206,14 @@ class StageRun:
             leaves = take_apart((args, kwargs), self._containers).leaves
             for each in wanted:
                 self._give(each, leaves[each.leaf])
+        for each, value, hooks in self._crossing:
+            if hook_count(value) != hooks:
+                raise StageError(
+                    "the forward registers a hook on a tensor that several stages have, each of which would run it",
+                    expected="hooks that the module with the tensor as its result registers",
+                    got=f"a hook on a result of {self._calls[each.call].path}",
+                    fix="Call register_hook in the forward of that module.",
+                )
         raise StageEnd
 
     def _give(self, label: Label, tensor: torch.Tensor) -> None:
@@ -214,6 +223,8 @@ class StageRun:
             # code behind may change it in place, before it is sent
             is_changed = label.kind == "output" and self._replay.record.leaf(label).changed
             self.given[label] = tensor.clone() if is_changed else tensor
+            if label.kind == "output":
+                self._crossing.append((label, tensor, hook_count(tensor)))
 
     # --- own calls ----------------------------------------------------------------------------------------------------
 
@@ -345,26 +356,6 @@ def _write(argument: Any, value: torch.Tensor) -> None:
     _ = argument.copy_(value)
 
 
-class _SameMemory(torch.autograd.Function):
-    """A tensor of its own in the memory of another."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - torch's own way
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return grad_outputs[0]
-
-
-def _detachable(output: torch.Tensor) -> torch.Tensor:
-    """Return an output that schedules may detach in place, while operators of the stage need it for gradients of
-    weights."""
-    if is_view(output):
-        return output.clone()
-    return cast(Any, _SameMemory).apply(output) if output.requires_grad else output
-
-
 class ReplayedModule(nn.Module):
     """One stage of a model, as torch's schedules call it.
 
@@ -420,7 +411,7 @@ class ReplayedModule(nn.Module):
             if self.is_last:
                 return work.finish(output, batch)
             known = run.given | dict(self._by_label(replay, received))
-            return tuple(_detachable(known[each]) for each in stage.passes)
+            return tuple(detachable(known[each]) for each in stage.passes)
         raise AssertionError
 
     def _begin(self, work: Work, replay: Replay, at: int, received: Sequence[torch.Tensor]) -> StageRun:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -435,14 +436,31 @@ def looked(
 
 
 def _look(stage: ReplayedModule, replay: Replay, device: torch.device) -> list[tuple[Label, Boundary]]:
-    """Run a stage without gradients; buffers and random streams stay as they are."""
+    """Run a stage without gradients; buffers, attributes and random streams stay as they are."""
     passed = replay.cut.stages[stage.index - 1].passes if stage.index else ()
     received = [noise(replay.fact(each), device) for each in passed] or [torch.zeros(())]
     devices = [] if device.type == "cpu" else [device]
-    buffers = {each: each.detach().clone() for each in stage.buffers()}
     streams = cast(Any, torch.random).fork_rng(devices=devices, device_type=device.type)
-    with torch.no_grad(), streams, called_eagerly(stage), replaying([stage], [replay], None), stage.looking():
+    replayed = replaying([stage], [replay], None)
+    with torch.no_grad(), streams, called_eagerly(stage), replayed, stage.looking(), _unchanged(stage.module):
         _ = stage(*received, micro=torch.zeros(1, dtype=torch.int64))
-        for buffer, before in buffers.items():
-            _ = buffer.copy_(before)
     return list(stage.seen.items())
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Generator[None]:
+    """Put buffers and attributes of modules back, as a forward that only looks is none of the user's."""
+    values = {each: each.detach().clone() for each in model.buffers()}
+    modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
+    try:
+        yield
+    finally:
+        for each, attributes, buffers in modules:
+            own = vars(each)
+            own.clear()
+            own.update(attributes)
+            for name, buffer in buffers.items():
+                if each.get_buffer(name) is not buffer:
+                    setattr(each, name, buffer)
+        for buffer, before in values.items():
+            _ = buffer.copy_(before)

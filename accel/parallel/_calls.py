@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin, add_mixin, remove_mixin
 from accel.parallel._blocks import block_groups, is_called
+from accel.parallel._modules import named_modules
 from accel.tree._walk import Container, Containers
 
 # --- which calls ------------------------------------------------------------------------------------------------------
@@ -98,6 +99,47 @@ def let_answer(module: nn.Module, answer: Answer | None) -> None:
     elif _ANSWER in vars(module):
         del vars(module)[_ANSWER]
         remove_mixin([module], Answered)
+
+
+Watch = Callable[[nn.Module, str], None]
+_WATCH = "accel_watch"
+NUMBERS = (int, float, bool)
+
+
+class Watched(Mixin):
+    """Stands before the class of a module whose numbers are watched: each read calls `watch(module, name)`."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return an attribute of the module."""
+        value = super().__getattribute__(name)
+        if type(value) in NUMBERS and (watch := super().__getattribute__("__dict__").get(_WATCH)) is not None:
+            watch(self, name)
+        return value
+
+
+def let_watch(module: nn.Module, watch: Watch | None) -> None:
+    """Let reads of a module's numbers be watched; None for no more. Mutates the module."""
+    if watch is not None:
+        vars(module)[_WATCH] = watch
+        add_mixin([module], Watched)
+    elif _WATCH in vars(module):
+        del vars(module)[_WATCH]
+        remove_mixin([module], Watched)
+
+
+def attributes_of(module: nn.Module) -> dict[tuple[str, str], object]:
+    """Return tensors and numbers among the plain attributes of modules, by path and name."""
+    return {
+        (path, name): identity_of(value)
+        for path, each in named_modules(module)
+        for name, value in vars(each).items()
+        if isinstance(value, torch.Tensor) or type(value) in NUMBERS
+    }
+
+
+def identity_of(value: object) -> object:
+    """Return what tells an attribute's value from another: that of a number, or the object."""
+    return (type(value), value) if type(value) in NUMBERS else id(value)
 
 
 @contextlib.contextmanager

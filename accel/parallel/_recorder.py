@@ -16,13 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.errors import StageError
 from accel.parallel._calls import (
+    NUMBERS,
     Growing,
     Plain,
     add_to,
     added_to,
     answer_of,
+    attributes_of,
     growing_in,
+    identity_of,
     let_answer,
+    let_watch,
     take_apart,
     tapped,
     tensors_in,
@@ -102,6 +106,7 @@ class Recorder(TorchDispatchMode):
         self._between = [0.0]
         self._outside: dict[str, float] = {}
         self._draws = self._branches = False
+        self._watched: dict[nn.Module, dict[str, str]] = {}  # units by the names of the numbers that they set
         self._buffers: dict[int, str] = {}  # outside of units, by storage
         self._updates: set[str] = set()
         self._labels: dict[int, Labels] = {}  # by storage
@@ -114,8 +119,7 @@ class Recorder(TorchDispatchMode):
         self._held = aliases_of(model)
         for name, each in named_tensors(model):
             is_own = isinstance(each, nn.Parameter) or name.startswith(tuple(f"{path}." for path in units))
-            names = self._names if is_own else self._buffers  # other buffers are in every stage
-            _ = names.setdefault(self._key(each), name)
+            _ = (self._names if is_own else self._buffers).setdefault(self._key(each), name)
 
     @contextlib.contextmanager
     def answering(self) -> Generator[None]:
@@ -127,6 +131,8 @@ class Recorder(TorchDispatchMode):
         try:
             yield
         finally:
+            for module in self._watched:
+                let_watch(module, None)
             for path, module in modules.items():
                 let_answer(module, before[path])
 
@@ -245,7 +251,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(each, torch.Tensor):
                 now.needs |= self._take_argument(now, number, each)
                 now.places.setdefault(self._key(each), []).append(number)
-        before = _attributes(module)
+        before = attributes_of(module)
         given_lists = [(each, len(each)) for each in growing_in(args, kwargs)]
         self._now = now
         try:
@@ -383,12 +389,29 @@ class Recorder(TorchDispatchMode):
                 return number
         return None
 
-    def _note_attributes(self, now: RunningCall, before: Mapping[tuple[str, str], int]) -> None:
+    def _note_attributes(self, now: RunningCall, before: Mapping[tuple[str, str], object]) -> None:
         for path, module in named_modules(now.module):
             for name, value in list(vars(module).items()):
-                if isinstance(value, torch.Tensor) and before.get((path, name)) != id(value):
+                if before.get((path, name)) == identity_of(value):
+                    continue
+                if isinstance(value, torch.Tensor):
                     now.stashes.append(Stash(path, name, len(now.leaves)))
                     vars(module)[name] = self._hand_out(now, value)
+                elif type(value) in NUMBERS:
+                    self._watched.setdefault(module, {})[name] = now.path
+                    let_watch(module, self._look)
+
+    def _look(self, module: nn.Module, name: str) -> None:
+        """Refuse a read, outside of calls, of a number that a call has set."""
+        path = self._watched[module].get(name)
+        if self._now is None and path is not None:
+            raise StageError(
+                "code outside of a module reads a number that the module sets in its forward, which other stages lack",
+                expected="a tensor in the attribute, or a result of the module",
+                got=f"{name} of {path}",
+                where=WHERE,
+                fix=f"Set a tensor: self.{name} = value.detach(), without .item() or float().",
+            )
 
     def _note_written(self, now: RunningCall, number: int) -> None:
         tensor = now.given[number]
@@ -462,16 +485,6 @@ class Recorder(TorchDispatchMode):
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-
-
-def _attributes(module: nn.Module) -> dict[tuple[str, str], int]:
-    """Tensors among the plain attributes of modules, by path and name."""
-    return {
-        (path, name): id(value)
-        for path, each in named_modules(module)
-        for name, value in vars(each).items()
-        if isinstance(value, torch.Tensor)
-    }
 
 
 def _place(given: Sequence[Any], value: object) -> int | None:

@@ -239,3 +239,12 @@ def test_stages_are_balanced_by_blocks_memory_or_time(balance: Any, first: int) 
 def test_an_unknown_balance_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown balance"):
         _ = accel.parallel.stage_plan(Uneven(), 2, balance="parameters")  # type: ignore[arg-type]
+
+
+def test_an_example_divides_by_the_flops_of_the_forward() -> None:
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    assert accel.parallel.stage_plan(Uneven(), 2, example=ids)[0] == ("embed", *(f"blocks.{at}" for at in range(4)))
+    given = caught(lambda: accel.parallel.stage_plan(Uneven(), 2, example=ids, balance="time"))
+    assert isinstance(given, ConfigError)
+    model, stages, batch = Uneven(), 2, ids
+    assert eval(given.fix) == accel.parallel.stage_plan(model, stages, example=batch)

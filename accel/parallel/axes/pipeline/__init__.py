@@ -22,5 +22,5 @@ from accel.parallel.axes.pipeline._stage_module import (
     first_tensor as first_tensor,
     split_batch as split_batch,
 )
-from accel.parallel.axes.pipeline._stage_plan import SPLIT_BACKWARDS as SPLIT_BACKWARDS, stage_plan as stage_plan
-from accel.parallel.axes.pipeline._stages import PIPELINE as PIPELINE
+from accel.parallel.axes.pipeline._stage_plan import SPLIT_BACKWARDS as SPLIT_BACKWARDS
+from accel.parallel.axes.pipeline._stages import PIPELINE as PIPELINE, stage_plan as stage_plan

@@ -357,7 +357,7 @@ def agreed_replay(comm: Comm, make: Callable[[], Replay]) -> Replay:
         made.append(make())
         with torch.random.fork_rng(devices=[]):  # as a batch will draw
             drawn = int(torch.randint(_SEEDS, ()))
-        return repr((made[0].record.paths, made[0].cut)), drawn
+        return _digest(made[0]), drawn
 
     found = agreed_values(comm, Call("forward_backward: record"), work, tuple[str, int])
     if len({digest for digest, _ in found}) > 1:
@@ -369,6 +369,12 @@ def agreed_replay(comm: Comm, make: Callable[[], Replay]) -> Replay:
         )
     draws = [drawn for _, drawn in found]
     return made[0] if len(set(draws)) == 1 else made[0]._replace(seed=draws[0])
+
+
+def _digest(replay: Replay) -> str:
+    """Return the calls of a replay and what travels as text. The order of sets differs between processes."""
+    stages = [(each.begin, each.end, each.needs, each.gives, each.passes) for each in replay.cut.stages]
+    return repr((replay.record.paths, stages, sorted(replay.cut.dense)))
 
 
 def is_followed(replay: Replay, model: Callable[..., Any], calls: Calls, batch: MicroBatch, work: Work) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,10 +13,10 @@ from torch import nn
 
 from accel.comm import Call, adopt, agreed, agreed_values
 from accel.context import DistContext, group_of
-from accel.errors import PrepareError
-from accel.errors._checks import with_article
+from accel.errors import ConfigError, PrepareError
+from accel.errors._checks import check_count, with_article
 from accel.mixins import add_mixin
-from accel.parallel._calls import let_answer
+from accel.parallel._calls import let_answer, tensors_in
 from accel.parallel._empty import make_room, move_model
 from accel.parallel._fakes import without_memory
 from accel.parallel._labels import drop_parameter, label_parameters
@@ -36,9 +36,9 @@ from accel.parallel.axes.pipeline._stage_plan import (
     check_stages,
     make_layout,
     own_stages,
-    stage_plan,
+    plan_blocks,
 )
-from accel.topology import Dimension, dimension_of
+from accel.topology import Balance, Dimension, dimension_of
 from accel.tree import map_tensors
 from accel.tree._walk import Containers
 
@@ -236,7 +236,7 @@ def _like(value: Any, dtype: torch.dtype | None) -> Any:
 def _plan_in_order(model: nn.Module, stages: Sequence[Sequence[str]] | int) -> Stages:
     """The modules of each stage in the order of their registration."""
     if isinstance(stages, int):
-        return stage_plan(model, stages)
+        return plan_blocks(model, stages)
     check_stages(model, stages, _WHERE)
     return tuple(map(tuple, stages))
 
@@ -266,6 +266,60 @@ def _begin_alike(ctx: DistContext, model: nn.Module, kept: set[int]) -> None:
             continue
         make_room([each], ctx.device)
         begin_with_rank_0_(ctx, [each])
+
+
+def stage_plan(
+    model: nn.Module,
+    stages: int,
+    *,
+    costs: Mapping[str, float] | None = None,
+    balance: Balance = "blocks",
+    example: Any = None,
+) -> Stages:
+    """Return the paths of the modules of each pipeline stage. No communication; the model may be on the meta device.
+
+    With an `example`, the forward is recorded without memory, and its calls are divided so that stages have nearly
+    equal FLOPs, as `prepare` does. Without one, by `costs` and `balance`, the repeated blocks of the model are divided
+    so that the costliest stage costs least. Modules before them go to the first stage, modules behind them to the last.
+    Change the result as you like, and pass it as `Plan(stages=...)`.
+
+    Args:
+        model: without an example, it has one list of blocks that it calls in their order.
+        stages: number of stages.
+        costs: cost of modules by path, in the place of that of `balance`.
+        balance: cost of the others: "blocks" for 1 a block and 0 for another module; "memory" for the bytes of
+            parameters; "time" for the elements of weights that tokens are multiplied by, so that embeddings are free.
+        example: a batch as the model takes it, instead of `costs` and `balance`.
+
+    Returns:
+        Paths by stage.
+
+    Raises:
+        PrepareError: the model has no list of blocks or several, fewer blocks than stages, or parameters that belong to
+            no module of a stage; all of them are listed.
+        StageError: stages cannot play back the forward of the example.
+        ConfigError: costs or a balance beside an example, not a number of stages, an unknown balance, or costs that are
+            no numbers from 0, or of other modules.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> accel.parallel.stage_plan(model, 2)
+        (('0', '1'), ('2',))
+    """
+    if example is None:
+        return plan_blocks(model, stages, costs, balance)
+    if costs is not None or balance != "blocks":
+        raise ConfigError(
+            "an example gives the costs",
+            expected="an example alone, or costs and a balance",
+            got=f"balance={balance!r}, costs={costs!r}",
+            where="stage_plan",
+            fix="accel.parallel.stage_plan(model, stages, example=batch)",
+        )
+    check_count(stages, "not a number of stages", where="stages=")
+    batch = example_batch(example)
+    device = next((each.device for each in tensors_in((batch.args, dict(batch.kwargs)))), torch.device("cpu"))
+    return planned(without_memory(model, device), batch, stages).own
 
 
 PIPELINE = Spread(

@@ -384,7 +384,8 @@ def is_followed(replay: Replay, model: Callable[..., Any], calls: Calls, batch: 
     nothing = StageCut(begin=end, end=end, needs=(), gives=(), passes=(), holds=frozenset())
     run = StageRun(replay, nothing, {}, first_device(batch), None, work.containers)
     try:
-        with torch.no_grad(), emptied_caches(), work.around(), calls.answered_by(run):
+        own = torch.random.fork_rng(devices=[])  # the run draws by itself
+        with own, torch.no_grad(), emptied_caches(), work.around(), calls.answered_by(run):
             _ = run.forward(model, batch)
     except StageError:
         return False

@@ -64,13 +64,14 @@ def run_stages(given: Example, plan: Cut) -> tuple[Tensor, dict[str, Tensor | No
     """Return the loss of the last stage, and gradients by name, summed over the stages that hold a parameter. What a
     stage does not hold is NaN there."""
     replay = Replay(given.record, plan, {}, draws=False)
-    stages = [_stage(given, plan, at) for at in range(len(plan.stages))]
+    stages = [stage_at(given, plan, at) for at in range(len(plan.stages))]
     work = Work([given.batch], lambda output, batch: given.entry.loss(output, batch.targets))
     with working(stages, work), replaying(stages, [replay], None):
         return _run(stages)
 
 
-def _stage(given: Example, plan: Cut, at: int) -> ReplayedModule:
+def stage_at(given: Example, plan: Cut, at: int) -> ReplayedModule:
+    """Return one stage of a cut, on a model of its own."""
     model = given.entry.make()
     calls = Calls()
     for path in given.record.units:

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
+import replays
 import torch
 from catching import caught
 from handwritten import Handwritten, named
 from handwritten.manners import Words
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.errors import StageError
@@ -244,3 +247,38 @@ def test_a_stage_holds_nothing_but_its_own(ranks: Simulator) -> None:
     (one, rest), (other, _) = ranks.run(rank, 2, default_group=True)
     assert one
     assert other == rest
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators but views, and the elements that they make."""
+
+    operators = 0
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func.name() != "aten::detach":
+            self.operators += 1
+            self.elements += sum(each.numel() for each in pytree.tree_leaves(out) if isinstance(each, Tensor))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("name", "operators", "share"),
+    [("nano_gpt", 24, 0.02), ("residuals_between", 57, 0.06), ("t5", 24, 0.01), ("unet", 37, 0.6)],
+)
+def test_operators_beyond_those_of_one_process_are_few(name: str, operators: int, share: float) -> None:
+    """Four stages make placeholders, and compute residuals between modules on them; widths are tiny here."""
+    given = replays.example(named(name)[0], 4)
+    plan = replays.cut(given, 4)
+
+    def counted(run: Callable[[], object]) -> Counted:
+        with Counted() as count:
+            _ = run()
+        return count
+
+    made, plain = counted(given.entry.make), counted(lambda: replays.run_plain(given))
+    parts = counted(lambda: [replays.stage_at(given, plan, at) for at in range(4)])
+    staged = counted(lambda: replays.run_stages(given, plan))
+    assert staged.operators - parts.operators <= plain.operators - made.operators + operators
+    assert staged.elements - parts.elements <= (1 + share) * (plain.elements - made.elements)

@@ -465,13 +465,19 @@ def _unchanged(model: nn.Module) -> Generator[None]:
     """Put buffers and attributes of modules back, as a forward that only looks is none of the user's."""
     values = {each: each.detach().clone() for each in model.buffers()}
     modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
+    inner = [value for _, own, _ in modules for value in own.values() if isinstance(value, dict)]
+    tables = [(each, dict(each)) for each in inner]  # hooks, which a first forward of transformers' models registers
     try:
         yield
     finally:
-        for each, attributes, buffers in modules:
+        for each, attributes, _ in modules:
             own = vars(each)
             own.clear()
             own.update(attributes)
+        for table, entries in tables:
+            table.clear()
+            table.update(entries)
+        for each, _, buffers in modules:
             for name, buffer in buffers.items():
                 if each.get_buffer(name) is not buffer:
                     setattr(each, name, buffer)

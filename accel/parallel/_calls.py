@@ -106,7 +106,7 @@ _WATCH = "accel_watch"
 NUMBERS = (int, float, bool)
 
 
-class Watched(Mixin):
+class NumbersWatched(Mixin):
     """Stands before the class of a module whose numbers are watched: each read calls `watch(module, name)`."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -121,10 +121,10 @@ def let_watch(module: nn.Module, watch: Watch | None) -> None:
     """Let reads of a module's numbers be watched; None for no more. Mutates the module."""
     if watch is not None:
         vars(module)[_WATCH] = watch
-        add_mixin([module], Watched)
+        add_mixin([module], NumbersWatched)
     elif _WATCH in vars(module):
         del vars(module)[_WATCH]
-        remove_mixin([module], Watched)
+        remove_mixin([module], NumbersWatched)
 
 
 def attributes_of(module: nn.Module) -> dict[tuple[str, str], object]:
@@ -138,7 +138,7 @@ def attributes_of(module: nn.Module) -> dict[tuple[str, str], object]:
 
 
 def identity_of(value: object) -> object:
-    """Return what tells an attribute's value from another: that of a number, or the object."""
+    """Return the identity of an attribute's value: a number itself, or the object."""
     return (type(value), value) if type(value) in NUMBERS else id(value)
 
 

@@ -199,10 +199,13 @@ class Replays:
 _SHARES = (0.6, 0.35, 0.2, 0.1, 0.05, 0.02, 0.0)  # of all parameters, from which a module is opened
 
 
-def planned(ghost: nn.Module, batch: MicroBatch, stages: Sequence[Sequence[str]] | int) -> Planned:
+def planned(
+    ghost: nn.Module, batch: MicroBatch, stages: Sequence[Sequence[str]] | int, containers: Containers = ()
+) -> Planned:
     """Cut a model by a record of an example, in the coarsest units that give enough calls. No communication.
 
-    `stages`: paths of the modules at which stages begin, or the number of stages.
+    `stages`: paths of the modules at which stages begin, or the number of stages. `containers`: kinds of containers
+    besides those that `accel.tree` knows.
 
     Raises:
         PrepareError: the forward calls too few modules, or calls them in another order than that of `stages`.
@@ -211,11 +214,15 @@ def planned(ghost: nn.Module, batch: MicroBatch, stages: Sequence[Sequence[str]]
     count = stages if isinstance(stages, int) else len(stages)
     opened = frozenset[str]() if isinstance(stages, int) else frozenset(path for each in stages for path in each)
     tried: list[tuple[str, ...]] = []
+
+    def record(units: Sequence[str]) -> ForwardRecord:
+        return recorded(ghost, units, batch, containers)
+
     for share in _SHARES:
         units = units_of(ghost, opened, share)
         if units not in tried:
             tried.append(units)
-            if found := _planned(ghost, batch, stages, share, opened, frozenset()):
+            if found := _planned(ghost, record, stages, share, opened, frozenset()):
                 return found
     raise PrepareError(
         "fewer calls of modules than stages",
@@ -228,7 +235,7 @@ def planned(ghost: nn.Module, batch: MicroBatch, stages: Sequence[Sequence[str]]
 
 def _planned(
     ghost: nn.Module,
-    batch: MicroBatch,
+    record_in: Callable[[Sequence[str]], ForwardRecord],
     stages: Sequence[Sequence[str]] | int,
     share: float,
     opened: frozenset[str],
@@ -236,15 +243,15 @@ def _planned(
 ) -> Planned | None:
     """Cut a model in units of a size, with some opened and some whole; None for too few calls."""
     units = units_of(ghost, opened, share, whole)
-    record = recorded(ghost, units, batch)
+    record = record_in(units)
     if more := _updated(record) - whole:
-        return _planned(ghost, batch, stages, share, opened, whole | more)
+        return _planned(ghost, record_in, stages, share, opened, whole | more)
     count = stages if isinstance(stages, int) else len(stages)
     if len(record.calls) < count:
         return None
     begins = begins_of(record, count) if isinstance(stages, int) else begins_at(record, stages)
     if share_twice(record, begins) > MOST_TWICE:
-        return _planned(ghost, batch, stages, share, opened | _read_outside(record, begins, opened), whole)
+        return _planned(ghost, record_in, stages, share, opened | _read_outside(record, begins, opened), whole)
     cut = cut_record(record, begins)
     own = tuple(tuple(dict.fromkeys(record.paths[each.begin : each.end])) for each in cut.stages)
     return Planned(units, starts_of(record, begins), tuple(each.holds for each in cut.stages), own)

@@ -203,7 +203,7 @@ def _planned(ctx: DistContext, ghost: nn.Module, model: nn.Module, options: Stag
         if batch is None:
             made.append(planned_by_paths(ghost, _plan_in_order(model, stages)))
         else:
-            made.append(planned(ghost, _on_device(batch, ctx.device), stages))
+            made.append(planned(ghost, _on_device(batch, ctx), stages, ctx.containers))
         return repr((made[0].units, made[0].starts, sorted(map(sorted, made[0].holds))))
 
     plans = agreed_values(ctx.comm, Call("prepare_model: record"), plan, str)
@@ -241,13 +241,14 @@ def _plan_in_order(model: nn.Module, stages: Sequence[Sequence[str]] | int) -> S
     return tuple(map(tuple, stages))
 
 
-def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """An example with values on a device; zeros for those that have none."""
+def _on_device(batch: MicroBatch, ctx: DistContext) -> MicroBatch:
+    """An example with values on the context's device; zeros for those that have none."""
 
     def there(each: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
+        return torch.zeros_like(each, device=ctx.device) if each.is_meta else each.to(ctx.device)
 
-    return batch._replace(args=map_tensors(there, batch.args), kwargs=map_tensors(there, dict(batch.kwargs)))
+    args, kwargs = map_tensors(there, (batch.args, dict(batch.kwargs)), ctx.containers)
+    return batch._replace(args=args, kwargs=kwargs)
 
 
 def _aliases(model: nn.Module) -> list[tuple[str, ...]]:

@@ -55,7 +55,7 @@ def _form(leaf: Any) -> object:
     """The facts of an argument that a record depends on."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, tuple(leaf.shape)
-    return leaf if isinstance(leaf, int | float | str | None) else type(leaf)
+    return leaf if isinstance(leaf, int | float | str | None) else type(cast(object, leaf))
 
 
 def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containers: Containers = ()) -> ForwardRecord:
@@ -362,7 +362,7 @@ def agreed_replay(comm: Comm, make: Callable[[], Replay]) -> Replay:
 
     def work() -> tuple[str, int]:
         made.append(make())
-        with torch.random.fork_rng(devices=[]):  # as a batch will draw
+        with cast(Any, torch.random).fork_rng(devices=[]):  # as a batch will draw
             drawn = int(torch.randint(_SEEDS, ()))
         return _digest(made[0]), drawn
 
@@ -391,7 +391,7 @@ def is_followed(replay: Replay, model: Callable[..., Any], calls: Calls, batch: 
     nothing = StageCut(begin=end, end=end, needs=(), gives=(), passes=(), holds=frozenset())
     run = StageRun(replay, nothing, {}, first_device(batch), None, work.containers)
     try:
-        own = torch.random.fork_rng(devices=[])  # the run draws by itself
+        own = cast(Any, torch.random).fork_rng(devices=[])  # the run draws by itself
         with own, torch.no_grad(), emptied_caches(), work.around(), calls.answered_by(run):
             _ = run.forward(model, batch)
     except StageError:
@@ -466,7 +466,8 @@ def _unchanged(model: nn.Module) -> Generator[None]:
     """Put buffers and attributes of modules back, as a forward that only looks is none of the user's."""
     values = {each: each.detach().clone() for each in model.buffers()}
     modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
-    inner = [value for _, own, _ in modules for value in own.values() if isinstance(value, dict)]
+    held: list[Any] = [value for _, own, _ in modules for value in own.values()]
+    inner: list[dict[Any, Any]] = [value for value in held if isinstance(value, dict)]
     tables = [(each, dict(each)) for each in inner]  # hooks, which a first forward of transformers' models registers
     try:
         yield

@@ -466,7 +466,8 @@ def _unchanged(model: nn.Module) -> Generator[None]:
     """Put buffers and attributes of modules back, as a forward that only looks is none of the user's."""
     values = {each: each.detach().clone() for each in model.buffers()}
     modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
-    held: list[Any] = [value for _, own, _ in modules for value in own.values()]
+    # tables of parameters stay: a unit of fully_shard is whole behind a forward
+    held: list[Any] = [value for _, own, _ in modules for name, value in own.items() if "_hooks" in name]
     inner: list[dict[Any, Any]] = [value for value in held if isinstance(value, dict)]
     tables = [(each, dict(each)) for each in inner]  # hooks, which a first forward of transformers' models registers
     try:

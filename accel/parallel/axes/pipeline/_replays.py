@@ -465,7 +465,10 @@ def _look(stage: ReplayedModule, replay: Replay, device: torch.device) -> list[t
 def _unchanged(model: nn.Module) -> Generator[None]:
     """Put buffers and attributes of modules back, as a forward that only looks is none of the user's."""
     values = {each: each.detach().clone() for each in model.buffers()}
-    modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
+    # fully_shard keeps its own state in attributes, tables and hooks of its units
+    is_sharded = any(hasattr(type(each), "set_is_last_backward") for each in model.modules())
+    watched = () if is_sharded else model.modules()
+    modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in watched]
     # tables of parameters stay: a unit of fully_shard is whole behind a forward
     held: list[Any] = [value for _, own, _ in modules for name, value in own.items() if "_hooks" in name]
     inner: list[dict[Any, Any]] = [value for value in held if isinstance(value, dict)]

@@ -465,8 +465,9 @@ def _unchanged(model: nn.Module) -> Generator[None]:
     """Put buffers and attributes of modules back, as a forward that only looks is none of the user's."""
     values = {each: each.detach().clone() for each in model.buffers()}
     modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
-    inner = [value for _, own, _ in modules for value in own.values() if isinstance(value, dict)]
-    tables = [(each, dict(each)) for each in inner]  # hooks, which a first forward of transformers' models registers
+    # not parameters, which `fully_shard` gathers; a first forward of transformers' models registers hooks
+    hooks: list[Any] = [table for _, own, _ in modules for name, table in own.items() if name.endswith("_hooks")]
+    tables = [(each, dict(each)) for each in hooks]
     try:
         yield
     finally:

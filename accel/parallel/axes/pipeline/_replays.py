@@ -465,20 +465,11 @@ def _unchanged(model: nn.Module) -> Generator[None]:
     """Put buffers and attributes of modules back, as a forward that only looks is none of the user's."""
     values = {each: each.detach().clone() for each in model.buffers()}
     modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
-    # not parameters, which `fully_shard` gathers; a first forward of transformers' models registers hooks
-    hooks: list[Any] = [table for _, own, _ in modules for name, table in own.items() if name.endswith("_hooks")]
-    tables = [(each, dict(each)) for each in hooks]
     try:
         yield
     finally:
-        for each, attributes, _ in modules:
-            own = vars(each)
-            own.clear()
-            own.update(attributes)
-        for table, entries in tables:
-            table.clear()
-            table.update(entries)
-        for each, _, buffers in modules:
+        for each, attributes, buffers in modules:
+            vars(each).update(attributes)  # new ones stay, as they note hooks and gathered parameters
             for name, buffer in buffers.items():
                 if each.get_buffer(name) is not buffer:
                     setattr(each, name, buffer)

@@ -55,7 +55,7 @@ def _form(leaf: Any) -> object:
     """The facts of an argument that a record depends on."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, tuple(leaf.shape)
-    return leaf if isinstance(leaf, int | float | str | None) else type(cast(object, leaf))
+    return leaf if isinstance(leaf, int | float | str | None) else type(leaf)
 
 
 def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containers: Containers = ()) -> ForwardRecord:
@@ -362,7 +362,7 @@ def agreed_replay(comm: Comm, make: Callable[[], Replay]) -> Replay:
 
     def work() -> tuple[str, int]:
         made.append(make())
-        with cast(Any, torch.random).fork_rng(devices=[]):  # as a batch will draw
+        with torch.random.fork_rng(devices=[]):  # as a batch will draw
             drawn = int(torch.randint(_SEEDS, ()))
         return _digest(made[0]), drawn
 
@@ -391,8 +391,7 @@ def is_followed(replay: Replay, model: Callable[..., Any], calls: Calls, batch: 
     nothing = StageCut(begin=end, end=end, needs=(), gives=(), passes=(), holds=frozenset())
     run = StageRun(replay, nothing, {}, first_device(batch), None, work.containers)
     try:
-        own = cast(Any, torch.random).fork_rng(devices=[])  # the run draws by itself
-        with own, torch.no_grad(), emptied_caches(), work.around(), calls.answered_by(run):
+        with torch.no_grad(), emptied_caches(), work.around(), calls.answered_by(run):
             _ = run.forward(model, batch)
     except StageError:
         return False
@@ -465,25 +464,12 @@ def _look(stage: ReplayedModule, replay: Replay, device: torch.device) -> list[t
 def _unchanged(model: nn.Module) -> Generator[None]:
     """Put buffers and attributes of modules back, as a forward that only looks is none of the user's."""
     values = {each: each.detach().clone() for each in model.buffers()}
-    # fully_shard keeps its own state in attributes, tables and hooks of its units
-    is_sharded = any(hasattr(type(each), "set_is_last_backward") for each in model.modules())
-    watched = () if is_sharded else model.modules()
-    modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in watched]
-    # tables of parameters stay: a unit of fully_shard is whole behind a forward
-    held: list[Any] = [value for _, own, _ in modules for name, value in own.items() if "_hooks" in name]
-    inner: list[dict[Any, Any]] = [value for value in held if isinstance(value, dict)]
-    tables = [(each, dict(each)) for each in inner]  # hooks, which a first forward of transformers' models registers
+    modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
     try:
         yield
     finally:
-        for each, attributes, _ in modules:
-            own = vars(each)
-            own.clear()
-            own.update(attributes)
-        for table, entries in tables:
-            table.clear()
-            table.update(entries)
-        for each, _, buffers in modules:
+        for each, attributes, buffers in modules:
+            vars(each).update(attributes)  # new ones stay, as they note hooks and gathered parameters
             for name, buffer in buffers.items():
                 if each.get_buffer(name) is not buffer:
                     setattr(each, name, buffer)

@@ -16,8 +16,8 @@ from accel.testing import Simulator
 
 # of torch, for a reentrant checkpoint in a forward without gradients
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-# Each stands for a kind: words, free parameters, residuals outside of modules, a bias that is passed on, two inputs,
-# skips, statistics, buffers, side doors, frozen stages, and calls in another order than that of registration.
+# Each stands for a kind: words, free parameters, frozen stages, residuals outside of modules, two inputs, skips,
+# buffers, a list, attributes, hooks, a checkpoint, and calls in another order than that of registration.
 FEW = (
     "nano_gpt",
     "min_gpt",

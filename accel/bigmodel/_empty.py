@@ -20,7 +20,7 @@ from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel._empty import is_unknown
 from accel.parallel._modules import unwrap_model
-from accel.parallel.axes.pipeline import pipeline_of
+from accel.parallel.axes.pipeline import is_tied_copy, pipeline_of
 from accel.random import Key
 from accel.seeding import seeded
 from accel.tensors import local_part
@@ -439,9 +439,8 @@ def _follow_first_stage(model: nn.Module) -> None:
     pipeline = pipeline_of(model)
     if pipeline is None:
         return
-    first = {name: names[0] for names in pipeline.names for name in names}
     held = dict(model.named_parameters(remove_duplicate=False))
     for tie in pipeline.ties:
         part = local_part(held[tie.name])
-        mine = part if first[tie.name] in held else torch.zeros_like(part)
+        mine = torch.zeros_like(part) if is_tied_copy(held[tie.name]) else part
         _ = part.copy_(all_reduce_flat(tie.comm, mine.contiguous(), "sum").view_as(part))

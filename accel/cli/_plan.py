@@ -18,7 +18,7 @@ from accel.estimate import Hosts, Job, Transformer, choose_meshes, read_transfor
 from accel.estimate._choices import Choice, Choices, RankStages, Refusal, stages_of
 from accel.estimate._efficiencies import Efficiencies, read_efficiencies
 from accel.estimate._memory import PARTS
-from accel.estimate._step import OPTIMIZERS, is_traced
+from accel.estimate._step import OPTIMIZERS, has_encoder
 from accel.formats import PrecisionName
 from accel.storage import parse_size
 from accel.terminal import show_count, show_seconds, show_size, show_table
@@ -111,9 +111,7 @@ def _advice(model: Transformer, choice: Choice) -> Iterator[str]:
         several = plan.stages_per_rank > 1
         fields += [f'schedule="{plan.schedule}", stages_per_rank={plan.stages_per_rank}'] if several else []
         fields += [f"micro_batches={step.micro_batches}"]
-        traced = is_traced(model, axes)
-        fields += ['cut="trace"'] if traced else []
-        fields += ["stages=stages"] if traced or step.balance != "blocks" else []
+        fields += ["stages=stages"] if has_encoder(model, axes) or step.balance != "blocks" else []
     mesh = f" --mesh {axes}" if str(axes) else ""
     yield from _wrapped("The first:", f"accel launch{mesh} --strategy {step.strategy} train.py")
     if fields:
@@ -140,9 +138,9 @@ def _stages(model: Transformer, choice: Choice, hosts: Hosts) -> Iterator[str]:
     yield ""
     yield from _folded(f"Stages of {choice.axes},", f"balanced by {balance}, on each rank along pp:")
     yield show_table(rows)
-    if is_traced(model, choice.axes):
+    if has_encoder(model, choice.axes):
         begins = ", ".join(str(start) for each in found for start, _ in each.blocks)
-        yield "in the script, accel.prepare(..., example=batch), as the stages are graphs:"
+        yield "in the script, accel.prepare(..., example=batch):"
         yield f'  stages = [[f"model.language_model.layers.{{at}}"] for at in ({begins})]'
     elif balance != "blocks":
         yield f'in the script, stages = accel.parallel.stage_plan(model, {count}, balance="{balance}")'

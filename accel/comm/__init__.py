@@ -26,14 +26,12 @@ from accel.comm._exchange import (
 )
 from accel.comm._gradients import (
     Passage as Passage,
-    RecordedGroup as RecordedGroup,
     copied as copied,
     exchanged as exchanged,
     gathered as gathered,
     gathered_summed as gathered_summed,
     own_gradient as own_gradient,
     own_part as own_part,
-    passage_of as passage_of,
     passed as passed,
     scattered as scattered,
     start_gather as start_gather,

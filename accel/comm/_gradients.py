@@ -4,8 +4,7 @@
 Each is linear, so its gradient is another one of them: the gradient of a sum over ranks is a copy to each of them, that
 of an all-gather is a reduce-scatter. Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, calls the first two f and g.
 None makes a checked message: ranks of a model run the same layers. Groups have more than one rank; a rank's part or
-summand has one shape on all ranks; the group's size divides a dimension that is divided. In a graph that torch.export
-records, each is an operator of this package, which a `RecordedGroup` makes.
+summand has one shape on all ranks; the group's size divides a dimension that is divided.
 """
 
 from __future__ import annotations
@@ -40,47 +39,6 @@ class Passage(NamedTuple):
     back: tuple[int, ...] = ()
 
 
-class RecordedGroup:
-    """Stands for a group in a graph that torch.export records: its collectives become operators of the graph.
-
-    Args:
-        rank: this rank in the group.
-        size: of the group.
-    """
-
-    __slots__ = ("_rank", "_size")
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank = rank
-        self._size = size
-
-    def rank(self) -> int:
-        """Return this rank."""
-        return self._rank
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._size
-
-    def record(self, x: Tensor, by: Passage) -> Tensor:
-        """Return what a collective would, without memory."""
-        operators: Any = torch.ops.accel
-        if by.kind == "copied":
-            return operators.copied(x)
-        return operators.passed(x, by.kind, by.dim, by.to, by.back, self._size)
-
-
-def passage_of(target: object, args: Sequence[Any]) -> Passage | None:
-    """Return the collective of an operator in a recorded graph, by its arguments; None of another operator."""
-    operators: Any = torch.ops.accel
-    if target is operators.copied.default:
-        return Passage("copied")
-    if target is not operators.passed.default:
-        return None
-    _, kind, dim, to, back, _ = args
-    return Passage(kind, dim, tuple(to), tuple(back))
-
-
 def _like_passed(x: Tensor, kind: str, dim: int, to: Sequence[int], back: Sequence[int], size: int) -> Tensor:
     """A tensor of the shape and strides that a collective gives, without communication."""
     if kind == "summed":
@@ -91,11 +49,16 @@ def _like_passed(x: Tensor, kind: str, dim: int, to: Sequence[int], back: Sequen
     return out.contiguous() if kind == "own_part" else out
 
 
+def _without_values(x: Tensor, by: Passage, size: int) -> Tensor:
+    return _same(x) if by.kind == "copied" else _like_passed(x, by.kind, by.dim, by.to, by.back, size)
+
+
 def passed(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
     """Return what a collective makes of a tensor, from which gradients flow back. A collective, or its backward is
     one."""
-    if isinstance(group, RecordedGroup):
-        return group.record(x, by)
+    if type(x).__name__ == "FakeTensor":  # a recorded forward, which has no values to send
+        size = group.size()
+        return _through(x, lambda own: _without_values(own, by, size), lambda grad: grad)
     forward, backward = _PASSAGES[by.kind]
     return _through(x, lambda own: forward(own, by, group), lambda grad: backward(grad, by, group))
 
@@ -279,9 +242,3 @@ _PASSAGES: Mapping[str, tuple[_Function, _Function]] = {  # forward and backward
     "own_part": (_own, _gathered),
     "exchanged": (_exchanged, _exchanged_back),
 }
-
-
-torch.library.define("accel::copied", "(Tensor(a) x) -> Tensor(a)")
-torch.library.define("accel::passed", "(Tensor x, str kind, int dim, int[] to, int[] back, int size) -> Tensor")
-cast(Any, torch.library).register_fake("accel::copied", _same)
-cast(Any, torch.library).register_fake("accel::passed", _like_passed)

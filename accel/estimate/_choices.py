@@ -82,7 +82,7 @@ def mesh_problem(axes: Axes, model: Transformer, plan: Plan, *, tokens: int) -> 
 def _tower_problem(axes: Axes, model: Transformer, tower: Tower, plan: Plan) -> ConfigError | None:
     """Why a model with an encoder of images cannot be spread over a mesh."""
     if axes.pp > 1:
-        return _traced_problem(axes, model, tower, plan)
+        return _stages_problem(axes, model, tower, plan)
     if axes.cp > 1 and model.compared:
         expected = "a mesh without cp"
         return ConfigError("texts that images are compared with stay whole", expected=expected, got=f"cp={axes.cp}")
@@ -94,8 +94,8 @@ def _tower_problem(axes: Axes, model: Transformer, tower: Tower, plan: Plan) -> 
     return None
 
 
-def _traced_problem(axes: Axes, model: Transformer, tower: Tower, plan: Plan) -> ConfigError | None:
-    """Why a mesh does not run graphs of stages where the first stage has the encoder."""
+def _stages_problem(axes: Axes, model: Transformer, tower: Tower, plan: Plan) -> ConfigError | None:
+    """Why a mesh does not run stages where the first one has the encoder."""
     got = f"pp={axes.pp}"
     if model.compared:
         expected = "a mesh without pp"
@@ -104,7 +104,8 @@ def _traced_problem(axes: Axes, model: Transformer, tower: Tower, plan: Plan) ->
         expected = "a mesh without pp"
         return ConfigError("images of any size cannot be split into micro-batches", expected=expected, got=got)
     if axes.cp > 1:
-        return ConfigError("stages with an encoder are graphs", expected="a mesh without cp", got=f"cp={axes.cp}")
+        expected = "a mesh without cp"
+        return ConfigError("estimates of stages with an encoder do not know cp", expected=expected, got=f"cp={axes.cp}")
     if plan.stages_per_rank > 1 or plan.sequence:
         options = "sequence=False, stages_per_rank=1"
         return ConfigError("estimates of stages with an encoder do not know this", expected=options, got=repr(plan))

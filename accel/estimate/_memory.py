@@ -162,18 +162,16 @@ def memory_by_moment(
     yield at("block", earlier, waiting + again, max(2, whole), inside)
     if full:  # they are reduced beside the backward of the last micro-batch, when no other waits
         waiting = _waiting(held, kept, step, 1) + beside
-    one = held.traced and copies.engine == "fully_shard"  # reduced when all backwards are done
-    if layers > 1 and not one:
+    if layers > 1:
         both = inside + _on_its_way(held, step, plan, copies, wire)
         yield at("next block", earlier, waiting - entry + again, min(units - 1, max(2, whole - 1)), both)
     others = min(units - 1, max(2, whole - 1))
-    left = 0 if one else waiting - entry
-    reducing = [at("reduction", earlier, left, others, reduced)]
-    if layers > 1 and not one and _keeps_a_sum():  # until the next is formed, when the block's own parameters are freed
+    reducing = [at("reduction", earlier, waiting - entry, others, reduced)]
+    if layers > 1 and _keeps_a_sum():  # until the next is formed, when the block's own parameters are freed
         reduced += _on_its_way(held, step, plan, copies, wire)
-        reducing.append(at("reduction", earlier, left, others - 1, reduced))
+        reducing.append(at("reduction", earlier, waiting - entry, others - 1, reduced))
     yield max(reducing, key=lambda each: each.total)
-    left = 0 if one else waiting - beside - sum(_entries(held, kept, step))
+    left = waiting - beside - sum(_entries(held, kept, step))
     yield at("last reduction", trained + full, left, 0, reduced)
     temporaries = OPTIMIZERS[step.optimizer].temporaries * trained
     yield at("optimizer", trained, 0, whole if axes.pp > 1 and copies.engine == "fully_shard" else 0, temporaries)
@@ -289,8 +287,6 @@ def _gathered(
     if copies.engine != "fully_shard":
         if not blocks:
             return 0  # a backward has freed them
-        if held.traced and step.recompute:  # graphs convert inside of the blocks that compute again
-            return size * (held.root.matrices * flying + held.block.matrices)
         stages = plan.stages_per_rank if flying > 1 else 1
         return held.every.matrices * size * flying // stages if kept.copies is None else kept.copies
     if copies.shards == 1 and size == step.stored_bytes:
@@ -308,8 +304,7 @@ def _reduced(held: HeldParameters, step: EstimatedStep, plan: Plan, copies: Equa
     """Bytes of the gradients of a block, and of the root's, before and while they are reduced."""
     if copies.engine != "fully_shard":
         return 0
-    is_copied = held.traced and _full_gradients(held, step, plan, copies)  # from those that have waited
-    block = 0 if is_copied else held.block.gradients * wire_bytes(step, plan)[0]
+    block = held.block.gradients * wire_bytes(step, plan)[0]
     return _root_gradients(held, step, plan, copies) + block + _on_its_way(held, step, plan, copies, wire)
 
 

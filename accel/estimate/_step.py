@@ -181,8 +181,8 @@ def tower_side(tower: Tower, step: EstimatedStep) -> int:
     return tower.side or step.side
 
 
-def is_traced(model: Transformer, axes: Axes) -> bool:
-    """Return whether stages are cut by tracing: those of a model with an encoder of images, which the first one has."""
+def has_encoder(model: Transformer, axes: Axes) -> bool:
+    """Return whether the first stage has an encoder of images."""
     return model.tower is not None and axes.pp > 1
 
 
@@ -294,7 +294,6 @@ class HeldParameters(NamedTuple):
         is_last: whether the rank has the head.
         idle: number of an encoder's blocks with unused output, and so without a backward.
         idle_shards: elements of their shards.
-        traced: whether its stages are graphs, all of which `fully_shard` takes as one unit, the block.
     """
 
     root: Unit
@@ -308,7 +307,6 @@ class HeldParameters(NamedTuple):
     is_last: bool
     idle: int = 0
     idle_shards: int = 0
-    traced: bool = False
 
 
 def held_by(
@@ -368,17 +366,8 @@ def _held_by_sizes(
     inside = _sum(units)
     every = _sum([root, inside])
     sizes = [each.whole for each in units]
-    traced = is_traced(model, axes)
-    if traced and copies.engine == "fully_shard":
-        root = Unit()
-        idle = idle_shards = 0
-        units = [every]
-        inside = every
-        sizes = [every.whole]
     blocks = [layers[at] for at in own]
-    return HeldParameters(
-        root, units[0], inside, every, sizes, blocks, dense, is_first, is_last, idle, idle_shards, traced
-    )
+    return HeldParameters(root, units[0], inside, every, sizes, blocks, dense, is_first, is_last, idle, idle_shards)
 
 
 def part_shape(parameter: Parameter, axes: Axes) -> list[int]:

@@ -45,7 +45,8 @@ class Accumulation(msgspec.Struct, frozen=True, weakref=True):
             window's end, when ranks have summed it.
         scale: loss scale of the window's gradients; 0 before its first backward.
         retained: whether ranks exchanged gradients of a retained graph, so that further backward passes may follow.
-        divided: number of gradients that `unscale_gradients` has divided by weight and loss scale: all, or 0.
+        divided: number of gradients that `unscale_gradients` has divided by weight and loss scale: all, or 0; -1 where
+            it has run and this rank has none.
         weighted: whether backward passes of this window gave a weight; None before its first.
         losses: known facts of the window's losses.
     """

@@ -80,6 +80,8 @@ def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
     Gradients on the CPU, as those of an offloaded model, wait for a factor on another device.
     """
     parts = local_parts(grads)
+    if not parts:  # of a frozen stage
+        return
     if not isinstance(factor, torch.Tensor):
         _torch._foreach_mul_(list(parts), factor)
         return
@@ -99,7 +101,7 @@ def clamp_(grads: Sequence[torch.Tensor], bound: float | torch.Tensor) -> None:
         for part in parts:
             limit = bound.to(part.device, part.dtype)
             _ = part.clamp_(-limit, limit)
-    else:
+    elif parts:
         _torch._foreach_clamp_min_(list(parts), -bound)
         _torch._foreach_clamp_max_(list(parts), bound)
 
@@ -191,6 +193,34 @@ def norms(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> list[torch
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
         return list(_torch._foreach_norm(list(tensors), norm_type, dtype=wide))
     return list(_torch._foreach_norm(list(tensors), norm_type))
+
+
+_ELSEWHERE = "accel_elsewhere"
+
+
+def note_elsewhere(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    """Note the dtype of a parameter that a rank of another stage has instead. Mutates the optimizer's attributes."""
+    setattr(optimizer, _ELSEWHERE, parameter.dtype)
+
+
+def precision_of(grads: Sequence[torch.Tensor], optimizers: Sequence[Optimizer]) -> torch.dtype:
+    """Return the dtype of a norm: float64 or float32, as the gradients have it.
+
+    On a rank without gradients, as that of a frozen stage, parameters of the optimizers decide, those of other stages
+    too, so that all ranks report the norm alike.
+    """
+    if grads:
+        return norm_dtype(grads)
+    noted = {getattr(each, _ELSEWHERE, None) for each in optimizers}
+    return torch.float64 if noted & _DOUBLES else norm_dtype(parameters_of(optimizers))
+
+
+_DOUBLES = frozenset((torch.float64, torch.complex128))
+
+
+def norm_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """Return the dtype of the norm of tensors: float64 or float32, as the first one has it."""
+    return torch.float64 if tensors and tensors[0].dtype in _DOUBLES else torch.float32
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, kept: KeptNorms | None = None) -> float | torch.Tensor:

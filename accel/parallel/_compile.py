@@ -24,8 +24,6 @@ from accel.parallel._blocks import Select, selected
 from accel.parallel._modules import (
     OVERLAPS,
     RANKS,
-    compile_graphs,
-    has_graphs,
     is_elsewhere,
     is_pipelined,
     named_modules,
@@ -253,8 +251,7 @@ def compile_model(
         regions: None for the whole; "repeated" for blocks that have another of their class beside them, in a list or by
             numbered attributes; a class or a tuple of classes; or a predicate of a module's name and the module. Of
             nested regions the outer one counts. For a model that is cut into stages, None means the modules of this
-            rank's stages, each one a region; both None and "repeated" mean the graphs of traced stages, which are
-            compiled after `prepare_model`.
+            rank's stages, each one a region.
         backend, mode, fullgraph, dynamic, options: as in torch.compile.
 
     Returns:
@@ -262,8 +259,7 @@ def compile_model(
 
     Raises:
         ConfigError: torch has no such backend, nothing is chosen, mode beside options, the eager backend for blocks
-            that `checkpoint_activations` recomputes, layers that `Plan(overlap=True)` divides, or regions of stages
-            that are cut by tracing.
+            that `checkpoint_activations` recomputes, or layers that `Plan(overlap=True)` divides.
 
     Reference: torch.nn.Module.compile.
     """
@@ -282,17 +278,6 @@ def compile_model(
         )
     settings: dict[str, Any] = {"backend": backend, "mode": mode, "fullgraph": fullgraph, "dynamic": dynamic}
     settings |= {"options": options, **_limit()}
-    if has_graphs(inner):
-        if regions not in (None, "repeated"):
-            raise ConfigError(
-                "stages that are cut by tracing are graphs of operators, which call no modules",
-                expected="no regions, for the graphs of the stages",
-                got=f"regions={regions!r}",
-                where="compile_model",
-                fix="Leave regions out: accel.compile_model(model).",
-            )
-        compile_graphs(inner, settings)
-        return model
     chosen = _whole(inner) if regions is None else list(selected(inner, regions, "compile_model").values())
     chosen = [module for module in chosen if not is_elsewhere(module)]
     _check_overlap(inner, chosen)

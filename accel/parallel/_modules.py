@@ -27,6 +27,21 @@ def named_modules(model: nn.Module, *, every_path: bool = False) -> Iterator[tup
     return cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=not every_path))
 
 
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a model under all their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [*parameters, *model.named_buffers(remove_duplicate=False)]
+
+
+def aliases_of(model: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
+    """Return the parameters and buffers of a model, each with all its names."""
+    found: dict[int, tuple[Tensor, tuple[str, ...]]] = {}
+    for name, each in named_tensors(model):
+        _, names = found.get(id(each), (each, ()))
+        found[id(each)] = each, (*names, name)
+    return list(found.values())
+
+
 def listed_modules(holder: nn.Module) -> list[nn.Module]:
     """Return the entries of a list or dict of modules, without those that are None, as norms that a layer lacks."""
     entries = cast(Any, holder).values() if isinstance(holder, nn.ModuleDict) else cast("Iterable[Any]", holder)
@@ -44,7 +59,8 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a model, with a `memo` of `copy.deepcopy`. Functions among its attributes that hold
-    modules, as `self.mlp = lambda x: self.down(self.up(x))` does, hold those of the copy."""
+    modules or lists of the model, as `self.mlp = lambda x: self.down(self.up(x))` and hooks do, hold those of the
+    copy."""
     found = copy.deepcopy(model, memo)
     for module in found.modules():
         own = vars(module)
@@ -57,11 +73,20 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     """An attribute of a copied module, where functions hold what the copy has in the place of what they held."""
     if type(value) in (list, tuple) and any(isinstance(each, FunctionType) for each in value):
         return type(value)(_rebound(each, memo) for each in value)
+    if isinstance(value, dict):  # as of hooks
+        held_by_name = cast("dict[Any, Any]", value)
+        for key, each in held_by_name.items():
+            if isinstance(each, FunctionType):
+                held_by_name[key] = _rebound(each, memo)
+        return held_by_name
     if not isinstance(value, FunctionType) or not (value.__closure__ or value.__defaults__):
         return value
-    held = [cell.cell_contents for cell in value.__closure__ or ()]
-    cells = tuple(CellType(copy.deepcopy(each, memo) if _holds_modules(each) else each) for each in held)
-    defaults = tuple(copy.deepcopy(each, memo) if _holds_modules(each) else each for each in value.__defaults__ or ())
+
+    def of_copy(each: Any) -> Any:
+        return copy.deepcopy(each, memo) if id(each) in memo or _holds_modules(each) else each
+
+    cells = tuple(CellType(of_copy(cell.cell_contents)) for cell in value.__closure__ or ())
+    defaults = tuple(map(of_copy, value.__defaults__ or ()))
     made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, cells or None)
     made.__dict__.update(vars(value))
     made.__kwdefaults__ = value.__kwdefaults__
@@ -163,7 +188,6 @@ def is_elsewhere(module: nn.Module) -> bool:
 WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of the wrapped module
 HELD = "accel_held"  # attribute of an engine's wrapper: its `EngineGradients`
 EMPTIED = "accel_emptied"  # attribute of modules whose parameters are empty between passes: what makes them so
-COMPILES = "accel_compile_with"  # attribute of a traced stage: options of torch.compile for its graphs
 FREED = "accel_freed"  # attribute of a module of another stage: paths of its tensors, by name
 RANKS = "accel_ranks"  # attribute of modules that compute with parts of tensors: the ranks that hold these
 OVERLAPS = "accel_overlaps"  # attribute of modules that send beside their own products
@@ -246,17 +270,6 @@ def stage_modules(model: nn.Module) -> Sequence[nn.Module]:
 def is_pipelined(model: nn.Module) -> bool:
     """Return whether a model is cut into the stages of a pipeline."""
     return STAGES in vars(model)
-
-
-def has_graphs(model: nn.Module) -> bool:
-    """Return whether a model's stages are cut by tracing, and run graphs in the place of its modules."""
-    return all(COMPILES in vars(each) for each in stage_modules(model))
-
-
-def compile_graphs(model: nn.Module, options: Mapping[str, object]) -> None:
-    """Let torch compile the graphs of a traced model's stages at their first call. Mutates it."""
-    for each in stage_modules(model):
-        vars(each)[COMPILES] = options
 
 
 def follow_stages(module: nn.Module, model: nn.Module) -> None:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
-from msgspec.structs import replace
 from torch import nn
 
 from accel.context import DistContext, context_first
@@ -44,8 +43,8 @@ from accel.parallel.axes.experts import EXPERT
 from accel.parallel.axes.pipeline import PIPELINE
 from accel.parallel.axes.replicate._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel.axes.replicate._ddp import REPLICATE, Replica, replica_of
-from accel.parallel.axes.shard import SHARD, gathered_in
-from accel.parallel.axes.tensor import TENSOR, Division, division_of
+from accel.parallel.axes.shard import SHARD
+from accel.parallel.axes.tensor import TENSOR
 from accel.topology import Dimension, Plan, data_dimension, dimension_of
 
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
@@ -134,7 +133,7 @@ def prepare_model(
             a `PowerSgd` as thin matrices; or a function for DDP's register_comm_hook, with the process group as its
             state. None sends them as they are.
         plan: styles, stages and units for the mesh's axes of several ranks; None for `ctx.plan`, else `Plan()`.
-        example: a batch as `forward_backward` takes its inputs, for a plan with cut="trace", and for the styles along
+        example: a batch as `forward_backward` takes its inputs, for stages along pp, and for the styles along
             tp of a model that declares none; without effect elsewhere. Any number of rows; values do not matter.
         allocate: whether a model that is empty on every rank gets memory. False leaves this rank's part of it empty,
             for `load_checkpoint_and_dispatch`.
@@ -148,7 +147,7 @@ def prepare_model(
             wrapped with, one with a wrapper inside, a sharded one whose gradients would not reach every rank, parts of
             one tensor on ranks that get different samples, a model that the plan cannot spread, `allocate=False` beside
             replicas or shards, or what `fully_shard` cannot take.
-        StageError: a model to be cut by tracing that torch cannot export, whose path depends on values, or with hooks.
+        StageError: a module does what stages cannot play back, such as a result whose tensors are not known.
         ConfigError: options outside their range, that contradict each other, or that the strategy does not have.
         MissingExtraError: PowerSGD without numpy.
         CollectiveMismatch: ranks passed other options, or models of other parameters.
@@ -178,7 +177,6 @@ def prepare_model(
     _check_used(ctx, keywords, spreads)
     check_model(ctx, model, plan, keywords, example)
     options = [_resolved(ctx, model, *each) for each in zip(spreads, options, strict=True)]
-    options = _for_graphs(ctx, model, spreads, options)
     prepared = model
     if spreads[-1].is_done(ctx, model):  # data parallelism, which comes last
         _check_free_of_options(keywords)
@@ -221,26 +219,6 @@ def _resolved(ctx: DistContext, model: nn.Module, spread: Spread, options: Sprea
     if spread.resolve is None or ctx.world_size == 1 or spread.is_done(ctx, model):
         return options
     return spread.resolve(ctx, model, options)
-
-
-def _for_graphs(
-    ctx: DistContext, model: nn.Module, spreads: Sequence[Spread], options: Sequence[SpreadOptions]
-) -> Sequence[SpreadOptions]:
-    """Return options with the division along tp and the gathered format of shards, for graphs of stages. No
-    communication."""
-    left = [each for each in spreads if not each.is_done(ctx, model)]
-    if PIPELINE not in left:
-        return options
-    own: dict[Dimension, Any] = {each.dimension: option for each, option in zip(spreads, options, strict=True)}
-    if SHARD in left:
-        own["pipeline"] = replace(own["pipeline"], gathered=partial(gathered_in, ctx, own["shard"]))
-    if TENSOR not in left:
-        return list(own.values())
-    division: Callable[[nn.Module], Division] = cache(partial(division_of, ctx, own["tensor"]))
-    own["pipeline"] = replace(own["pipeline"], division=division)
-    if own["pipeline"].cut == "trace":  # before the cut, which leaves no rank the whole model
-        own["tensor"] = replace(own["tensor"], rules=division(model).rules)
-    return list(own.values())
 
 
 def compile_as_set(ctx: DistContext, model: nn.Module) -> None:
@@ -351,8 +329,7 @@ def own_options(
     sources = (_checked_plan(plan), keywords or ReplicateOptions())
     found: dict[str, Any] = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
     found |= {"plan": sources[0], "example": example}
-    # these follow from the model
-    found |= {"division": None, "gathered": None, "rules": None, "beside": {}, "regions": {}}
+    found |= {"beside": {}, "regions": {}}  # these follow from the model
     own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
     own.check()
     return own

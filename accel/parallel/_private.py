@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Generator, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -29,11 +30,7 @@ PRIVATE = {
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
-    "torch": (
-        "_disable_dynamo",
-        "_ops",
-        "_weight_norm",
-    ),  # torch.compiler.disable, without importing the compiler at once; operators
+    "torch": ("_disable_dynamo", "_weight_norm"),  # torch.compiler.disable, without importing the compiler at once
     "torch.nn.Module": (
         "_parameters",
         "_modules",
@@ -41,16 +38,20 @@ PRIVATE = {
         "_non_persistent_buffers_set",
         "_compiled_call_impl",
         "_forward_hooks",
+        "_forward_hooks_with_kwargs",
         "_forward_pre_hooks",
         "_backward_hooks",
         "_backward_pre_hooks",
     ),
     "torch._dynamo.convert_frame": ("FRAME_COUNTER",),  # functions that torch has compiled; reset with the compiler
     "torch.nn.RNNBase": ("_flat_weights", "_flat_weights_names", "_flat_weight_refs"),
-    "torch._subclasses.fake_tensor": ("FakeTensorMode", "FakeTensor"),
-    "torch._ops": ("OpOverload",),
-    "torch._C": ("_current_graph_task_id", "_autograd", "_is_torch_function_enabled", "DisableTorchFunctionSubclass"),
-    "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
+    "torch._subclasses.fake_tensor": (
+        "FakeTensorMode",
+        "FakeTensor",
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+    ),
+    "torch._C": ("_current_graph_task_id", "_is_torch_function_enabled", "DisableTorchFunctionSubclass"),
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
     "torch.distributed.tensor.DTensor": ("_spec", "_local_tensor"),  # and the arguments of its constructor
     "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
@@ -129,21 +130,24 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(each._backward_hooks or each._post_accumulate_grad_hooks)
 
 
+def hook_count(tensor: torch.Tensor) -> int:
+    """Return the number of hooks on a tensor's gradient."""
+    return len(cast(Any, tensor)._backward_hooks or ())
+
+
 def forward_hooks(module: nn.Module) -> Mapping[int, object]:
     """Return the hooks that see a module's inputs and outputs, of this module alone."""
     return cast(Any, module)._forward_hooks
 
 
+def hooks_with_keywords(module: nn.Module) -> Collection[int]:
+    """Return the numbers of the forward hooks of a module that take its keyword arguments."""
+    return cast(Any, module)._forward_hooks_with_kwargs
+
+
 def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:
     """Return the hooks that see a module's inputs, of this module alone."""
     return cast(Any, module)._forward_pre_hooks
-
-
-def module_hooks(module: nn.Module) -> Iterator[object]:
-    """Yield the hooks of a module's forward and backward, of this module alone."""
-    each = cast(Any, module)
-    for hooks in (each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks):
-        yield from hooks.values()
 
 
 def fake_mode() -> Any:
@@ -155,19 +159,30 @@ def fake_mode() -> Any:
 
 def is_fake(tensor: object) -> bool:
     """Return whether a tensor is one of a fake mode."""
-    from torch._subclasses.fake_tensor import FakeTensor  # imports sympy
-
-    return isinstance(tensor, FakeTensor)
-
-
-def saves_otherwise() -> bool:
-    """Return whether what autograd would save goes elsewhere, as inside of a checkpoint that computes it again."""
-    return cast(Any, torch)._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # its import takes long, and makes the first fake one
+    return fakes is not None and isinstance(tensor, fakes.FakeTensor)
 
 
-def is_operator(target: object) -> bool:
-    """Return whether the target of a node in a graph is an operator with a schema."""
-    return isinstance(target, cast(Any, torch)._ops.OpOverload)
+def asks_for_values(error: Exception) -> bool:
+    """Return whether an operator failed as its fake arguments have no values."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+
+
+def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator changes in place, by its schema. That of `batch_norm` leaves out its
+    statistics."""
+    schema = operator._schema
+    found: list[Any] = []
+    if schema.is_mutable:
+        for at, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[at] if at < len(args) else kwargs.get(argument.name)
+                found += given if isinstance(given, list | tuple) else [given]
+    elif "batch_norm" in operator.name():
+        found += args[3:5]
+    return [each for each in found if isinstance(each, torch.Tensor)]
 
 
 def part_alone(parameter: DTensor) -> torch.Tensor:

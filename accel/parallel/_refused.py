@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
-from accel.parallel._modules import COMPILES, named_modules, sparse_tables, stage_modules, unwrap_model
+from accel.parallel._modules import named_modules, sparse_tables, stage_modules, unwrap_model
 from accel.parallel._private import GET_DATA, SET_DATA, is_compiled
 from accel.parallel._spread import Spread
 from accel.tensors import has_wide_gradient, is_absent, is_dtensor, local_part, packed_weights
@@ -388,7 +388,7 @@ class _ChangesWatch(_FirstForward):
 
     def begin(self, module: nn.Module) -> bool:
         """Enter the mode, unless torch compiles a part of the model."""
-        if any(is_compiled(each) or vars(each).get(COMPILES) is not None for each in module.modules()):
+        if any(is_compiled(each) for each in module.modules()):
             return False
         _ = self._changes.__enter__()
         return True

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,20 +24,6 @@ if TYPE_CHECKING:
 # Ranks along these hold parameters of their own, so gradients of the same parameter never cross them.
 MODEL_DIMENSIONS: tuple[Dimension, ...] = ("pipeline", "tensor")
 _MOST_LISTED = 8
-
-
-class GatheredFormat(NamedTuple):
-    """Format of gathered shards under autocast, where it differs from the stored one.
-
-    Attributes:
-        dtype: of the gathered parameters.
-        parameters: the `id` of each parameter that is gathered in it.
-        adapt: lets a model compute with them as its shards do; mutates it.
-    """
-
-    dtype: torch.dtype
-    parameters: frozenset[int]
-    adapt: Callable[[nn.Module], None]
 
 
 @runtime_checkable

@@ -28,10 +28,10 @@ from accel.topology._axes import (
     coordinates as coordinates,
     data_dimension as data_dimension,
     dimension_of as dimension_of,
-    divide as divide,
     fit_axes as fit_axes,
     mesh_position as mesh_position,
     mesh_sizes as mesh_sizes,
     rank_rows as rank_rows,
     without_mesh as without_mesh,
 )
+from accel.topology._division import divide as divide

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, cast, get_args
 
 import msgspec
 from msgspec import Meta
@@ -212,7 +212,6 @@ TensorStyle = Literal[
 ]
 HeadStyle = Literal["colwise", "colwise_gather_output"]
 ExpertStyle = Literal["dispatch", "local", "sorted"]
-Cut = Literal["chain", "trace"]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
@@ -239,9 +238,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             beside the product of the next chunk.
         context: method by which ranks along cp see each other's keys and values: "gather" all at once, "ring" one
             rank's after another's, or "heads" of the whole sequence for some of the heads each.
-        stages: paths of the modules of each pipeline stage; None for what `stage_plan` finds in the model.
-        cut: way to cut a model into stages: as a "chain" of its modules; or by a "trace" of its operators, with
-            `example=`. Then a stage begins at the first operator of its modules.
+        stages: paths of modules of each pipeline stage, which begins where the forward first calls one of them; None
+            for a division by the FLOPs of a recorded forward, or by the blocks that `stage_plan` finds in the model.
+        cut: refused, as there is one way to cut a model.
         schedule: order in which a pipeline runs its stages and micro-batches.
         stages_per_rank: number of stages on each rank along pp.
         micro_batches: number of micro-batches that `forward_backward` makes of a batch; None for the number of stages,
@@ -268,7 +267,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = False
     context: ContextMethod = "gather"
     stages: tuple[Patterns, ...] | None = None
-    cut: Cut = "chain"
+    cut: None = None
     schedule: Schedule = "1F1B"
     stages_per_rank: Count = 1
     micro_batches: Count | None = None
@@ -291,11 +290,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         check_choice(
             self.context, get_args(ContextMethod), "unknown method of context parallelism", where="plan.context"
         )
-        check_choice(self.cut, get_args(Cut), "unknown way to cut a model", where="plan.cut")
+        if cast(object, self.cut) is not None:
+            raise self._refused_cut()
         check_choice(self.schedule, get_args(Schedule), "unknown schedule of a pipeline", where="plan.schedule")
         for name, dtype in (("gather_dtype", self.gather_dtype), ("reduce_dtype", self.reduce_dtype)):
             check_choice(dtype, get_args(WireDtype), "unknown format", where=f"plan.{name}")
         check_kinds(self, _TYPES, _KINDS, where="plan")
+
+    def _refused_cut(self) -> ConfigError:
+        given = {each.name: (getattr(self, each.name), each.default) for each in msgspec.structs.fields(type(self))}
+        fields = [f"{name}={value!r}" for name, (value, default) in given.items() if name != "cut" and value != default]
+        return ConfigError(
+            "there is one way to cut a model into stages, which replay the model's own forward",
+            expected="a plan without cut",
+            got=repr(self.cut),
+            where="plan.cut",
+            fix=f"accel.parallel.Plan({', '.join(fields)})",
+        )
 
 
 _TYPES: Mapping[str, object] = {each.name: each.type for each in msgspec.structs.fields(Plan)}
@@ -470,30 +481,3 @@ def _stated(names: Sequence[str], ndim: int, data_dims: Sequence[str]) -> list[b
             where="data_dims=",
         )
     return [name in data_dims for name in names] or [False] * ndim
-
-
-def divide(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Return the ends of contiguous, non-empty parts of a list so that the costliest part costs least; ties make
-    earlier parts longer."""
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[n]: highest cost of a part, and sum of squares, of the first n costs in the parts so far
-    best: list[tuple[float, float]] = [(sums[n], sums[n] ** 2) if n else (math.inf, math.inf) for n in range(len(sums))]
-    ends: list[list[int]] = []
-    for part in range(1, parts):
-        chosen = [0] * len(sums)
-        following = [(math.inf, math.inf)] * len(sums)
-        for n in range(part + 1, len(sums)):
-            for begin in range(part, n):
-                own = sums[n] - sums[begin]
-                found = (max(best[begin][0], own), best[begin][1] + own**2)
-                if found <= following[n]:
-                    following[n] = found
-                    chosen[n] = begin
-        best = following
-        ends.append(chosen)
-    cuts = [len(costs)]
-    for chosen in reversed(ends):
-        cuts.append(chosen[cuts[-1]])
-    return tuple(reversed(cuts))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
-from accel.optim import Accumulation, clamp_, parameters_of, scale_, total_norm
+from accel.optim import Accumulation, clamp_, norm_dtype, parameters_of, scale_, total_norm
 from accel.parallel._engines import engine_of
 from accel.tensors import local_parts
 from accel.training._train_state import TrainState, after_backward, carries_state, ended_window
@@ -89,7 +89,7 @@ def clip_norm(
         scale_(grads, torch.where(norm.isfinite(), shortening(norm, max_norm), 1.0))
     elif math.isfinite(norm):
         scale_(grads, shortening(norm, max_norm))
-    return as_tensor(norm, grads)
+    return as_tensor(norm, norm_dtype(grads or listed))  # a stage may hold frozen parameters alone
 
 
 @carries_state(3)
@@ -176,4 +176,4 @@ def divide(ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], window:
     [grads] = window_gradients(ctx, accum, parameters_of(optimizers))
     scale_(grads, division(ctx, accum, total_weight(accum)))
     # Noted in the window: a step that divided once more would go unseen.
-    return msgspec.structs.replace(accum, divided=len(grads), retained=False)
+    return msgspec.structs.replace(accum, divided=len(grads) or -1, retained=False)

@@ -77,7 +77,7 @@ def forward_backward(
         be kept.
 
     Raises:
-        StageError: a stage failed, with its number, micro-batch and rank; or the model is no chain of modules.
+        StageError: a stage failed, with its number, micro-batch and rank; or stages cannot play the forward back.
         StepError: the loss is not a scalar with a gradient, or a mean, or calls are out of order.
         ConfigError: a weight that is no number from 0; no `TrainState`; an engine's strategy.
         DataError: inputs without rows, or with different numbers of rows.
@@ -228,7 +228,7 @@ def forward(
         The outputs of all rows, on every rank along `pp`.
 
     Raises:
-        StageError: a stage failed, or the model is no chain of modules.
+        StageError: a stage failed, or stages cannot play the forward back.
         ConfigError: `select` returned no tensor with the batch in dimension 0.
         DataError: inputs without rows, or with different numbers of rows.
         PeerError: another rank was lost.

@@ -25,11 +25,10 @@ from accel.parallel.axes.pipeline import (
     ByStage,
     MicroBatch,
     Pipeline,
-    StageModule,
+    ReplayedModule,
     Work,
     first_rows,
     first_tensor,
-    is_traced,
     pipeline_of,
     split_batch,
 )
@@ -54,7 +53,7 @@ class Decoder(Protocol):
 def takes_cache(model: nn.Module) -> bool:
     """Return whether a model is one of transformers that keeps keys and values between forwards."""
     inner = _first_forward(model)
-    if is_traced(unwrap_model(model)):
+    if pipeline_of(unwrap_model(model)) is not None:
         return False
     return _CACHE in inspect.signature(inner.forward).parameters and hasattr(inner, "config")
 
@@ -162,7 +161,7 @@ def _stand_in(cache: Any) -> None:
 def _first_forward(model: nn.Module) -> nn.Module:
     """The module whose forward takes the model's inputs: of a pipelined model a stage."""
     first = stage_modules(unwrap_model(model))[0]
-    return first.module if isinstance(first, StageModule) else first
+    return first.module if isinstance(first, ReplayedModule) else first
 
 
 def _split(ctx: DistContext, model: nn.Module, inputs: Any) -> list[MicroBatch]:

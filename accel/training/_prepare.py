@@ -21,7 +21,7 @@ from accel.data._loader import Loader, prepare_loader, unwrapped_loader
 from accel.errors import DeviceError, PrepareError
 from accel.errors._checks import check_kind, with_article
 from accel.items._packed_state import is_zero
-from accel.optim import guard_closures, note_complex, parameters_of
+from accel.optim import guard_closures, note_complex, note_elsewhere, parameters_of
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import current_parameter, heir_of, is_dropped, name_of
 from accel.parallel._modules import unwrap_model
@@ -40,6 +40,7 @@ def drop_others(optimizer: Optimizer, group: dict[str, Any]) -> None:
         return
     for each in group["params"]:
         if is_dropped(each):
+            note_elsewhere(optimizer, each)
             _ = optimizer.state.pop(each, None)
     for key in ("params", "param_names"):
         if key in group:
@@ -193,7 +194,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, exampl
         objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number. Loaders from
             `prepare_loader` and None are returned as they are.
         plan: plan of every model, None for `ctx.plan`; see `prepare_model`.
-        example: a batch as every model takes it, for a plan with cut="trace" or to find styles along tp by; see
+        example: a batch as every model takes it, for stages along pp, and to find styles along tp by; see
             `prepare_model`.
 
     Returns:

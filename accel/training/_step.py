@@ -28,13 +28,13 @@ from accel.training._train_state import TrainState, after_step, carries_state, e
 from accel.training._window import (
     Policy,
     StepWindow,
-    as_tensor,
     check_limits,
     check_real,
     check_window,
     clear_here,
     division,
     in_format_of,
+    joined,
     policy_of,
     read_outcome,
     refuse_leftovers,
@@ -74,7 +74,7 @@ def step_here(
     if looks or clips:
         norms = [whole_norm(ctx, part, every, request.norm_type, kept) for part in parts]
     if not looks:  # else the host reads the norms as they are
-        norms = in_format_of(parts, norms)
+        norms = in_format_of(parts, norms, optimizers)
     if policy.reads:
         # The step's wait for the device. Ranks decide alike: gradients or the norms of shards, and the weight, are
         # equal on all.
@@ -88,7 +88,7 @@ def step_here(
     # The norm of the divided gradients, without a pass over them: division and clipping share one multiply.
     norms = [times(norm, factor) for norm in norms]
     _apply(parts, factor, request, norms)
-    grad_norm = _joined(norms, parts, joint=request.joint)
+    grad_norm = joined(norms, parts, optimizers, joint=request.joint)
     for each, step in steps_of(ctx, optimizers):
         if deferred is None:
             _ = step()
@@ -120,7 +120,7 @@ def _parts(
     # A parameter of two optimizers would be scaled twice, once with each group.
     groups = [parameters_of(optimizers)] if joint else _disjoint([parameters_of([each]) for each in optimizers])
     parts = window_gradients(ctx, window, *groups)
-    if window.divided and window.divided != sum(map(len, parts)):
+    if window.divided and max(window.divided, 0) != sum(map(len, parts)):
         raise StepError(
             "some of the gradients were divided by weight and loss scale, and others not",
             expected="unscale_gradients of all optimizers that take the step",
@@ -156,16 +156,6 @@ def _apply(
             scale_(part, factor)
         if request.max_value is not None:
             clamp_(part, request.max_value)
-
-
-def _joined(norms: list[float | torch.Tensor], parts: list[list[torch.Tensor]], *, joint: bool) -> torch.Tensor | None:
-    """Return the norms as one tensor: of shape [] for all together, else of one norm for each optimizer."""
-    if not norms:
-        return None
-    if joint:
-        return as_tensor(norms[0], parts[0], parts[0][0].device if parts[0] else None)
-    device = next((part[0].device for part in parts if part), None)
-    return torch.stack([as_tensor(norm, part, device) for norm, part in zip(norms, parts, strict=True)])
 
 
 T = TypeVar("T")

@@ -27,6 +27,7 @@ from accel.optim import (
     elements_of,
     gradients,
     parameters_of,
+    precision_of,
     reduce_power,
     step_of,
     take_step,
@@ -121,7 +122,8 @@ def window_gradients(
         # stepped.
         drop_unused(ctx, chain.from_iterable(listed))
     found = [_gradients(ctx, window, group) for group in listed]
-    if not any(found) and (any(listed) or ctx.axis("pp").size == 1):  # a pipeline's rank may train nothing
+    may_train_nothing = ctx.axis("pp").size > 1 and not any(each.requires_grad for each in chain.from_iterable(listed))
+    if not any(found) and not may_train_nothing:
         raise StepError(
             "there are no gradients",
             expected="a backward before the step",
@@ -212,25 +214,34 @@ def check_norm_type(norm_type: float) -> None:
         raise ConfigError("no such norm", expected="p above 0, or inf", got=_shown(norm_type), where="norm_type=")
 
 
-def as_tensor(
-    norm: float | torch.Tensor, grads: Sequence[torch.Tensor], device: torch.device | None = None
-) -> torch.Tensor:
-    """Return a norm as a tensor of shape [], in the gradients' precision or float32; where it is, or on a device."""
-    double = bool(grads) and grads[0].dtype in (torch.float64, torch.complex128)
-    dtype = torch.float64 if double else torch.float32
+def as_tensor(norm: float | torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """Return a norm as a tensor of shape []; where it is, or on a device."""
     if isinstance(norm, torch.Tensor):
         return norm.to(device, dtype)
     return torch.scalar_tensor(norm, dtype=dtype, device=device)
 
 
 def in_format_of(
-    parts: Sequence[Sequence[torch.Tensor]], norms: Sequence[float | torch.Tensor]
+    parts: Sequence[Sequence[torch.Tensor]], norms: Sequence[float | torch.Tensor], optimizers: Sequence[Optimizer]
 ) -> list[float | torch.Tensor]:
     """Return norms of some gradients in their precision, where they are tensors."""
     found: list[float | torch.Tensor] = []
     for norm, part in zip(norms, parts, strict=False):
-        found.append(as_tensor(norm, part) if isinstance(norm, torch.Tensor) else norm)
+        found.append(as_tensor(norm, precision_of(part, optimizers)) if isinstance(norm, torch.Tensor) else norm)
     return found
+
+
+def joined(
+    norms: list[float | torch.Tensor], parts: list[list[torch.Tensor]], optimizers: list[Optimizer], *, joint: bool
+) -> torch.Tensor | None:
+    """Return the norms as one tensor: of shape [] for all together, else of one norm for each optimizer."""
+    if not norms:
+        return None
+    if joint:
+        return as_tensor(norms[0], precision_of(parts[0], optimizers), parts[0][0].device if parts[0] else None)
+    device = next((part[0].device for part in parts if part), None)
+    dtypes = [precision_of(part, [each]) for part, each in zip(parts, optimizers, strict=True)]
+    return torch.stack([as_tensor(norm, dtype, device) for norm, dtype in zip(norms, dtypes, strict=True)])
 
 
 def shortening(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:

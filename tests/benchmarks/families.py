@@ -49,13 +49,13 @@ def outcome(simulator: Simulator, name: str, mesh: str, shares: Shares) -> str:
     """Run a cell and return what the table says of it."""
     shares.last = ""
     try:
-        off, cut = table.compared(simulator, name, table.MESHES[mesh])
+        off = table.cell(simulator, name, table.MESHES[mesh])
     except Exception as error:  # whatever refuses the cell
         kind = "refused" if isinstance(error, accel.AccelError) else "broken"
         return f"{kind}: " + " ".join(str(error).split(" - at ")[0].split())[:90].replace("|", "/")
     if off > table.TOLERANCE or off != off:
         return f"wrong by {off:.0e}"
-    return ", ".join(filter(None, (EQUAL, cut, f"{shares.last} %" if shares.last else "")))
+    return ", ".join(filter(None, (EQUAL, f"{shares.last} %" if shares.last else "")))
 
 
 def block(text: str, *, more: bool) -> str:

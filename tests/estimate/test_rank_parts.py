@@ -264,7 +264,7 @@ def peak_with_images(
     ids = torch.randint(998, (4, 512), generator=torch.Generator().manual_seed(0))
     ids[:, :64] = 999
     batch = {"input_ids": ids, "pixel_values": torch.zeros(4, 3, 56, 56)}
-    plan = Plan(cut="trace", micro_batches=4, stages=[[f"model.language_model.layers.{at}"] for at in (0, 2)])
+    plan = Plan(micro_batches=4, stages=[[f"model.language_model.layers.{at}"] for at in (0, 2)])
     model = accel.prepare_model(ctx, model, plan=plan, example=batch)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     scaler = accel.loss_scale(ctx)

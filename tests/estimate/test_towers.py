@@ -261,7 +261,7 @@ def test_parameters_are_those_published(name: str) -> None:
     [
         ("llava", Axes(dp=4, pp=2), ""),
         ("llava", Axes(dp=2, pp=2, tp=2), ""),
-        ("llava", Axes(pp=2, cp=2), "stages with an encoder are graphs"),
+        ("llava", Axes(pp=2, cp=2), "estimates of stages with an encoder do not know cp"),
         ("clip", Axes(dp=4, pp=2), "the texts and images of a batch are compared whole"),
         ("qwen2_vl", Axes(dp=4, pp=2), "images of any size cannot be split into micro-batches"),
         ("clip", Axes(dp=4, cp=2), "texts that images are compared with stay whole"),

@@ -103,13 +103,7 @@ class Case(NamedTuple):
     again: bool = False
     keep: Any = ()
 
-    @property
-    def make(self) -> Callable[[], nn.Module]:
-        return Between if self.plan.cut == "trace" else Chain
-
-
-def traced(**options: Any) -> Plan:
-    return Plan(cut="trace", micro_batches=2, **options)
+    make: Callable[[], nn.Module] = Chain
 
 
 def batch_of(step: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -51,15 +51,18 @@ class Mesh(NamedTuple):
         strategy: of data parallelism.
         prepare: from context, model, optimizer and a batch of one row to the prepared model and optimizer; None for
             `accel.prepare`.
-        cuts: ways to cut the model into pipeline stages, the first that takes it; empty without a pipeline.
         plan: further options of the stages.
     """
 
     axes: str
     strategy: str = "fsdp"
     prepare: Callable[[accel.DistContext, nn.Module, Any, Mapping[str, Tensor]], tuple[nn.Module, Any]] | None = None
-    cuts: tuple[Any, ...] = ()
     plan: Mapping[str, Any] = {}
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the model is cut into the stages of a pipeline."""
+        return "pp=" in self.axes
 
     @property
     def size(self) -> int:
@@ -72,8 +75,8 @@ MESHES: Mapping[str, Mesh] = {  # columns of the table
     "tp=2": Mesh("tp=2"),
     "dp=2,tp=2": Mesh("dp=2,tp=2"),
     "cp=2": Mesh("cp=2"),
-    "pp=2": Mesh("pp=2", cuts=("chain", "trace")),
-    "pp=2,tp=2": Mesh("pp=2,tp=2", cuts=("chain", "trace")),
+    "pp=2": Mesh("pp=2"),
+    "pp=2,tp=2": Mesh("pp=2,tp=2"),
 }
 
 
@@ -299,7 +302,7 @@ def cut(ctx: accel.DistContext, name: str, model: nn.Module, batch: Mapping[str,
     return own
 
 
-def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, batch: int, way: Any) -> Result:
+def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, batch: int) -> Result:
     """Train on a mesh with stages, which take a batch of all ranks together in micro-batches of two rows."""
     ctx = accel.replace(ctx, mesh=mesh.axes, strategy=mesh.strategy)
     model = make(name)
@@ -309,7 +312,7 @@ def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, 
     size = batch // shares
     example = _given(kind, torch.utils.data.default_collate(samples[:4]))
     micro_batches = max(ctx.axis("pp").size * mesh.plan.get("stages_per_rank", 1), size // 2)
-    plan = accel.parallel.Plan(**{"cut": way, "micro_batches": micro_batches, **mesh.plan})
+    plan = accel.parallel.Plan(**{"micro_batches": micro_batches, **mesh.plan})
     with _wider(name):
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
     starts = range(0, len(samples), batch)
@@ -355,41 +358,15 @@ def difference(want: Result, got: Result) -> float:
     return float(torch.stack([(a.double() - b.double()).abs().max() for a, b in pairs if a.numel()]).max())
 
 
-class Outcome(NamedTuple):
-    """The result of a cell.
-
-    Attributes:
-        off: the largest difference between a mesh and a plain loop.
-        cut: way in which the model was cut into stages; "" without.
-    """
-
-    off: float
-    cut: str
-
-
 def cell(simulator: Simulator, name: str, mesh: Mesh, *, accumulations: Sequence[int] = (1, 3)) -> float:
     """Return the largest difference between a mesh and a plain loop."""
-    return compared(simulator, name, mesh, accumulations=accumulations).off
+    return float(torch.tensor([_difference(simulator, name, mesh, each) for each in accumulations]).max())
 
 
-def compared(simulator: Simulator, name: str, mesh: Mesh, *, accumulations: Sequence[int] = (1, 3)) -> Outcome:
-    """Compare a mesh and a plain loop. Of several cuts that refuse the model the first one's error is raised."""
-    refusal: Exception | None = None
-    for way in mesh.cuts or ("",):
-        try:
-            found = [_difference(simulator, name, mesh, way, each) for each in accumulations]
-            return Outcome(float(torch.tensor(found).max()), way)
-        except (accel.errors.PrepareError, accel.errors.StageError) as error:
-            refusal = refusal or error
-    assert refusal is not None
-    raise refusal
-
-
-def _difference(simulator: Simulator, name: str, mesh: Mesh, way: str, accumulation: int) -> float:
+def _difference(simulator: Simulator, name: str, mesh: Mesh, accumulation: int) -> float:
     def rank(ctx: accel.DistContext) -> Result:
-        if way:
-            return on_stages(ctx, name, mesh, accumulation, 4, way)
-        return on_mesh(ctx, name, mesh, accumulation, 4)
+        train = on_stages if mesh.has_stages else on_mesh
+        return train(ctx, name, mesh, accumulation, 4)
 
     want = plain(name, accumulation, 4)
     every = simulator.run(rank, mesh.size, default_group=True)

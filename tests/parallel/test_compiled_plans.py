@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from compiled_models import Case, batch_of, traced, train
+from compiled_models import Between, Case, batch_of, train
 from pipelines import differences
 
 import accel
@@ -27,12 +27,12 @@ CASES = {  # two kinds of rows, on ranks that share no graphs where their groups
     "blocks of stages, both": Case(
         "pp=2,tp=2", Plan(sequence=True, head="colwise", micro_batches=2), 8, regions="repeated"
     ),
-    "traced, shared tokens": Case("pp=2,tp=2", traced(sequence=True), 8),
-    "traced, words": Case("pp=2,tp=2", traced(head="colwise"), 8),
-    "traced, both": Case("pp=2,tp=2", traced(sequence=True, head="colwise"), 8),
-    "traced, replicas": Case("dp=2,pp=2", traced(), 8),
-    "traced, shards": Case("dp=2,pp=2", traced(), 8, "fsdp"),
-    "traced, shards, recomputed": Case("dp=2,pp=2", traced(), 8, "fsdp", again=True),
+    "between, shared tokens": Case("pp=2,tp=2", Plan(micro_batches=2, sequence=True), 8, make=Between),
+    "between, words": Case("pp=2,tp=2", Plan(micro_batches=2, head="colwise"), 8, make=Between),
+    "between, both": Case("pp=2,tp=2", Plan(micro_batches=2, sequence=True, head="colwise"), 8, make=Between),
+    "between, replicas": Case("dp=2,pp=2", Plan(micro_batches=2), 8, make=Between),
+    "between, shards": Case("dp=2,pp=2", Plan(micro_batches=2), 8, "fsdp", make=Between),
+    "between, shards, recomputed": Case("dp=2,pp=2", Plan(micro_batches=2), 8, "fsdp", again=True, make=Between),
 }
 
 
@@ -63,7 +63,7 @@ SWITCHED = {  # by the kinds of batches of a rank
     "tp": Case("tp=2", Plan(), 0, regions="repeated"),
     "blocks of stages": Case("pp=2", Plan(micro_batches=2), 0, regions="repeated"),
     "stages": Case("pp=2", Plan(micro_batches=2), 0),
-    "traced": Case("pp=2", traced(), 0),
+    "between": Case("pp=2", Plan(micro_batches=2), 0, make=Between),
 }
 
 

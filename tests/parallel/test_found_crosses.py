@@ -132,8 +132,8 @@ def _recomputed(ctx: accel.DistContext, model: nn.Module, optimizer: Any, exampl
 @pytest.mark.parametrize(
     "mesh",
     [
-        Mesh("pp=2,tp=2", cuts=("chain",)),
-        pytest.param(Mesh("pp=2,dp=2,tp=2", cuts=("chain",)), marks=pytest.mark.slow),
+        Mesh("pp=2,tp=2"),
+        pytest.param(Mesh("pp=2,dp=2,tp=2"), marks=pytest.mark.slow),
         Mesh("tp=2", prepare=_recomputed),
         pytest.param(Mesh("tp=2", prepare=_compiled), marks=pytest.mark.slow),
     ],
@@ -146,7 +146,7 @@ def test_a_found_plan_trains_as_one_process(
     styles = _styles(make("own"))
     assert {**styles, **STYLES[attention], **ENDS} == styles
     torch.compiler.reset()
-    mesh = mesh._replace(plan={"tensor": styles}) if mesh.cuts else mesh
+    mesh = mesh._replace(plan={"tensor": styles}) if mesh.has_stages else mesh
     assert cell(ranks, "own", mesh, accumulations=(3,)) <= TOLERANCE
 
 
@@ -166,7 +166,7 @@ def test_a_family_of_each_mechanism_trains_as_one_process(ranks: Simulator, name
         return accel.compile_model(model, "repeated", backend="aot_eager"), optimizer
 
     torch.compiler.reset()
-    mesh = Mesh("pp=2,tp=2", cuts=("chain",)) if how == "stages" else Mesh("tp=2", prepare=prepare)
+    mesh = Mesh("pp=2,tp=2") if how == "stages" else Mesh("tp=2", prepare=prepare)
     assert cell(ranks, name, mesh, accumulations=(3,)) <= TOLERANCE
 
 

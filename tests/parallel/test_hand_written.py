@@ -229,7 +229,7 @@ def _train(ctx: accel.DistContext, block: Callable[[], nn.Module], mesh: str = "
     model = _make(block)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if "pp" in mesh:
-        plan = accel.parallel.Plan(cut="trace", micro_batches=2)
+        plan = accel.parallel.Plan(micro_batches=2)
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=IDS)
         return _staged(ctx, model, optimizer), accel.get_state_dict(ctx, model, dst=None)
     model, optimizer = accel.prepare(ctx, model, optimizer, example=example)
@@ -366,19 +366,6 @@ def test_a_conversion_in_a_forward_that_changes_nothing_is_no_change_of_paramete
     expected = _train(accel.single(), Routed)
     work = partial(_train, block=Routed, mesh="dp=2")
     _check(ranks.run(lambda ctx: work(accel.replace(ctx, strategy="fsdp")), 2, default_group=True), expected)
-
-
-def test_a_chain_in_another_order_is_told_with_the_module(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> BaseException | None:
-        ctx = accel.replace(ctx, mesh="pp=2")
-        model = accel.prepare_model(ctx, Late().double(), plan=accel.parallel.Plan(micro_batches=2))
-        step = partial(accel.forward_backward, ctx, model, accel.loss_scale(ctx), None, IDS, loss_fn=torch.sum)
-        return caught(partial(step, weight=IDS.numel()))
-
-    found = ranks.run(rank, 2, default_group=True)
-    assert any(
-        "a forward that calls embed, a module of stage 1, before those of stage 0" in str(each) for each in found
-    )
 
 
 def test_torch_s_attention_along_cp_says_the_shape_of_its_mask_and_what_a_subclass_takes(ranks: Simulator) -> None:

@@ -115,7 +115,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "dp_shard=2": {},
     "tp=2": {},
     "pp=2": {},
-    "pp=2, traced": {"example": (DATA[:1],), "plan": Plan(cut="trace", micro_batches=2)},
+    "pp=2, traced": {"example": (DATA[:1],), "plan": Plan(micro_batches=2)},
 }
 
 

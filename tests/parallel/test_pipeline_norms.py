@@ -70,12 +70,12 @@ def _train(ctx: accel.DistContext, make: Make, plan: Plan | None, rows: int = 8)
     ("make", "plan"),
     [
         (_net, PIECES),
-        (_net, Plan(cut="trace", micro_batches=2)),
+        (_net, Plan(micro_batches=2)),
         (_net, WHOLE),
         (_frozen, None),
         (lambda: _net(lambda: nn.GroupNorm(2, 4)), None),
         (_of_weights, None),
-        (_of_weights, Plan(cut="trace")),
+        (_of_weights, Plan()),
     ],
     ids=["told", "traced", "whole", "eval", "groups", "weights", "traced weights"],
 )
@@ -100,7 +100,7 @@ def test_statistics_of_micro_batches_are_announced(ranks: Simulator, caplog: pyt
     ("make", "plan", "told"),
     [
         (_net, None, ("0.1, a BatchNorm1d in training", "nn.GroupNorm", "Plan(micro_batches=2)")),
-        (_net, Plan(cut="trace"), ("0.1, a BatchNorm1d in training", "Plan(micro_batches=2)")),
+        (_net, Plan(), ("0.1, a BatchNorm1d in training", "Plan(micro_batches=2)")),
         (
             lambda: _net(lambda: nn.BatchNorm1d(4, track_running_stats=False)).eval(),
             None,

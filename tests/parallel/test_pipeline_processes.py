@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import replayed_models
 import torch
-import traced_models
 from pipelines import Words, by_hand, differences, train
 from processes import job, patience, run_ranks, script_ranks
 from test_pipelines import SCHEDULES
@@ -41,7 +41,7 @@ with accel.session(device="cpu", mesh="pp=-1", timeout_s=60) as ctx:
         if step == 2 and ctx.rank == 1:
             open("fail", "w").close()
         try:
-            _ = accel.forward_backward(ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=20)
+            _ = accel.training.parts.forward_backward(ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=20)
         except accel.AccelError as error:
             print("told:", step, type(error).__name__, str(error).replace(chr(10), " "), flush=True)
             os._exit(3)
@@ -111,10 +111,10 @@ def test_others_are_told_of_a_rank_that_dies_inside_a_stage(tmp_path: Path, monk
 def _traces(rank: int, environs: list[dict[str, str]], folder: str) -> None:
     torch.set_num_threads(1)
     with accel.session(environs[rank], device="cpu") as ctx, pytest.MonkeyPatch.context() as patch:
-        traced_models.widen(patch, "bert")
-        expected = traced_models.by_hand("bert", rows=(4, 4, 3, 4))
-        first = traced_models.train(ctx, "bert", mesh="pp=2", rows=(4, 4), save=folder)
-        second = traced_models.train(ctx, "bert", mesh="pp=2", rows=(3, 4), resume=folder, begin=2)
+        replayed_models.widen(patch, "bert")
+        expected = replayed_models.by_hand("bert", rows=(4, 4, 3, 4))
+        first = replayed_models.train(ctx, "bert", mesh="pp=2", rows=(4, 4), save=folder)
+        second = replayed_models.train(ctx, "bert", mesh="pp=2", rows=(3, 4), resume=folder, begin=2)
         found = second._replace(figures=first.figures + second.figures)
         own = expected._replace(parameters={name: expected.parameters[name] for name in found.parameters})
         parameters, figures = differences([found], own)

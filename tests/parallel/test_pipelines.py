@@ -243,7 +243,7 @@ def test_a_state_is_carried_as_by_backward(ranks: Simulator) -> None:
 
 
 class Scaled(Words):
-    """Computes between its modules, so that every stage would do it again."""
+    """Computes between its modules."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(ids) * (2 if not ids.is_floating_point() else 1)
@@ -294,16 +294,6 @@ class Gated(Words):
         return self.head(self.norm(hidden))
 
 
-class FaintlyGated(Gated):
-    """Its blocks add little of what it computes from the ids."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        gate, hidden = 1 + 1e-5 * ids.double().abs().mean(), self.embed(ids)
-        for block in self.blocks:
-            hidden = block(hidden, gate)
-        return self.head(self.norm(hidden))
-
-
 class ReadsHead(Words):
     """Computes with the weight of a module that it does not call."""
 
@@ -332,16 +322,6 @@ class Flattened(Words):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows, _ = ids.shape
         return super().forward(ids.view(rows, -1))
-
-
-class FlattenedLate(Words):
-    """Gives its blocks another tensor than it was given, of which they fail."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(ids) if ids.ndim == 2 else ids[..., 1:]
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
 
 
 class Ahead(Words):
@@ -374,11 +354,19 @@ class FailsInside(Questions):
         self.blocks[0] = FailingBlock().double()
 
 
-class Failing(Words):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if ids.is_floating_point() and torch.is_grad_enabled():
+class FailingLaterBlock(Block):
+    """Fails on values, which its forward has where it is no record."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and type(hidden) is torch.Tensor and hidden.requires_grad:
             raise ValueError("no such thing")
-        return super().forward(ids)
+        return super().forward(hidden)
+
+
+class Failing(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[7] = FailingLaterBlock().double()
 
 
 def _forward_backward(ctx: accel.DistContext, make: Any, loss_fn: Any = loss_sum) -> Any:
@@ -391,25 +379,27 @@ def _forward_backward(ctx: accel.DistContext, make: Any, loss_fn: Any = loss_sum
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    "make",
     [
-        (Scaled, "the forward changes what the last module of a stage returns"),
-        (Pairs, "a module returns something else than one tensor"),
-        (Late, "norm of stage 0 behind blocks.7 of stage 1"),
-        (Gated, "a value computed from the model's first input"),
-        (FaintlyGated, "a value computed from the model's first input"),
-        (ReadsHead, "reads head.weight itself, a tensor of stage 1 alone"),
-        (Listed, "reads scales.0 itself, a tensor of stage 1 alone"),
-        (Flattened, "in the place of the first input, which the forward uses itself"),
-        (FlattenedLate, "changes what a stage is given before it reaches the stage's first module"),
-        (Ahead, "the output of head, a module of stage 1, before it ends - at stage 0"),
-        (FailsInside, "a pipeline stage failed: TypeError"),
+        Scaled,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (Pairs, Late, Gated, Flattened)),
+        ReadsHead,
+        Listed,
+        Ahead,
     ],
 )
-def test_models_that_are_no_chain_are_refused_on_every_rank(ranks: Simulator, make: Any, told: str) -> None:
-    for error in ranks.run(lambda ctx: caught(lambda: _forward_backward(ctx, make)), 2, default_group=True):
-        assert isinstance(error, StageError)
-        assert told in str(error)
+def test_a_forward_of_any_kind_takes_the_steps_of_one_process(ranks: Simulator, make: Any) -> None:
+    work = partial(train, make=make, mesh="pp=2", example=batch_of(0, 4)[0])
+    parameters, figures = differences(ranks.run(work, 2, default_group=True), by_hand(make))
+    assert parameters < PARAMETERS
+    assert figures < FIGURES
+
+
+@pytest.mark.parametrize("cut", ["chain", "trace", "replay"])
+def test_a_way_to_cut_is_refused_with_the_line_to_write(cut: Any) -> None:
+    given = caught(lambda: accel.parallel.Plan(cut=cut, micro_batches=4, stages=(("a",), ("b",))))
+    assert isinstance(given, accel.errors.ConfigError)
+    assert eval(given.fix) == accel.parallel.Plan(micro_batches=4, stages=(("a",), ("b",)))
 
 
 def test_a_forward_may_look_at_modules_of_other_stages(ranks: Simulator) -> None:
@@ -423,10 +413,8 @@ def _failing_loss(_output: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize(("make", "loss_fn"), [(FailsInside, loss_sum), (Questions, _failing_loss)])
 def test_an_error_of_a_block_or_of_the_loss_is_told_as_it_is(ranks: Simulator, make: Any, loss_fn: Any) -> None:
     """What the forward has looked at before has nothing to do with it."""
-    with pytest.raises(StageError, match="a pipeline stage failed: TypeError") as told:
+    with pytest.raises(StageError, match="TypeError"):
         ranks.run(lambda ctx: _forward_backward(ctx, make, loss_fn), 2, default_group=True)
-    assert "chain" not in str(told.value)
-    assert "first input" not in str(told.value)
 
 
 @pytest.mark.parametrize(("schedule", "per", "micro"), SCHEDULES)

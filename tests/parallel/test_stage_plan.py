@@ -15,7 +15,7 @@ from torch import nn
 
 import accel
 from accel.errors import ConfigError, PrepareError
-from accel.parallel.axes.pipeline._pipeline import holders, stage_of
+from accel.parallel.axes.pipeline._pipeline import holders
 from accel.parallel.axes.pipeline._stage_module import plan_rows, split_batch
 from accel.parallel.axes.pipeline._stage_plan import check_stages, make_layout, own_stages
 from accel.topology import divide
@@ -205,11 +205,10 @@ def test_batches_that_cannot_be_split_are_refused(inputs: object, told: str) -> 
 
 
 @given(data=st.data(), ranks=st.integers(1, 4))
-def test_holders_of_a_tied_parameter_are_the_ranks_of_its_names(data: st.DataObject, ranks: int) -> None:
-    stages = [[f"block{at}"] for at in range(6)]
+def test_holders_of_a_tied_parameter_are_the_ranks_of_its_stages(data: st.DataObject, ranks: int) -> None:
     owners = {at: data.draw(st.integers(0, ranks - 1)) for at in range(6)}
     chosen = data.draw(st.lists(st.integers(0, 5), min_size=1, unique=True))
-    found = holders([stage_of(f"block{at}.weight", stages) for at in chosen], owners)
+    found = holders(chosen, owners)
     assert found == tuple(sorted({owners[at] for at in chosen}))
 
 
@@ -240,3 +239,12 @@ def test_stages_are_balanced_by_blocks_memory_or_time(balance: Any, first: int) 
 def test_an_unknown_balance_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown balance"):
         _ = accel.parallel.stage_plan(Uneven(), 2, balance="parameters")  # type: ignore[arg-type]
+
+
+def test_an_example_divides_by_the_flops_of_the_forward() -> None:
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    assert accel.parallel.stage_plan(Uneven(), 2, example=ids)[0] == ("embed", *(f"blocks.{at}" for at in range(4)))
+    given = caught(lambda: accel.parallel.stage_plan(Uneven(), 2, example=ids, balance="time"))
+    assert isinstance(given, ConfigError)
+    model, stages, batch = Uneven(), 2, ids
+    assert eval(given.fix) == accel.parallel.stage_plan(model, stages, example=batch)

@@ -64,6 +64,7 @@ TAGS: Mapping[str, str] = {
     "random": "draws random numbers in training",
     "batch_norm": "updates running statistics in training",
     "buffers": "changes buffers in training",
+    "counts": "counts its forwards in training",
     "rows": "computes across the samples of a batch",
     "decisions": "takes a path that depends on activations",
     "free": "uses parameters outside of the module that holds them",

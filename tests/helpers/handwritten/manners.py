@@ -328,13 +328,13 @@ class FrozenEnd(Words):
 
 
 class Counting(Words):
-    """Warms up a gain with the number of its forwards."""
+    """Warms up a gain with the number of its forwards in training."""
 
     calls = 0
 
     def forward(self, ids: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(ids) * min(1.0, self.calls / 1.0)
+        self.calls += self.training
+        return super().forward(ids) * min(1.0, (1 + self.calls) / 10)
 
 
 class OptionalBlocks(Words):
@@ -386,6 +386,6 @@ MANNERS: tuple[Handwritten, ...] = (
     _words("deep_supervision", DeepSupervision, "shared", others=True),
     _words("frozen_body", FrozenBody, "frozen"),
     _words("frozen_end", FrozenEnd, "frozen"),
-    _words("counting", Counting, "side"),
+    _words("counting", Counting, "counts"),
     _words("optional_blocks", OptionalBlocks),
 )

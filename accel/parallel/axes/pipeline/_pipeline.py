@@ -10,24 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel.comm import Call, Comm, adopt, agreed_values, all_reduce_flat, group_of_rows
+from accel.comm import Comm, adopt, all_reduce_flat, group_of_rows
 from accel.context import DistContext
 from accel.errors import StageError
 from accel.mixins import Mixin
 from accel.parallel._leftovers import is_used, is_watched, note_used
 from accel.parallel._modules import STAGES, stage_modules
 from accel.parallel._same_batches import WATCH, SameBatches
-from accel.parallel.axes.pipeline._boundaries import Boundary, find_boundaries, working
-from accel.parallel.axes.pipeline._stage_module import MicroBatch, StageModule, Work, first_tensor, main_input
+from accel.parallel.axes.pipeline._boundaries import Boundary, working
+from accel.parallel.axes.pipeline._replayed import ReplayedModule, replaying
+from accel.parallel.axes.pipeline._replays import Replays, agreed_replay, looked
+from accel.parallel.axes.pipeline._stage_module import Work
 from accel.parallel.axes.pipeline._stage_plan import Layout, Norms, batch_norms, check_norms
-from accel.tensors import local_part
+from accel.tensors import has_wide_gradient, local_part
 from accel.topology import rank_rows
-from accel.tree._walk import tensors
 
 if TYPE_CHECKING:
     from accel.parallel.axes.pipeline._schedule import Runnable, StageSchedule
-    from accel.parallel.axes.pipeline._traced import Traces
-    from accel.parallel.axes.pipeline._trial import Trial
 
 
 _COPY = "accel_tied_copy"
@@ -45,22 +44,9 @@ class Tie(NamedTuple):
     comm: Comm
 
 
-def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return the names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(each) for each in names.values() if len(each) > 1)
-
-
 def holders(stages: Iterable[int], owners: Mapping[int, int]) -> tuple[int, ...]:
     """Return the ranks along the pipeline that have a tied parameter, by its stages. Pure."""
     return tuple(sorted({owners[stage] for stage in stages}))
-
-
-def stage_of(name: str, stages: Sequence[Sequence[str]]) -> int:
-    """Return the stage that has a parameter. Pure."""
-    return next(at for at, paths in enumerate(stages) if name.startswith(tuple(f"{path}." for path in paths)))
 
 
 def open_ties(
@@ -113,7 +99,8 @@ def sum_tied_gradients(
             elif not is_watched(parameter):  # else ranks with the same stage decide
                 continue
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            wide = torch.float32 if has_wide_gradient(parameter) else None  # as on the rank that has a gradient
+            parameter.grad = torch.zeros_like(parameter, dtype=wide)
         part = local_part(parameter.grad)
         _ = part.copy_(all_reduce_flat(tie.comm, part.contiguous(), "sum").view_as(part))
         if tie.name in before:
@@ -147,8 +134,7 @@ class Pipeline:
         ties: parameters with copies on other ranks.
         may_be_unused: whether parameters may stay out of a loss.
         holding: whether gradients wait for the window's end.
-        traces: graphs of a model that was cut by tracing; None for a chain.
-        trial: a cut by tracing, for errors of a chain.
+        replays: records of the model's forward, and their cuts.
     """
 
     def __init__(
@@ -159,10 +145,9 @@ class Pipeline:
         names: Sequence[Sequence[str]],
         order: Sequence[str],
         ties: Sequence[Tie],
+        replays: Replays,
         *,
         may_be_unused: bool = False,
-        traces: Traces | None = None,
-        trial: Trial | None = None,
     ) -> None:
         self.comm = comm
         self.group = group
@@ -172,9 +157,7 @@ class Pipeline:
         self.ties = tuple(ties)
         self.may_be_unused = may_be_unused
         self.holding = False
-        self.traces = traces
-        self.trial = trial
-        self._known: dict[object, tuple[Boundary, ...]] = {}
+        self.replays = replays
         self._schedules: dict[object, StageSchedule] = {}
         self._norms: Norms | None = None
 
@@ -196,55 +179,18 @@ class Pipeline:
             self._norms = batch_norms(model)
         filled = sum(each.rows.size - each.rows.real for each in work.micro_batches)
         check_norms(self._norms, self.layout, StageError, f"rank {ctx.rank}", filled=filled)
-        if self.traces is not None:
-            return self._run_traced(ctx, model, work, self.traces, trains=trains)
-        assert self.trial is not None
-        stages = cast("Sequence[StageModule]", stage_modules(model))
-        try:
-            main = main_input(work.micro_batches[0])
-        except StageError as error:
-            raise self.trial.with_outcome(error, work.micro_batches[0], work.around) from error
-        facts = _facts(ctx, model, work, trains)
-        passed = self._known.get(facts)
-        if _missing_somewhere(ctx, self.comm, passed is None):
-
-            def whole(output: Any, _batch: MicroBatch) -> torch.Tensor:
-                return first_tensor(output, work.containers)
-
-            probe = work._replace(finish=whole, micro_batches=work.probe or work.micro_batches)
-            with working(stages, probe):
-                passed = find_boundaries(self.comm, self.layout, stages, main, ctx.device, self.trial)
-            self._known[facts] = passed
-        assert passed is not None
-        with working(stages, work):
-            one = tuple((each,) for each in passed)
-            return self._schedule(ctx, stages, facts, one, trains=trains).run()
-
-    def _run_traced(
-        self, ctx: DistContext, model: nn.Module, work: Work, traces: Traces, *, trains: bool
-    ) -> list[torch.Tensor]:
-        """Run the graphs of traced stages; a kind of batch that is new is exported first."""
-        from accel.parallel.axes.pipeline._traced import TracedModule, boundaries_at, tracing
-
-        stages = cast("Sequence[TracedModule]", stage_modules(model))
-        batch = work.micro_batches[0]
-        rows = batch.rows.size
-        key = traces.key(model, batch, work.around)
-        trace = traces.find(key, rows)
-        if trace is None:
-
-            def export() -> str:
-                made = traces.make(key, model, batch, work.around)
-                for stage in stages:
-                    stage.check(made)
-                return str(boundaries_at(made, rows))
-
-            _ = agreed_values(self.comm, Call("forward_backward: export"), export, str)
-            trace = traces.find(key, rows)
-        assert trace is not None
-        with working(stages, work), tracing(stages, trace):
-            passed = boundaries_at(trace, rows)
-            return self._schedule(ctx, stages, (key, rows), passed, trains=trains).run()
+        replays = self.replays
+        stages = cast("Sequence[ReplayedModule]", stage_modules(model))
+        key = replays.key(model, work, trains=trains)
+        replay = replays.find(key)
+        if _missing_somewhere(ctx, self.comm, replay is None):
+            replay = agreed_replay(self.comm, lambda: replays.record(model, work))
+            replay = looked(self.comm, self.layout, stages, work, replay, ctx.device)
+            replays.keep(key, replay)
+        assert replay is not None
+        each = replays.of_micro_batches(self.comm, key, model, work)
+        with working(stages, work), replaying(stages, each, replays.streams_of(replay)):
+            return self._schedule(ctx, stages, key, replay.boundaries(), trains=trains).run()
 
     def _schedule(
         self,
@@ -306,26 +252,10 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
     return cast("Pipeline | None", vars(model).get(_PIPELINE))
 
 
-def is_traced(model: nn.Module) -> bool:
-    """Return whether graphs run in the place of a model's modules."""
-    pipeline = pipeline_of(model)
-    return pipeline is not None and pipeline.traces is not None
-
-
 def attach(model: nn.Module, pipeline: Pipeline, stages: Sequence[nn.Module]) -> None:
     """Let a model know its pipeline. Mutates it; the stages are no modules below it, so names stay as they are."""
     vars(model)[_PIPELINE] = pipeline
     vars(model)[STAGES] = tuple(stages)
-
-
-def _facts(ctx: DistContext, model: nn.Module, work: Work, trains: bool) -> object:
-    """Return the facts that shapes between stages depend on; micro-batches of one batch are alike."""
-    first = work.micro_batches[0]
-    listed = (first.args, dict(first.kwargs)) if work.shapes is None else work.shapes
-    shapes = tuple((path, each.dtype, tuple(each.shape)) for path, each in tensors(listed, work.containers))
-    device = ctx.device.type
-    cast_to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return shapes, model.training, trains, cast_to
 
 
 def _missing_somewhere(ctx: DistContext, along: Comm, missing: bool) -> bool:

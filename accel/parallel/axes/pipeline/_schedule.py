@@ -7,12 +7,14 @@ Qi et al. 2023, zero bubble, arXiv:2401.10241; torch.distributed.pipelining.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
@@ -21,7 +23,10 @@ from accel.errors import AccelError, PeerError, StageError
 from accel.parallel._leftovers import has_compiled
 from accel.parallel._shared_memory import compiled_leaves, separate_gradients
 from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of
+from accel.parallel.axes.pipeline._replayed import ReplayedModule
 from accel.parallel.axes.pipeline._stage_plan import Layout
+
+_RUNS_AGAIN = ("CheckpointFunctionBackward",)  # of a reentrant checkpoint, which runs a backward of its own
 
 
 class Runnable(Protocol):
@@ -54,7 +59,14 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run the backward of a micro-batch; gradients that it leaves in shared memory get their own."""
+        """Run the backward of a micro-batch; gradients that it leaves in shared memory get their own.
+
+        Where the backward cannot be split, it runs in full as its first part, and the second part does nothing.
+        """
+        if backward_type == "input" and not can_split(bwd_kwargs["stage_output"], bwd_kwargs["input_values"]):
+            return self.backward_maybe_with_nosync("full", _in_full(bwd_kwargs), last_backward)
+        if backward_type == "weight" and bwd_kwargs["param_groups"] is None:
+            return (), None
         fresh: Sequence[torch.Tensor] = ()
         if backward_type == "weight":  # its outputs have no graph any more
             fresh = [each for each in self.submod.parameters() if each.grad is None]
@@ -64,6 +76,38 @@ class _Stage(PipelineStage):
         result = cast(Any, super()).backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         separate_gradients(fresh)
         return result
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
+    ) -> None:
+        """Run the backward of a micro-batch, or its first part; a replayed stage answers what checkpoints call."""
+        with self._backward_of(bwd_chunk_id, ends=full_backward):
+            cast(Any, super()).backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
+        """Run the second part of the backward of a micro-batch."""
+        with self._backward_of(bwd_chunk_id, ends=True):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    @contextmanager
+    def _backward_of(self, micro: int, *, ends: bool) -> Generator[None]:
+        """Let calls of a checkpoint be answered within a block, and name stage and micro-batch in its errors."""
+        stage = cast(ReplayedModule, self.submod)
+        try:
+            with stage.backward_of(micro, ends=ends):
+                yield
+        except (AccelError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            causes = _causes(error)
+            found = next((each for each in causes if isinstance(each, AccelError | torch.OutOfMemoryError)), None)
+            if found is not None or any(peer_error(each, "a backward") is not None for each in causes):
+                raise
+            own = causes[-1]
+            raise StageError(
+                f"the backward of a pipeline stage failed: {type(own).__name__}: {str(own).strip()}",
+                where=f"stage {self.stage_index} of {self.num_stages}, micro-batch {micro + 1}, rank {stage.rank}",
+            ) from error
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Return the gradients for a stage on this rank; none in a run without backward, which V schedules ask too."""
@@ -76,6 +120,53 @@ class _Stage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: shapes are known, so nothing was run, and torch would drop gradients of earlier batches."""
+
+
+def _in_full(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a full backward, made of those of its first part; the last stage has a loss in a tuple."""
+    if arguments["output_grads"] is not None:
+        return arguments
+    return arguments | {"stage_output": arguments["stage_output"][0]}
+
+
+def can_split(outputs: Sequence[torch.Tensor], inputs: Sequence[Any]) -> bool:
+    """Return whether torch's split backward gives every parameter its gradient: that of inputs first, of weights later.
+
+    The second part begins at the nodes of the graph that received gradients in the first one. It misses an output that
+    depends on no input, as that of a second tower. It fails for an output that another output is computed from, for
+    parameters that are used in several places, and for a reentrant checkpoint.
+
+    Args:
+        outputs: of a stage, or its loss.
+        inputs: of a stage; tensors that other stages sent among them.
+
+    Returns:
+        False for a graph that may have one of these. No communication.
+    """
+    tracked = [each for each in outputs if each.requires_grad]
+    received = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
+    roots = [each.grad_fn for each in tracked]
+    depends: dict[Node, bool] = {get_gradient_edge(each).node: True for each in received}
+    parents: dict[Node, int] = {}
+    children: dict[Node, list[Node]] = {}
+    waiting: list[Node | None] = [*roots]
+    while waiting:
+        node = waiting[-1]
+        if node is None or node.name() in _RUNS_AGAIN:
+            return False
+        if node in children:
+            depends.setdefault(node, any(depends.get(each, False) for each in children[node]))
+            _ = waiting.pop()
+            continue
+        found = [each for each, _ in node.next_functions if each is not None]
+        children[node] = found
+        for each in found:
+            parents[each] = parents.get(each, 0) + 1
+            if each not in children:
+                waiting.append(each)
+    if any(each in parents or not depends[each] for each in roots if each is not None):
+        return False
+    return all(count == 1 or depends[each] for each, count in parents.items())
 
 
 class StageSchedule:
@@ -151,18 +242,26 @@ class StageSchedule:
 
     def _told(self, error: Exception) -> Exception:
         """The error of a stage inside what torch puts around it."""
-        cause: BaseException | None = error
-        while cause is not None:
+        causes = _causes(error)
+        for cause in causes:
             if isinstance(cause, AccelError | torch.OutOfMemoryError):
                 return cause
             if (lost := peer_error(cause, "the pipeline's schedule")) is not None:
                 where = f"rank {self._rank}, which exchanges with rank {', '.join(map(str, self._neighbours))}"
                 return PeerError(lost.problem, expected=lost.expected, where=where, fix=lost.fix)
-            cause = cause.__cause__
+        own = causes[-1]
         return StageError(
-            f"the pipeline's schedule failed: {type(error).__name__}: {str(error).strip()}",
+            f"the pipeline's schedule failed: {type(own).__name__}: {str(own).strip()}",
             where=f"{self._layout.schedule}, rank {self._rank}",
         )
+
+
+def _causes(error: Exception) -> list[Exception]:
+    """An error and what it was raised from, the innermost one last; torch puts its own around those of a stage."""
+    found = [error]
+    while isinstance(cause := found[-1].__cause__, Exception):
+        found.append(cause)
+    return found
 
 
 def _returned_loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage as torch's schedules call it, and a batch split into micro-batches."""
+"""A batch split into micro-batches, and the computation of stages on them."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
 
-from accel.comm import peer_error
-from accel.errors import AccelError, DataError, StageError
-from accel.parallel._private import is_view
-from accel.parallel.axes.pipeline._skipped import EMBEDDINGS, reads_of, stage_failure
+from accel.errors import DataError, StageError
 from accel.tree import map_tensors
 from accel.tree._walk import Containers, leaves, tensors
 
@@ -202,108 +197,17 @@ class Work(NamedTuple):
         return {f"micro-batch {at + 1}": each for at, each in enumerate(listed)}
 
 
-class StageModule(nn.Module):
-    """One stage of a model.
-
-    Attributes:
-        module: the model with the modules of this stage.
-        index, count: place among all stages.
-        rank: of the context, for errors.
-        stages: paths of the modules of all stages.
-        own: those of this one.
-        work: the current computation; None between calls.
-        before_batch: run once before the micro-batches of a batch; None for nothing.
-    """
-
-    work: Work | None = None
-    before_batch: Callable[[], None] | None = None
-
-    def __init__(self, module: nn.Module, index: int, rank: int, stages: Sequence[Sequence[str]]) -> None:
-        super().__init__()
-        self.module = module
-        self.index = index
-        self.count = len(stages)
-        self.rank = rank
-        self.stages = stages
-        self.own = tuple(stages[index])
-        self._reads = reads_of(module)
-        self._names = tuple(inspect.signature(module.forward).parameters)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the loss is computed here."""
-        return self.index == self.count - 1
-
-    def forward(self, hidden: torch.Tensor, *, micro: torch.Tensor) -> torch.Tensor:
-        """Run the stage on a micro-batch, by its number on the CPU; the first stage ignores `hidden`."""
-        work = self.work
-        assert work is not None
-        at = int(micro.item())
-        batch = self._own(work.micro_batches[at])
-        self._reads.begin()
-        try:
-            with work.around():
-                output = self.call(hidden, batch)
-                if self.is_last:
-                    return work.finish(output, batch)
-            found = first_tensor(output, work.containers)
-            return found.clone() if is_view(found) else found  # schedules detach outputs in place
-        except (AccelError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise self._failure(error, at, hidden, batch) from error
-
-    def _own(self, batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch with this stage's arguments."""
-        if not has_own(batch):
-            return batch
-        kwargs = {key: each.of(self.index) if isinstance(each, ByStage) else each for key, each in batch.kwargs.items()}
-        return batch._replace(kwargs=kwargs)
-
-    def call(self, hidden: torch.Tensor, batch: MicroBatch) -> Any:
-        """Run the stage's modules, with `hidden` in the place of the model's first input behind the first stage."""
-        if self.index == 0:
-            return self.module(*batch.args, **batch.kwargs)
-        args = list(batch.args)
-        kwargs = dict(batch.kwargs)
-        if EMBEDDINGS not in self._names:
-            if args:
-                args[0] = hidden
-            else:
-                kwargs[next(iter(kwargs))] = hidden
-            return self.module(*args, **kwargs)
-        if args:
-            kwargs |= zip(self._names[1:], args[1:], strict=False)
-        else:
-            _ = kwargs.pop(next(iter(kwargs)))
-        return self.module(**{**kwargs, EMBEDDINGS: hidden})
-
-    def _failure(self, error: Exception, at: int, hidden: torch.Tensor, batch: MicroBatch) -> AccelError:
-        """Make the error that names stage, micro-batch and rank."""
-        if lost := peer_error(error, f"the forward of stage {self.index}"):
-            return lost
-        assert self.work is not None
-        micro = f"micro-batch {at + 1} of {len(self.work.micro_batches)}"
-        where = f"stage {self.index} of {self.count}, {micro}, rank {self.rank}"
-        return stage_failure(error, self.module, self.stages, self.index, hidden, batch.kwargs, where=where)
+def of_stage(batch: MicroBatch, stage: int) -> MicroBatch:
+    """Return a micro-batch with the arguments of one stage."""
+    if not has_own(batch):
+        return batch
+    kwargs = {key: each.of(stage) if isinstance(each, ByStage) else each for key, each in batch.kwargs.items()}
+    return batch._replace(kwargs=kwargs)
 
 
 def has_own(batch: MicroBatch) -> bool:
     """Return whether a micro-batch has arguments with a value for each stage."""
     return any(isinstance(each, ByStage) for each in batch.kwargs.values())
-
-
-def main_input(batch: MicroBatch) -> torch.Tensor:
-    """Return the input whose place hidden states take behind the first stage; `StageError` if it is no tensor."""
-    values = (*batch.args, *batch.kwargs.values())
-    if not values or not isinstance(values[0], torch.Tensor):
-        raise StageError(
-            "the first input of a pipelined model is no tensor",
-            expected="the tensor that hidden states replace behind the first stage",
-            got=type(values[0]).__name__ if values else "no input",
-            where="inputs=",
-        )
-    return values[0]
 
 
 def first_tensor(output: Any, containers: Containers = ()) -> torch.Tensor:

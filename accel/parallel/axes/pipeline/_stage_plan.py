@@ -98,36 +98,10 @@ def _is_link(parent: nn.Module, child: nn.Module) -> bool:
 Stages = tuple[tuple[str, ...], ...]
 
 
-def stage_plan(
-    model: nn.Module, stages: int, *, costs: Mapping[str, float] | None = None, balance: Balance = "blocks"
+def plan_blocks(
+    model: nn.Module, stages: int, costs: Mapping[str, float] | None = None, balance: Balance = "blocks"
 ) -> Stages:
-    """Return the paths of the modules of each pipeline stage. No communication; the model may be on the meta device.
-
-    By `costs` and `balance`, the repeated blocks of the model are divided so that the costliest stage costs least.
-    Modules before them go to the first stage, modules behind them to the last. Change the result as you like, and pass
-    it as `Plan(stages=...)`.
-
-    Args:
-        model: calls its blocks one after another, each with what the one before returned.
-        stages: number of stages.
-        costs: cost of modules by path, in the place of that of `balance`.
-        balance: cost of the others: "blocks" for 1 a block and 0 for another module; "memory" for the bytes of
-            parameters; "time" for the elements of weights that tokens are multiplied by, so that embeddings are free.
-
-    Returns:
-        Paths by stage.
-
-    Raises:
-        PrepareError: the model has no list of blocks or several, fewer blocks than stages, or parameters that belong to
-            no module of the chain; all of them are listed.
-        ConfigError: not a number of stages, an unknown balance, or costs that are no numbers from 0, or of other
-            modules.
-
-    Examples:
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> accel.parallel.stage_plan(model, 2)
-        (('0', '1'), ('2',))
-    """
+    """Return the paths of the modules of each stage, by the repeated blocks; see `stage_plan`. Pure."""
     check_count(stages, "not a number of stages", where="stages=")
     check_choice(balance, get_args(Balance), "unknown balance of stages", where="stage_plan, balance=")
     chain = find_chain(model)

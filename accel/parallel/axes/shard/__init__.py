@@ -5,4 +5,4 @@
 parameters that cannot be divided.
 """
 
-from accel.parallel.axes.shard._fully_shard import SHARD as SHARD, gathered_in as gathered_in
+from accel.parallel.axes.shard._fully_shard import SHARD as SHARD

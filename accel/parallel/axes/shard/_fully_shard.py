@@ -20,17 +20,16 @@ from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._leftovers import shards_of, sum_in_one_format, sum_unused, watch_used
 from accel.parallel._modules import is_pipelined, layerdrops, stage_modules, unwrap_model, written_class
 from accel.parallel._refused import check_all, check_quantized, refuse_changes
-from accel.parallel._sharded import GatheredFormat, is_sharded, sharded_roots, spans_all
+from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import PendingForward, Spread, compare_models, follow_first_, stage_comm
 from accel.parallel.axes.experts import exchange_mesh, expert_modules, listed_prefixes, shard_experts
-from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, is_traced, pipeline_of
+from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, pipeline_of
 from accel.parallel.axes.replicate._ddp import replica_of
 from accel.parallel.axes.shard._options import (
     ShardOptions,
     check_formats,
     check_mesh,
     compute_in,
-    gathered_format,
     open_shard_mesh,
     reshard_setting,
     wide_parameters,
@@ -356,25 +355,14 @@ def _unit_names(
     ignored: frozenset[int],
 ) -> tuple[str, ...]:
     """The names of the units of a model, or of one of its stages."""
-    if not is_traced(model):
-        return plan_units(
-            root,
-            experts,
-            units=units_in(root, model, options.units),
-            wide=wide,
-            ignored=ignored,
-            together=together_ids(model, options.together),
-        )
-    names = plan_units(root, units=(), wide=wide, ignored=ignored)
-    if len(names) > 1:  # hooks of inner units do not run in the graph of a stage
-        raise PrepareError(
-            "a traced stage is sharded as one unit, whose parameters travel in one format",
-            expected="parameters of one dtype",
-            got=f"others in {', '.join(names[:-1])}",
-            where=_WHERE,
-            fix='Leave these modules whole by Plan(ignored=...), or cut the model as a chain: Plan(cut="chain").',
-        )
-    return names
+    return plan_units(
+        root,
+        experts,
+        units=units_in(root, model, options.units),
+        wide=wide,
+        ignored=ignored,
+        together=together_ids(model, options.together),
+    )
 
 
 def _owned(root: nn.Module, names: Iterable[str], waiting: set[int]) -> dict[str, list[nn.Parameter]]:
@@ -396,11 +384,6 @@ def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     for each in tensors:
         if each.device != device:
             each.data = each.data.to(device)
-
-
-def gathered_in(ctx: DistContext, options: ShardOptions, model: nn.Module) -> GatheredFormat | None:
-    """Return the format in which traced stages of a model will be gathered; None for that of their parameters."""
-    return gathered_format(ctx, options, ignored_ids(model, options.ignored), model)
 
 
 SHARD = Spread(dimension="shard", options=ShardOptions, is_done=_is_done, check=_check, spread=_spread, replaces=True)

@@ -17,7 +17,7 @@ from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.formats import Precision
 from accel.mixins import KeepsFormat, Mixin, add_mixin
 from accel.parallel._labels import APART, is_local
-from accel.parallel._sharded import MODEL_DIMENSIONS, GatheredFormat
+from accel.parallel._sharded import MODEL_DIMENSIONS
 from accel.parallel._spread import SpreadOptions
 from accel.parallel.axes.experts import is_expert_parameter
 from accel.tensors import is_dtensor
@@ -264,28 +264,6 @@ def wire_format(
         return WireFormat(narrow, _DTYPES[reduce])
     computed = narrow or next((each.dtype for each in listed if each.requires_grad), None)
     return WireFormat(narrow, torch.float32 if computed in _NARROW else None)
-
-
-def gathered_format(
-    ctx: DistContext, options: ShardOptions, ignored: frozenset[int], model: nn.Module
-) -> GatheredFormat | None:
-    """Return the format in which stages of a whole model are gathered, each as one unit; None for that of their
-    parameters, also where no ranks share a stage. `ignored`: the `id` of parameters that are not sharded."""
-    names = () if ctx.mesh is None else ctx.mesh.mesh_dim_names or ()
-    if not _parts(ctx, model, [name for name in names if dimension_of(name) in MODEL_DIMENSIONS]):
-        return None
-    sharded = [each for each in model.parameters() if each.ndim and id(each) not in ignored]
-    found = wire_format(
-        sharded, wide_parameters(model), ctx.precision, options.gather_dtype, options.reduce_dtype
-    ).gather
-    if found is None:
-        return None
-    kept = frozenset(id(each) for each in sharded if each.is_floating_point())
-    return GatheredFormat(found, kept, _keep_norms)
-
-
-def _keep_norms(model: nn.Module) -> None:
-    add_mixin((each for each in model.modules() if isinstance(each, _NORMS)), NormInFp32)
 
 
 class InAutocast(Mixin, nn.Module):

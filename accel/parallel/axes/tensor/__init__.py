@@ -11,6 +11,6 @@ compute on this rank's rows, `_overlap.py` in chunks beside their messages, `_vo
 """
 
 from accel.parallel.axes.tensor._head_loss import linear_cross_entropy as linear_cross_entropy
-from accel.parallel.axes.tensor._spread import TENSOR as TENSOR, Division as Division, division_of as division_of
+from accel.parallel.axes.tensor._spread import TENSOR as TENSOR
 from accel.parallel.axes.tensor._tensor_plan import tensor_plan as tensor_plan
 from accel.parallel.axes.tensor._vocabulary import vocab_cross_entropy as vocab_cross_entropy

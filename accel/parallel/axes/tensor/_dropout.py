@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, cast
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import named_modules
@@ -129,47 +129,6 @@ class Streams:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Streams, (self.rank, self.device)
-
-
-def _draw(apart: bool) -> None:
-    """Stand for the place in a graph where ranks begin or end to draw apart."""
-
-
-torch.library.define("accel::draw", "(bool apart) -> ()")
-cast(Any, torch.library).register_fake("accel::draw", _draw)
-fx.has_side_effect(torch.ops.accel.draw.default)
-
-
-class RecordedStreams(Streams):
-    """Streams in a graph that torch.export records, in which `divide` and `join` become operators."""
-
-    __slots__ = ("_are_own",)
-
-    def __init__(self) -> None:
-        super().__init__(0, torch.device("cpu"))
-        self._are_own = False
-
-    @property
-    def are_own(self) -> bool:
-        """Whether ranks draw apart at this place of the graph."""
-        return self._are_own
-
-    def divide(self) -> None:
-        """Draw apart from here on."""
-        if not self._are_own:
-            self._are_own = True
-            torch.ops.accel.draw(True)
-
-    def join(self) -> None:
-        """Draw alike from here on."""
-        if self._are_own:
-            self._are_own = False
-            torch.ops.accel.draw(False)
-
-
-def draw_of(target: object, args: tuple[Any, ...]) -> bool | None:
-    """Return whether an operator in a recorded graph lets ranks draw apart, or alike; None of another operator."""
-    return bool(args[0]) if target is torch.ops.accel.draw.default else None
 
 
 class _Marked(Mixin):

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from accel.comm import (
-    RecordedGroup,
     ThreadGroup,
     copied,
     exchanged,
@@ -104,11 +103,11 @@ class Layer:
 
 
 class GroupLayer(Layer):
-    """A layer of a group that is no part of a mesh: of threads, or the one of a graph."""
+    """A layer of a group that is no part of a mesh, of threads."""
 
     __slots__ = ()
 
-    def __init__(self, rule: Rule, group: ThreadGroup | RecordedGroup) -> None:
+    def __init__(self, rule: Rule, group: ThreadGroup) -> None:
         self.rule = rule
         self.group = cast(Any, group)
         self.rank = group.rank()

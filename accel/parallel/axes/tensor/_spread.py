@@ -4,25 +4,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import torch
-from torch import fx, nn
+from torch import nn
 
 from accel.comm import (
     Call,
     Comm,
-    Passage,
-    RecordedGroup,
     broadcast_flat,
     broadcast_value,
     call_site,
     mesh_of_dims,
-    passage_of,
-    passed,
     shared_failure,
 )
 from accel.context import DistContext
@@ -31,14 +26,14 @@ from accel.errors._checks import with_article
 from accel.formats import Compile
 from accel.parallel._empty import values_or_room
 from accel.parallel._labels import heir_of, label_parameters, replace_parameter
-from accel.parallel._modules import example_of, named_modules, stage_modules, unwrap_model
+from accel.parallel._modules import example_of, is_pipelined, named_modules, stage_modules, unwrap_model
 from accel.parallel._private import is_compiled
 from accel.parallel._refused import check_quantized, refuse_changes
 from accel.parallel._spread import Spread, SpreadOptions, compare_models, stage_comm
-from accel.parallel.axes.tensor._dropout import RecordedStreams, Streams, draw_of, drop_apart
-from accel.parallel.axes.tensor._layers import GroupLayer, Layer, local_of
+from accel.parallel.axes.tensor._dropout import Streams, drop_apart
+from accel.parallel.axes.tensor._layers import Layer
 from accel.parallel.axes.tensor._overlap import with_overlap
-from accel.parallel.axes.tensor._pairs import LinearPair, guard_pairs
+from accel.parallel.axes.tensor._pairs import guard_pairs
 from accel.parallel.axes.tensor._rules import WHERE, install, lines_of, log_share, rules_of
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.axes.tensor._tensor_plan import (
@@ -54,13 +49,12 @@ from accel.parallel.axes.tensor._tensor_plan import (
     tensor_plan,
     with_head,
 )
-from accel.parallel.axes.tensor._vocabulary import gathered_note, refuse_own_loss, set_own_loss
+from accel.parallel.axes.tensor._vocabulary import gathered_note, set_own_loss
 from accel.parallel.parts import RowLayout
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import HeadStyle, TensorStyle, dimension_of
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -74,11 +68,10 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
     example: Any = None
     beside: Mapping[str, TensorStyle] = {}  # found for what a declared plan passes over
     regions: Mapping[str, Mapping[str, RowLayout]] = {}  # found for what styles leave whole
-    rules: Mapping[str, Rule] | None = None  # of a model that is cut by tracing, before the cut
 
     def describe(self) -> str:
         """Return the options without what follows from them, and without the example."""
-        return repr(msgspec.structs.replace(self, example=None, beside={}, regions={}, rules=None))
+        return repr(msgspec.structs.replace(self, example=None, beside={}, regions={}))
 
     def check(self) -> None:
         """Raise `ConfigError` for a plan of one's own beside `sequence` or `head`."""
@@ -198,14 +191,9 @@ def _found_beside(model: nn.Module, size: int, options: TensorOptions) -> _SentP
 
 def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_empty: bool) -> nn.Module:
     inner = unwrap_model(model)
-    styles: Mapping[str, TensorStyle] = {}
-    pairs: list[LinearPair] = []
-    if options.rules is None:
-        styles = _styles(inner, options)
-        rules = _rules(ctx, inner, styles, options, is_stage=ctx.axis("pp").size > 1)
-        pairs = [] if isinstance(options.tensor, Mapping) else found_pairs(inner)
-    else:  # of the whole model; a rank has parts of it now
-        rules = {path: rule for path, rule in options.rules.items() if _has_any(inner.get_submodule(path))}
+    styles = _styles(inner, options)
+    rules = _rules(ctx, inner, styles, options, is_stage=ctx.axis("pp").size > 1)
+    pairs = [] if isinstance(options.tensor, Mapping) else found_pairs(inner)
     compare_models(ctx, options, dict(inner.named_parameters()))
     mesh = _mesh(ctx)
     stage = stage_comm(ctx)
@@ -220,14 +208,11 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
                 made[id(whole)] = _divided(mesh, whole, values, rule.dims.get(name))
                 replace_parameter(f"{path}.{name}" if path else name, whole, made[id(whole)])
             module.register_parameter(name, made[id(whole)])
-    if options.rules is None:
-        install(inner, rules, lambda rule: Layer(rule, mesh))
-        drop_apart(inner, rules, Streams(mesh.get_local_rank(), ctx.device))
-        guard_pairs(inner, pairs, patterns_of(pairs, styles))
-    else:  # graphs run in the place of the modules, whose layers say how gradients are summed
-        for root in (inner, *(cast(nn.Module, stage.module) for stage in stage_modules(inner))):
-            for path, rule in rules.items():
-                cast(Any, root.get_submodule(path)).accel_layer = Layer(rule, mesh)
+    for root in (inner, *_stage_views(inner)):
+        own = {path: rule for path, rule in rules.items() if root is inner or _is_copied(root, inner, path)}
+        install(root, own, lambda rule: Layer(rule, mesh))
+    drop_apart(inner, rules, Streams(mesh.get_local_rank(), ctx.device))
+    guard_pairs(inner, pairs, patterns_of(pairs, styles))
     for module in inner.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if is_empty and buffer.is_meta:
@@ -236,17 +221,23 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
             if values.device != buffer.device:
                 setattr(module, name, values)
     label_parameters(inner)
-    if options.rules is None:  # a graph has refused it
-        refuse_changes(inner)
+    refuse_changes(inner)
     if options.head == "colwise":
-        set_own_loss(ctx, inner)
+        for root in (inner, *_stage_views(inner)):
+            set_own_loss(ctx, root)
     elif ctx.rank == 0 and (note := _note(inner, rules, _size(ctx))):
         logging.getLogger("accel.parallel").warning(note)
     return model
 
 
-def _has_any(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+def _stage_views(model: nn.Module) -> list[nn.Module]:
+    """The views of this rank's stages, which share most modules with a pipelined model."""
+    return [cast(Any, stage).module for stage in stage_modules(model)] if is_pipelined(model) else []
+
+
+def _is_copied(view: nn.Module, model: nn.Module, path: str) -> bool:
+    """Whether a view has a copy of a module, as some parameters below it are of other stages."""
+    return view.get_submodule(path) is not model.get_submodule(path)
 
 
 def _note(model: nn.Module, rules: Mapping[str, Rule], size: int) -> str:
@@ -344,143 +335,6 @@ def _mesh(ctx: DistContext) -> DeviceMesh:
     assert mesh is not None  # an axis of more than one rank is that of a mesh
     dims = [at for at, name in enumerate(mesh.mesh_dim_names or ()) if dimension_of(name) == "tensor"]
     return mesh_of_dims(mesh, dims)
-
-
-def division_of(ctx: DistContext, options: TensorOptions, model: nn.Module) -> Division:
-    """Return the division of a whole model, whose stages are graphs, among ranks along tp. No communication."""
-    if options.overlap:
-        raise ConfigError(
-            "messages beside products are of layers that run as they are called",
-            expected="stages that are a chain of modules",
-            got='cut="trace"',
-            where="prepare_model, plan.overlap",
-            fix='Leave overlap out: plan=accel.parallel.Plan(cut="trace", overlap=False).',
-        )
-    inner = unwrap_model(model)
-    styles = _styles(inner, options)
-    pairs = [] if isinstance(options.tensor, Mapping) else found_pairs(inner)
-    mesh = _mesh(ctx)
-    own_loss = options.head == "colwise"
-    streams = Streams(mesh.get_local_rank(), ctx.device)
-    rules = rules_of(inner, styles, _size(ctx))  # a graph has no parts
-    return Division(
-        rules, _summands(inner, rules), pairs, patterns_of(pairs, styles), mesh.get_group(), streams, own_loss
-    )
-
-
-def _summands(model: nn.Module, rules: Mapping[str, Rule]) -> frozenset[str]:
-    """The names of whole parameters whose gradients are summands; `PrepareError` for one that is not so everywhere."""
-    kinds: dict[int, dict[str, bool]] = {}
-    for path, rule in rules.items():
-        for name, each in model.get_submodule(path).named_parameters(recurse=False, remove_duplicate=False):
-            if name not in rule.dims:
-                kinds.setdefault(id(each), {})[f"{path}.{name}" if path else name] = rule.summands
-    for names in kinds.values():
-        if len(set(names.values())) > 1:
-            raise PrepareError(
-                "a tied parameter sees all tokens and features in one module, and a part of them in another",
-                expected="modules of one kind, in a graph that reads their parameter once",
-                got=", ".join(names),
-                where=WHERE,
-                fix='Untie it, or cut the model as a chain: plan=accel.parallel.Plan(cut="chain").',
-            )
-    return frozenset(name for names in kinds.values() for name, summands in names.items() if summands)
-
-
-class Division:
-    """The division of a model, whose stages are graphs, among ranks along tp.
-
-    Attributes:
-        rules: of each module, by path.
-    """
-
-    def __init__(
-        self,
-        rules: Mapping[str, Rule],
-        summands: frozenset[str],
-        pairs: Sequence[LinearPair],
-        patterns: Mapping[str, str],
-        group: dist.ProcessGroup,
-        streams: Streams,
-        own_loss: bool,
-    ) -> None:
-        self.rules = rules
-        self._summands = summands
-        self._pairs = pairs
-        self._patterns = patterns
-        self._group = group
-        self._streams = streams
-        self._own_loss = own_loss
-
-    def divide(self, model: nn.Module) -> None:
-        """Let a copy of the model, without values, compute on this rank's parts in a graph. Mutates it."""
-        rank = self._group.rank()
-        size = self._group.size()
-        made: dict[int, nn.Parameter] = {}
-        for path, rule in self.rules.items():
-            module = model.get_submodule(path)
-            for name, whole in list(module.named_parameters(recurse=False)):
-                dim = rule.dims.get(name)
-                if id(whole) not in made:
-                    part = whole.detach() if dim is None else whole.detach().chunk(size, dim)[rank].clone()
-                    made[id(whole)] = nn.Parameter(part, whole.requires_grad)
-                module.register_parameter(name, made[id(whole)])
-        group = RecordedGroup(rank, size)
-        install(model, self.rules, lambda rule: GroupLayer(rule, group))
-        drop_apart(model, self.rules, RecordedStreams())
-        guard_pairs(model, self._pairs, self._patterns)
-        if self._own_loss:
-            refuse_own_loss(model)
-
-    def bind(self, graphs: Iterable[fx.GraphModule]) -> None:
-        """Put this rank's group and streams in the place of what was recorded. Mutates the graphs, those of all stages
-        in order."""
-        apart = False
-        for module in graphs:
-            graph = module.graph
-            if apart:  # the stage begins in the middle of a divided block
-                with graph.inserting_before(next(each for each in graph.nodes if each.op != "placeholder")):
-                    _ = graph.call_function(self._streams.divide)
-            apart = self._bound(module, apart=apart)
-            if apart:
-                with graph.inserting_before(next(iter(reversed(graph.nodes)))):
-                    _ = graph.call_function(self._streams.join)
-            _ = module.recompile()
-
-    def _bound(self, module: fx.GraphModule, *, apart: bool) -> bool:
-        """Bind a graph and those inside of it; return whether ranks draw apart at its end."""
-        for node in module.graph.nodes:
-            if node.op == "get_attr" and isinstance(inner := getattr(module, node.target), fx.GraphModule):
-                apart = self._bound(inner, apart=apart)
-                _ = inner.recompile()
-            passage = passage_of(node.target, node.args)
-            draws = draw_of(node.target, node.args)
-            if passage is not None:
-                node.target, node.args = self._passed(passage), node.args[:1]
-            elif draws is not None:
-                apart = draws
-                node.target, node.args = self._streams.divide if apart else self._streams.join, ()
-        return apart
-
-    def _passed(self, by: Passage) -> Callable[[torch.Tensor], torch.Tensor]:
-        def passed_value(x: torch.Tensor) -> torch.Tensor:
-            return passed(x, by, self._group)
-
-        return passed_value
-
-    def own(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a parameter, from which gradients flow back to the whole."""
-        return local_of(parameter, summands=name in self._summands)
-
-    @contextmanager
-    def running(self) -> Generator[None]:
-        """Let ranks draw alike behind a graph, also one that ends early."""
-        outer = self._streams.are_own
-        try:
-            yield
-        finally:
-            if not outer:
-                self._streams.join()
 
 
 TENSOR = Spread(

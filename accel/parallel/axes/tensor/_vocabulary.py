@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from accel.comm import Comm, adopt, all_reduce_flat
 from accel.context import DistContext, context_first, group_of
-from accel.errors import ConfigError, StageError
+from accel.errors import ConfigError
 
 _MANY = 32_000  # words from which a gathered head is worth a line
 
@@ -140,28 +140,11 @@ def set_own_loss(ctx: DistContext, model: nn.Module) -> None:
         inner.loss_function = VocabLoss(ctx, shifts=kind == "ForCausalLM")
 
 
-def refuse_own_loss(model: nn.Module) -> None:
-    """Let a model of transformers refuse to compute the loss of its `labels=`, in a graph. Mutates the model."""
-    inner = _with_loss(model)
-    if inner is not None:
-        inner.loss_function = _no_loss
-
-
 def _with_loss(model: nn.Module) -> Any:
     """The model that computes a loss of its own; None for none."""
     outer: Any = model
     inner: Any = outer.get_base_model() if hasattr(outer, "get_base_model") else outer  # of peft
     return inner if isinstance(getattr(inner.__class__, "loss_function", None), property) else None
-
-
-def _no_loss(*_: object, **__: object) -> torch.Tensor:
-    raise StageError(
-        "a graph computes no loss of labels from the words of one rank",
-        expected="labels as targets of the loss function",
-        got='labels among the inputs, and head="colwise"',
-        where="forward_backward",
-        fix="Pass targets=labels, and a loss_fn with accel.parallel.vocab_cross_entropy(ctx, output.logits, targets).",
-    )
 
 
 def gathered_note(words: int, itemsize: int, size: int) -> str:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that are no chain, cut by tracing: they take the steps of one process, or are refused."""
+"""Stages of encoder-decoders, U-Nets and other models take the steps of one process."""
 
 from __future__ import annotations
 
 import copy
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ import pytest
 import torch
 from catching import caught
 from pipelines import differences
+from replayed_models import FAMILIES, by_hand, family, loss_sum, train, widen
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from traced_models import FAMILIES, UNet, by_hand, family, loss_sum, train, widen
 
 import accel
-from accel.errors import ConfigError, PrepareError, StageError
+from accel.errors import PrepareError
 from accel.tensors import is_dtensor
 from accel.testing import Simulator
 
@@ -31,7 +30,7 @@ def _check(ranks: Simulator, name: str, mesh: str, world: int, accumulation: int
         rows, pieces = (8, 8, 4), 4 if mesh == "pp=4" else 2
     shares = 2 if "dp" in mesh else 1
     if options.get("micro"):
-        options["plan"] = accel.parallel.Plan(cut="trace", micro_batches=options.pop("micro"))
+        options["plan"] = accel.parallel.Plan(micro_batches=options.pop("micro"))
     work = partial(train, name=name, mesh=mesh, accumulation=accumulation, rows=rows, **options)
     found = ranks.run(work, world, default_group=True)
     expected = by_hand(name, accumulation=accumulation, rows=rows, shares=shares, pieces=pieces)
@@ -41,9 +40,7 @@ def _check(ranks: Simulator, name: str, mesh: str, world: int, accumulation: int
 
 
 @pytest.mark.parametrize("name", ["bert", pytest.param("t5", marks=pytest.mark.slow), "unet"])
-def test_a_traced_model_takes_the_steps_of_one_process(
-    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_model_takes_the_steps_of_one_process(ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     widen(monkeypatch, name)
     _check(ranks, name, "pp=2", 2, accumulation=3)
 
@@ -60,7 +57,7 @@ def test_families_take_the_steps_of_one_process(
     _check(ranks, name, mesh, world, accumulation)
 
 
-TURNS = accel.parallel.Plan(cut="trace", schedule="Interleaved1F1B", stages_per_rank=2, micro_batches=4)
+TURNS = accel.parallel.Plan(schedule="Interleaved1F1B", stages_per_rank=2, micro_batches=4)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +70,7 @@ TURNS = accel.parallel.Plan(cut="trace", schedule="Interleaved1F1B", stages_per_
         pytest.param("t5", "pp=2", 1, marks=pytest.mark.slow),
     ],
 )
-def test_several_traced_stages_of_a_rank_take_the_steps_of_one_process(
+def test_several_stages_of_a_rank_take_the_steps_of_one_process(
     ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str, mesh: str, accumulation: int
 ) -> None:
     widen(monkeypatch, name)
@@ -91,7 +88,7 @@ def test_stages_of_a_rank_without_a_module_of_their_own_are_refused_beside_dp(ra
             return self.d(self.c(self.b(self.a(x) * self.one)) * self.two)
 
     def rank(ctx: accel.DistContext, mesh: str) -> Any:
-        plan = accel.parallel.Plan(cut="trace", schedule="Interleaved1F1B", stages_per_rank=2, stages=BY_LAYER)
+        plan = accel.parallel.Plan(schedule="Interleaved1F1B", stages_per_rank=2, stages=BY_LAYER)
         ctx = accel.replace(ctx, mesh=mesh)
         return caught(lambda: accel.prepare_model(ctx, Mixed(), plan=plan, example=torch.ones(4, 4)))
 
@@ -108,7 +105,7 @@ def _bf16(ctx: accel.DistContext, name: str, mesh: str) -> dict[str, torch.Tenso
     inputs, targets = batch_of(4, 1)
     inputs = {key: each.float() if each.is_floating_point() else each for key, each in inputs.items()}
     ctx = accel.replace(ctx, mesh=mesh, precision="bf16", strategy="fsdp")
-    plan = accel.parallel.Plan(cut="trace", micro_batches=2)
+    plan = accel.parallel.Plan(micro_batches=2)
     model = accel.prepare_model(ctx, made(0.0).float().train(), plan=plan, example=inputs)
     given = (accel.loss_scale(ctx), None, inputs)
     loss, _ = accel.training.parts.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
@@ -128,8 +125,8 @@ _IN_BF16 = [
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # of transformers' outputs, uncut
 @pytest.mark.parametrize(("name", "mesh"), _IN_BF16)
-def test_a_traced_model_computes_in_bf16_as_one_process_does(ranks: Simulator, name: str, mesh: str) -> None:
-    """The graph keeps autocast's casts, and the regions that leave it, such as rotary tables; beside `dp` it computes
+def test_a_model_computes_in_bf16_as_one_process_does(ranks: Simulator, name: str, mesh: str) -> None:
+    """Stages keep autocast's casts, and the regions that leave it, such as rotary tables; beside `dp` they compute
     with parameters that are gathered in bf16, as an uncut model along `dp` does."""
     apart = "dp" in mesh
     expected, *_ = ranks.run(partial(_bf16, name=name, mesh="dp=2" if apart else ""), 1 + apart, default_group=apart)
@@ -144,11 +141,11 @@ def test_a_traced_model_computes_in_bf16_as_one_process_does(ranks: Simulator, n
 
 def _prepared(ctx: accel.DistContext, model: nn.Module, example: Any, **plan: Any) -> nn.Module:
     ctx = accel.replace(ctx, mesh="pp=2")
-    return accel.prepare_model(ctx, model, plan=accel.parallel.Plan(cut="trace", **plan), example=example)
+    return accel.prepare_model(ctx, model, plan=accel.parallel.Plan(**plan), example=example)
 
 
 class Steps(nn.Module):
-    """Two layers; classes below do between them what a graph cannot hold."""
+    """Two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,35 +153,6 @@ class Steps(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.b(torch.tanh(self.a(x)) * 2)
-
-
-class Branch(Steps):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.a(x)
-        if hidden.sum() > 0:  # the line that the error names
-            hidden = hidden + 1
-        return self.b(hidden)
-
-
-class Again(Steps):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: Any = torch.utils.checkpoint.checkpoint(self.a, x, use_reentrant=False)
-        return self.b(hidden)
-
-
-class Outside(Steps):
-    """Reads a parameter that no copy of the model has."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x) * SCALE)
-
-
-class Replaced(Steps):
-    """Puts another module in the place of one."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.b = nn.Sequential(self.b)
-        return super().forward(x)
 
 
 class Limit(nn.Linear):
@@ -201,106 +169,8 @@ class Limited(Steps):
         self.b = Limit(4, 4)
 
 
-class LimitedTwice(Limited):
-    """The weight of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.b.weight = self.a.weight
-
-
-class Moment(Steps):
-    """One batch norm in two stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.b(self.norm(self.a(x))))
-
-
-SCALE = nn.Parameter(torch.ones(4))
 STAGES = (("a",), ("b",))
 BY_LAYER = (("a",), ("b",), ("c",), ("d",))
-
-
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        (Branch, "if hidden.sum|in forward"),
-        (Again, "checkpoints activations by a call of its own"),
-        (Outside, "a parameter that is in none of the model's modules"),
-        (Replaced, "b, before Linear and now Sequential"),
-        (LimitedTwice, "lifted_tensor"),
-        (Moment, "norm.running_mean, in the stages 0, 1"),
-    ],
-)
-def test_what_a_graph_cannot_hold_is_refused_on_every_rank(
-    ranks: Simulator, capfd: pytest.CaptureFixture[str], kind: Any, told: str
-) -> None:
-    def rank(ctx: accel.DistContext) -> Any:
-        return caught(lambda: _prepared(ctx, kind(), torch.ones(4, 4), stages=STAGES, micro_batches=2))
-
-    for error in ranks.run(rank, 2, default_group=True):
-        assert isinstance(error, StageError)
-        assert re.search(told, str(error))
-    assert "def forward" not in capfd.readouterr().err  # torch prints the graph
-
-
-def test_hooks_are_refused_before_and_after_prepare(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> Any:
-        hooked, model = Steps(), Steps()
-        _ = hooked.a.register_forward_hook(lambda *_: None)
-        early = caught(lambda: _prepared(ctx, hooked, torch.ones(4, 4), stages=STAGES))
-        model = _prepared(ctx, model, torch.ones(4, 4), stages=STAGES)
-        _ = accel.training.forward(ctx, model, torch.ones(4, 4))
-        _ = accel.unwrap_model(model).a.register_forward_pre_hook(lambda *_: None)
-        return early, caught(lambda: accel.training.forward(ctx, model, torch.ones(4, 4)))
-
-    for errors in ranks.run(rank, 2, default_group=True):
-        for error in errors:
-            assert isinstance(error, StageError)
-            assert "a module has a hook" in str(error)
-
-
-def test_a_plan_without_an_example_or_beside_experts_is_refused(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> list[str]:
-        plan = accel.parallel.Plan(cut="trace")
-        along = accel.replace(ctx, mesh="pp=2,dp=2,ep=2")
-        there = accel.replace(ctx, mesh="pp=4")
-        errors = [caught(lambda: accel.prepare_model(there, Steps(), plan=plan))]
-        errors += [caught(lambda: accel.prepare_model(along, Steps(), plan=plan, example=torch.ones(2, 4)))]
-        assert all(isinstance(each, PrepareError) for each in errors)
-        return list(map(str, errors))
-
-    for without, divided in ranks.run(rank, 4, default_group=True):
-        assert "example=, a batch as the model takes it" in without
-        assert "ep=2" in divided
-
-
-def test_one_graph_serves_any_number_of_rows_and_each_mode_has_its_own(ranks: Simulator) -> None:
-    """Modes of modules, gradient, rows, and a size that the forward makes of the rows."""
-
-    def rank(ctx: accel.DistContext) -> Any:
-        ctx = accel.replace(ctx, mesh="pp=2")
-        with accel.seeding.seeded(ctx, 0):
-            model = UNet(drop=0.5).double()
-        whole = copy.deepcopy(model)
-        plan = accel.parallel.Plan(cut="trace", micro_batches=2)
-        model = accel.prepare_model(ctx, model, plan=plan, example=family("unet").batch(4, 0)[0])
-        pixels = family("unet").batch(24, 1)[0]["pixel_values"][::2]  # rows apart in memory
-        found = []
-        with accel.evaluating(model, whole):
-            for rows in (12, 8, 5, 2, 1):
-                own = accel.training.forward(ctx, model, pixels[:rows])
-                found.append(float((own - whole(pixels[:rows])).detach().abs().max()))
-        count = len(accel.unwrap_model(model).accel_pipeline.traces._known)
-        return found, count
-
-    for found, count in ranks.run(rank, 2, default_group=True):
-        assert max(found) < 1e-12
-        assert count == 3  # the example's, evaluation's, and that of one row
 
 
 class Sized(Steps):
@@ -340,7 +210,7 @@ def test_the_data_of_a_parameter_is_changed_in_the_stage_that_holds_it(ranks: Si
         whole, plain = made(ctx)
         model, optimizer = made(ctx)
         assert float(model.b.weight.detach().abs().max()) > 0.1
-        plan = accel.parallel.Plan(cut="trace", stages=STAGES, micro_batches=2)
+        plan = accel.parallel.Plan(stages=STAGES, micro_batches=2)
         ctx = accel.replace(ctx, mesh="pp=2")
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=torch.ones(4, 4))
         scale = accel.loss_scale(ctx)
@@ -368,22 +238,13 @@ def test_the_law_notices_a_lost_tie(ranks: Simulator) -> None:
         _check(ranks, "bert", "pp=2", 2, change=_lose_ties)
 
 
-def test_the_law_notices_a_graph_of_evaluation_in_training(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel.parallel.axes.pipeline import _traced
-
-    evaluates = _traced.Mode(training=False, kept=None)
-    monkeypatch.setattr(_traced, "modes_of", lambda model: {name: evaluates for name, _ in model.named_modules()})
-    with pytest.raises(AssertionError):
-        _check(ranks, "unet", "pp=2", 2)
-
-
 @pytest.mark.slow
 def test_tokens_are_those_of_one_process(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext, mesh: str) -> torch.Tensor:
         ctx = accel.replace(ctx, mesh=mesh)
         model = family("granite").make(0.0)
         prompts = torch.randint(3, 60, (4, 5), generator=torch.Generator().manual_seed(0))
-        plan = accel.parallel.Plan(cut="trace", micro_batches=2)
+        plan = accel.parallel.Plan(micro_batches=2)
         model = accel.prepare_model(ctx, model, plan=plan, example=prompts)
         with accel.evaluating(model):
             return accel.training.generate(ctx, model, prompts, max_new_tokens=3, cache=False)
@@ -424,57 +285,6 @@ def test_checkpoints_of_stages_load_on_one_rank_and_back(ranks: Simulator, tmp_p
     assert ranks.run(load, 2, default_group=True) == [0.0, 0.0]
 
 
-def test_regions_of_a_traced_model_are_refused_before_and_after_prepare(ranks: Simulator) -> None:
-    """No graph calls a module, and nothing would be compiled."""
-
-    def rank(ctx: accel.DistContext) -> list[Any]:
-        early = accel.compile_model(Steps(), nn.Linear, backend="aot_eager")
-        late = _prepared(ctx, Steps(), torch.ones(4, 4), stages=STAGES)
-        return [
-            caught(lambda: _prepared(ctx, early, torch.ones(4, 4), stages=STAGES)),
-            caught(lambda: accel.compile_model(late, nn.Linear, backend="aot_eager")),
-        ]
-
-    for before, after in ranks.run(rank, 2, default_group=True):
-        assert isinstance(before, PrepareError)
-        assert "compiled: a, b" in before.got
-        assert "accel.compile_model(model) after prepare_model" in before.fix
-        assert isinstance(after, ConfigError)
-        assert "accel.compile_model(model)" in after.fix
-
-
-def _compiled_difference(ctx: accel.DistContext, name: str) -> float:
-    """The difference of this rank's gradients to those of graphs that are not compiled."""
-    made, batch_of = family(name)
-    found: list[dict[str, torch.Tensor]] = []
-    for compiles in (False, True):
-        model = _prepared(ctx, made(0.0), batch_of(4, 0)[0], micro_batches=2)
-        if compiles:
-            _ = accel.compile_model(model, backend="aot_eager", fullgraph=True)  # raises where a graph breaks
-        inputs, targets = batch_of(4, 1)
-        given = (accel.loss_scale(ctx), None, inputs)
-        _ = accel.training.parts.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
-        named = model.named_parameters()
-        found.append({key: each.grad.clone() for key, each in named if each.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    return max(float((found[0][key] - each).abs().max()) for key, each in found[1].items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "t5", "granite"])
-def test_compiled_stages_are_one_graph_each_with_the_same_gradients(
-    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    widen(monkeypatch, name)
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    differences = ranks.run(partial(_compiled_difference, name=name), 2, default_group=True)
-    assert max(differences) < 1e-10
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert not torch._dynamo.utils.counters["graph_break"]
-    torch.compiler.reset()
-
-
 class Beside(nn.Module):
     """A value that leaves its stage and that a layer of the stage reads."""
 
@@ -498,7 +308,7 @@ def test_gradients_of_weights_come_behind_those_of_inputs(ranks: Simulator, sche
         with accel.seeding.seeded(ctx, 0):
             model: nn.Module = Beside()
         plan = accel.parallel.Plan(
-            cut="trace", schedule=schedule, stages_per_rank=2, stages=(("a",), ("b",), ("d",), ("e",)), micro_batches=4
+            schedule=schedule, stages_per_rank=2, stages=(("a",), ("b",), ("d",), ("e",)), micro_batches=4
         )
         model = accel.prepare_model(ctx, model, plan=plan, example=inputs)
         given = (accel.loss_scale(ctx), None, inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of a traced model that ranks along tp divide take the steps of one process."""
+"""Stages of a model that is no chain, which ranks along tp divide take the steps of one process."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import replayed_models
 import torch
-import traced_models
-from catching import caught
-from pipelines import WIDTH, WORDS, Trained, batch_of, by_hand, differences, loss_sum, train, whole_of
+from pipelines import WIDTH, WORDS, batch_of, by_hand, differences, train
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import accel
-from accel.errors import ConfigError, PrepareError, StageError
 from accel.parallel import Plan
 from accel.testing import Simulator
 
@@ -116,7 +114,7 @@ class Chain(Skips):
 
 
 def _plan(**options: Any) -> Plan:
-    return Plan(**{"cut": "trace", "tensor": TENSOR, "micro_batches": 2, **options})
+    return Plan(**{"tensor": TENSOR, "micro_batches": 2, **options})
 
 
 BLOCKS = (("embed",), ("blocks.1",))
@@ -148,93 +146,18 @@ def test_divided_stages_take_the_steps_of_one_process(ranks: Simulator, mesh: st
     assert figures < 1e-10
 
 
-def _gradients(ctx: accel.DistContext, cut: str, *, again: bool = False) -> dict[str, torch.Tensor]:
-    """Gradients of a batch with dropout, and the loss; `again`: blocks run again in backward."""
-    ctx = accel.replace(ctx, mesh="pp=2,tp=2")
-    model = Chain(0.5)
-    if again:
-        _ = accel.checkpoint_activations(model)
-    stages = (("embed", "blocks.0"), ("blocks.1", "norm", "head"))
-    model = accel.prepare_model(ctx, model, plan=_plan(cut=cut, stages=stages), example=EXAMPLE)
-    ids, targets = batch_of(1, 8)
-    with accel.seeding.seeded(ctx, 1):
-        given = (accel.loss_scale(ctx), None, ids)
-        loss, _ = accel.training.parts.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
-        after = torch.rand(1)
-    named = accel.unwrap_model(model).named_parameters(remove_duplicate=False)
-    return {"loss": loss, "draw": after} | {name: whole_of(each.grad) for name, each in named if each.grad is not None}
-
-
-def test_graphs_draw_where_modules_do(ranks: Simulator) -> None:
-    """Places that ranks drop apart and alike are those of modules, and again where a block runs twice."""
-    chain, traced, twice = (
-        ranks.run(partial(_gradients, cut=cut, again=again), 4, default_group=True)
-        for cut, again in (("chain", False), ("trace", False), ("trace", True))
-    )
-    for found in (traced, twice):
-        for own, want in zip(found, chain, strict=True):
-            assert want.keys() <= own.keys()  # a tied parameter has both its names in stages of graphs
-            assert all(float((own[name] - each).abs().max()) < 1e-12 for name, each in want.items())
-    ids, targets = batch_of(1, 8)
-    assert abs(float((traced[0]["loss"] - loss_sum(Chain()(ids), targets) / 5).detach())) > 1e-3  # places were dropped
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of a trace
-@pytest.mark.parametrize("again", [False, True])
-def test_compiled_stages_that_are_divided_are_one_graph_each(ranks: Simulator, again: bool) -> None:
-    """Two with a batch of other rows, and no more; messages, and blocks that run again in backward, are in them."""
-    rows, graphs = (8, 5, 8, 6), list[int]()
-
-    def work(ctx: accel.DistContext) -> Any:
-        ctx = accel.replace(ctx, mesh="pp=2,tp=2")
-        model: Any = Skips()
-        if again:
-            _ = accel.checkpoint_activations(model)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
-        model, optimizer = accel.prepare(ctx, model, optimizer, plan=_plan(stages=WITHIN), example=EXAMPLE)
-        _ = accel.compile_model(model, backend="aot_eager", fullgraph=True)  # raises where a graph breaks
-        scaler, accum, figures = accel.loss_scale(ctx), accel.Accumulation(), list[float]()
-        for step, size in enumerate(rows):
-            ids, targets = batch_of(100 * step, size)
-            accum = accum.next()
-            weight = (targets != -100).sum()
-            given = (scaler, accum, ids)
-            loss, accum = accel.training.parts.forward_backward(
-                ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=weight
-            )
-            result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
-            accum = result.accum
-            figures += [float(loss), float(result.grad_norm or 0)]
-            accel.wait_for_everyone(ctx)
-            if ctx.rank == 0:
-                graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        named = accel.unwrap_model(model).named_parameters(remove_duplicate=False)
-        return Trained({name: whole_of(each) for name, each in named}, figures)
-
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    found = ranks.run(work, 4, default_group=True)
-    torch.compiler.reset()
-    parameters, figures = differences(found, by_hand(Skips, rows=rows))
-    assert parameters < 1e-10
-    assert figures < 1e-10
-    assert graphs == [4, 8, 8, 8]
-    assert not torch._dynamo.utils.counters["graph_break"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["", "tp=2", "dp=2,pp=2", "pp=2,tp=2"])
 def test_a_run_of_divided_stages_goes_on_on_another_mesh(ranks: Simulator, tmp_path: Path, mesh: str) -> None:
     """Names in checkpoints are the model's own."""
     folder = tmp_path / "run"
-    work = partial(traced_models.train, name="opt", mesh="pp=2,tp=2", rows=(4, 4))
+    work = partial(replayed_models.train, name="opt", mesh="pp=2,tp=2", rows=(4, 4))
     _ = ranks.run(partial(work, save=str(folder)), 4, default_group=True)
     world = {"": 1, "tp=2": 2}.get(mesh, 4)
-    more = partial(traced_models.train, name="opt", mesh=mesh, resume=str(folder), begin=2)
+    more = partial(replayed_models.train, name="opt", mesh=mesh, resume=str(folder), begin=2)
     rows = (2,) if "dp" in mesh else (4,)
     found = ranks.run(partial(more, rows=rows), world, default_group=True)
-    expected = traced_models.by_hand("opt", rows=(4, 4, 4))
+    expected = replayed_models.by_hand("opt", rows=(4, 4, 4))
     for each in found:
         assert set(each.parameters) <= set(expected.parameters)
         for name, value in each.parameters.items():
@@ -242,57 +165,30 @@ def test_a_run_of_divided_stages_goes_on_on_another_mesh(ranks: Simulator, tmp_p
     assert abs(found[0].figures[-1] - expected.figures[-1]) < 1e-10
 
 
-def test_what_a_divided_graph_cannot_have_is_refused_before_anything_changes(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> list[Any]:
-        ctx = accel.replace(ctx, mesh="pp=2,tp=2")
-        twice = Skips()
-        twice.blocks[1].attention.sharpness.factor = twice.blocks[0].attention.sharpness.factor
-        alike: Any = TENSOR | {"blocks.1.attention.sharpness": "replicated"}
-        alike["blocks.0.attention.sharpness"] = alike.pop("blocks.*.attention.sharpness")
-        words = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH))
-        given = ((Skips(), {"overlap": True}), (twice, {"tensor": alike}), (words, {"tensor": "model"}))
-        return [
-            caught(partial(accel.prepare_model, ctx, model, plan=_plan(**plan), example=EXAMPLE))
-            for model, plan in given
-        ]
-
-    for overlap, tied, unknown in ranks.run(rank, 4, default_group=True):
-        assert isinstance(overlap, ConfigError)
-        assert "Leave overlap out" in str(overlap)
-        assert isinstance(tied, PrepareError)
-        assert "blocks.0.attention.sharpness.factor, blocks.1.attention.sharpness.factor" in tied.got
-        assert "no tensor-parallel plan is known" in str(unknown)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["opt", "granite"])  # a tied head, and one of its own
-def test_labels_beside_logits_of_each_rank_are_refused(
+def test_logits_of_each_rank_give_the_loss_of_all_words(
     ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    traced_models.widen(monkeypatch, name)
-    made, batch_of = traced_models.family(name)
+    replayed_models.widen(monkeypatch, name)
+    made, batch_of = replayed_models.family(name)
 
     def rank(ctx: accel.DistContext) -> Any:
         ctx = accel.replace(ctx, mesh="pp=2,tp=2")
         inputs, targets = batch_of(4, 0)
-        plan = Plan(cut="trace", head="colwise", micro_batches=2)
+        plan = Plan(head="colwise", micro_batches=2)
         model = accel.prepare_model(ctx, made(0.0), plan=plan, example=inputs)
 
         def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
-            assert output.logits.shape[-1] == traced_models.WORDS // 2
+            assert output.logits.shape[-1] == replayed_models.WORDS // 2
             return accel.parallel.vocab_cross_entropy(ctx, output.logits, targets)
 
         given = (accel.loss_scale(ctx), None)
         loss, _ = accel.training.parts.forward_backward(
             ctx, model, *given, inputs, targets=targets, loss_fn=loss_fn, weight=5
         )
-        alone = traced_models.loss_sum(made(0.0)(**inputs), targets) / 5
-        both = inputs | {"labels": targets}
-        again = partial(accel.forward_backward, ctx, model, *given, both, loss_fn=lambda output: output.loss)
-        refused = caught(partial(again, weight=5))
-        return float((loss - alone).detach()), refused
+        alone = replayed_models.loss_sum(made(0.0)(**inputs), targets) / 5
+        return float((loss - alone).detach())
 
-    for off, refused in ranks.run(rank, 4, default_group=True):
+    for off in ranks.run(rank, 4, default_group=True):
         assert abs(off) < 1e-10
-        assert isinstance(refused, StageError)
-        assert "vocab_cross_entropy" in refused.fix

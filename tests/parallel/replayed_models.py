@@ -167,7 +167,7 @@ def train(
     ctx = accel.replace(ctx, mesh=mesh) if mesh else ctx
     model: Any = made(0.0).train()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plan = plan or accel.parallel.Plan(cut="trace", micro_batches=2 if "pp=4" not in mesh else 4)
+    plan = plan or accel.parallel.Plan(micro_batches=2 if "pp=4" not in mesh else 4)
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=batch_of(4, 0)[0])
     _ = change(accel.unwrap_model(model))
     items = {"model": model, "optimizer": optimizer}

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of a model's modules that something else may answer: which modules, how to intercept them, what they return."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from accel.mixins import Mixin, add_mixin, remove_mixin
+from accel.parallel._blocks import block_groups, is_called
+from accel.parallel._modules import named_modules
+from accel.tree._walk import Container, Containers
+
+# --- which calls ------------------------------------------------------------------------------------------------------
+
+
+def units_of(
+    model: nn.Module, within: Collection[str] = (), largest: float = 1.0, whole: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return the paths of the modules whose calls are recorded as one, in the order of registration. No communication.
+
+    Units have parameters and do not overlap: the entries of lists, and the modules around lists. A module without
+    parameters, such as dropout, is a part of the code between calls.
+
+    Args:
+        model: on any device.
+        within: paths of modules to open, so that the modules with these paths are units, or are made of units.
+        largest: share of all parameters from which a unit is opened, where it has modules with parameters.
+        whole: paths of further units, without parameters.
+    """
+    total = sum(each.numel() for each in model.parameters()) or 1
+    entries = {path for group in block_groups(model) for path, _ in group.entries}
+    opened = {path[:at] for path in within for at, letter in enumerate(path) if letter == "."}
+    found: list[str] = []
+
+    def visit(path: str, module: nn.Module) -> None:
+        size = sum(each.numel() for each in module.parameters())
+        children = [(f"{path}.{key}" if path else key, child) for key, child in module.named_children()]
+        if path in whole and is_called(module):
+            found.append(path)
+            return
+        if not size:
+            return
+        can_open = any(_has_parameters(child) for _, child in children) and not _has_own(module)
+        is_open = path in opened or size / total > largest or not path
+        holds_units = path not in entries and any(each.startswith(f"{path}.") for each in entries)
+        if path and is_called(module) and not (can_open and (is_open or holds_units)):
+            found.append(path)
+            return
+        for below, child in children:
+            visit(below, child)
+
+    visit("", model)
+    return tuple(dict.fromkeys(found))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _has_own(module: nn.Module) -> bool:
+    """Whether a module is whole as it has been rewritten, such as a parametrized one."""
+    return hasattr(module, "parametrizations")
+
+
+# --- interception -----------------------------------------------------------------------------------------------------
+
+Plain = Callable[..., Any]
+Answer = Callable[[nn.Module, Plain, tuple[Any, ...], dict[str, Any]], Any]
+_ANSWER = "accel_answer"
+
+
+class Answered(Mixin):
+    """Stands before the class of a module whose calls may be answered: with `answer(module, plain, args, kwargs)`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask for an answer, or call the module with its hooks, wrappers and compiled forward."""
+        plain = cast(Any, super()).__call__
+        answer: Answer | None = vars(self).get(_ANSWER)
+        return plain(*args, **kwargs) if answer is None else answer(cast(nn.Module, self), plain, args, kwargs)
+
+
+def answer_of(module: nn.Module) -> Answer | None:
+    """Return what answers the calls of a module; None for its own forward."""
+    return vars(module).get(_ANSWER)
+
+
+def let_answer(module: nn.Module, answer: Answer | None) -> None:
+    """Let calls of a module be answered; None for its own forward. Mutates the module; deep copies share the answer."""
+    if answer is not None:
+        add_mixin([module], Answered)
+        vars(module)[_ANSWER] = answer
+    elif _ANSWER in vars(module):
+        del vars(module)[_ANSWER]
+        remove_mixin([module], Answered)
+
+
+Watch = Callable[[nn.Module, str], None]
+_WATCH = "accel_watch"
+NUMBERS = (int, float, bool)
+
+
+class NumbersWatched(Mixin):
+    """Stands before the class of a module whose numbers are watched: each read calls `watch(module, name)`."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return an attribute of the module."""
+        value = super().__getattribute__(name)
+        if type(value) in NUMBERS and (watch := super().__getattribute__("__dict__").get(_WATCH)) is not None:
+            watch(self, name)
+        return value
+
+
+def let_watch(module: nn.Module, watch: Watch | None) -> None:
+    """Let reads of a module's numbers be watched; None for no more. Mutates the module."""
+    if watch is not None:
+        vars(module)[_WATCH] = watch
+        add_mixin([module], NumbersWatched)
+    elif _WATCH in vars(module):
+        del vars(module)[_WATCH]
+        remove_mixin([module], NumbersWatched)
+
+
+def attributes_of(module: nn.Module) -> dict[tuple[str, str], object]:
+    """Return tensors and numbers among the plain attributes of modules, by path and name."""
+    return {
+        (path, name): identity_of(value)
+        for path, each in named_modules(module)
+        for name, value in vars(each).items()
+        if isinstance(value, torch.Tensor) or type(value) in NUMBERS
+    }
+
+
+def identity_of(value: object) -> object:
+    """Return the identity of an attribute's value: a number itself, or the object."""
+    return (type(value), value) if type(value) in NUMBERS else id(value)
+
+
+@contextlib.contextmanager
+def tapped(modules: Mapping[str, nn.Module]) -> Generator[list[tuple[str, Any]]]:
+    """Note what modules return, by path and before their hooks see it, in the order of the calls."""
+    taps: list[tuple[str, Any]] = []
+
+    def tap(path: str) -> Callable[..., None]:
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            taps.append((path, output))
+
+        return note
+
+    handles = [each.register_forward_hook(tap(path), prepend=True) for path, each in modules.items()]
+    try:
+        yield taps
+    finally:
+        for each in handles:
+            each.remove()
+
+
+# --- trees of arguments and results -----------------------------------------------------------------------------------
+
+
+class Tree(NamedTuple):
+    """A tree taken apart.
+
+    Attributes:
+        leaves: its tensors and other values.
+        rebuild: returns a tree of the same structure with as many other leaves.
+    """
+
+    leaves: list[Any]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+_Build = Callable[[Iterator[Any]], Any]
+
+
+def take_apart(tree: Any, containers: Containers = ()) -> Tree:
+    """Take a tree of any kind apart: mappings, sequences, dataclasses, what torch's pytree knows, and `containers`.
+
+    Objects of other kinds are leaves.
+    """
+    found: list[Any] = []
+
+    def walk(node: Any) -> _Build:
+        if isinstance(node, torch.Tensor) or node is None:
+            found.append(node)
+            return next
+        kind = next((each for each in containers if isinstance(node, each.kind)), None)
+        if kind is not None:
+            return _of_container(node, kind, walk)
+        if dataclasses.is_dataclass(node) and not isinstance(node, type | dict):
+            return _of_dataclass(node, walk)
+        children, spec = pytree.tree_flatten(node, is_leaf=lambda each: each is not node)
+        if len(children) == 1 and children[0] is node:
+            found.append(node)
+            return next
+        parts = [walk(each) for each in children]
+        return lambda new: pytree.tree_unflatten([part(new) for part in parts], spec)
+
+    build = walk(tree)
+
+    def rebuild(new: Sequence[Any]) -> Any:
+        return build(iter(new))
+
+    return Tree(found, rebuild)
+
+
+def _of_container(node: Any, kind: Container, walk: Callable[[Any], _Build]) -> _Build:
+    parts = {name: walk(each) for name, each in kind.take_apart(node).items()}
+    return lambda new: kind.put_together(node, {name: part(new) for name, part in parts.items()})
+
+
+def _of_dataclass(node: Any, walk: Callable[[Any], _Build]) -> _Build:
+    fields = [each for each in dataclasses.fields(node) if each.init]
+    parts = {each.name: walk(getattr(node, each.name)) for each in fields}
+    return lambda new: dataclasses.replace(node, **{name: part(new) for name, part in parts.items()})
+
+
+def tensors_in(tree: Any, containers: Containers = ()) -> list[torch.Tensor]:
+    """Return the tensors of a tree of any kind."""
+    return [each for each in take_apart(tree, containers).leaves if isinstance(each, torch.Tensor)]
+
+
+Growing = list[Any] | dict[Any, Any]
+
+
+def growing_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Growing]:
+    """Return the lists and dictionaries among a call's arguments, outermost first: a call may add items to them."""
+    found: list[Growing] = []
+    todo: list[Any] = [*args, *kwargs.values()]
+    while todo:
+        each = todo.pop(0)
+        if isinstance(each, list | dict):
+            found.append(cast(Growing, each))
+        if isinstance(each, dict):
+            todo += cast("dict[Any, Any]", each).values()
+        elif isinstance(each, list | tuple):
+            todo += cast("Sequence[Any]", each)
+    return found
+
+
+def added_to(held: Growing, size: int) -> Growing:
+    """Return the items behind the first ones."""
+    return held[size:] if isinstance(held, list) else dict([*held.items()][size:])
+
+
+def add_to(held: Growing, items: Any) -> None:
+    """Add items to a list or dictionary. Mutates it."""
+    if isinstance(held, list):
+        held.extend(items)
+    else:
+        held.update(items)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models without memory, random numbers for their tensors, and the FLOPs of operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+
+from accel.mixins import add_mixin
+from accel.parallel._modules import KeepsParameters, copied_model, has_parameters
+from accel.parallel._private import fake_mode, is_fake
+
+
+def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
+    """Copy a model, with fake parameters on a device. Buffers are real copies, those on the meta device fake ones.
+
+    No communication. The model may be on the meta device.
+    """
+    mode = fake_mode()
+    memo: dict[int, Any] = {}
+    with mode:
+        for each in model.parameters():
+            made = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+            memo[id(each)] = nn.Parameter(made, each.requires_grad)
+        for each in model.buffers():
+            if each.is_meta:
+                memo[id(each)] = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+    attributes = [each for module in model.modules() for each in vars(module).values()]
+    for each in (*model.buffers(), *filter(torch.is_tensor, attributes)):
+        if not each.is_meta:
+            _ = memo.setdefault(id(each), each.detach().to(device, copy=True))
+    found = copied_model(model, memo)
+    for module in found.modules():
+        _ = vars(module).pop("_compiled_call_impl", None)
+    add_mixin(filter(has_parameters, found.modules()), KeepsParameters)
+    return found
+
+
+def random_like(value: Any) -> Any:
+    """A real tensor of random numbers in place of a fake one."""
+    if not isinstance(value, torch.Tensor) or not is_fake(value):
+        return value
+    if value.is_floating_point():
+        return torch.randn(value.shape, dtype=value.dtype, device=value.device) * 0.1
+    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """FLOPs of an operator by torch's formulas."""
+    count = flop_registry.get(func.overloadpacket)
+    if count is None and "flash_attention_for_cpu" in func.name():
+        count = flop_registry.get(torch.ops.aten._scaled_dot_product_flash_attention)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A record of one forward of a model: its calls of modules, and from which of them each tensor comes.
+
+The forward runs on parameters without memory, so that no rank holds the whole model. Inputs and buffers are real, so
+that masks, positions and branches on inputs have their values. Pipelines cut the record into stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import torch
+from torch import nn
+
+from accel.parallel._calls import take_apart
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+class Label(NamedTuple):
+    """A source of a tensor. Labels sort alike on all ranks.
+
+    Attributes:
+        kind: "output" of a call, "argument" of a call, "tensor" for a parameter or buffer, "inside" for a tensor that
+            a call makes and does not return.
+        call: number of the call, by the order of the record; -1 for a parameter or buffer.
+        leaf: number of the output or argument of that call; -1 for the other kinds.
+        name: first name of the parameter or buffer; "" for the other kinds.
+    """
+
+    kind: Literal["output", "argument", "tensor", "inside"]
+    call: int = -1
+    leaf: int = -1
+    name: str = ""
+
+
+Labels = frozenset[Label]
+
+
+class Leaf(msgspec.Struct, frozen=True):
+    """A leaf of what a call returns or leaves behind, or an argument of a call.
+
+    Attributes:
+        dtype: None for a value that is no tensor.
+        shape, stride: of the tensor.
+        device: type of its device.
+        differentiable: whether gradients flow into it.
+        value: the value that is no tensor.
+        same: number of the argument that this leaf is, of the leaves of (args, kwargs); None for a new tensor.
+        changed: whether code between calls changes the tensor in place.
+    """
+
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    device: str = "cpu"
+    differentiable: bool = False
+    value: Any = None
+    same: int | None = None
+    changed: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensor."""
+        return 0 if self.dtype is None else torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Argument(msgspec.Struct, frozen=True):
+    """An argument of a call that may be sent in place of what it is computed from.
+
+    Attributes:
+        leaf: the tensor.
+        sources: labels that it is computed from, since the last calls.
+        base: the output that it is a view of; None for a tensor of its own.
+    """
+
+    leaf: Leaf
+    sources: Labels
+    base: Label | None = None
+
+
+class Stash(NamedTuple):
+    """A tensor that a call leaves in an attribute.
+
+    Attributes:
+        path: of the module with the attribute, from the called module; "" for that one.
+        name: of the attribute.
+        leaf: number among the leaves of the call.
+    """
+
+    path: str
+    name: str
+    leaf: int
+
+
+class Write(NamedTuple):
+    """An argument that a call changes in place.
+
+    Attributes:
+        argument: number among the leaves of (args, kwargs).
+        leaf: number, among the leaves of the call, of its value after the call.
+    """
+
+    argument: int
+    leaf: int
+
+
+class Growth(NamedTuple):
+    """Items that a call adds to a list or dictionary that it is given.
+
+    Attributes:
+        list: number of the list or dictionary, in the order of `growing_in`.
+        rebuild: returns the items from their leaves.
+        leaves: their numbers among the leaves of the call.
+    """
+
+    list: int
+    rebuild: Callable[[Sequence[Any]], Any]
+    leaves: tuple[int, ...]
+
+
+class Tap(NamedTuple):
+    """A result that the forward hooks of a module within a call are given.
+
+    Attributes:
+        path: of the module, from the called one; "" for that one.
+        rebuild: returns the result from its leaves.
+        leaves: their numbers among the leaves of the call.
+    """
+
+    path: str
+    rebuild: Callable[[Sequence[Any]], Any]
+    leaves: tuple[int, ...]
+
+
+class UnitCall(msgspec.Struct, frozen=True):
+    """A call of a unit.
+
+    Attributes:
+        path: of the module.
+        rebuild: returns the result from its leaves, the first `width` of `leaves`.
+        width: number of leaves of the result.
+        leaves: of the result; then of attributes, arguments, lists and hooks.
+        arguments: by number of the leaf of (args, kwargs), those that may be sent.
+        needs: sources of what it is given and of what it reads, parameters included.
+        stashes, writes, growths, taps: tensors that it leaves behind besides its result.
+        flops: of its forward.
+        reentrant: whether it runs in a checkpoint of the reentrant kind, whose first run has no gradient.
+    """
+
+    path: str
+    rebuild: Callable[[Sequence[Any]], Any]
+    width: int
+    leaves: tuple[Leaf, ...]
+    arguments: Mapping[int, Argument]
+    needs: Labels
+    stashes: tuple[Stash, ...] = ()
+    writes: tuple[Write, ...] = ()
+    growths: tuple[Growth, ...] = ()
+    taps: tuple[Tap, ...] = ()
+    flops: float = 0.0
+    reentrant: bool = False
+
+
+class RunningCall:
+    """A call while it runs, and what is known of it."""
+
+    def __init__(self, number: int, path: str, module: nn.Module) -> None:
+        self.number = number
+        self.path = path
+        self.module = module
+        self.leaves: list[Leaf] = []
+        self.arguments: dict[int, Argument] = {}
+        self.needs: set[Label] = set()
+        self.stashes: list[Stash] = []
+        self.writes: list[Write] = []
+        self.growths: list[Growth] = []
+        self.taps: list[Tap] = []
+        self.tree = take_apart(None)
+        self.flops = 0.0
+        self.reads_values = False
+        self.reentrant = False
+        self.given: list[Any] = []  # leaves of (args, kwargs)
+        self.places: dict[int, list[int]] = {}  # numbers of the given tensors, by storage
+        self.written: set[int] = set()  # numbers of the given tensors that are changed in place
+
+    def frozen(self) -> UnitCall:
+        return UnitCall(
+            self.path,
+            self.tree.rebuild,
+            len(self.tree.leaves),
+            tuple(self.leaves),
+            self.arguments,
+            frozenset(self.needs),
+            tuple(self.stashes),
+            tuple(self.writes),
+            tuple(self.growths),
+            tuple(self.taps),
+            self.flops,
+            self.reentrant,
+        )
+
+
+class Decision(NamedTuple):
+    """A place between calls where Python reads values of tensors, as `if` and `nonzero` do.
+
+    Attributes:
+        call: number of the calls before it.
+        sources: of the values.
+    """
+
+    call: int
+    sources: Labels
+
+
+class HeldTensor(NamedTuple):
+    """A parameter or buffer of the model.
+
+    Attributes:
+        names: all its names, the first one being that of labels.
+        bytes: its size.
+        is_parameter: whether it is one.
+    """
+
+    names: tuple[str, ...]
+    bytes: int
+    is_parameter: bool
+
+
+class ForwardRecord(msgspec.Struct, frozen=True):
+    """One forward of a model.
+
+    Attributes:
+        calls: of units, in order.
+        end: sources of what the forward returns.
+        decisions: values that Python reads between calls.
+        held: parameters and buffers of the model.
+        between: FLOPs of the code before each call, and of that behind the last one.
+        outside: FLOPs of the code between calls by the names of the parameters that it reads.
+        units: paths of the units.
+        draws: whether it draws random numbers.
+        branches: whether Python reads values between calls that no call has made, such as those of the inputs.
+        updates: names of buffers that the code between calls changes by values of calls.
+    """
+
+    calls: tuple[UnitCall, ...]
+    end: Labels
+    decisions: tuple[Decision, ...]
+    held: tuple[HeldTensor, ...]
+    between: tuple[float, ...] = ()
+    outside: Mapping[str, float] = {}
+    units: tuple[str, ...] = ()
+    draws: bool = False
+    updates: tuple[str, ...] = ()
+    branches: bool = False
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the called modules, in order."""
+        return tuple(each.path for each in self.calls)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the forward."""
+        return sum(each.flops for each in self.calls) + sum(self.between)
+
+    def leaf(self, label: Label) -> Leaf:
+        """Return the tensor of an output or argument."""
+        call = self.calls[label.call]
+        return call.leaves[label.leaf] if label.kind == "output" else call.arguments[label.leaf].leaf

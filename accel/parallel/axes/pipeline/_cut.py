@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A record cut into stages: where each begins, what it holds, and which tensors travel. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from accel.parallel._record import ForwardRecord, Label, Labels
+
+
+class StageCut(msgspec.Struct, frozen=True):
+    """One stage of a cut.
+
+    Attributes:
+        begin, end: numbers of its first call and of the first one behind it.
+        needs: outputs and arguments of earlier stages, sorted. An argument is one of the stage's first call, which the
+            stage writes into the tensor that the call is given.
+        gives: outputs and arguments that later stages need, sorted. An argument is one of the first call of the next
+            stage, at which this stage stops.
+        passes: tensors that the stage sends to the next one, sorted: those that it gives, and others of earlier stages.
+            Empty for the last.
+        holds: names of the parameters and buffers that it reads or stores, tied names included. Buffers outside of
+            units are in every stage, as all run the code between calls.
+    """
+
+    begin: int
+    end: int
+    needs: tuple[Label, ...]
+    gives: tuple[Label, ...]
+    passes: tuple[Label, ...]
+    holds: frozenset[str]
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """A record cut into stages.
+
+    Attributes:
+        stages: in order.
+        dense: outputs whose placeholders need memory of their own, as arguments that are written are views of them.
+    """
+
+    stages: tuple[StageCut, ...]
+    dense: Labels
+
+
+# Weights of what a place to begin a stage at costs, beside the square of each stage's distance from an equal load.
+_TRAFFIC, _TWICE, _REPEATED = 0.03, 0.3, 2.0
+MOST_TWICE = 0.05  # share of a forward's FLOPs that stages may compute once more
+
+
+def begins_of(record: ForwardRecord, stages: int) -> tuple[int, ...]:
+    """Return the first call of each stage: near equal FLOPs, where little is sent, with few modules in two stages.
+
+    `stages` is at most the number of calls.
+    """
+    loads = [0.0, *itertools.accumulate(each.flops + 1 for each in record.calls)]
+    count = len(record.calls)
+    prices = _prices(record)
+
+    def stage_cost(begin: int, end: int) -> float:
+        return prices[begin] + (stages * (loads[end] - loads[begin]) / loads[-1] - 1) ** 2
+
+    nothing: tuple[float, tuple[int, ...]] = (math.inf, ())
+    best: list[tuple[float, tuple[int, ...]]] = [nothing] * (count + 1)  # by the end of a stage
+    best[0] = (0.0, ())
+    for stage in range(1, stages + 1):
+        found: list[tuple[float, tuple[int, ...]]] = [nothing] * (count + 1)
+        for end in range(stage, count - (stages - stage) + 1):
+            ways = ((best[begin][0] + stage_cost(begin, end), (*best[begin][1], begin)) for begin in range(end))
+            found[end] = min(ways)
+        best = found
+    return best[count][1]
+
+
+def _prices(record: ForwardRecord) -> list[float]:
+    """Costs of a stage's begin at each call: bytes sent, modules of two stages, FLOPs computed twice."""
+    crossing = [_crossing(record, at) for at in range(len(record.calls))]
+    least = min(crossing[1:], default=1) or 1
+    again = itertools.accumulate(record.between)
+    flops = record.flops or 1
+    found = [0.0]
+    for at, repeated in zip(range(1, len(crossing)), itertools.islice(again, 1, None), strict=False):
+        twice = len(set(record.paths[:at]) & set(record.paths[at:]))
+        found.append(_TRAFFIC * crossing[at] / least + _TWICE * twice + _REPEATED * repeated / flops)
+    return found
+
+
+def share_twice(record: ForwardRecord, begins: Sequence[int]) -> float:
+    """Return the FLOPs that stages compute again, as a share of those of the forward.
+
+    Each stage runs the code between calls from the beginning to the first call of the next one.
+    """
+    before = list(itertools.accumulate(record.between))
+    return sum(before[begin] for begin in begins[1:]) / (record.flops or 1)
+
+
+def _crossing(record: ForwardRecord, at: int) -> int:
+    """Bytes that travel if a stage begins at a call."""
+    labels = record.end.union(*(each.needs for each in record.calls[at:]))
+    own = frozenset(Label("argument", at, number) for number in record.calls[at].arguments)
+    ways = [_resolved(record, labels, sent) for sent in (frozenset[Label](), own)]
+    crossing = [[x for x in way if x.kind == "argument" or (x.kind == "output" and x.call < at)] for way in ways]
+    return min(sum(record.leaf(x).bytes for x in way) for way in crossing)
+
+
+def _resolved(record: ForwardRecord, labels: Iterable[Label], sent: Labels) -> set[Label]:
+    """Sources of labels: outputs, parameters and arguments that are sent."""
+    found: set[Label] = set()
+    todo = list(labels)
+    while todo:
+        each = todo.pop()
+        if each in found:
+            continue
+        if each.kind == "argument" and each not in sent:
+            todo += record.calls[each.call].arguments[each.leaf].sources
+        else:
+            found.add(each)
+    return found
+
+
+def cut_record(record: ForwardRecord, begins: Sequence[int]) -> Cut:
+    """Cut a record at the first calls of stages: what each needs, gives, passes on and holds."""
+    sent = _sent_arguments(record, begins)
+    needs, reads = _needs(record, begins, sent)
+    everything = set[Label]().union(*needs)
+    last = len(begins) - 1
+    holds = _holds(record, begins, reads)
+    stages: list[StageCut] = []
+    for at, (begin, end) in enumerate(_spans(record, begins)):
+        gives = {each for each in everything if _maker(record, begins, each) == at}
+        later = set[Label]().union(*needs[at + 1 :])
+        passes = {each for each in later if _maker(record, begins, each) <= at}
+        stages.append(
+            StageCut(
+                begin,
+                end,
+                tuple(sorted(needs[at])),
+                tuple(sorted(gives)),
+                tuple(sorted(passes)) if at < last else (),
+                holds[at],
+            )
+        )
+    bases = {record.calls[each.call].arguments[each.leaf].base for each in sent}
+    return Cut(tuple(stages), frozenset(each for each in bases if each is not None))
+
+
+def _spans(record: ForwardRecord, begins: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return zip(begins, [*begins[1:], len(record.calls)], strict=True)
+
+
+def _maker(record: ForwardRecord, begins: Sequence[int], label: Label) -> int:
+    """The stage that makes an output or an argument."""
+    spans = enumerate(_spans(record, begins))
+    if label.kind == "argument":
+        return next(at for at, (_, end) in spans if end == label.call)
+    return next(at for at, (begin, end) in spans if begin <= label.call < end)
+
+
+def _sent_arguments(record: ForwardRecord, begins: Sequence[int]) -> Labels:
+    """The arguments of first calls that are sent in place of what they come from, where less travels."""
+    sent: Labels = frozenset()
+
+    def cost(these: Labels) -> int:
+        needs, reads = _needs(record, begins, these)
+        sizes = {each.names[0]: each.bytes for each in record.held if each.is_parameter}
+        sizes |= {name: each.bytes for each in record.held if each.is_parameter for name in each.names}
+        held = sum(sizes.get(name, 0) for each in reads for name in each)
+        return held + sum(record.leaf(x).bytes for each in needs for x in each)
+
+    for begin in begins[1:]:
+        more = sent | {Label("argument", begin, number) for number in record.calls[begin].arguments}
+        for each in sorted(more - sent):
+            if cost(more - {each}) <= cost(more):
+                more -= {each}
+        if cost(more) < cost(sent):
+            sent = more
+    return sent
+
+
+def _needs(record: ForwardRecord, begins: Sequence[int], sent: Labels) -> tuple[list[set[Label]], list[set[str]]]:
+    """By stage: what comes from earlier stages, and the names of the parameters and buffers that it reads."""
+    needs: list[set[Label]] = []
+    reads: list[set[str]] = []
+    last = len(begins) - 1
+    for at, (begin, end) in enumerate(_spans(record, begins)):
+        labels = set[Label]().union(*(each.needs for each in record.calls[begin:end]))
+        labels = labels.union(*(each.sources for each in record.decisions if each.call <= end))
+        if at == last:
+            labels |= record.end
+        made = [each for each in sent if at < last and each.call == end]
+        labels = labels.union(*(record.calls[each.call].arguments[each.leaf].sources for each in made))
+        known = frozenset(each for each in sent if each.call <= begin)
+        found = _resolved(record, labels, known)
+        needs.append({x for x in found if x.kind == "argument" or (x.kind == "output" and not begin <= x.call < end)})
+        reads.append({x.name for x in found if x.kind == "tensor"})
+    return needs, reads
+
+
+def _holds(record: ForwardRecord, begins: Sequence[int], reads: Sequence[set[str]]) -> list[frozenset[str]]:
+    """By stage: what it reads, what its calls' modules have, and what nothing reads beside tensors of one module."""
+    found: list[set[str]] = [set() for _ in begins]
+    left: list[tuple[str, ...]] = []
+    for each in record.held:
+        if not each.is_parameter and not _within(each.names, record.units):
+            for names in found:
+                names.update(each.names)
+            continue
+        inside = _within(each.names, record.paths)
+        where = [
+            at
+            for at, (begin, end) in enumerate(_spans(record, begins))
+            if not reads[at].isdisjoint(each.names) or not set(inside).isdisjoint(record.paths[begin:end])
+        ]
+        for at in where:
+            found[at].update(each.names)
+        if not where:
+            left.append(each.names)
+    known = {name: at for at, names in enumerate(found) for name in names}
+    for names in left:
+        found[_nearest(names[0], known)].update(names)
+    return list(map(frozenset, found))
+
+
+def _within(names: Iterable[str], paths: Iterable[str]) -> list[str]:
+    """The modules that have a tensor."""
+    return [path for path in paths if any(name.startswith(f"{path}.") for name in names)]
+
+
+def _nearest(name: str, known: dict[str, int]) -> int:
+    """The last stage with tensors of the innermost module around one that nothing reads."""
+    while name:
+        name = name.rpartition(".")[0]
+        beside = [at for other, at in known.items() if not name or other.startswith(f"{name}.")]
+        if beside:
+            return max(beside)
+    return 0

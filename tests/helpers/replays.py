@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages that replay a model's forward, one after another in one process, beside the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from handwritten import Handwritten
+from torch import Tensor, nn
+
+from accel.parallel._calls import let_answer
+from accel.parallel._fakes import without_memory
+from accel.parallel._record import ForwardRecord
+from accel.parallel._recorder import record_forward
+from accel.parallel.axes.pipeline._boundaries import working
+from accel.parallel.axes.pipeline._cut import Cut, begins_of, cut_record
+from accel.parallel.axes.pipeline._held import drop_others
+from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, replaying
+from accel.parallel.axes.pipeline._replays import planned
+from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work, example_batch
+
+CPU = torch.device("cpu")
+
+
+class Example(NamedTuple):
+    """A hand-written model with one micro-batch.
+
+    Attributes:
+        entry: of the collection.
+        batch: inputs and targets.
+        record: of the forward, in the units of a plan.
+    """
+
+    entry: Handwritten
+    batch: MicroBatch
+    record: ForwardRecord
+
+
+def example(entry: Handwritten, stages: int, rows: int = 4) -> Example:
+    """ForwardRecord a model in units for a number of stages."""
+    drawn = entry.batch(0, rows)
+    batch = example_batch(drawn.inputs)._replace(targets=drawn.targets)
+    ghost = without_memory(entry.make(), CPU)
+    units = planned(ghost, batch, stages).units
+    return Example(entry, batch, record_forward(without_memory(entry.make(), CPU), units, batch.args, batch.kwargs))
+
+
+def cut(given: Example, stages: int) -> Cut:
+    """Cut the record where the planner would."""
+    return cut_record(given.record, begins_of(given.record, stages))
+
+
+def run_plain(given: Example) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return the loss of the model itself and its gradients by name."""
+    model = given.entry.make()
+    loss = given.entry.loss(model(*given.batch.args, **given.batch.kwargs), given.batch.targets)
+    loss.backward()
+    return loss.detach(), {name: each.grad for name, each in model.named_parameters()}
+
+
+def run_stages(given: Example, plan: Cut) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return the loss of the last stage, and gradients by name, summed over the stages that hold a parameter. What a
+    stage does not hold is NaN there."""
+    replay = Replay(given.record, plan, {}, draws=False)
+    stages = [stage_at(given, plan, at) for at in range(len(plan.stages))]
+    work = Work([given.batch], lambda output, batch: given.entry.loss(output, batch.targets))
+    with working(stages, work), replaying(stages, [replay], None):
+        return _run(stages)
+
+
+def stage_at(given: Example, plan: Cut, at: int) -> ReplayedModule:
+    """Return one stage of a cut, on a model of its own."""
+    model = given.entry.make()
+    calls = Calls()
+    for path in given.record.units:
+        let_answer(model.get_submodule(path), calls.of(path))
+    _ = drop_others(model, plan.stages[at].holds, given.record.units, CPU)
+    return ReplayedModule(model, calls, at, 0, len(plan.stages), ())
+
+
+def _run(stages: Sequence[ReplayedModule]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    given: list[list[Tensor]] = []
+    made: list[list[Tensor]] = []
+    received: list[Tensor] = [torch.zeros(())]
+    for stage in stages:
+        given.append(received)
+        output: Any = stage(*received, micro=torch.zeros(1, dtype=torch.int64))
+        made.append(list(output) if isinstance(output, tuple) else [output])
+        received = [each.detach().requires_grad_(each.requires_grad) for each in made[-1]]
+    loss = made[-1][0]
+    back: list[Tensor | None] = [torch.ones_like(loss)]
+    for stage, taken, outputs in zip(reversed(stages), reversed(given), reversed(made), strict=True):
+        pairs = [(each, grad) for each, grad in zip(outputs, back, strict=True) if each.requires_grad]
+        live = [(each, grad) for each, grad in pairs if grad is not None]
+        with stage.backward_of(0, ends=True):
+            torch.autograd.backward([each for each, _ in live], [grad for _, grad in live])
+        back = [each.grad for each in taken]
+    return loss.detach(), _summed(stages)
+
+
+def _summed(stages: Sequence[ReplayedModule]) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for stage in stages:
+        live: nn.Module = stage.module
+        for name, each in live.named_parameters():
+            before = found.get(name)
+            found[name] = each.grad if before is None or each.grad is None else before + each.grad
+    return found
+
+
+def difference(one: tuple[Tensor, dict[str, Tensor | None]], other: tuple[Tensor, dict[str, Tensor | None]]) -> float:
+    """Return the largest difference of losses and gradients; infinity for one that is missing or not a number."""
+    pairs = [(one[0], other[0])]
+    for name, each in one[1].items():
+        twin = other[1].get(name)
+        if (each is None or not each.any()) != (twin is None or not twin.any()):
+            return float("inf")
+        if each is not None and twin is not None:
+            pairs.append((each, twin))
+    worst = max(float((a - b).abs().max()) for a, b in pairs)
+    return worst if worst == worst else float("inf")

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forms of a forward that stages replay as they are, and those that are refused with the line that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from handwritten import Batch, Handwritten, tensors_of
+from handwritten.manners import Block, Words
+from handwritten_runs import compare, piped, plain
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import accel
+from accel.errors import PrepareError, StageError
+from accel.parallel import Plan
+from accel.testing import Simulator
+from accel.tree import Container
+
+WIDTH = 16
+
+
+class Short(Words):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+
+# --- forms that run as they are -------------------------------------------------------------------------------------
+
+
+class Changed(Short):
+    """Blocks change a tensor that they are given in place."""
+
+    class kind(Block):  # noqa: N801
+        def forward(self, x: Tensor, total: Tensor) -> Tensor:
+            total.add_(0.1 * x.mean(1))
+            return super().forward(x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        total = torch.zeros_like(x[:, 0])
+        for block in self.blocks:
+            x = block(x, total)
+        return self.head(self.norm(x) + total[:, None])
+
+
+class Hooked(Short):
+    """Hooks of modules change inputs, outputs and gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _module, args: (args[0] * 1.1,))
+            block.out.register_forward_hook(lambda _module, _args, output: output * 0.9)
+            block.register_full_backward_hook(lambda _module, inputs, _outputs: (inputs[0] * 0.5,))
+
+
+class Catching(Short):
+    """Catches whatever a block raises."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except:  # noqa: E722
+                x = x * 0
+        return self.head(self.norm(x))
+
+
+class Composed(Short):
+    """Calls blocks in functions of functions."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        whole = reduce(lambda inner, block: lambda x: block(inner(x)), self.blocks, self.embed)
+        return self.head(self.norm(whole(ids)))
+
+
+class ReadingWeights(Short):
+    """Reads weights of all blocks outside of them, for a penalty."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        logits = super().forward(ids)
+        penalty = sum(block.out.weight.square().sum() for block in self.blocks)
+        return logits, penalty.expand(len(ids), 1)
+
+
+class ReplacingBuffer(Short):
+    """Puts a new tensor into a buffer, computed from activations of the first stage."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        for block in self.blocks:
+            x = block(x) + self.mean
+        return self.head(self.norm(x))
+
+
+class HookedInside(Short):
+    """A block scales the gradient of its result."""
+
+    class kind(Block):  # noqa: N801
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.5)
+            return x
+
+
+class Padded(nn.Module):
+    """torch's encoder, which passes nested tensors between its layers in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        padding = torch.arange(ids.shape[1]) >= ids[:, :1] % 3 + 3
+        x = self.encoder(self.embed(ids), src_key_padding_mask=padding)
+        return self.head(x).masked_fill(padding[..., None], 0.0)
+
+
+# --- forms that are refused -----------------------------------------------------------------------------------------
+
+
+class State:
+    """An object of the author's own."""
+
+    def __init__(self, x: Tensor, steps: int) -> None:
+        self.x, self.steps = x, steps
+
+
+STATE = Container(State, vars, lambda _old, new: State(**new))
+
+
+class OwnObject(Short):
+    class kind(Block):  # noqa: N801
+        def forward(self, state: State) -> State:
+            return State(super().forward(state.x), state.steps + 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        state = State(self.embed(ids), 0)
+        for block in self.blocks:
+            state = block(state)
+        return self.head(self.norm(state.x)) / state.steps
+
+
+class ReturningNumber(Short):
+    class kind(Block):  # noqa: N801
+        def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+            x = super().forward(x)
+            return x, self.size_of(x)
+
+        def size_of(self, x: Tensor) -> Any:
+            return x.detach().abs().mean().item()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, total = self.embed(ids), 0.0
+        for block in self.blocks:
+            x, size = block(x)
+            total = total + size
+        return self.head(self.norm(x)) * (1 + 0.1 * total)
+
+
+class ReturningTensor(ReturningNumber):
+    class kind(ReturningNumber.kind):  # noqa: N801
+        def size_of(self, x: Tensor) -> Any:
+            return x.detach().abs().mean()
+
+
+class Collecting(Short):
+    """Blocks append to a list of their owner, which they know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.owner = [self]
+
+    class kind(Block):  # noqa: N801
+        owner: Sequence[Any]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            self.owner[0].found.append(x.mean(1))
+            return x
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        self.found: list[Tensor] = []
+        logits = super().forward(ids)
+        return logits, torch.stack(self.found).sum(0)
+
+
+class CollectingBetween(Short):
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x, found = self.embed(ids), []
+        for block in self.blocks:
+            x = block(x)
+            found.append(x.mean(1))
+        return self.head(self.norm(x)), torch.stack(found).sum(0)
+
+
+class HookedBetween(Short):
+    """Scales the gradient of each hidden state, which two stages have at their boundary."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.5)
+        return self.head(self.norm(x))
+
+
+class Bare(nn.Module):
+    """No module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.randn(32, WIDTH)), nn.Parameter(torch.randn(WIDTH, 32))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.table[ids]) @ self.out
+
+
+class Divided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.table(ids)))
+
+
+class FailingBackward(Short):
+    """Changes in place what a backward needs."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(ids))
+        y = self.blocks[1](self.blocks[0](x))
+        return self.head(torch.tanh(y).mul_(2).exp_().add_(1))
+
+
+def _ids(generator: torch.Generator, rows: int, length: int) -> Batch:
+    drawn = torch.randint(32, (rows, length), generator=generator)
+    return Batch(drawn, drawn)
+
+
+def _loss(output: Any, targets: Tensor) -> Tensor:
+    logits, *others = tensors_of(output)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return loss + sum(0.1 * each.square().sum() for each in others)
+
+
+def _run(ranks: Simulator, kind: type[nn.Module], containers: Sequence[Container] = ()) -> list[str]:
+    each = Handwritten(kind.__name__, kind, _ids, _loss)
+
+    def run(ctx: accel.DistContext) -> Any:
+        evaluates = kind is Padded
+        ctx = accel.replace(ctx, containers=containers)
+        return piped(ctx, each, "pp=2", Plan(micro_batches=2), rows=4, evaluates=evaluates)
+
+    return compare(ranks.run(run, 2, default_group=True), plain(each, 2, rows=4))
+
+
+@pytest.mark.parametrize(
+    "kind", [Changed, Hooked, Catching, Composed, ReadingWeights, ReplacingBuffer, HookedInside, Padded]
+)
+def test_a_form_runs_in_stages_as_it_is(ranks: Simulator, kind: type[nn.Module]) -> None:
+    assert _run(ranks, kind) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "named", "helps", "containers"),
+    [
+        (OwnObject, "object whose tensors are not known", "State of blocks.0", OwnObject, [STATE]),
+        (ReturningNumber, "a Python number that it reads", "of blocks.0", ReturningTensor, []),
+        (Collecting, "reaches code outside by another way", "blocks.0", CollectingBetween, []),
+        (HookedBetween, "registers a hook on a tensor that several stages have", "blocks.0", HookedInside, []),
+        (Bare, "fewer calls of modules than stages", "got none", Divided, []),
+    ],
+)
+def test_a_form_that_cannot_be_replayed_is_refused_with_what_helps(
+    ranks: Simulator, kind: type[nn.Module], told: str, named: str, helps: type[nn.Module], containers: list[Container]
+) -> None:
+    with pytest.raises((StageError, PrepareError), match=told) as caught:
+        _ = _run(ranks, kind)
+    assert named in str(caught.value)
+    assert caught.value.fix
+    assert _run(ranks, helps, containers) == []
+
+
+def test_an_error_of_a_backward_names_the_stage_and_the_reason(ranks: Simulator) -> None:
+    told = "the backward of a pipeline stage failed: RuntimeError: one of the variables needed"
+    with pytest.raises(StageError, match=told) as caught:
+        _ = _run(ranks, FailingBackward)
+    assert "stage 1 of 2, micro-batch 1, rank 1" in str(caught.value)

@@ -29,6 +29,7 @@ REASONS = {
     "items": "the parts of a save and a load, exchanged by a test; which files a load has read",
     "launching": "pure parts of a launcher (plans, relays, reports, stacks, records), without processes",
     "trackers": "snapshots of CUDA's memory, with no GPU",
+    "optim": "the orthogonalization, counted",
     "parallel": "plans of sharding without ranks; the list of torch's private names",
     "precision": "fp8 backends that are not installed",
     "migrate": "the rewriter, which a test hides as if libcst were missing",

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from accel.comm import ThreadGroup, run_in_threads
 from accel.errors import PrepareError
-from accel.parallel.parts import Cut, NoRuleError, PartTensor, Ranks, RowLayout, leave, make, plain_of, rows_of
+from accel.parallel.parts import NoRuleError, PartTensor, Ranks, RowCut, RowLayout, leave, make, plain_of, rows_of
 from accel.parallel.parts._layout import cut_of, fit
 from accel.parallel.parts._rules import find_rule
 
@@ -54,7 +54,7 @@ def own(whole: Tensor, layout: RowLayout | None, ranks: Ranks) -> Tensor:
     return whole.index_select(layout.dim, torch.tensor(rows_of(layout.cut, ranks.rank, ranks.size)))
 
 
-def a_cut(draw: random.Random, size: int) -> Cut:
+def a_cut(draw: random.Random, size: int) -> RowCut:
     while True:
         segments = [(draw.choice([4, 8, 12]), draw.choice([1, 2, size])) for _ in range(draw.choice([1, 1, 2, 3]))]
         cut = cut_of(draw.choice([1, 1, 2, 3]), segments)
@@ -81,7 +81,7 @@ class Drawn(NamedTuple):
     shape: list[int]
     dim: int
     other: int
-    cut: Cut
+    cut: RowCut
 
     @property
     def length(self) -> int:
@@ -313,9 +313,9 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
     """Functions that contract or sum the divided dimension, or take whole tensors beside parts."""
     cut = a_cut(draw, size)
     n = cut.total
-    even = Cut(draw.choice([1, 2]), ((8, size),))
+    even = RowCut(draw.choice([1, 2]), ((8, size),))
     m = even.total
-    heads = Cut(1, ((4, size),))
+    heads = RowCut(1, ((4, size),))
     return {
         "column": Region(functional.linear, [(3, 5), (n, 5), (n,)], [None, RowLayout(0, cut), RowLayout(0, cut)]),
         "column, whole bias": Region(functional.linear, [(3, 5), (n, 5), (n,)], [None, RowLayout(0, cut), None]),
@@ -375,7 +375,7 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         "group_norm": Region(
             lambda x, w, b: functional.group_norm(x, 4, w, b),
             [(2, 8, 3), (8,), (8,)],
-            [RowLayout(1, Cut(1, ((8, size),))), None, None],
+            [RowLayout(1, RowCut(1, ((8, size),))), None, None],
         ),
         "attention": Region(
             _attention,
@@ -385,12 +385,12 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         "attention of groups": Region(
             lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
             [(2, 12, 3, 4), *[(2, draw_keys, 3, 4) for draw_keys in [draw.choice([1, 2, 4, 6])] for _ in range(2)]],
-            [RowLayout(1, Cut(1, ((12, size),))), None, None],
+            [RowLayout(1, RowCut(1, ((12, size),))), None, None],
         ),
         "multi-head attention": Region(
             _multi_head,
             [(3, 2, 8), (24, 8), (24,), (8, 8), (8,)],
-            [None, *[RowLayout(0, Cut(3, ((8, size),)))] * 2, RowLayout(1, Cut(1, ((8, size),))), None],
+            [None, *[RowLayout(0, RowCut(3, ((8, size),)))] * 2, RowLayout(1, RowCut(1, ((8, size),))), None],
         ),
         "convolutions": Region(
             lambda x, up, each, down, b: functional.conv1d(
@@ -420,11 +420,11 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
                 functional.linear(x, w).view(3, 4, -1).transpose(0, 1).contiguous().transpose(0, 1).reshape(3, -1), o
             ),
             [(3, 5), (8, 5), (5, 8)],
-            [None, RowLayout(0, Cut(1, ((8, size),))), RowLayout(1, Cut(1, ((8, size),)))],
+            [None, RowLayout(0, RowCut(1, ((8, size),))), RowLayout(1, RowCut(1, ((8, size),)))],
         ),
         "two parts": Region(torch.matmul, [(n, 5), (5, n)], [RowLayout(0, cut), RowLayout(1, cut)]),
         "a leaf of groups": Region(
-            lambda x: x.view(4, 3, -1)[:, 0] * 2.0, [(12, 5)], [RowLayout(0, Cut(1, ((12, heads.segments[0][1]),)))]
+            lambda x: x.view(4, 3, -1)[:, 0] * 2.0, [(12, 5)], [RowLayout(0, RowCut(1, ((12, heads.segments[0][1]),)))]
         ),
     }
 
@@ -490,7 +490,7 @@ def test_any_layouts_give_whole_outputs_and_gradients_or_raise(
         lengths = [] if dim is None else [each for each in (1, 2, 3) if shape[dim] % (each * size) == 0]
         packs = data.draw(st.sampled_from(lengths or [0]))
         layouts.append(
-            RowLayout(cast(int, dim), Cut(packs, ((shape[cast(int, dim)] // packs, size),))) if packs else None
+            RowLayout(cast(int, dim), RowCut(packs, ((shape[cast(int, dim)] // packs, size),))) if packs else None
         )
     with suppress(RuntimeError):  # torch's own, of shapes that do not fit
         _ = whole_or_refused(region._replace(layouts=layouts), size)
@@ -526,7 +526,7 @@ def test_functions_with_a_rule_are_those_of_the_list() -> None:
 
 
 def a_part(shape: tuple[int, ...], dim: int) -> PartTensor:
-    layout = RowLayout(dim, Cut(1, ((shape[dim], 2),)))
+    layout = RowLayout(dim, RowCut(1, ((shape[dim], 2),)))
     return make(own(torch.ones(shape), layout, alone(0, 2)), layout, alone(0, 2))
 
 
@@ -568,7 +568,7 @@ def test_a_part_reports_the_whole_shape() -> None:
 def test_a_plain_tensor_enters_once_for_all_who_take_it() -> None:
     def work(group: ThreadGroup) -> tuple[int, Tensor | None]:
         ranks = Ranks(group)
-        part = make(torch.ones(2, 3, dtype=torch.float64), RowLayout(1, Cut(1, ((6, 2),))), ranks)
+        part = make(torch.ones(2, 3, dtype=torch.float64), RowLayout(1, RowCut(1, ((6, 2),))), ranks)
         x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
         one, other = part * x, part + x
         first = ranks.enter(x)

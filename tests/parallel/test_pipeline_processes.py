@@ -41,7 +41,8 @@ with accel.session(device="cpu", mesh="pp=-1", timeout_s=60) as ctx:
         if step == 2 and ctx.rank == 1:
             open("fail", "w").close()
         try:
-            _ = accel.training.parts.forward_backward(ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=20)
+            given = (ctx, model, scaler, None, ids)
+            _ = accel.training.parts.forward_backward(*given, targets=targets, loss_fn=loss_sum, weight=20)
         except accel.AccelError as error:
             print("told:", step, type(error).__name__, str(error).replace(chr(10), " "), flush=True)
             os._exit(3)

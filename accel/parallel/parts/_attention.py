@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accel.parallel.parts._layout import Cut, RowLayout, even, no_rule
+from accel.parallel.parts._layout import RowCut, RowLayout, even, no_rule
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -61,7 +61,7 @@ def _grouped(tensors: list[Tensor], ranks: Ranks) -> tuple[list[Tensor], RowLayo
     ways = math.gcd(keys, ranks.size)
     if layout is None or layout.cut != even(layout.cut.total, ranks.size) or ways not in (keys, ranks.size):
         raise no_rule("of groups that ranks cannot share")
-    need = Cut(1, ((keys, ways),))
+    need = RowCut(1, ((keys, ways),))
     own = [entered(each, ranks) if ways == 1 else own_rows(each, each.dim() - 3, need, ranks) for each in (key, value)]
     for mask in masks:
         dim = mask.dim() - 3

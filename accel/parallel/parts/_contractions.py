@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from accel.comm import summed
 from accel.parallel.parts._elementwise import elementwise
-from accel.parallel.parts._layout import Cut, RowLayout, at, finest, no_rule
+from accel.parallel.parts._layout import RowCut, RowLayout, at, finest, no_rule
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -33,7 +33,7 @@ from accel.parallel.parts._part import (
 _TWO = "a matmul of two tensors that ranks divide along different dimensions"
 
 
-def contracted_cut(cuts: Sequence[Cut], ranks: Ranks) -> Cut:
+def contracted_cut(cuts: Sequence[RowCut], ranks: Ranks) -> RowCut:
     """Return the cut of rows that are contracted, which each rank must hold for itself."""
     need = finest(cuts)
     if need.is_shared(ranks.size):

@@ -28,7 +28,7 @@ def no_rule(problem: str) -> NoRuleError:
     )
 
 
-class Cut(NamedTuple):
+class RowCut(NamedTuple):
     """The division of the rows of one dimension among ranks.
 
     Attributes:
@@ -64,30 +64,30 @@ class RowLayout(NamedTuple):
     """The dimension that ranks divide, and its cut."""
 
     dim: int
-    cut: Cut
+    cut: RowCut
 
 
-def even(length: int, size: int) -> Cut:
+def even(length: int, size: int) -> RowCut:
     """Return the cut into one piece for each rank, in order."""
-    return Cut(1, ((length, size),))
+    return RowCut(1, ((length, size),))
 
 
-def cut_of(repeat: int, segments: Sequence[tuple[int, int]]) -> Cut | None:
+def cut_of(repeat: int, segments: Sequence[tuple[int, int]]) -> RowCut | None:
     """Return the cut of repeated segments in its shortest form; None where all ranks hold all rows."""
     if all(ways == 1 for _, ways in segments):
         return None
     if len(set(segments)) == 1:
-        return Cut(repeat * len(segments), (segments[0],))
-    return Cut(repeat, tuple(segments))
+        return RowCut(repeat * len(segments), (segments[0],))
+    return RowCut(repeat, tuple(segments))
 
 
-def at(dim: int, cut: Cut | None) -> RowLayout | None:
+def at(dim: int, cut: RowCut | None) -> RowLayout | None:
     """Return the layout of a dimension; None for a cut of None."""
     return None if cut is None else RowLayout(dim, cut)
 
 
 @lru_cache(_KEPT)
-def rows_of(cut: Cut, rank: int, size: int) -> tuple[int, ...]:
+def rows_of(cut: RowCut, rank: int, size: int) -> tuple[int, ...]:
     """Return the rows of the whole that a rank holds, in order."""
     found: list[int] = []
     begin = 0
@@ -103,7 +103,7 @@ Places = slice | tuple[int, ...]
 
 
 @lru_cache(_KEPT)
-def places_of(need: Cut, have: Cut | None, rank: int, size: int) -> Places:
+def places_of(need: RowCut, have: RowCut | None, rank: int, size: int) -> Places:
     """Return where a rank finds the rows that it needs among those that it has; `have` is None for all of them."""
     own = range(need.total) if have is None else rows_of(have, rank, size)
     place = {row: number for number, row in enumerate(own)}
@@ -137,7 +137,7 @@ def viewed(shape: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> t
         after = math.prod(new[dim + 1 :])
         fits = repeat % before == 0 and all(own % (after * ways) == 0 for own, ways in segments)
         if length > 1 and fits and repeat // before * row // after == length:
-            cut = Cut(repeat // before, tuple((own // after, ways) for own, ways in segments))
+            cut = RowCut(repeat // before, tuple((own // after, ways) for own, ways in segments))
             return RowLayout(dim, cut), (*new[:dim], cut.local, *new[dim + 1 :])
         before *= length
     raise no_rule(f"view of {list(shape)} as {list(new)}: no dimension has all that ranks divide")
@@ -154,11 +154,11 @@ class RowPiece(NamedTuple):
 
     first: int
     length: int
-    cut: Cut | None
+    cut: RowCut | None
 
 
 @lru_cache(_KEPT)
-def piece_of(cut: Cut, start: int, stop: int) -> RowPiece:
+def piece_of(cut: RowCut, start: int, stop: int) -> RowPiece:
     """Return the piece [start, stop) of the whole, which begins and ends at borders of segments, or inside of one that
     all ranks hold."""
     first: int | None = None
@@ -180,26 +180,26 @@ def piece_of(cut: Cut, start: int, stop: int) -> RowPiece:
 
 
 @lru_cache(_KEPT)
-def stepped(cut: Cut, start: int, step: int) -> tuple[RowPiece, int]:
+def stepped(cut: RowCut, start: int, step: int) -> tuple[RowPiece, int]:
     """Return every `step`-th row from `start` on, with the step among this rank's rows; each piece must have as many
     of each kind, as of interleaved gates."""
     if start >= step or any(length // ways % step for length, ways in cut.segments):
         raise no_rule(f"every {step}-th row from {start} on of {cut}")
-    fewer = Cut(cut.repeat, tuple((length // step, ways) for length, ways in cut.segments))
+    fewer = RowCut(cut.repeat, tuple((length // step, ways) for length, ways in cut.segments))
     return RowPiece(start, fewer.local, fewer), step
 
 
-def scaled(cut: Cut, times: int) -> Cut:
+def scaled(cut: RowCut, times: int) -> RowCut:
     """Return the cut where each row becomes so many neighbours."""
-    return Cut(cut.repeat, tuple((length * times, ways) for length, ways in cut.segments))
+    return RowCut(cut.repeat, tuple((length * times, ways) for length, ways in cut.segments))
 
 
-def finest(cuts: Sequence[Cut]) -> Cut:
+def finest(cuts: Sequence[RowCut]) -> RowCut:
     """Return the cut whose ranks hold fewest rows, the first of several."""
     return min(cuts, key=lambda each: each.local)
 
 
-def fit(needed: Sequence[frozenset[int]], length: int) -> Cut | None:
+def fit(needed: Sequence[frozenset[int]], length: int) -> RowCut | None:
     """Return the cut by which each rank holds the rows that it needs; None where no cut does, or all need the same.
 
     `needed` has the rows of each rank. Rows that no rank needs, such as those of inactive units, may lie anywhere;
@@ -219,14 +219,14 @@ def fit(needed: Sequence[frozenset[int]], length: int) -> Cut | None:
     return exact
 
 
-def _packs(length: int, size: int) -> Iterator[Cut]:
+def _packs(length: int, size: int) -> Iterator[RowCut]:
     for ways in sorted((each for each in range(2, size + 1) if size % each == 0), reverse=True):
         for packs in (1, 2, 3, 4, 6):
             if length % (packs * ways) == 0:
-                yield Cut(packs, ((length // packs, ways),))
+                yield RowCut(packs, ((length // packs, ways),))
 
 
-def _fit_segments(needed: Sequence[frozenset[int]], length: int) -> Cut | None:
+def _fit_segments(needed: Sequence[frozenset[int]], length: int) -> RowCut | None:
     """The cut by runs of rows that the same ranks need."""
     size = len(needed)
     runs: list[tuple[tuple[int, ...], int]] = []

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part: a rank's rows of a tensor, reporting the whole shape; how tensors enter a region of parts and leave it."""
+"""The part: a rank's rows of a tensor, reporting the whole shape; how tensors enter a region of parts and leave it.
+
+A plain tensor has a complete gradient. It enters a region of parts by `copied`, whose backward sums over ranks, and is
+cut to the rows of the part that it meets. A region ends where the divided dimension is contracted or summed: the result
+is summed over ranks, and is plain again. A part whose division is None is alike on all ranks, and its gradient is a
+summand.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from accel.comm import ThreadGroup, copied, gathered
 from accel.parallel._private import subclasses_are_on, without_subclasses
-from accel.parallel.parts._layout import Cut, NoRuleError, Places, RowLayout, finest, no_rule, places_of, rows_of
+from accel.parallel.parts._layout import NoRuleError, Places, RowCut, RowLayout, finest, no_rule, places_of, rows_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -146,7 +152,7 @@ def leave(part: Tensor) -> Tensor:
 
 
 @lru_cache(256)
-def _order(cut: Cut, size: int) -> tuple[int, ...] | None:
+def _order(cut: RowCut, size: int) -> tuple[int, ...] | None:
     """The place of each whole row among those of all ranks, the first of several; None where they are in order."""
     place: dict[int, int] = {}
     held = chain.from_iterable(rows_of(cut, rank, size) for rank in range(size))
@@ -216,7 +222,7 @@ def entered(tensor: Any, ranks: Ranks) -> Any:
     return tensor if isinstance(tensor, PartTensor) or not isinstance(tensor, Tensor) else ranks.enter(tensor)
 
 
-def own_rows(tensor: Tensor, dim: int, need: Cut, ranks: Ranks) -> Tensor:
+def own_rows(tensor: Tensor, dim: int, need: RowCut, ranks: Ranks) -> Tensor:
     """Return the rows of a cut along a dimension, of a tensor that has them: all of them, or a coarser cut."""
     layout = layout_of(tensor)
     if layout is not None and layout.dim != dim:
@@ -249,7 +255,7 @@ class Alignment(NamedTuple):
 
     places: tuple[tuple[int, Places] | None, ...]
     right: int = 0
-    cut: Cut | None = None
+    cut: RowCut | None = None
 
     def layout(self, rank: int) -> RowLayout | None:
         """Return the layout of a result of so many dimensions."""

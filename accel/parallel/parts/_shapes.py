@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.parallel.parts._layout import Cut, RowLayout, at, dims_of, no_rule, piece_of, scaled, viewed
+from accel.parallel.parts._layout import RowCut, RowLayout, at, dims_of, no_rule, piece_of, scaled, viewed
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -176,7 +176,7 @@ def repeat(func: Any, args: Args, kwargs: Named) -> Any:
     layout = part.division
     if layout is not None:
         dim = layout.dim + len(times) - part.dim()
-        layout = RowLayout(dim, Cut(layout.cut.repeat * times[dim], layout.cut.segments))
+        layout = RowLayout(dim, RowCut(layout.cut.repeat * times[dim], layout.cut.segments))
     return make(part.repeat(times), layout, part.ranks)
 
 
@@ -283,8 +283,8 @@ def join(func: Any, args: Args, kwargs: Named) -> Any:
     return make(torch.cat(own, dim), RowLayout(layouts[0].dim, need), ranks)
 
 
-def _repeated(segments: list[tuple[int, int]]) -> Cut:
-    return Cut(1, tuple(segments)) if len(set(segments)) > 1 else Cut(len(segments), (segments[0],))
+def _repeated(segments: list[tuple[int, int]]) -> RowCut:
+    return RowCut(1, tuple(segments)) if len(set(segments)) > 1 else RowCut(len(segments), (segments[0],))
 
 
 def stack(func: Any, args: Args, kwargs: Named) -> Any:

@@ -16,7 +16,7 @@ from accel.mixins import Mixin
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters
 from accel.parallel.axes.tensor._styles import RowExchange, row_exchange
 from accel.parallel.parts import PartTensor, Ranks, leave, make
-from accel.parallel.parts._layout import Cut, even, rows_of
+from accel.parallel.parts._layout import RowCut, even, rows_of
 
 
 class LayerRanks(Ranks):
@@ -62,7 +62,7 @@ class PartParameters(LocalParameters):
             here[name] = make(rows.movedim(0, layout.dim), layout, self.accel_ranks)
         return here
 
-    def _needed(self, rows: Tensor, cut: Cut) -> Tensor:
+    def _needed(self, rows: Tensor, cut: RowCut) -> Tensor:
         exchange = _exchange(cut, self.accel_ranks.rank, self.accel_ranks.size)
         order = torch.tensor(exchange.order).to(rows.device, non_blocking=True)
         got = exchanged(rows.index_select(0, order), exchange.to, exchange.back, self.accel_ranks.group)
@@ -72,7 +72,7 @@ class PartParameters(LocalParameters):
 
 
 @lru_cache(1024)
-def _exchange(cut: Cut, rank: int, size: int) -> RowExchange:
+def _exchange(cut: RowCut, rank: int, size: int) -> RowExchange:
     needed = [[range(row, row + 1) for row in rows_of(cut, at, size)] for at in range(size)]
     return row_exchange(cut.total, needed, rank)
 

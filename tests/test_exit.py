@@ -45,8 +45,8 @@ def train(ctx):
     model, optimizer = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = accel.loss_scale(ctx)
     for _ in range(3):
-        accel.backward(ctx, model(torch.ones(2, 4)).sum(), scaler)
-        accel.optimizer_step(ctx, optimizer, scaler)
+        accel.training.parts.backward(ctx, model(torch.ones(2, 4)).sum(), scaler)
+        accel.training.parts.optimizer_step(ctx, optimizer, scaler)
         accel.gather(ctx, torch.ones(3))
     if starved:  # then only what nobody else wants to compute with is theirs: they come late to what follows
         for thread in os.listdir("/proc/self/task"):

@@ -152,8 +152,8 @@ def train(ctx, size, fails):
             def watch(module, given, out):
                 out.register_hook(hook)
             accel.unwrap_model(model)[1].register_forward_hook(watch)
-        accel.backward(ctx, model(torch.ones(size, 64)).mean(), scaler)
-        accel.optimizer_step(ctx, optimizer, scaler)
+        accel.training.parts.backward(ctx, model(torch.ones(size, 64)).mean(), scaler)
+        accel.training.parts.optimizer_step(ctx, optimizer, scaler)
     return size
 
 kept = []

@@ -186,9 +186,10 @@ def train(ctx, batch_size, mesh=None):
     accum, scaler = accel.Accumulation(), accel.loss_scale(ctx)
     for batch in accel.batches(ctx, loader, accel.Cursor()):
         accum = accum.next()
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(batch.data).square().mean(), scaler, accum, weight=batch.valid)
-        accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+        with accel.training.parts.accumulate(ctx, accum, model):
+            loss = model(batch.data).square().mean()
+            accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
+        accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
     whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
     return torch.cat([each.detach().flatten() for each in whole])
 

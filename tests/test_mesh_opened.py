@@ -187,10 +187,11 @@ def train(ctx):
     accum, scaler = accel.Accumulation(ctx.accumulation), accel.loss_scale(ctx)
     for batch in accel.batches(ctx, loader, accel.Cursor()):
         accum = accum.next(last=batch.is_last)
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(batch.data).square().mean(), scaler, accum, weight=batch.valid)
+        with accel.training.parts.accumulate(ctx, accum, model):
+            loss = model(batch.data).square().mean()
+            accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
         if accum.sync:
-            accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
     whole = [each.full_tensor() if ctx.mesh is not None else each for each in model.parameters()]
     return torch.cat([each.detach().flatten() for each in whole])
 

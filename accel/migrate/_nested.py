@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -13,11 +12,13 @@ import msgspec
 
 from accel.errors import ConfigError
 from accel.migrate._shared import Shared
+from accel.system import run_helper
 
 _DEEP = 60  # blocks and expressions in each other; scripts have about 20
 _STACK = 512 * 2**20
 _LIMIT = 100_000
 _SECONDS = 600.0
+_MOST_BYTES = 2**28
 TOO_DEEP = "an expression of too many parts, or too many blocks in each other"
 _CODE = "from accel.migrate._nested import answer; answer()"
 
@@ -62,9 +63,9 @@ def in_child(asked: Asked) -> Answer:
     """Return what a child process makes of a script; raise `ConfigError` where it ends without an answer."""
     command = [sys.executable, "-c", _CODE]
     try:
-        ended = subprocess.run(command, input=msgspec.json.encode(asked), capture_output=True, timeout=_SECONDS)
-        answer = msgspec.json.decode(ended.stdout, type=Answer)
-    except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError):
+        ended = run_helper(command, limit_s=_SECONDS, stdin=msgspec.json.encode(asked), most_out=_MOST_BYTES)
+        answer = msgspec.json.decode(ended.out, type=Answer)
+    except (OSError, msgspec.DecodeError):
         raise ConfigError("the file cannot be rewritten", got=TOO_DEEP, where=asked.where) from None
     if answer.error:
         raise ConfigError("the file cannot be rewritten", got=answer.error, where=asked.where)

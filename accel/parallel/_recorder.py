@@ -79,9 +79,10 @@ def record_forward(
     """
     recorder = Recorder(model, units, containers)
     buffers = [(each, each.detach().clone()) for each in model.buffers()]
-    devices = sorted({each.device.index or 0 for each in model.buffers() if each.device.type == "cuda"})
+    devices = sorted({each.device for each in model.buffers() if each.device.type not in ("cpu", "meta")}, key=str)
+    kind = devices[0].type if devices else "cpu"
     try:
-        with recorder.answering(), emptied_caches(), cast(Any, torch.random).fork_rng(devices):
+        with recorder.answering(), emptied_caches(), cast(Any, torch.random).fork_rng(devices, device_type=kind):
             _ = cast(Any, torch).manual_seed(0)
             with recorder:
                 output = model(*args, **kwargs)

@@ -358,7 +358,8 @@ def _make_folder(folder: str) -> None:
 
 
 _FUNCTIONS = (
-    "aim", "clearml", "comet_ml", "csv", "dvclive", "jsonl", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
+    "aim", "clearml", "comet_ml", "console", "csv", "dvclive", "jsonl", "mlflow",
+    "swanlab", "tensorboard", "trackio", "wandb"
 )  # fmt: skip
 
 

@@ -105,8 +105,13 @@ def run_batch(
     targets: Any,
     loss_fn: LossFn,
     weight: float | torch.Tensor | None,
+    *,
+    counts: bool = True,
 ) -> tuple[torch.Tensor, Accumulation]:
-    """Run forward and backward of a batch, as `forward_backward`; return the loss and the window with its weight."""
+    """Run forward and backward of a batch, as `forward_backward`; return the loss and the window with its weight.
+
+    Without `counts` the loss is a mean that counts the same on every rank, for a step that knows of no window.
+    """
     ctx.comm.check_open()
     if engine_of(ctx) is not None:
         raise ConfigError(
@@ -132,10 +137,10 @@ def run_batch(
     check_scale(accum, scaler)
     if accum.latest == accum.micro:
         mark_followed(ctx, window, "loss, state = accel.forward_backward(ctx, model, state, ...)")
-    added, _ = weigh(ctx, scaler, accum, weight, same_units=False)
+    added, _ = weigh(ctx, scaler, accum, weight if counts else None, same_units=False)
     block = window_block(ctx, accum, [model])
     probe = LossProbe(ctx, unwrap_model(model), loss_fn, known, count)
-    sums = LossSums(ctx, loss_fn, _factor(known, scaler, added.unit), probe)
+    sums = LossSums(ctx, loss_fn, _factor(known, scaler, added.unit if counts else known), probe)
     # Sent now, waited for at the end: the weights of ranks are sent during the micro-batches.
     shared = start_sharing(ctx, added)
     with block, matmul_precision(ctx):

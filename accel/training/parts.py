@@ -157,7 +157,8 @@ def forward_backward(
     """
     _check(scaler, accum, "forward_backward")
     window = Accumulation().next() if accum is None else accum
-    return run_batch(ctx, model, StepWindow(window, scaler, window), inputs, targets, loss_fn, weight)
+    taken = StepWindow(window, scaler, window)
+    return run_batch(ctx, model, taken, inputs, targets, loss_fn, weight, counts=accum is not None)
 
 
 @context_first

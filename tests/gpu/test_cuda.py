@@ -176,9 +176,9 @@ with accel.session() as ctx:
     for micro in range(2):
         accum = accum.next()
         inputs = torch.full((1, 4), float(2 * rank + micro), dtype=torch.float64, device=ctx.device)
-        with accel.accumulate(ctx, accum, model):
-            accum = accel.backward(ctx, model(inputs).mean(), scaler, accum, weight=1 + 2 * rank + micro)
-    step = accel.optimizer_step(ctx, optimizer, scaler, accum)
+        with accel.training.parts.accumulate(ctx, accum, model):
+            accum = accel.training.parts.backward(ctx, model(inputs).mean(), scaler, accum, weight=1 + 2 * rank + micro)
+    step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
     moved = (before - accel.unwrap_model(model).weight).mean().item()
     assert abs(moved - (0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / 10) < 1e-12, moved
     items = {"model": model, "optimizer": optimizer, "accum": step.accum}

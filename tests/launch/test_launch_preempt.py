@@ -31,11 +31,11 @@ with accel.session(device="cpu") as ctx, accel.preempt.stop_requests(ctx) as req
     accum, scaler = accel.Accumulation(steps=2), accel.loss_scale(ctx)
     while True:
         accum = accum.next()
-        with accel.accumulate(ctx, accum, model):
+        with accel.training.parts.accumulate(ctx, accum, model):
             loss = model(torch.randn(8, 64)).square().mean()
-            accum = accel.backward(ctx, loss, scaler, accum)
+            accum = accel.training.parts.backward(ctx, loss, scaler, accum)
         if accum.sync:
-            accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
             with open(f"steps-{{rank}}", "a") as file:  # of which the size is the number of steps
                 file.write(".")
             if accum.updates == 3:

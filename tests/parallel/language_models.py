@@ -205,7 +205,9 @@ def forward_backward(
     """Return the mean loss of a batch of sequences by tokens that count, and the next of the records."""
     part = accel.parallel.split_sequence(ctx, {"ids": ids, "labels": labels})
     wanted = part.pop("labels")
-    return accel.forward_backward(
+    carries_state = isinstance(records[0], accel.TrainState)
+    run: Any = accel.forward_backward if carries_state else accel.training.parts.forward_backward
+    return run(
         ctx,
         model,
         *records,

@@ -648,7 +648,7 @@ def test_a_model_prints_with_the_modules_of_other_stages(ranks: Simulator) -> No
 
 def test_a_weight_is_needed_where_no_state_knows_it(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> Any:
-        run: Any = accel.forward_backward
+        run: Any = accel.training.parts.forward_backward
         return [
             caught(lambda: run(ctx, Words(), accel.loss_scale(ctx), None, batch_of(0, 2)[0], loss_fn=torch.sum)),
             caught(lambda: run(ctx, Words(), accel.loss_scale(ctx), batch_of(0, 2)[0], loss_fn=torch.sum, weight=1)),

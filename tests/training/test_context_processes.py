@@ -72,7 +72,7 @@ with accel.session(device="cpu", timeout_s=60) as ctx:
     began = time.monotonic()
     try:
         out = accel.parallel.context_attention(ctx, x, x, x, method="ring")
-        accel.backward(ctx, out.sum(), accel.LossScale(), accel.Accumulation().next())
+        accel.training.parts.backward(ctx, out.sum(), accel.LossScale(), accel.Accumulation().next())
     except accel.errors.PeerError as error:
         print(f"told after {time.monotonic() - began:.1f} s:", error, flush=True)
         os._exit(0)

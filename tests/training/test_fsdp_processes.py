@@ -53,11 +53,11 @@ def train(ctx, out, epochs):
     while cursor.epoch < epochs:
         for batch in accel.batches(ctx, loader, cursor):
             accum = accum.next(last=batch.is_last)
-            with accel.accumulate(ctx, accum, model):
+            with accel.training.parts.accumulate(ctx, accum, model):
                 loss = nn.functional.mse_loss(model(batch.data[0]), batch.data[1])
-                accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
             if accum.sync:
-                step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+                step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
                 accum, scaler = step.accum, step.scaler
             cursor = batch.next
     accel.save_state(ctx, out, items(), step=epochs)

@@ -33,12 +33,13 @@ with accel.session(device="cpu", timeout_s=20) as ctx:
             accum = accel.Accumulation().next()
             if ctx.rank == 1 and (at, moment) == (1, "forward"):
                 os._exit(0)
-            with accel.accumulate(ctx, accum, model):
+            with accel.training.parts.accumulate(ctx, accum, model):
                 loss = model(torch.randn(4, 300)).square().mean()
                 if ctx.rank == 1 and (at, moment) == (1, "backward"):
                     os._exit(0)
-                accum = accel.backward(ctx, loss, scaler, accum, weight=4 if at == 1 else torch.tensor(4))
-            accel.optimizer_step(ctx, optimizer, scaler, accum)
+                weight = 4 if at == 1 else torch.tensor(4)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=weight)
+            accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
     except accel.errors.PeerError as error:
         print("told:", at, str(error).replace(chr(10), " "), flush=True)
         os._exit(0)  # the group is broken, and closing it is another matter

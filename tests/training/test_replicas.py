@@ -84,7 +84,7 @@ def test_a_step_within_the_block_of_its_window_is_that_behind_it(ranks: Simulato
         loader = accel.prepare_loader(ctx, DataLoader(torch.eye(3).repeat(3, 1), batch_size=2), global_batch=2)
         for batch in accel.batches(ctx, loader, state):
             state = state.next(batch)
-            with accel.accumulate(ctx, state, model):
+            with accel.training.parts.accumulate(ctx, state, model):
                 state = accel.backward(ctx, model(batch.data).square().mean(), state)
                 if within and state.sync:
                     state = accel.optimizer_step(ctx, optimizer, state)
@@ -184,12 +184,12 @@ with accel.session(device="cpu") as ctx:
         for batch in accel.batches(ctx, loader, cursor):
             inputs, targets = batch.data
             accum = accum.next(last=batch.is_last)
-            with accel.accumulate(ctx, accum, model):
+            with accel.training.parts.accumulate(ctx, accum, model):
                 loss = nn.functional.mse_loss(model(inputs), targets)
-                accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
+                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
             cursor = batch.next
             if accum.sync:
-                step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
+                step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
                 accum, scaler = step.accum, step.scaler
                 if accum.updates == stop:
                     accel.save_state(ctx, out, items(), step=stop)

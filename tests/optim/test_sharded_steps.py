@@ -62,7 +62,7 @@ def test_state_of_a_step_is_refused(ranks: Simulator, make: Make) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("kind", [Rprop, torch.optim.Adafactor])
+@pytest.mark.parametrize("kind", [Rprop])
 def test_an_optimizer_that_cannot_step_shards_names_itself_and_another(
     ranks: Simulator, kind: Any, how: dict[str, Any]
 ) -> None:

@@ -84,7 +84,7 @@ def test_a_step_within_the_block_of_its_window_is_that_behind_it(ranks: Simulato
         loader = accel.prepare_loader(ctx, DataLoader(torch.eye(3).repeat(3, 1), batch_size=2), global_batch=2)
         for batch in accel.batches(ctx, loader, state):
             state = state.next(batch)
-            with accel.training.parts.accumulate(ctx, state, model):
+            with accel.accumulate(ctx, state, model):
                 state = accel.backward(ctx, model(batch.data).square().mean(), state)
                 if within and state.sync:
                     state = accel.optimizer_step(ctx, optimizer, state)

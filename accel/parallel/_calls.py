@@ -261,7 +261,7 @@ def add_to(held: Growing, items: Any) -> None:
 
 
 class CacheGrowth(NamedTuple):
-    """What a call adds to a layer of a cache of transformers that it is given.
+    """Growth, by a call, of a layer of a cache of transformers.
 
     Attributes:
         argument: number of the cache among the leaves of (args, kwargs).

@@ -154,7 +154,7 @@ class UnitCall(msgspec.Struct, frozen=True):
         stashes, writes, growths, taps: tensors that it leaves behind besides its result.
         flops: of its forward.
         reentrant: whether it runs in a checkpoint of the reentrant kind, whose first run has no gradient.
-        cached: what it adds to caches of keys and values.
+        cached: growths of the caches of keys and values that it is given.
     """
 
     path: str

@@ -130,11 +130,12 @@ class CachedTokens:
         if self._last_only:
             inputs["logits_to_keep"] = 1
         micro = _split(self._ctx, self._model, inputs)
+        # A pipeline finds its shapes by a forward; on an empty cache, as it would leave its keys in the real one.
+        fresh = _split(self._ctx, self._model, {**inputs, "attention_mask": mask[:, -new.shape[1] :]})
         if not self._caches:
             self._caches = [ByStage(self._new_cache) for _ in micro]
         held = [_with(each, cache) for each, cache in zip(micro, self._caches, strict=True)]
-        # A pipeline finds its shapes by a forward; on a cache of its own, as it would leave its keys in the real one.
-        probe = [_with(each, ByStage(self._new_cache)) for each in micro[:1]]
+        probe = [_with(each, ByStage(self._new_cache)) for each in fresh[:1]]
         return _run(self._ctx, self._model, held, lambda output: self._select(output)[:, -1], probe, (new,))
 
     def _new_cache(self) -> Any:

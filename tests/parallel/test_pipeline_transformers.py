@@ -46,6 +46,14 @@ def _mistral() -> nn.Module:
     return transformers.MistralForCausalLM(config)
 
 
+def _bloom() -> nn.Module:
+    """Adds biases for each position of the mask, which is as long as the keys."""
+    config = transformers.BloomConfig(
+        **SMALL, hidden_size=32, n_layer=4, n_head=4, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    return transformers.BloomForCausalLM(config)
+
+
 def _lfm2() -> nn.Module:
     """Layers of convolutions, which keep states, between layers of attention."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -147,8 +155,8 @@ def test_generation_with_a_cache_is_that_of_transformers(ranks: Simulator, make:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [_gemma3, _mistral, _lfm2])
-def test_stages_keep_windows_and_states_of_their_layers(ranks: Simulator, make: Any) -> None:
+@pytest.mark.parametrize("make", [_gemma3, _mistral, _bloom, _lfm2])
+def test_stages_keep_windows_biases_and_states_of_their_layers(ranks: Simulator, make: Any) -> None:
     plans = {"pp=2": accel.parallel.Plan(micro_batches=3), "pp=4": accel.parallel.Plan(micro_batches=4)}
     _compare(ranks, make, plans)
 

@@ -255,3 +255,81 @@ def add_to(held: Growing, items: Any) -> None:
         held.extend(items)
     else:
         held.update(items)
+
+
+# --- caches of keys and values ----------------------------------------------------------------------------------------
+
+
+class CacheGrowth(NamedTuple):
+    """Growth, by a call, of a layer of a cache of transformers.
+
+    Attributes:
+        argument: number of the cache among the leaves of (args, kwargs).
+        layer: number of the layer.
+        positions: number of positions whose keys and values it adds.
+        states: numbers of the states of convolutions that it sets.
+    """
+
+    argument: int
+    layer: int
+    positions: int
+    states: tuple[int, ...]
+
+
+class GivenCaches:
+    """The caches among the leaves of a call's arguments, as they are before the call."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        self._caches = {at: each for at, each in enumerate(given) if _is_cache(each)}
+        self._before = {at: [_copied(layer) for layer in each.layers] for at, each in self._caches.items()}
+        self._held = {at: list(map(_held, each.layers)) for at, each in self._caches.items()}
+
+    def undo(self) -> None:
+        """Let the caches be as they were before the call. Mutates them."""
+        for at, cache in self._caches.items():
+            del cache.layers[len(self._before[at]) :]
+            for layer, before in zip(cache.layers, self._before[at], strict=True):
+                attributes = cast("dict[str, Any]", vars(layer))
+                attributes.clear()
+                attributes.update(before)
+
+    def growths(self) -> list[CacheGrowth]:
+        """Return what the call has added to each layer."""
+        found: list[CacheGrowth] = []
+        for at, cache in self._caches.items():
+            for number, layer in enumerate(cache.layers):
+                known = self._held[at]
+                length, states = known[number] if number < len(known) else (0, frozenset[int]())
+                now, now_states = _held(layer)
+                if now != length or now_states != states:
+                    found.append(CacheGrowth(at, number, now - length, tuple(sorted(now_states - states))))
+        return found
+
+
+def grow_cache(cache: Any, growth: CacheGrowth, device: torch.device) -> None:
+    """Let a layer of a cache grow as by a call: by keys and values of one row, head and feature, as code outside of the
+    layer reads their length alone. Mutates the cache."""
+    if growth.positions:
+        new = torch.zeros(1, 1, growth.positions, 1, device=device)
+        cache.update(new, new, growth.layer)
+    for each in growth.states:
+        cache.update_conv_state(torch.zeros(1, 1, 1, device=device), growth.layer, each)
+
+
+def _is_cache(value: object) -> bool:
+    is_list = isinstance(getattr(value, "layers", None), list)
+    return is_list and not isinstance(value, nn.Module) and callable(getattr(value, "get_seq_length", None))
+
+
+def _copied(layer: Any) -> dict[str, Any]:
+    attributes = cast("dict[str, Any]", vars(layer))
+    copied = {name: cast("dict[Any, Any]", each).copy() for name, each in attributes.items() if isinstance(each, dict)}
+    return attributes | copied
+
+
+def _held(layer: Any) -> tuple[int, frozenset[int]]:
+    """The number of positions in a layer of a cache, and the numbers of the states that are set."""
+    length: int = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
+    found: object = getattr(layer, "has_previous_state", None)
+    states = cast("dict[int, bool]", found) if isinstance(found, dict) else {}
+    return length, frozenset(at for at, is_set in states.items() if is_set)

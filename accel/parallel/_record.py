@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import nn
 
-from accel.parallel._calls import take_apart
+from accel.parallel._calls import CacheGrowth, GivenCaches, take_apart
 
 # --- the record -------------------------------------------------------------------------------------------------------
 
@@ -60,6 +60,12 @@ class Leaf(msgspec.Struct, frozen=True):
     value: Any = None
     same: int | None = None
     changed: bool = False
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Leaf:
+        """Return the facts of a tensor."""
+        shape = tuple(tensor.shape)
+        return Leaf(tensor.dtype, shape, tuple(tensor.stride()), tensor.device.type, tensor.requires_grad)
 
     @property
     def bytes(self) -> int:
@@ -148,6 +154,7 @@ class UnitCall(msgspec.Struct, frozen=True):
         stashes, writes, growths, taps: tensors that it leaves behind besides its result.
         flops: of its forward.
         reentrant: whether it runs in a checkpoint of the reentrant kind, whose first run has no gradient.
+        cached: growths of the caches of keys and values that it is given.
     """
 
     path: str
@@ -162,6 +169,7 @@ class UnitCall(msgspec.Struct, frozen=True):
     taps: tuple[Tap, ...] = ()
     flops: float = 0.0
     reentrant: bool = False
+    cached: tuple[CacheGrowth, ...] = ()
 
 
 class RunningCall:
@@ -185,6 +193,8 @@ class RunningCall:
         self.given: list[Any] = []  # leaves of (args, kwargs)
         self.places: dict[int, list[int]] = {}  # numbers of the given tensors, by storage
         self.written: set[int] = set()  # numbers of the given tensors that are changed in place
+        self.caches = GivenCaches(())
+        self.cached: list[CacheGrowth] = []
 
     def frozen(self) -> UnitCall:
         return UnitCall(
@@ -200,6 +210,7 @@ class RunningCall:
             tuple(self.taps),
             self.flops,
             self.reentrant,
+            tuple(self.cached),
         )
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel.errors import StageError
 from accel.parallel._calls import (
     NUMBERS,
+    GivenCaches,
     Growing,
     Plain,
     add_to,
@@ -252,6 +253,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(each, torch.Tensor):
                 now.needs |= self._take_argument(now, number, each)
                 now.places.setdefault(self._key(each), []).append(number)
+        now.caches = GivenCaches(now.given)
         before = attributes_of(module)
         given_lists = [(each, len(each)) for each in growing_in(args, kwargs)]
         self._now = now
@@ -262,6 +264,7 @@ class Recorder(TorchDispatchMode):
             self._now = None
         now.tree = take_apart(output, self._containers)
         new = [self._hand_out(now, each) for each in now.tree.leaves]
+        now.cached = now.caches.growths()
         self._note_attributes(now, before)
         for number in sorted(now.written):
             self._note_written(now, number)
@@ -287,7 +290,7 @@ class Recorder(TorchDispatchMode):
         ):
             return sources
         base = None if call is None else Label("output", call.number, leaf)
-        now.arguments[number] = Argument(_leaf(tensor), sources, base)
+        now.arguments[number] = Argument(Leaf.of(tensor), sources, base)
         found = frozenset({Label("argument", now.number, number)})
         self._labels[key] = found
         self._keep_own(tensor, found)
@@ -312,6 +315,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         now = self._now
         assert now is not None
+        now.caches.undo()
         mode = cast(Any, parameters[0]).fake_mode
         apart = take_apart((args, kwargs), self._containers)
         grads = torch.is_grad_enabled() and any(each.requires_grad for each in (*parameters, *tensors_in(apart.leaves)))
@@ -346,7 +350,7 @@ class Recorder(TorchDispatchMode):
             now.leaves.append(Leaf(value=value, same=same))
             return value
         same = self._same_argument(now, value)
-        now.leaves.append(_replace(_leaf(value), same=same))
+        now.leaves.append(_replace(Leaf.of(value), same=same))
         if same is not None:
             return now.given[same]
         with torch.enable_grad() if value.requires_grad else contextlib.nullcontext():
@@ -418,7 +422,7 @@ class Recorder(TorchDispatchMode):
         tensor = now.given[number]
         leaf = len(now.leaves)
         now.writes.append(Write(number, leaf))
-        now.leaves.append(_leaf(tensor))
+        now.leaves.append(Leaf.of(tensor))
         label = frozenset({Label("output", now.number, leaf)})
         self._labels[self._key(tensor)] = label
         if id(tensor) in self._own:
@@ -490,11 +494,6 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 def _place(given: Sequence[Any], value: object) -> int | None:
     return next((number for number, each in enumerate(given) if each is value and value is not None), None)
-
-
-def _leaf(tensor: torch.Tensor) -> Leaf:
-    shape = tuple(tensor.shape)
-    return Leaf(tensor.dtype, shape, tuple(tensor.stride()), tensor.device.type, tensor.requires_grad)
 
 
 def _replace(leaf: Leaf, **changes: Any) -> Leaf:

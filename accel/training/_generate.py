@@ -53,8 +53,6 @@ class Decoder(Protocol):
 def takes_cache(model: nn.Module) -> bool:
     """Return whether a model is one of transformers that keeps keys and values between forwards."""
     inner = _first_forward(model)
-    if pipeline_of(unwrap_model(model)) is not None:
-        return False
     return _CACHE in inspect.signature(inner.forward).parameters and hasattr(inner, "config")
 
 
@@ -132,30 +130,16 @@ class CachedTokens:
         if self._last_only:
             inputs["logits_to_keep"] = 1
         micro = _split(self._ctx, self._model, inputs)
-        is_prompt = not self._caches
-        if is_prompt:
+        # A pipeline finds its shapes by a forward; on an empty cache, as it would leave its keys in the real one.
+        fresh = _split(self._ctx, self._model, {**inputs, "attention_mask": mask[:, -new.shape[1] :]})
+        if not self._caches:
             self._caches = [ByStage(self._new_cache) for _ in micro]
         held = [_with(each, cache) for each, cache in zip(micro, self._caches, strict=True)]
-        # A pipeline finds its shapes by a forward; on a cache of its own, as it would leave its keys in the real one.
-        probe = [_with(each, ByStage(self._new_cache)) for each in micro[:1]]
-        found = _run(self._ctx, self._model, held, lambda output: self._select(output)[:, -1], probe, (new,))
-        if is_prompt:
-            for cache in self._caches:
-                for each in cache.made.values():
-                    # Only now do the layers of this stage hold keys, from which the length is read.
-                    _stand_in(each)
-        return found
+        probe = [_with(each, ByStage(self._new_cache)) for each in fresh[:1]]
+        return _run(self._ctx, self._model, held, lambda output: self._select(output)[:, -1], probe, (new,))
 
     def _new_cache(self) -> Any:
         return import_module("transformers").DynamicCache(config=self._config)
-
-
-def _stand_in(cache: Any) -> None:
-    """Put a layer of this stage in the place of those of other stages, which the model asks for the length."""
-    own = [each for each in cache.layers if getattr(each, "is_initialized", True)]
-    for at, layer in enumerate(cache.layers):
-        if own and not any(layer is each for each in own):
-            cache.layers[at] = next((each for each in own if type(each) is type(layer)), own[0])
 
 
 def _first_forward(model: nn.Module) -> nn.Module:

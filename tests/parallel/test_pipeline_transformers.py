@@ -30,6 +30,39 @@ def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def _gemma3() -> nn.Module:
+    """Three layers with windows of 3 tokens and one without; the windows count positions by themselves."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    config = transformers.Gemma3TextConfig(
+        **SMALL, **sizes, num_key_value_heads=2, head_dim=8, sliding_window=3, layer_types=kinds
+    )
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def _mistral() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.MistralConfig(**SMALL, **sizes, num_key_value_heads=2, head_dim=8, sliding_window=3)
+    return transformers.MistralForCausalLM(config)
+
+
+def _bloom() -> nn.Module:
+    """Adds biases for each position of the mask, which is as long as the keys."""
+    config = transformers.BloomConfig(
+        **SMALL, hidden_size=32, n_layer=4, n_head=4, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    return transformers.BloomForCausalLM(config)
+
+
+def _lfm2() -> nn.Module:
+    """Layers of convolutions, which keep states, between layers of attention."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    kinds = ["conv", "full_attention", "conv", "full_attention"]
+    return transformers.Lfm2ForCausalLM(
+        transformers.Lfm2Config(**SMALL, **sizes, num_key_value_heads=2, layer_types=kinds)
+    )
+
+
 def _bert() -> nn.Module:
     """Calls its embeddings with `inputs_embeds` and without ids behind the first stage."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -85,13 +118,21 @@ def test_a_pipeline_takes_the_steps_of_one_process(ranks: Simulator, make: Any) 
             torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-10)
 
 
-def _generated(ctx: accel.DistContext, make: Any, mesh: str, plan: accel.parallel.Plan, **options: Any) -> torch.Tensor:
+def _generated(
+    ctx: accel.DistContext, make: Any, mesh: str, plan: accel.parallel.Plan, **options: Any
+) -> tuple[torch.Tensor, list[int]]:
+    """The sequences, and the number of positions of each call of a layer's feed-forward."""
     ctx = accel.replace(ctx, mesh=mesh)
     with accel.seeding.seeded(ctx, 0):
         model = make().double()
+    positions: list[int] = []
+    for name, module in model.named_modules():
+        if name.endswith(("mlp", "feed_forward")):
+            module.register_forward_pre_hook(lambda _, args: positions.append(args[0].shape[1]))
     model = accel.prepare_model(ctx, model, plan=plan)
     with accel.evaluating(model):
-        return accel.training.generate(ctx, model, PROMPTS, max_new_tokens=6, attention_mask=MASK, **options)
+        ids = accel.training.generate(ctx, model, PROMPTS, max_new_tokens=6, attention_mask=MASK, **options)
+    return ids, positions
 
 
 PROMPTS = torch.randint(1, 64, (5, 7), generator=torch.Generator().manual_seed(1))
@@ -103,10 +144,6 @@ MASK[1, :3] = MASK[3, :1] = 0  # padding in front
 @pytest.mark.parametrize("make", [_llama, _gpt2])
 @pytest.mark.parametrize("eos", [None, 5])
 def test_generation_with_a_cache_is_that_of_transformers(ranks: Simulator, make: Any, eos: int | None) -> None:
-    with accel.seeding.seeded(accel.single(), 0):
-        whole = make().double()
-    more = {"eos_token_id": eos, "pad_token_id": eos or 0}
-    expected = whole.generate(PROMPTS, attention_mask=MASK, max_new_tokens=6, do_sample=False, use_cache=True, **more)
     plans = {
         "": accel.parallel.Plan(micro_batches=2),
         "pp=2": accel.parallel.Plan(micro_batches=3),
@@ -114,11 +151,28 @@ def test_generation_with_a_cache_is_that_of_transformers(ranks: Simulator, make:
     }
     if make is _llama:  # a tied parameter cannot be in two stages of one rank
         plans["pp=2,dp=1"] = accel.parallel.Plan(schedule="ZBVZeroBubble", stages_per_rank=2)
+    _compare(ranks, make, plans, eos)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [_gemma3, _mistral, _bloom, _lfm2])
+def test_stages_keep_windows_biases_and_states_of_their_layers(ranks: Simulator, make: Any) -> None:
+    plans = {"pp=2": accel.parallel.Plan(micro_batches=3), "pp=4": accel.parallel.Plan(micro_batches=4)}
+    _compare(ranks, make, plans)
+
+
+def _compare(ranks: Simulator, make: Any, plans: dict[str, accel.parallel.Plan], eos: int | None = None) -> None:
+    with accel.seeding.seeded(accel.single(), 0):
+        whole = make().double()
+    more = {"eos_token_id": eos, "pad_token_id": eos or 0}
+    expected = whole.generate(PROMPTS, attention_mask=MASK, max_new_tokens=6, do_sample=False, use_cache=True, **more)
     for mesh, plan in plans.items():
-        size = 1 if not mesh else 4 if "tp" in mesh else 2
+        size = 1 if not mesh else 4 if "4" in mesh or "tp" in mesh else 2
         run = partial(_generated, make=make, mesh=mesh, plan=plan, eos=eos)
-        for found in ranks.run(run, size, default_group=True):
+        for found, positions in ranks.run(run, size, default_group=True):
             assert torch.equal(found, expected), mesh
+            assert set(positions) == {1, PROMPTS.shape[1]}, mesh
+            assert positions == sorted(positions, reverse=True), mesh  # the prompt, then a token at a time
 
 
 @pytest.mark.slow

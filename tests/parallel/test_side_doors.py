@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.errors import StageError
-from accel.parallel._calls import units_of
+from accel.parallel._calls import grow_cache, units_of
 from accel.parallel._fakes import without_memory
 from accel.parallel._record import ForwardRecord
 from accel.parallel._recorder import record_forward
@@ -118,6 +118,25 @@ class Hides(Layer):
         return super().forward(x)
 
 
+class Caches(Layer):
+    """Adds keys to a layer of a cache; one that is `asked` for values runs on random ones."""
+
+    asked = False
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
+        at = cache.numbers.setdefault(self, len(cache.numbers))
+        new = self.linear(x)[None, None]
+        if cache.is_linear[at]:
+            cache.update_conv_state(new[0], at)
+        else:
+            cache.update(new, new, at)
+        return super().forward(x * 2 if self.asked and x.sum() > 0 else x)
+
+
+class Asked(Caches):
+    asked = True
+
+
 def _nothing() -> None:
     return None
 
@@ -162,3 +181,31 @@ def test_what_cannot_be_played_back_is_refused_by_name(kind: type[Layer], given:
         _ = _record(kind, given, read)
     assert got in told.value.got
     assert told.value.fix
+
+
+@pytest.mark.parametrize("kind", [Caches, Asked])
+def test_a_cache_grows_as_by_the_recorded_calls(kind: type[Layer]) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.Lfm2Config(
+        num_hidden_layers=3, layer_types=["conv", "sliding_attention", "full_attention"], sliding_window=2
+    )
+
+    def new() -> Any:
+        cache = transformers.DynamicCache(config=config)
+        cache.numbers = {}
+        return cache
+
+    def facts(cache: Any) -> list[object]:
+        windows = [cache.get_mask_sizes(1, at) for at in (1, 2)]
+        return [cache.has_previous_state(0), cache.get_seq_length(1), cache.get_seq_length(2), windows]
+
+    grown, real = new(), new()
+    record = _record(kind, new, lambda _b, _g, x: x)
+    for _ in range(2):
+        real.numbers.clear()
+        Stack(kind, lambda: real, lambda _b, _g, x: x)(torch.ones(3, WIDTH))
+        for call in record.calls:
+            for each in call.cached:
+                grow_cache(grown, each, torch.device("cpu"))
+        assert facts(grown) == facts(real)
+    assert all(each.keys.shape[:2] + each.keys.shape[3:] == (1, 1, 1) for each in grown.layers[1:])

@@ -18,7 +18,7 @@ from torch import nn
 from accel.comm import peer_error
 from accel.errors import AccelError, StageError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._calls import Growing, Plain, add_to, added_to, growing_in, take_apart, tapped
+from accel.parallel._calls import Growing, Plain, add_to, added_to, grow_cache, growing_in, take_apart, tapped
 from accel.parallel._private import forward_hooks, hook_count, hooks_with_keywords, is_view
 from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall
 from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of, detachable
@@ -276,9 +276,10 @@ class StageRun:
     # --- calls of other stages ----------------------------------------------------------------------------------------
 
     def _answer(self, at: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a call of another stage; set the attributes, lists and hooks' inputs that it leaves."""
+        """Return the result of a call of another stage; set the attributes, lists, caches and hooks' inputs that it
+        leaves."""
         known = self._calls[at]
-        handed = known.writes or any(each.same is not None for each in known.leaves)
+        handed = known.writes or known.cached or any(each.same is not None for each in known.leaves)
         given = take_apart((args, kwargs), self._containers).leaves if handed else []
         leaves = [
             given[each.same] if each.same is not None else self._leaf(Label("output", at, number), each)
@@ -288,6 +289,8 @@ class StageRun:
             _write(given[write.argument], leaves[write.leaf])
         for stash in known.stashes:
             setattr(module.get_submodule(stash.path), stash.name, leaves[stash.leaf])
+        for each in known.cached:
+            grow_cache(given[each.argument], each, self._device)
         if known.growths:
             items = growing_in(args, kwargs)
             for each in known.growths:

@@ -25,9 +25,9 @@ from accel.estimate._step import (
     busy_ranks,
     copies_of,
     expert_shards,
+    feature_bytes,
     held_by,
     keeps_blocks,
-    passed_features,
     rank_stages,
     stream_bytes,
     wire_bytes,
@@ -216,8 +216,8 @@ def _received(
         return 0
     last = axes.pp * plan.stages_per_rank - 1
     messages = sum((at > 0) + (at < last) for at in rank_stages(plan, axes.pp, rank))
-    values = step.rows * step.tokens // axes.cp * sizes.width + passed_features(sizes, axes, step)
-    return messages * step.micro_batches * values * stream_bytes(step, copies.engine)
+    tokens = step.rows * step.tokens // axes.cp * sizes.width * stream_bytes(step, copies.engine)
+    return messages * step.micro_batches * (tokens + feature_bytes(sizes, axes, step))
 
 
 def _again(kept: KeptBlock, step: EstimatedStep) -> int:

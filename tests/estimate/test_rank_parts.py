@@ -196,6 +196,9 @@ CASES = {
     "replicas of stages, recomputed": (
         LLAMA, Axes(pp=2, dp=2), EstimatedStep(**FOUR, strategy="ddp", recompute=True), Plan(micro_batches=4),
     ),
+    "stages alone, recomputed": (
+        LLAMA, Axes(pp=2), EstimatedStep(**FOUR, strategy="ddp", recompute=True), Plan(micro_batches=4),
+    ),
     "replicas that hold gradients": (LLAMA, Axes(dp=2), EstimatedStep(**FOUR, strategy="ddp"), Plan(micro_batches=4)),
     "experts": (MIXTRAL, Axes(dp=4, ep=2), EstimatedStep(tokens=512), Plan()),
     "experts of ranks that share attention": (MIXTRAL, Axes(dp=2, tp=2, ep=2), EstimatedStep(tokens=512), Plan()),

@@ -139,7 +139,6 @@ def memory_by_moment(
     reduced = _reduced(held, step, plan, copies, wire)
 
     def at(moment: Moment, gradients: int, activations: int, blocks: int, buffers: int) -> RankMemory:
-        drops = step.recompute and moment != "forward"
         found = RankMemory(
             moment=moment,
             stage=rank,
@@ -147,7 +146,7 @@ def memory_by_moment(
             gradients=gradients,
             optimizer=state,
             activations=activations if isinstance(model, Transformer) or model.knows_activations else None,
-            gathered=_gathered(held, kept, step, plan, copies, blocks, flying, wire, drops=drops),
+            gathered=_gathered(held, kept, step, plan, copies, blocks, flying, wire, moment),
             buffers=buffers + received,
         )
         return _offloaded(found, full) if plan.offload and copies.engine == "fully_shard" else found
@@ -174,8 +173,7 @@ def memory_by_moment(
         reduced += _on_its_way(held, step, plan, copies, wire)
         reducing.append(at("reduction", earlier, waiting - entry, others - 1, reduced))
     yield max(reducing, key=lambda each: each.total)
-    left = waiting - beside - sum(_entries(held, kept, step))
-    yield at("last reduction", trained + full, left, 0, reduced)
+    yield at("last reduction", trained + full, waiting - beside - sum(_entries(held, kept, step)), 0, reduced)
     temporaries = OPTIMIZERS[step.optimizer].temporaries * trained
     yield at("optimizer", trained, 0, whole if axes.pp > 1 and copies.engine == "fully_shard" else 0, temporaries)
 
@@ -284,20 +282,16 @@ def _gathered(
     blocks: int,
     flying: int,
     wire: int,
-    *,
-    drops: bool,
+    moment: Moment,
 ) -> int:
-    """Bytes of parameters in the compute format while so many blocks are used; autocast converts in each forward.
-
-    `drops`: whether the forward has ended and its blocks compute again, one after another.
-    """
+    """Bytes of parameters in the compute format while so many blocks are used; autocast converts in each forward."""
     size = wire_bytes(step, plan)[0]
     if copies.engine != "fully_shard":
         if not blocks:
             return 0  # a backward has freed them
         if kept.copies is not None:
             return kept.copies
-        if drops:
+        if step.recompute and moment != "forward":  # blocks convert again in backward, one after another
             return size * (held.root.matrices * flying + held.block.matrices)
         stages = plan.stages_per_rank if flying > 1 else 1
         before = held.root if step.recompute else held.every

@@ -41,7 +41,7 @@ def fake_rank(
     """
     monkeypatch.setattr("accel.comm._exchange.start", _agree)
     # batches without memory have no values to compare
-    monkeypatch.setattr("accel.parallel._same_batches.SameBatches.look", lambda *_args, **_named: None)
+    monkeypatch.setattr("accel.parallel._same_batches.SameBatches.compare", lambda *_args, **_named: None)
     # tensors without memory look like those of the meta device
     monkeypatch.setattr("accel.parallel._prepare_model.stays_empty", lambda *_: False)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_args, **_named: self)

@@ -22,13 +22,13 @@ from accel.estimate._step import (
     divides_heads,
     divides_logits,
     expert_shards,
+    feature_bytes,
     formats,
     held_by,
     keeps_blocks,
     latent_gradients,
     own_heads,
     part_shape,
-    passed_features,
     rank_stages,
     stage_layers,
     stream_bytes,
@@ -268,11 +268,10 @@ def _along_pp(
     own = rank_stages(plan, axes.pp, rank)
     onward = [at for at in own if at < stages - 1 and at + 1 not in own]
     back = [at for at in own if at > 0 and at - 1 not in own]
-    values = step.rows * step.tokens // axes.cp * model.width
-    features = passed_features(model, axes, step)
+    tokens = step.rows * step.tokens // axes.cp * model.width * stream_bytes(step, copies.engine)
+    features = feature_bytes(model, axes, step)
     calls = (len(onward) + len(back)) * step.micro_batches
-    total = calls * (values + features) * stream_bytes(step, copies.engine)
-    yield _message("pp", axes.pp, "send", calls * (2 if features else 1), total)
+    yield _message("pp", axes.pp, "send", calls * (2 if features else 1), calls * (tokens + features))
 
 
 def _along_ep(model: Transformer, held: HeldParameters, axes: Axes, step: EstimatedStep) -> Iterator[Traffic]:

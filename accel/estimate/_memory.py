@@ -25,9 +25,9 @@ from accel.estimate._step import (
     busy_ranks,
     copies_of,
     expert_shards,
+    feature_bytes,
     held_by,
     keeps_blocks,
-    passed_features,
     rank_stages,
     stream_bytes,
     wire_bytes,
@@ -36,7 +36,7 @@ from accel.formats import StrategyName
 from accel.topology import Axes, Plan
 
 _ALL_FORWARD = ("GPipe", "LoopedBFS")  # schedules in which all forwards come before the backwards
-Moment = Literal["loss", "block", "next block", "reduction", "last reduction", "optimizer"]
+Moment = Literal["forward", "loss", "block", "next block", "reduction", "last reduction", "optimizer"]
 
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")  # of the total
@@ -46,8 +46,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on a rank at one moment of a step.
 
     Attributes:
-        moment: the backward of the loss, that of the last block or of the next one, the reduction of the last block's
-            gradients or of the first one's, or the optimizer's step.
+        moment: the end of a forward whose blocks compute again, the backward of the loss, that of the last block or of
+            the next one, the reduction of the last block's gradients or of the first one's, or the optimizer's step.
         stage: index of the rank along pp.
         parameters: of parameters as stored, and of buffers.
         gradients: of gradients.
@@ -146,7 +146,7 @@ def memory_by_moment(
             gradients=gradients,
             optimizer=state,
             activations=activations if isinstance(model, Transformer) or model.knows_activations else None,
-            gathered=_gathered(held, kept, step, plan, copies, blocks, flying, wire),
+            gathered=_gathered(held, kept, step, plan, copies, blocks, flying, wire, moment),
             buffers=buffers + received,
         )
         return _offloaded(found, full) if plan.offload and copies.engine == "fully_shard" else found
@@ -156,6 +156,8 @@ def memory_by_moment(
     whole = units if keeps_blocks(plan, axes) else 0
     again = _again(kept.block, step)
     inside = kept.inside + _root_gradients(held, step, plan, copies)
+    if step.recompute:
+        yield at("forward", earlier, waiting, max(1, whole), 0)
     if held.is_last:
         yield at("loss", earlier, waiting + losses * logits, max(1, whole), kept.peak)
     waiting += (losses - 1) * logits
@@ -171,8 +173,7 @@ def memory_by_moment(
         reduced += _on_its_way(held, step, plan, copies, wire)
         reducing.append(at("reduction", earlier, waiting - entry, others - 1, reduced))
     yield max(reducing, key=lambda each: each.total)
-    left = waiting - beside - sum(_entries(held, kept, step))
-    yield at("last reduction", trained + full, left, 0, reduced)
+    yield at("last reduction", trained + full, waiting - beside - sum(_entries(held, kept, step)), 0, reduced)
     temporaries = OPTIMIZERS[step.optimizer].temporaries * trained
     yield at("optimizer", trained, 0, whole if axes.pp > 1 and copies.engine == "fully_shard" else 0, temporaries)
 
@@ -216,8 +217,8 @@ def _received(
         return 0
     last = axes.pp * plan.stages_per_rank - 1
     messages = sum((at > 0) + (at < last) for at in rank_stages(plan, axes.pp, rank))
-    values = step.rows * step.tokens // axes.cp * sizes.width + passed_features(sizes, axes, step)
-    return messages * step.micro_batches * values * stream_bytes(step, copies.engine)
+    tokens = step.rows * step.tokens // axes.cp * sizes.width * stream_bytes(step, copies.engine)
+    return messages * step.micro_batches * (tokens + feature_bytes(sizes, axes, step))
 
 
 def _again(kept: KeptBlock, step: EstimatedStep) -> int:
@@ -281,14 +282,20 @@ def _gathered(
     blocks: int,
     flying: int,
     wire: int,
+    moment: Moment,
 ) -> int:
     """Bytes of parameters in the compute format while so many blocks are used; autocast converts in each forward."""
     size = wire_bytes(step, plan)[0]
     if copies.engine != "fully_shard":
         if not blocks:
             return 0  # a backward has freed them
+        if kept.copies is not None:
+            return kept.copies
+        if step.recompute and moment != "forward":  # blocks convert again in backward, one after another
+            return size * (held.root.matrices * flying + held.block.matrices)
         stages = plan.stages_per_rank if flying > 1 else 1
-        return held.every.matrices * size * flying // stages if kept.copies is None else kept.copies
+        before = held.root if step.recompute else held.every
+        return size * (held.every.matrices + before.matrices * (flying - 1)) // stages
     if copies.shards == 1 and size == step.stored_bytes:
         return 0
     used = min(blocks, len(held.blocks))  # one of them is on its way

@@ -186,11 +186,13 @@ def has_encoder(model: Transformer, axes: Axes) -> bool:
     return model.tower is not None and axes.pp > 1
 
 
-def passed_features(model: Transformer, axes: Axes, step: EstimatedStep) -> int:
-    """Return the number of values of images that travel between stages beside the tokens, as the model returns them."""
+def feature_bytes(model: Transformer, axes: Axes, step: EstimatedStep) -> int:
+    """Return the bytes of images that travel between stages beside the tokens, as the model returns them. A linear
+    layer makes them last, so that they have the compute format."""
     if model.tower is None or axes.pp == 1:
         return 0
-    return step.rows * step.images * model.tower.tokens(tower_side(model.tower, step)) * model.width
+    values = step.rows * step.images * model.tower.tokens(tower_side(model.tower, step)) * model.width
+    return values * step.compute_bytes
 
 
 def keeps_blocks(plan: Plan, axes: Axes) -> bool:

@@ -31,12 +31,12 @@ from accel.parallel._modules import (
     unwrap_model,
     written_class,
 )
+from accel.parallel._private import REGION
 from accel.parallel._recomputed_run import RecomputedRun
 
 M = TypeVar("M", bound=nn.Module)
 Keep: TypeAlias = Literal["products"] | Sequence[str]
 
-_REGION = "accel_region"  # attribute of compiled regions, and of recomputed blocks in them: an `_Inside`
 _MOST_GRAPHS = 32  # of one region: kinds of rows, inputs with gradients, training, autocast; torch's own limit is 8
 
 _KEPT = (
@@ -286,7 +286,7 @@ def compile_model(
     inside = _Inside(settings)
     for module in chosen:
         cast(Any, module).compile(**settings)
-        vars(module)[_REGION] = inside
+        vars(module)[REGION] = inside
     _mark_inside(inner)
     return model
 
@@ -309,11 +309,11 @@ def _by_size(regions: Iterable[nn.Module]) -> dict[str, list[nn.Module]]:
 def _mark_inside(model: nn.Module) -> None:
     """Let recomputed blocks know the options of the region that they are in."""
     for region in list(model.modules()):
-        inside: _Inside | None = vars(region).get(_REGION)
+        inside: _Inside | None = vars(region).get(REGION)
         if inside is not None:
             for each in region.modules():
                 if isinstance(each, Recomputed):
-                    vars(each)[_REGION] = inside
+                    vars(each)[REGION] = inside
 
 
 def _limit() -> dict[str, int]:

@@ -100,6 +100,9 @@ def exchange_in(replica: object, dtype: torch.dtype) -> None:
     cast(Any, replica).reducer._set_mixed_precision_param_dtype(dtype)
 
 
+REGION = "accel_region"  # attribute of compiled regions, and of recomputed blocks in them: how blocks are compiled
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch compiles a module's calls."""
     return cast(Any, module)._compiled_call_impl is not None
@@ -110,11 +113,16 @@ def called_eagerly(module: nn.Module) -> Generator[None]:
     """Let modules that torch compiles run as they are, for calls that it should not compile for."""
     compiled: list[Any] = [each for each in module.modules() if is_compiled(each)]
     calls = [each._compiled_call_impl for each in compiled]
+    inside = [(vars(each), vars(each)[REGION]) for each in module.modules() if REGION in vars(each)]
     for each in compiled:
         each._compiled_call_impl = None
+    for attributes, _ in inside:
+        del attributes[REGION]
     try:
         yield
     finally:
+        for attributes, region in inside:
+            attributes[REGION] = region
         for each, call in zip(compiled, calls, strict=True):
             each._compiled_call_impl = call
 

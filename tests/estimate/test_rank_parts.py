@@ -132,19 +132,34 @@ def peak(
     # ranks that share samples get the same; from these seeds tokens go about evenly to experts, as estimates assume
     generator = torch.Generator().manual_seed(10 + ctx.data_parallel[0])
     ids = torch.randint(sizes.vocabulary, (step.rows * step.micro_batches, step.tokens), generator=generator)
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation()
-    with Live([*map(local_part, model.parameters()), *model.buffers()]) as live:
-        for _ in range(2):
-            live.restart()
-            accel.wait_for_everyone(ctx)
-            sent.clear()
-            accel.wait_for_everyone(ctx)
-            inputs = (scaler, accum.next(), {"input_ids": ids})
-            loss, accum = accel.training.parts.forward_backward(
-                ctx, model, *inputs, targets=ids, loss_fn=loss_of, weight=ids.numel()
-            )
-            del loss
-            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+    return peak_of_second_step(ctx, model, optimizer, {"input_ids": ids}, ids, sent)
+
+
+def peak_of_second_step(
+    ctx: accel.DistContext,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    targets: torch.Tensor,
+    sent: Counter[tuple[int, str]],
+) -> int:
+    """The most bytes of the second step; the first one records a forward, whose tensors without memory do not count."""
+    scaler = accel.loss_scale(ctx)
+
+    def step(accum: accel.Accumulation) -> accel.Accumulation:
+        accel.wait_for_everyone(ctx)
+        sent.clear()
+        accel.wait_for_everyone(ctx)
+        given = (scaler, accum.next(), batch)
+        _, accum = accel.training.parts.forward_backward(
+            ctx, model, *given, targets=targets, loss_fn=loss_of, weight=targets.numel()
+        )
+        return accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+
+    accum = step(accel.Accumulation())
+    known = [*model.parameters(), *model.buffers(), *(v for each in optimizer.state.values() for v in each.values())]
+    with Live([local_part(each) for each in known if not each.is_meta]) as live:
+        _ = step(accum)
     return live.peak
 
 
@@ -177,6 +192,13 @@ CASES = {
     ),
     "stages that ranks share": (LLAMA, Axes(pp=2, tp=2), EstimatedStep(**FOUR, strategy="ddp"), Plan(micro_batches=4)),
     "replicas": (LLAMA, Axes(dp=2), EstimatedStep(tokens=512, strategy="ddp"), Plan()),
+    "replicas, recomputed": (LLAMA, Axes(dp=2), EstimatedStep(tokens=512, strategy="ddp", recompute=True), Plan()),
+    "replicas of stages, recomputed": (
+        LLAMA, Axes(pp=2, dp=2), EstimatedStep(**FOUR, strategy="ddp", recompute=True), Plan(micro_batches=4),
+    ),
+    "stages alone, recomputed": (
+        LLAMA, Axes(pp=2), EstimatedStep(**FOUR, strategy="ddp", recompute=True), Plan(micro_batches=4),
+    ),
     "replicas that hold gradients": (LLAMA, Axes(dp=2), EstimatedStep(**FOUR, strategy="ddp"), Plan(micro_batches=4)),
     "experts": (MIXTRAL, Axes(dp=4, ep=2), EstimatedStep(tokens=512), Plan()),
     "experts of ranks that share attention": (MIXTRAL, Axes(dp=2, tp=2, ep=2), EstimatedStep(tokens=512), Plan()),
@@ -251,7 +273,7 @@ STAGES = {
 def peak_with_images(
     ctx: accel.DistContext, axes: Axes, strategy: Any, sent: Counter[tuple[int, str]], *, again: bool
 ) -> int:
-    """The most bytes of the second step; the first one makes graphs, whose tensors without memory do not count."""
+    """The most bytes of the second step of a model with an encoder of images."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
     ctx = accel.replace(ctx, mesh=str(axes), precision="bf16", strategy=strategy)
     with accel.seeding.seeded(ctx, 0):
@@ -267,23 +289,7 @@ def peak_with_images(
     plan = Plan(micro_batches=4, stages=[[f"model.language_model.layers.{at}"] for at in (0, 2)])
     model = accel.prepare_model(ctx, model, plan=plan, example=batch)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    scaler = accel.loss_scale(ctx)
-
-    def step(accum: accel.Accumulation) -> accel.Accumulation:
-        accel.wait_for_everyone(ctx)
-        sent.clear()
-        accel.wait_for_everyone(ctx)
-        given = (scaler, accum.next(), batch)
-        _, accum = accel.training.parts.forward_backward(
-            ctx, model, *given, targets=ids, loss_fn=loss_of, weight=ids.numel()
-        )
-        return accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
-
-    accum = step(accel.Accumulation())
-    known = [*model.parameters(), *model.buffers(), *(v for each in optimizer.state.values() for v in each.values())]
-    with Live([local_part(each) for each in known if not each.is_meta]) as live:
-        _ = step(accum)
-    return live.peak
+    return peak_of_second_step(ctx, model, optimizer, batch, ids, sent)
 
 
 @pytest.mark.slow

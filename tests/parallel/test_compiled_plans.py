@@ -27,12 +27,12 @@ CASES = {  # two kinds of rows, on ranks that share no graphs where their groups
     "blocks of stages, both": Case(
         "pp=2,tp=2", Plan(sequence=True, head="colwise", micro_batches=2), 8, regions="repeated"
     ),
-    "between, shared tokens": Case("pp=2,tp=2", Plan(micro_batches=2, sequence=True), 8, make=Between),
-    "between, words": Case("pp=2,tp=2", Plan(micro_batches=2, head="colwise"), 8, make=Between),
-    "between, both": Case("pp=2,tp=2", Plan(micro_batches=2, sequence=True, head="colwise"), 8, make=Between),
-    "between, replicas": Case("dp=2,pp=2", Plan(micro_batches=2), 8, make=Between),
-    "between, shards": Case("dp=2,pp=2", Plan(micro_batches=2), 8, "fsdp", make=Between),
-    "between, shards, recomputed": Case("dp=2,pp=2", Plan(micro_batches=2), 8, "fsdp", again=True, make=Between),
+    "between, shared tokens": Case("pp=2,tp=2", Plan(micro_batches=2, sequence=True), 20, make=Between),
+    "between, words": Case("pp=2,tp=2", Plan(micro_batches=2, head="colwise"), 20, make=Between),
+    "between, both": Case("pp=2,tp=2", Plan(micro_batches=2, sequence=True, head="colwise"), 20, make=Between),
+    "between, replicas": Case("dp=2,pp=2", Plan(micro_batches=2), 16, make=Between),
+    "between, shards": Case("dp=2,pp=2", Plan(micro_batches=2), 16, "fsdp", make=Between),
+    "between, shards, recomputed": Case("dp=2,pp=2", Plan(micro_batches=2), 16, "fsdp", again=True, make=Between),
 }
 
 

@@ -288,7 +288,7 @@ class Gated(Words):
         self.blocks = nn.ModuleList(GatedBlock() for _ in range(8)).double()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        gate, hidden = 1 + ids.double().abs().mean(), self.embed(ids)
+        gate, hidden = 1 + ids.double().abs().mean(1)[:, None, None], self.embed(ids)
         for block in self.blocks:
             hidden = block(hidden, gate)
         return self.head(self.norm(hidden))

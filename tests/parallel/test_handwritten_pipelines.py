@@ -58,7 +58,7 @@ def test_two_stages_are_the_model(ranks: Simulator, each: Handwritten) -> None:
     _check(ranks, each, 2, evaluates=each.name in OUTPUTS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("each", MODELS, ids=lambda each: each.name)
 def test_any_number_of_stages_is_the_model(ranks: Simulator, each: Handwritten, stages: int) -> None:

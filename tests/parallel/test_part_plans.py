@@ -95,7 +95,7 @@ def stacked() -> nn.Module:
     return Stacked().double()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_of_stages_compute_with_parts(ranks: Simulator) -> None:
     plan = accel.parallel.Plan(schedule="1F1B", stages_per_rank=1, micro_batches=4)
     example = [batch_of(0, 2)[0]]
@@ -153,7 +153,7 @@ def test_a_hand_written_model_trains_divided_as_in_one_process(ranks: Simulator,
     _checked(ranks, entry, "tp=2", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mesh", "size"), [("tp=2", 2), ("tp=4", 4), ("dp=2,tp=2", 4)])
 @pytest.mark.parametrize("entry", TRAINED, ids=lambda each: each.name)
 def test_each_hand_written_model_trains_as_in_one_process_or_is_refused(

@@ -24,8 +24,9 @@ FIXED = [each for each in MODELS if "random" not in each.tags]
 
 
 def _slow(entries: list[Handwritten], *quick: str) -> list[Any]:
-    """The entries as parameters; all but some are slow."""
-    return [pytest.param(each, id=each.name, marks=() if each.name in quick else pytest.mark.slow) for each in entries]
+    """The entries as parameters; all but some run nightly."""
+    marks = [() if each.name in quick else pytest.mark.nightly for each in entries]
+    return [pytest.param(each, id=each.name, marks=mark) for each, mark in zip(entries, marks, strict=True)]
 
 
 def _facts(record: ForwardRecord) -> Any:
@@ -50,7 +51,7 @@ def test_a_record_without_memory_says_what_a_real_one_says(entry: Handwritten) -
 
 
 @pytest.mark.parametrize(
-    "stages", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    "stages", [2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("entry", _slow(FIXED, "nano_gpt", "in_place", "aux_attribute"))
 def test_stages_are_the_model(entry: Handwritten, stages: int) -> None:

@@ -150,7 +150,7 @@ def test_two_towers_train_alike_where_the_backward_is_split(ranks: Simulator, sc
     _check(ranks, Handwritten("pair", _Pair, _pairs, _squares), schedule, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", ["towers", "clip", "lambdas", "functional_head", "shared_block", "t5", "unet", "cells"]
 )

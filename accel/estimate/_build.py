@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -281,10 +283,28 @@ def _tensor(each: Input) -> torch.Tensor:
 
 
 @contextmanager
-def _without_values(source: str) -> Generator[None]:
+def quiet_fakes() -> Generator[None]:
+    """Keep work of this thread on fake tensors quiet: torch warns about copies, and torch 2.14 logs the traceback
+    of an operation that fails, whose error has its text."""
+    here = threading.get_ident()
+
+    def other_thread(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(other_thread)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about copies of fake tensors
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.removeFilter(other_thread)
+
+
+@contextmanager
+def _without_values(source: str) -> Generator[None]:
+    try:
+        with quiet_fakes():
             yield
     except AccelError:
         raise

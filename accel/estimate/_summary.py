@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
-import threading
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, cast
@@ -21,7 +18,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 
 from accel.errors import AccelError, ConfigError
 from accel.errors._checks import check_count, check_kind
-from accel.estimate._build import Input, as_on_gpus, storage_of
+from accel.estimate._build import Input, as_on_gpus, quiet_fakes, storage_of
 from accel.random import isolated_rng
 from accel.tensors import emptied_caches, is_dtensor, local_part, packed
 from accel.terminal import show_size, show_table
@@ -312,8 +309,7 @@ def run_fake(model: nn.Module, inputs: Any) -> Forward:
     _check_inputs(inputs)
     mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     entered: list[str] = []
-    with isolated_rng(), warnings.catch_warnings(), _quiet():
-        warnings.simplefilter("ignore")  # torch warns about copies of fake tensors
+    with isolated_rng(), quiet_fakes():
         if any(map(_is_lazy, model.modules())):
             model = _shaped(model, inputs, entered)
         with emptied_caches(), mode:
@@ -456,22 +452,6 @@ def _shapes(output: object) -> Iterator[Shape]:
     values: Iterable[object] = cast(Any, output).values() if isinstance(output, Mapping) else [output]
     for tensor in _tensors_in(values):
         yield tuple(tensor.shape)
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Keep torch from logging the traceback of an operation on fake tensors that fails; the error has its text."""
-    here = threading.get_ident()
-
-    def other_thread(record: logging.LogRecord) -> bool:
-        return record.thread != here
-
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(other_thread)
-    try:
-        yield
-    finally:
-        logger.removeFilter(other_thread)
 
 
 @contextlib.contextmanager

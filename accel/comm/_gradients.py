@@ -53,10 +53,20 @@ def _without_values(x: Tensor, by: Passage, size: int) -> Tensor:
     return _same(x) if by.kind == "copied" else _like_passed(x, by.kind, by.dim, by.to, by.back, size)
 
 
+def mark_recording(mode: Any) -> None:
+    """Let collectives on the fake tensors of a mode send nothing, as those of a forward that is recorded."""
+    mode.accel_records = True
+
+
+def records(x: Tensor) -> bool:
+    """Whether a tensor is one of a recorded forward. Fake ranks, which count messages, have other fake tensors."""
+    return getattr(getattr(x, "fake_mode", None), "accel_records", False)
+
+
 def passed(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
     """Return what a collective makes of a tensor, from which gradients flow back. A collective, or its backward is
     one."""
-    if type(x).__name__ == "FakeTensor":  # a recorded forward, which has no values to send
+    if records(x):
         size = group.size()
         return _through(x, lambda own: _without_values(own, by, size), lambda grad: grad)
     forward, backward = _PASSAGES[by.kind]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
+from accel.comm import mark_recording
 from accel.mixins import add_mixin
 from accel.parallel._modules import KeepsParameters, copied_model, has_parameters
 from accel.parallel._private import fake_mode, is_fake
@@ -20,6 +21,7 @@ def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
     No communication. The model may be on the meta device.
     """
     mode = fake_mode()
+    mark_recording(mode)
     memo: dict[int, Any] = {}
     with mode:
         for each in model.parameters():

@@ -127,6 +127,9 @@ def peak(
     attend_as_on_gpus(model)
     if step.recompute:
         accel.checkpoint_activations(model, keep=step.keep or ())
+    if sizes.latent and axes.tp > 1 and axes.ep == 1:  # the estimate has styles; parts would divide the experts too
+        styles = accel.parallel.tensor_plan(model, example={"input_ids": torch.zeros(1, 4, dtype=torch.int64)})
+        plan = msgspec.structs.replace(plan, tensor=styles)
     model = accel.prepare_model(ctx, model, plan=plan)
     optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters(), foreach=True))  # as on GPUs
     # ranks that share samples get the same; from these seeds tokens go about evenly to experts, as estimates assume

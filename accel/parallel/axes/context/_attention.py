@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.comm import exchanged, gathered, gathered_summed, peer_error
+from accel.comm import exchanged, gathered, gathered_summed, peer_error, records
 from accel.context import DistContext, context_first, group_of
 from accel.errors._checks import check_choice
-from accel.parallel._private import is_fake, untraced
+from accel.parallel._private import untraced
 from accel.parallel.axes.context._checks import check_fit, check_method, check_terms
 from accel.parallel.axes.context._kernels import Seen, Terms, attend, repeated
 from accel.parallel.axes.context._ring import ring_attention
@@ -233,7 +233,7 @@ def context_attention(
 @untraced
 def _across(ctx: DistContext, function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
     """Run a method. torch.compile breaks its graph here, and compiles the code before and after."""
-    if is_fake(q):  # a recorded forward, which has no values to send
+    if records(q):
         return q @ (k.sum() + v.sum()).expand(*q.shape[:2], q.shape[-1], v.shape[-1])
     note_attention(ctx)
     try:

@@ -94,7 +94,7 @@ class ThreadGroup(_Untyped):
 
 
 class SilentGroup(ThreadGroup):
-    """The first rank of a group whose other ranks never send anything: what it would receive is zeros."""
+    """The first rank of a group without other running ranks. It receives zeros from them, and sums are its tensors."""
 
     def __init__(self, size: int) -> None:
         super().__init__(_Meeting(size), 0, size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last look at a written script: what is left of Accelerate, names that nothing defines, calls that do not fit."""
+"""Checks of a rewritten script: remaining uses of Accelerate, undefined names, and calls that do not bind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOP = ("backward", "accumulate", "clip_grad_norm_", "log", "save_state", "load
 
 
 class Problem(NamedTuple):
-    """A line of a written script that cannot run: what to decide, and the page to read."""
+    """A line of a rewritten script that cannot run, with the decision it needs and the page to read."""
 
     line: int
     what: str

@@ -190,7 +190,7 @@ def _grouped(node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def merged(parts: Sequence[tuple[cst.BaseExpression | None, Made]]) -> Made:
-    """Join the settings of branches: what differs becomes a condition."""
+    """Join the settings of branches; a setting that differs becomes a conditional expression."""
     if len(parts) == 1:
         return parts[0][1]
     settings = dict(parts[-1][1].settings)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accel.comm import adopt, all_reduce_flat
 from accel.errors import ConfigError
-from accel.optim._matrices import RankedOptimizer, Where, indices_of, put, sliced, taken
+from accel.optim._matrices import RankedOptimizer, Where, indices_of, loss_of, put, sliced, taken
 from accel.tensors import full_tensor, is_dtensor, local_part, mesh_of, placements_of, split_dims
 
 
@@ -96,10 +96,7 @@ class Adafactor(RankedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - torch's overloads
         """Step all parameters that have a gradient. Two messages where ranks hold parts of some."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         grads = [(each, group) for group in self.param_groups for each in group["params"] if each.grad is not None]
         shares = self._shares([each for each, _ in grads])
         stepped = [self._stepped(*each, share) for each, share in zip(grads, shares, strict=True)]

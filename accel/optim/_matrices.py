@@ -30,6 +30,14 @@ Where: TypeAlias = tuple["slice | Tensor", ...]  # indices by dimension
 _DATA = ("dp", "dp_replicate", "dp_shard")
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return what a step's closure returns, run with gradients; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class RankedOptimizer(torch.optim.Optimizer):
     """An optimizer whose steps send messages. `accel.optimizer_step` gives it its ranks."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_
 
 from accel.errors import ConfigError
-from accel.optim._matrices import Matrix, RankedOptimizer, Spec, Where, plan_matrices, put, through_owners
+from accel.optim._matrices import Matrix, RankedOptimizer, Spec, Where, loss_of, plan_matrices, put, through_owners
 from accel.tensors import local_part, mesh_of, placements_of
 
 AdjustLr = Literal["original", "match_rms_adamw"]
@@ -139,10 +139,7 @@ class Muon(RankedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - torch's overloads
         """Step all parameters that have a gradient. Messages of the ranks that `accel.optimizer_step` gave it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         matrices = list[tuple[Tensor, Mapping[str, Any]]]()
         for group in self.param_groups:
             stepped = [each for each in group["params"] if each.grad is not None]

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import language_models as lm
+import pytest
 import torch
+from recorded_ranks import recorded
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -53,6 +55,20 @@ def stepped(
             state = accel.backward(ctx, loss * factor, state)
         state = accel.optimizer_step(ctx, optimizer, state, **options)
     return state
+
+
+def messages_of_a_step(
+    ctx: accel.DistContext, of_model: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """What a step of the optimizer alone sends from this rank, after a first one."""
+    model, optimizer, state = model_of(ctx, of_model)
+    _ = stepped(ctx, model, optimizer, state)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    accel.wait_for_everyone(ctx)
+    with recorded(monkeypatch) as steps:
+        _ = optimizer.step()
+    return [one.what for each in steps[ctx.rank] for one in each]
 
 
 def resumed(ctx: accel.DistContext, mesh: str, out: Path, epochs: int, of_model: Any) -> dict[str, Tensor]:

@@ -11,8 +11,7 @@ from typing import Any
 import language_models as lm
 import pytest
 import torch
-from optimizer_runs import MESHES, largest, model_of, resumed, stepped
-from recorded_ranks import recorded
+from optimizer_runs import MESHES, largest, messages_of_a_step, model_of, resumed, stepped
 from torch import nn
 
 import accel
@@ -65,14 +64,7 @@ def test_parameters_on_meshes_are_those_of_one_process(ranks: Simulator, name: s
 def test_a_step_sends_two_small_messages(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(ctx: accel.DistContext) -> list[str]:
         ctx = accel.replace(ctx, mesh="dp=2,tp=2", strategy="fsdp")
-        model, optimizer, state = model_of(ctx, of_model)
-        _ = stepped(ctx, model, optimizer, state)
-        for each in model.parameters():
-            each.grad = torch.ones_like(each)
-        accel.wait_for_everyone(ctx)
-        with recorded(monkeypatch) as steps:
-            _ = optimizer.step()
-        return [one.what for each in steps[ctx.rank] for one in each]
+        return messages_of_a_step(ctx, of_model, monkeypatch)
 
     for found in ranks.run(rank, 4, default_group=True):
         assert len(found) == 2

@@ -15,8 +15,7 @@ from typing import Any
 import language_models as lm
 import pytest
 import torch
-from optimizer_runs import MESHES, largest, model_of, resumed, stepped
-from recorded_ranks import recorded
+from optimizer_runs import MESHES, largest, messages_of_a_step, model_of, resumed, stepped
 from torch import Tensor, nn
 
 import accel
@@ -63,14 +62,7 @@ def test_a_step_sends_two_messages_for_each_bucket(
 ) -> None:
     def rank(ctx: accel.DistContext) -> list[str]:
         ctx = accel.replace(ctx, mesh="dp=2", strategy="fsdp")
-        model, optimizer, state = model_of(ctx, partial(EXACT, bucket_bytes=bucket_bytes))
-        state = stepped(ctx, model, optimizer, state)
-        for each in model.parameters():
-            each.grad = torch.ones_like(each)
-        accel.wait_for_everyone(ctx)
-        with recorded(monkeypatch) as steps:
-            _ = optimizer.step()
-        return [one.what for each in steps[ctx.rank] for one in each]
+        return messages_of_a_step(ctx, partial(EXACT, bucket_bytes=bucket_bytes), monkeypatch)
 
     for found in ranks.run(rank, 2, default_group=True):
         assert len(found) == 2 * buckets

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules, written_class
-from accel.parallel._private import forward_hooks, forward_pre_hooks
+from accel.parallel._private import fake_mode, forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
 from accel.tensors import emptied_caches
 
@@ -133,7 +132,7 @@ def _run_blank(
     model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any], recorder: _Recorder, kinds: tuple[type, ...]
 ) -> tuple[int, ...]:
     """Record a copy, whose modules of these kinds run without their own forward; return the numbers of its outputs."""
-    fake: Any = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_mode()
     empty = _without_values(model, fake)
     with fake:
         add_mixin([each for each in empty.modules() if isinstance(each, kinds)], _Unseen)

@@ -10,12 +10,13 @@ from typing import Any
 import language_models as lm
 import pytest
 import torch
-from recorded_ranks import recorded
+from recorded_ranks import Steps, recorded
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import accel
 from accel.tensors import full_tensor
+from accel.testing import Simulator
 
 
 def largest(found: Any, expected: Any) -> float:
@@ -58,17 +59,22 @@ def stepped(
 
 
 def messages_of_a_step(
-    ctx: accel.DistContext, of_model: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
-    """What a step of the optimizer alone sends from this rank, after a first one."""
-    model, optimizer, state = model_of(ctx, of_model)
-    _ = stepped(ctx, model, optimizer, state)
-    for each in model.parameters():
-        each.grad = torch.ones_like(each)
-    accel.wait_for_everyone(ctx)
-    with recorded(monkeypatch) as steps:
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, mesh: str, size: int, of_model: Callable[[nn.Module], Any]
+) -> list[list[str]]:
+    """What a step of the optimizer alone sends from each rank of an fsdp mesh, after a first one."""
+
+    def step(ctx: accel.DistContext, steps: Steps) -> list[str]:
+        ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp")
+        model, optimizer, state = model_of(ctx, of_model)
+        _ = stepped(ctx, model, optimizer, state)
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        before = len(steps[ctx.rank])
         _ = optimizer.step()
-    return [one.what for each in steps[ctx.rank] for one in each]
+        return [one.what for each in steps[ctx.rank][before:] for one in each]
+
+    with recorded(monkeypatch) as steps:
+        return ranks.run(lambda ctx: step(ctx, steps), size, default_group=True)
 
 
 def resumed(ctx: accel.DistContext, mesh: str, out: Path, epochs: int, of_model: Any) -> dict[str, Tensor]:

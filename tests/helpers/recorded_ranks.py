@@ -48,7 +48,11 @@ Steps = dict[int, list[Step]]  # of each rank, in its order
 
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
-    """Record what ranks call. Messages of `batch_isend_irecv` are one step, as on NCCL."""
+    """Record what ranks call. Messages of `batch_isend_irecv` are one step, as on NCCL.
+
+    Enter it around the ranks: ranks that entered it each for itself would restore each other's replacements.
+    """
+    assert threading.current_thread() is threading.main_thread(), "recorded is entered by a rank"
     steps: Steps = {}
     batches: dict[int, list[Message]] = {}
     join, post, share = SimulatedGroup._join, SimulatedGroup._post, SimulatedGroup.share

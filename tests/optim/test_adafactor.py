@@ -62,11 +62,7 @@ def test_parameters_on_meshes_are_those_of_one_process(ranks: Simulator, name: s
 
 
 def test_a_step_sends_two_small_messages(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank(ctx: accel.DistContext) -> list[str]:
-        ctx = accel.replace(ctx, mesh="dp=2,tp=2", strategy="fsdp")
-        return messages_of_a_step(ctx, of_model, monkeypatch)
-
-    for found in ranks.run(rank, 4, default_group=True):
+    for found in messages_of_a_step(ranks, monkeypatch, "dp=2,tp=2", 4, of_model):
         assert len(found) == 2
 
 

@@ -60,11 +60,7 @@ def test_parameters_on_meshes_are_those_of_one_process(
 def test_a_step_sends_two_messages_for_each_bucket(
     ranks: Simulator, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int, buckets: int
 ) -> None:
-    def rank(ctx: accel.DistContext) -> list[str]:
-        ctx = accel.replace(ctx, mesh="dp=2", strategy="fsdp")
-        return messages_of_a_step(ctx, partial(EXACT, bucket_bytes=bucket_bytes), monkeypatch)
-
-    for found in ranks.run(rank, 2, default_group=True):
+    for found in messages_of_a_step(ranks, monkeypatch, "dp=2", 2, partial(EXACT, bucket_bytes=bucket_bytes)):
         assert len(found) == 2 * buckets
         assert all("all_to_all" in each for each in found)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from live_bytes import LiveBytes
-from recorded_ranks import recorded
+from recorded_ranks import Steps, recorded
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -283,7 +283,7 @@ def test_ranks_along_tp_compute_what_one_computes(ranks: Simulator, options: Any
 
 @pytest.mark.parametrize(("kind", "messages"), [("plain", 2), ("split", 1), ("replicated", 0)])
 def test_messages_along_tp(ranks: Simulator, monkeypatch: pytest.MonkeyPatch, kind: str, messages: int) -> None:
-    def counted(ctx: accel.DistContext) -> tuple[int, int]:
+    def counted(ctx: accel.DistContext, steps: Steps) -> tuple[int, int]:
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         ctx = accel.replace(ctx, mesh="tp=2")
@@ -293,13 +293,15 @@ def test_messages_along_tp(ranks: Simulator, monkeypatch: pytest.MonkeyPatch, ki
             part = distribute_tensor(weight.detach(), ctx.mesh["tp"], [Shard(0) if kind == "split" else Replicate()])
         _ = accel.group_of(ctx, "tp")
         accel.wait_for_everyone(ctx)
-        with recorded(monkeypatch) as steps:
-            loss = linear_cross_entropy(ctx, hidden, part.requires_grad_(), target, chunk_size=2)
-            forward = len(steps.get(ctx.rank, []))
-            loss.backward()
-            return forward, len(steps.get(ctx.rank, [])) - forward
+        before = len(steps[ctx.rank])
+        loss = linear_cross_entropy(ctx, hidden, part.requires_grad_(), target, chunk_size=2)
+        forward = len(steps[ctx.rank])
+        loss.backward()
+        return forward - before, len(steps[ctx.rank]) - forward
 
-    assert ranks.run(counted, 2, default_group=True)[0] == (messages, int(messages > 0))
+    with recorded(monkeypatch) as steps:
+        counts = ranks.run(lambda ctx: counted(ctx, steps), 2, default_group=True)
+    assert counts[0] == (messages, int(messages > 0))
 
 
 # Models on meshes: the loss is computed in forward

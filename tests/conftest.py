@@ -10,16 +10,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import profiles
 import pytest
-from hypothesis import HealthCheck, settings
 from processes import children, patience
 from uncollected import no_collections
 
 from accel.testing import Simulator
 
-settings.register_profile("accel", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("thorough", settings.get_profile("accel"), max_examples=500)
-settings.load_profile("accel")
+profiles.load()
 
 # Compiled files are kept whatever the environment says: else each run compiles every test again in each of its workers,
 # and each process that a test starts the package.

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 
 import accel
@@ -33,7 +34,7 @@ def test_the_four_answers_in_one_line():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=share(0.4))
 @given(problem=facts, expected=facts, got=facts, where=facts, fix=facts)
 def test_every_kind_survives_records_json_pickle_and_copy(kind, problem, expected, got, where, fix):
     error = kind(problem, expected=expected, got=got, where=where, fix=fix)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from language_models import LENGTH, WORDS, make_objects, plan_of
+from profiles import share
 
 import accel
 from accel.parallel import Axes
@@ -73,11 +74,11 @@ def test_any_mesh_adds_the_tokens_of_one_process(ranks: Simulator, axes: Axes, d
         return share, shares, found
 
     results = ranks.run(rank, axes.world_size, default_group=True)
-    for share, shares, found in results:
+    for part, shares, found in results:
         if draws and shares > 1:  # of its own numbers, alike on ranks that share samples
-            assert torch.equal(found, next(tokens for at, _, tokens in results if at == share))
+            assert torch.equal(found, next(tokens for at, _, tokens in results if at == part))
         else:
-            assert torch.equal(found, expected[share::shares])
+            assert torch.equal(found, expected[part::shares])
 
 
 def test_sequences_end_at_their_token_and_ranks_take_as_many_steps(ranks: Simulator) -> None:
@@ -87,8 +88,8 @@ def test_sequences_end_at_their_token_and_ranks_take_as_many_steps(ranks: Simula
     def rank(ctx: accel.DistContext) -> torch.Tensor:
         return _generate(ctx, Axes(dp=2), eos=eos)
 
-    for share, found in enumerate(ranks.run(rank, 2, default_group=True)):
-        for row, expected in zip(found.tolist(), whole[share::2].tolist(), strict=True):
+    for part, found in enumerate(ranks.run(rank, 2, default_group=True)):
+        for row, expected in zip(found.tolist(), whole[part::2].tolist(), strict=True):
             end = expected.index(eos, 3) + 1 if eos in expected[3:] else len(expected)
             assert row == (expected[:end] + [eos] * len(expected))[: len(row)]
 
@@ -122,7 +123,7 @@ def test_a_mesh_with_cp_is_refused(ranks: Simulator) -> None:
     ranks.run(rank, 2, default_group=True)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=share(0.2))
 @given(seed=st.integers(0, 99), top_k=st.integers(1, 6), top_p=st.floats(0.01, 1.0))
 def test_draws_are_among_the_most_probable_tokens(seed: int, top_k: int, top_p: float) -> None:
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
+from profiles import share
 
 from accel.run_folder import hide_in_config, hide_in_text, hide_in_words
 from accel.run_folder._secret_names import is_secret_name
@@ -427,7 +428,7 @@ def test_mappings_hide_at_any_depth_and_keep_numbers() -> None:
     assert hide_in_config(ordinary) == (ordinary, ())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share(1.2), deadline=None)
 @given(st.integers(-70, 70), st.booleans())
 @example(0, True)
 @example(0, False)

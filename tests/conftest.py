@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import moved_tests
 import profiles
 import pytest
 from processes import children, patience
@@ -35,6 +36,17 @@ def pytest_collection() -> Iterator[object]:
         return (yield)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `tests/durations.py`."""
+    parser.addoption("--record-durations", metavar="FILE", help="write each test's CPU seconds to FILE-PID")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave long cases to later runs."""
+    moved_tests.mark(items)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from runs without the tests of GPUs: the others count on CPUs, also where contexts choose a device."""
     if "not gpu" in config.option.markexpr:
@@ -48,7 +60,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     if item.config.getoption("timeout") is None:
         seconds = marker.args[0] if marker else float(item.config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(patience(seconds)), append=False)
-    return (yield)
+    with moved_tests.recording(item):
+        return (yield)
 
 
 def serves(line: str) -> bool:

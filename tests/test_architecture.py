@@ -208,6 +208,7 @@ def _imported(node: ast.AST, relative: Path) -> set[str]:
     return set()
 
 
+@pytest.mark.always
 def test_sources_keep_the_rules(trees: dict[Path, ast.Module]) -> None:
     found = [complaint for path, tree in trees.items() for complaint in complaints(path, tree)]
     assert not found, "\n".join(found)
@@ -244,6 +245,7 @@ def test_the_rules_catch_what_breaks_them(tmp_path: Path, room: str, source: str
     assert any(expected in complaint for complaint in complaints(path, tree, tmp_path))
 
 
+@pytest.mark.always
 def test_importing_is_silent_free_of_torch_and_then_of_dtensors() -> None:
     code = (
         "import os, sys, signal, threading, logging\n"

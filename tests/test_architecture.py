@@ -6,7 +6,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,37 @@ def _imported(node: ast.AST, relative: Path) -> set[str]:
             return {part[0]}
         return {part[1]} if len(part) > 1 else {alias.name for alias in node.names}
     return set()
+
+
+def _run_imports(body: list[ast.stmt], modules: Collection[str]) -> Iterator[str]:
+    """The modules that a module imports while it is imported itself, and whatever else it imports."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (path if path in modules else node.module or "" for path in paths)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from _run_imports(node.orelse, modules)
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _run_imports([*node.body, *getattr(node, "orelse", [])], modules)
+
+
+def circle(modules: dict[str, ast.Module]) -> list[str]:
+    """Modules that import each other, in order; none if there is no circle."""
+    graph = {name: set(_run_imports(tree.body, modules)) & modules.keys() - {name} for name, tree in modules.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other(trees: dict[Path, ast.Module]) -> None:
+    names = {path: ".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in trees}
+    assert circle({name.removesuffix(".__init__"): trees[path] for path, name in names.items()}) == []
+    sources = {"a": "import b", "b": "try:\n    from a import c\nexcept ImportError: pass", "c": "from a import b"}
+    assert set(circle({name: ast.parse(source) for name, source in sources.items()})) == {"a", "b"}
 
 
 @pytest.mark.always

@@ -240,7 +240,7 @@ def test_no_modules_import_each_other(trees: dict[Path, ast.Module]) -> None:
     assert set(circle({name: ast.parse(source) for name, source in sources.items()})) == {"a", "b"}
 
 
-@pytest.mark.always
+@pytest.mark.kept("default")
 def test_sources_keep_the_rules(trees: dict[Path, ast.Module]) -> None:
     found = [complaint for path, tree in trees.items() for complaint in complaints(path, tree)]
     assert not found, "\n".join(found)
@@ -277,7 +277,7 @@ def test_the_rules_catch_what_breaks_them(tmp_path: Path, room: str, source: str
     assert any(expected in complaint for complaint in complaints(path, tree, tmp_path))
 
 
-@pytest.mark.always
+@pytest.mark.kept("default")
 def test_importing_is_silent_free_of_torch_and_then_of_dtensors() -> None:
     code = (
         "import os, sys, signal, threading, logging\n"

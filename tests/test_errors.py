@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from tables import rows
 from torch import nn
 
 import accel
@@ -90,7 +91,7 @@ METHODS_OF_A_CONTEXT = [
 ]
 
 
-@pytest.mark.parametrize("name", OF_A_CONTEXT)
+@rows("name", OF_A_CONTEXT)
 def test_a_call_without_the_context_says_to_pass_it_first(name: str) -> None:
     function: Callable[..., object] = PUBLIC[name]
     for arguments, got in [((), "no context"), ((torch.nn.Linear(1, 1),), "Linear"), ((1, 2, 3), "int")]:

@@ -72,7 +72,7 @@ def used(tree: ast.Module) -> set[str]:
     return {name for name in found if re.fullmatch(r"_(?!accel_)[A-Za-z][A-Za-z0-9]*(_[a-z0-9]+)*_?", name)}
 
 
-@pytest.mark.always
+@pytest.mark.kept("default")
 def test_no_private_name_is_used_that_is_not_listed() -> None:
     with no_collections():
         trees = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py") if "testing" not in path.parts}

@@ -4,7 +4,8 @@
 `tests/durations.txt` has a line for each test that has moved: its run, its CPU seconds, and its name. A function may
 spend a number of seconds in each run. Its cases take them in order, and those that find too little left move to the
 next run: a law keeps its first cases by default, and all of it runs at night. A file keeps at least its shortest test,
-and tests marked `always` stay. Cases move in this direction alone; delete lines and record again to take some back.
+and tests marked `kept` stay where the mark says. Cases move in this direction alone; delete lines and record again to
+take some back.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def recording(item: pytest.Item) -> Generator[None]:
     file: str | None = item.config.getoption("record_durations")
     began = sum(os.times()[:4])  # of this process, and of its children that have ended
     yield
-    if file is not None and item.get_closest_marker("always") is None:
+    kept = item.get_closest_marker("kept")
+    run = "slow" if item.get_closest_marker("slow") else "default"
+    if file is not None and (kept is None or kept.args != (run,)):
         with open(f"{file}-{os.getpid()}", "a") as opened:
             _ = opened.write(f"{item.stash[_PLACE]} {sum(os.times()[:4]) - began:.3f} {item.nodeid}\n")
 

@@ -90,7 +90,7 @@ LAW = {
 }
 
 
-@pytest.mark.always
+@pytest.mark.kept("default")
 @settings(deadline=None, max_examples=share(0.06))
 @given(axes=meshes(4), **LAW)
 def test_training_on_any_mesh_is_training_on_one_process(

@@ -207,7 +207,7 @@ def _check(ranks: Simulator, case: Case, seed: int) -> None:
                 torch.testing.assert_close(mine, theirs, **TOLERANCE)
 
 
-@pytest.mark.always
+@pytest.mark.kept("default")
 @settings(max_examples=share(0.8), deadline=None)
 @given(case=cases(), seed=st.integers(0, 9))
 def test_any_split_is_one_process_with_one_batch(ranks: Simulator, case: Case, seed: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -34,7 +35,7 @@ from accel.parallel.axes.pipeline import (
 )
 from accel.precision._amp import autocast
 from accel.random import Key
-from accel.seeding import rank_key
+from accel.tensors import integers
 
 _CACHE = "past_key_values"
 
@@ -221,15 +222,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("tokens cannot be drawn like this", expected=expected, got=problem, where="generate")
 
 
-def next_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
-    """Return a token for each row of logits, the most probable one without a generator; in fp32 for 16 bits.
+def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None) -> Tensor:
+    """Return a token for each row of logits: the most probable one, or the one at whose place a number in [0, 1) lies.
+
+    A row's token is a function of its logits and its number alone, whichever rows are beside it. In float64: in
+    fp32 the sums over many classes round small probabilities away.
 
     Reference: Holtzman et al. 2020, "The curious case of neural text degeneration", arXiv:1904.09751.
     """
-    if generator is None:
+    if numbers is None:
         return logits.argmax(-1)
-    wide = logits if logits.element_size() >= 4 else logits.float()
-    wide = wide / sampling.temperature
+    wide = logits.double() / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < wide.shape[-1]:
         least = wide.topk(sampling.top_k, -1).values[:, -1:]
         wide = wide.masked_fill(wide < least, -math.inf)
@@ -238,7 +241,23 @@ def next_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator |
         before = ordered.cumsum(-1) - ordered  # the most probable token always stays
         left_out = torch.zeros_like(wide, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
         wide = wide.masked_fill(left_out, -math.inf)
-    return torch.multinomial(wide.softmax(-1), 1, generator=generator)[:, 0]
+    sums = wide.softmax(-1).cumsum(-1)
+    found = torch.searchsorted(sums, numbers.to(sums)[:, None] * sums[:, -1:], right=True)
+    return found[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+def _row_numbers(ctx: DistContext, rows: Sequence[int] | None, count: int) -> Sequence[int]:
+    """Return the numbers of this rank's rows; without `rows` each rank counts those of the ranks before it, by a
+    message."""
+    if rows is not None:
+        return rows
+    place, places = ctx.data_parallel
+    if places == 1:
+        return range(count)
+    mine = torch.zeros(places, dtype=torch.int64, device=ctx.comm.control)
+    mine[place] = count
+    counts = integers(all_reduce_flat(ctx.comm, mine, "max"))
+    return range(sum(counts[:place]), sum(counts[: place + 1]))
 
 
 _WHERE = "generate"
@@ -256,6 +275,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     key: Key | None = None,
+    rows: Sequence[int] | Tensor | None = None,
     eos: int | None = None,
     cache: bool | None = None,
     inputs_of: Callable[[Tensor], Any] | None = None,
@@ -279,7 +299,11 @@ def generate(
             of one length.
         temperature, top_k, top_p: as of transformers: 0 for the most probable token; else a divisor of the logits, and
             limits on the tokens that may be drawn.
-        key: source of the draws; equal on every rank. Ranks with other samples draw other numbers.
+        key: source of the draws; equal on every rank. A token is drawn by a number that depends on the key, the row's
+            number and the token's place alone, so that any number of ranks draws the same tokens, but where the
+            arithmetic of another batch rounds the logits otherwise.
+        rows: numbers of this rank's rows among those of all ranks, each once, from 0. By default each rank counts the
+            rows of the ranks before it, by a small message where there is a key.
         eos: token that ends a sequence, and fills it up to the length of the others. None to add all tokens.
         cache: whether to keep keys and values; None for what the model can do.
         inputs_of: maps ids, [rows, length], to the inputs of a model without a cache; the ids themselves by default.
@@ -312,14 +336,18 @@ def generate(
     sampling.check(has_key=key is not None)
     cached = takes_cache(model) if cache is None else cache
     _check(ctx, model, ids, max_new_tokens, attention_mask, cached=cached, has_inputs=inputs_of is not None)
+    numbered = _checked_rows(rows, len(ids), has_key=key is not None)
     decoder: Decoder
     if cached:
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids)
         decoder = CachedTokens(ctx, model, mask, select)
     else:
         decoder = WholeSequences(ctx, model, ids.shape[1] + max_new_tokens - 1, inputs_of or _as_they_are, select)
-    # Folded in by the step, not drawn in turn, so that the numbers of a step depend on no earlier one.
-    draws = None if key is None else rank_key(ctx, key).fold_in("generate")
+    numbers = None
+    if key is not None:
+        streams = [key.fold_in("generate", row) for row in _row_numbers(ctx, numbered, len(ids))]
+        drawn = [[each / 2**53 for each in stream.integers(max_new_tokens, bits=53)] for stream in streams]
+        numbers = torch.tensor(drawn, dtype=torch.float64).unbind(1)
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for step in range(max_new_tokens):
         logits = decoder.logits(ids)
@@ -327,8 +355,7 @@ def generate(
         tokens = ids.new_zeros(len(ids))
         if logits is not None:
             whole = _whole_rows(ctx, logits) if vocab_parallel else logits
-            generator = None if draws is None else draws.fold_in(step).generator(whole.device)
-            tokens = next_tokens(whole, sampling, generator)
+            tokens = next_tokens(whole, sampling, None if numbers is None else numbers[step])
         _share(ctx, model, tokens)
         if eos is not None:
             tokens = tokens.masked_fill(ended, eos)
@@ -402,6 +429,24 @@ def _check(
         got, fix = f"shape {list(mask.shape)}", 'Tokenize with padding_side="left".'
     if problem:
         raise ConfigError(problem, expected=expected, got=got, where=_WHERE, fix=fix)
+
+
+def _checked_rows(rows: Sequence[int] | Tensor | None, count: int, *, has_key: bool) -> Sequence[int] | None:
+    """Return numbers of rows as integers; raise `ConfigError` for others. No communication."""
+    if rows is None:
+        return None
+    found = integers(rows) if isinstance(rows, Tensor) else [int(operator.index(each)) for each in rows]
+    problem = ""
+    if not has_key:
+        problem = "no key: without draws rows= has no effect"
+    elif len(found) != count:
+        problem = f"{len(found)} numbers for {count} rows"
+    elif len({*found}) != count or min(found) < 0:
+        problem = f"rows={found}"
+    if problem:
+        expected = "the number of each row among those of all ranks, from 0, each once, beside key="
+        raise ConfigError("not the numbers of the rows", expected=expected, got=problem, where=_WHERE)
+    return found
 
 
 def _check_causal(model: nn.Module, count: int, mask: Tensor | None, *, by_inputs: bool, by_select: bool) -> None:

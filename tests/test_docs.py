@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # where no pytest runs it
+
 import pytest
 import torch
 from processes import patience, same_path

@@ -14,11 +14,14 @@ import importlib
 import inspect
 import re
 import runpy
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # where no pytest runs it
 
 import pytest
 import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import moved_tests
 import pytest
@@ -34,6 +35,41 @@ def test_moved_tests_are_written_in_order_and_read_again(tmp_path: Path, monkeyp
     _ = second.write_text("1 0.010 tests/test_a.py::test_y\n")
     assert moved_tests.move("default", moved_tests.recorded([first, second])) == ["tests/test_a.py::test_x[b c]"]
     assert moved_tests.read() == {"tests/test_a.py::test_x[b c]": ("slow", 0.5)}
+
+
+class Item:
+    """What `mark` needs of a test."""
+
+    def __init__(self, nodeid: str, *markers: pytest.MarkDecorator) -> None:
+        self.nodeid = nodeid
+        self.stash = pytest.Stash()
+        self.markers = {each.name: each.mark for each in markers}
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.markers.get(name)
+
+    def add_marker(self, name: str) -> None:
+        self.markers[name] = getattr(pytest.mark, name).mark
+
+
+def test_ci_runs_a_case_of_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moved_tests, "read", lambda: {"a::f[1]": ("slow", 2.0), "a::g[0]": ("slow", 2.0)})
+    slow = pytest.mark.slow
+    items: list[Any] = [
+        Item("a::f[0]"),
+        Item("a::f[1]"),  # moved, and the default run has a case
+        Item("a::g[0]"),  # moved, without one
+        Item("a::h[0]", slow),
+        Item("a::h[1]", slow),
+        Item("a::i[0]"),
+        Item("a::i[1]", slow),
+        Item("a::j[0]", slow, pytest.mark.kept("slow")),
+        Item("a::j[1]", slow, pytest.mark.kept("slow")),
+        Item("a::k[0]", slow, pytest.mark.nightly),
+    ]
+    moved_tests.mark(items)
+    runs = [moved_tests.run_of(each) for each in items]
+    assert runs == ["default", "nightly", "slow", "slow", "nightly", "default", "slow", "slow", "slow", "nightly"]
 
 
 def test_each_line_names_a_test_that_is_there() -> None:

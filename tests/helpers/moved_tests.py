@@ -3,16 +3,17 @@
 
 `tests/durations.txt` has a line for each test that has moved: its run, its CPU seconds, and its name. A function may
 spend a number of seconds in each run. Its cases take them in order, and those that find too little left move to the
-next run: a law keeps its first cases by default, and all of it runs at night. A file keeps at least its shortest test,
-and tests marked `kept` stay where the mark says. Cases move in this direction alone; delete lines and record again to
-take some back.
+next run: a law keeps its first cases by default, and all of it runs at night. CI's slow run has the first slow case of
+each function, and the first of those that moved where the default run has none. A file keeps at least its shortest
+test, and tests marked `kept` stay where the mark says. Cases move in this direction alone; delete lines and record
+again to take some back.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import pytest
 
 FILE = Path(__file__).parent.parent / "durations.txt"
 RUNS = ("default", "slow", "nightly")
-BUDGETS = {"default": 0.8, "slow": 4.0}  # CPU seconds of a function's cases
+BUDGETS = {"default": 0.8, "slow": 15.0}  # CPU seconds of a function's cases
 _PLACE = pytest.StashKey[int]()
 FREE = 0.05  # CPU seconds of a case that a function does not pay for: rows of tables
 
@@ -31,14 +32,30 @@ def read() -> dict[str, tuple[str, float]]:
     return {name: (run, float(seconds)) for run, seconds, name in rows}
 
 
-def mark(items: Iterable[pytest.Item]) -> None:
-    """Mark the tests that have moved by their runs."""
+def mark(items: Sequence[pytest.Item]) -> None:
+    """Mark the tests that have moved by their runs, and all but the first case of a slow function as nightly."""
     moved = read()
+    seen = set[str]()  # functions of which the default run has a case, or CI's slow one
     for at, item in enumerate(items):
         item.stash[_PLACE] = at
         run, _ = moved.get(item.nodeid, ("default", 0.0))
         for each in RUNS[1 : RUNS.index(run) + 1]:
             item.add_marker(each)
+        if run_of(item) == "default":
+            seen.add(item.nodeid.split("[")[0])
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        kept = item.get_closest_marker("kept")
+        if run_of(item) != "slow" or (kept is not None and kept.args == ("slow",)):
+            continue
+        if function in seen and (item.nodeid in moved or f"{function} slow" in seen):
+            item.add_marker("nightly")
+        seen |= {function, f"{function} slow"}
+
+
+def run_of(item: pytest.Item) -> str:
+    """Return the run that a test belongs to."""
+    return next((run for run in reversed(RUNS[1:]) if item.get_closest_marker(run) is not None), "default")
 
 
 def over_budget(run: str, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -78,8 +95,7 @@ def recording(item: pytest.Item) -> Generator[None]:
     began = sum(os.times()[:4])  # of this process, and of its children that have ended
     yield
     kept = item.get_closest_marker("kept")
-    run = "slow" if item.get_closest_marker("slow") else "default"
-    if file is not None and (kept is None or kept.args != (run,)):
+    if file is not None and (kept is None or kept.args != (run_of(item),)):
         with open(f"{file}-{os.getpid()}", "a") as opened:
             _ = opened.write(f"{item.stash[_PLACE]} {sum(os.times()[:4]) - began:.3f} {item.nodeid}\n")
 

@@ -223,7 +223,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None) -> Tensor:
-    """Return a token for each row of logits: the most probable one, or by the inverse distribution function of a number.
+    """Return a token for each row: the most probable one, or by the inverse distribution function of a number.
 
     A row's token is a function of its logits and its number alone, whichever rows are beside it. In float64: in
     fp32 the sums over many classes round small probabilities away.

@@ -179,11 +179,12 @@ class TrainState(msgspec.Struct, frozen=True, weakref=True):
         """Time at which the batch's first `backward` began, of `time.perf_counter`."""
         return self.figures.backward_at
 
-    def next(self, batch: Batch, *, last: bool = False) -> Self:
+    def next(self, batch: Batch | None = None, *, last: bool = False) -> Self:
         """Return the state within a batch. No communication.
 
         Args:
-            batch: the one that follows, from `batches(ctx, loader, state)`.
+            batch: the one that follows, from `batches(ctx, loader, state)`. None for samples that no loader gave, such
+                as rollouts: the position in the data stays, and `backward` takes their `weight=`.
             last: whether the window ends with this batch, full or not; the epoch's last batch always ends it.
 
         Raises:
@@ -192,6 +193,10 @@ class TrainState(msgspec.Struct, frozen=True, weakref=True):
         if self.sync or is_begun(self.accum):
             raise dropped(self.accum, "state.next")
         check_latest(self, "state.next")
+        figures = StepFigures(stepped=self.figures.stepped, grad_norm=self.figures.grad_norm)
+        if batch is None:
+            accum = next_micro_batch(self.accum, last=last)
+            return msgspec.structs.replace(self, accum=accum, valid=None, figures=figures)
         if batch.start is not self.cursor and batch.start != self.cursor:
             raise StepError(
                 "the batch does not begin at the state's position",
@@ -202,7 +207,6 @@ class TrainState(msgspec.Struct, frozen=True, weakref=True):
                 " own.",
             )
         accum = next_micro_batch(self.accum, last=last or batch.is_last)
-        figures = StepFigures(stepped=self.figures.stepped, grad_norm=self.figures.grad_norm)
         return msgspec.structs.replace(self, cursor=batch.next, accum=accum, valid=batch.valid, figures=figures)
 
     def next_epoch(self) -> Self:
@@ -346,6 +350,14 @@ def weight_of(
             got="a second backward of one batch",
             where="accel.backward",
             fix="If it is one, pass same_units=True for the same samples again, or weight= for others.",
+        )
+    if state.valid is None and not same_units:
+        raise StepError(
+            "the number of samples of this batch is not known",
+            expected="a batch of a loader, or a weight",
+            got="state.next() without a batch",
+            where="accel.backward",
+            fix="Pass the number of samples behind the mean: state = accel.backward(ctx, loss, state, weight=count).",
         )
     return state.valid
 

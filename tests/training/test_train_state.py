@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accel
+from accel.errors import StepError
 from accel.testing import simulate
 
 SEEDED = torch.Generator().manual_seed(0)
@@ -377,6 +378,52 @@ def test_positions_of_a_stream_that_differ_by_rank_are_saved_and_resumed(tmp_pat
     for rank in range(2):
         assert first[rank] + rest[rank] == list(Counting(rank))
         assert len(first[rank]) == 4
+
+
+def test_samples_of_no_loader_step_by_their_weights(tmp_path: Path) -> None:
+    rows = torch.arange(12, dtype=torch.float64).view(6, 2)
+
+    def rank(ctx: accel.DistContext, steps: int) -> list[float]:
+        torch.manual_seed(0)
+        model, optimizer = accel.prepare(ctx, *_objects())
+        items: Any = {"model": model, "optimizer": optimizer}
+        state = accel.resume(ctx, tmp_path, items, accel.train_state(ctx, accumulation=2))
+        while state.updates < steps:
+            for part in range(2):
+                mine = rows[part::2][ctx.rank :: ctx.world_size]
+                state = state.next()
+                with accel.accumulate(ctx, state, model):
+                    state = accel.backward(ctx, model(mine).mean(), state, weight=len(mine))
+            state = accel.optimizer_step(ctx, optimizer, state)
+            accel.save_state(ctx, tmp_path, items | {"state": state}, step=state.updates)
+        return [float(each.detach().sum()) for each in model.parameters()]
+
+    def _objects() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        net = torch.nn.Linear(2, 1).double()
+        return net, torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    torch.manual_seed(0)
+    net, optimizer = _objects()
+    for _ in range(4):
+        net(rows).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = [float(each.detach().sum()) for each in net.parameters()]
+    simulate(lambda ctx: rank(ctx, 2), 3)
+    for found in simulate(lambda ctx: rank(ctx, 4), 2):  # resumed on other ranks
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_samples_of_no_loader_need_their_weight() -> None:
+    ctx, model = accel.single(), torch.nn.Linear(2, 1)
+    state = accel.train_state(ctx).next()
+    loss = model(torch.ones(3, 2)).mean()
+    with pytest.raises(StepError) as caught:
+        accel.backward(ctx, loss, state)
+    assert caught.value.fix.endswith("state = accel.backward(ctx, loss, state, weight=count).")
+    state = accel.backward(ctx, loss, state, weight=3)  # the line of the fix
+    with pytest.raises(StepError, match=r"state = accel\.optimizer_step"):
+        state.next()
 
 
 def test_two_windows_over_one_cursor_step_in_turn_by_the_parts() -> None:

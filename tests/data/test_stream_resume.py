@@ -315,7 +315,7 @@ def _position(ranks_=0, workers=1, state=None):
     ("mode", "cursor", "said"),
     [
         ("shards", Cursor(consumed=3), "has no position"),
-        ("dispatch", Cursor(consumed=3, stream=_position(ranks_=2)), "divided in another way.*whole stream"),
+        ("dispatch", Cursor(consumed=3, stream=_position(ranks_=2)), "divided in another way.*full stream"),
         ("shards", Cursor(consumed=3, stream=_position()), "divided in another way.*2 ranks that read parts"),
         ("dispatch", Cursor(consumed=3, stream=_position(workers=2)), "num_workers=2, as when.*got num_workers=0"),
         ("dispatch", Cursor(consumed=3, of="9 samples in sequence"), "belongs to another order"),

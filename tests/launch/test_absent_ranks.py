@@ -34,7 +34,7 @@ def entered(*, waiting: bool) -> list[EnteredCollective]:
 def test_ranks_that_are_in_no_collective_come_first() -> None:
     heard = {0: RankAnswer(IN_BACKWARD), 1: RankAnswer(LOADING), 3: RankAnswer(IN_GATHER), 4: RankAnswer(IN_BACKWARD)}
     lines = absent_report([locate(heard, [2])]).splitlines()
-    assert lines[0].startswith("accel: rank 2 left")
+    assert lines[0].startswith("accel: rank 2 exited")
     assert lines[1].startswith("accel: rank 1 never reached the collective: at /home/ada/train.py:7 in load")
     assert [line.split(":")[1] for line in lines[2:]] == [" ranks 0, 3, 4 waited"]
 

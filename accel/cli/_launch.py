@@ -32,7 +32,7 @@ from accel.system import current_folder, tell
 _USAGE = "accel launch [flags] script.py [args...]"
 _OURS_ALONE = ("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--gpu-ids")
 _HOST_FLAGS = ("hostfile", "include", "exclude", "shell", "export")
-_ABOUT = """Run a script on N processes of this machine, on this host only or together with other hosts.
+_ABOUT = """Run a script on N processes of this host, alone or together with other hosts.
 Flags come before the script; all words after it go to the script.
 A flag overrides its ACCEL_* variable, and that the file.
 

@@ -334,7 +334,7 @@ _WATCH_ABOUT = (
     "Follow a run: curves, throughput, ranks and checkpoints. DIR is a run's folder, as given to save_state and "
     "tracking; it need not exist yet. Without a terminal, a line is printed at each change until the run ends. The "
     "exit status is then 0 if the run finished or continues, 1 if it failed, was stopped or killed, 2 if nothing of it "
-    "which nothing can be read, 3 without a run."
+    "can be read, 3 if there is no run."
 )
 
 

@@ -27,6 +27,17 @@ MODULES = ROOT / "docs" / "modules.md"
 NAMES = ROOT / "tests" / "public_names.txt"
 BUILDERS = {"mkdocs": ("mkdocs", "build", "--strict"), "zensical": ("zensical", "build", "--strict")}
 BUILT = ROOT / "build" / "next-site"  # `site_dir` of mkdocs.yml
+_HOMES = ROOT / "accel" / "__init__.py"
+_GROUPS = {  # of the names in `accel`, by the packages that define them: a page, its title, the packages
+    "accel-contexts": ("Contexts, launch and errors", ("context", "env", "launching", "errors")),
+    "accel-data": ("Data", ("data",)),
+    "accel-training": ("Training", ("training", "optim", "precision")),
+    "accel-models": ("Models on several ranks", ("parallel", "formats")),
+    "accel-checkpoints": ("Checkpoints and weights", ("checkpoint", "items")),
+    "accel-memory": ("Memory and large models", ("memory", "bigmodel")),
+    "accel-collectives": ("Collectives and processes", ("collectives", "process")),
+    "accel-trackers": ("Trackers, logs and profiles", ("trackers",)),
+}
 _UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"  # docs/modules.md has the names and first sentences
 _LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
 _KEPT_LINKS = {"canonical", "next", "prev", "alternate"}  # links that a browser does not load
@@ -42,25 +53,60 @@ def public_names() -> dict[str, list[str]]:
 
 
 def api_pages() -> dict[str, str]:
-    """Return the text of each page of the reference, by its file name: one page a public module."""
-    return {f"{module}.md": _page(module, names) for module, names in public_names().items()}
+    """Return the text of each page of the reference, by its file name.
+
+    A public module has one page; the names of `accel` have one page a group, and a page of links to these.
+    """
+    modules = public_names()
+    groups = _groups(modules["accel"])
+    pages = {f"{module}.md": _page(module, names) for module, names in modules.items() if module != "accel"}
+    pages |= {f"{page}.md": _group_page(page, names) for page, names in groups.items()}
+    return pages | {"accel.md": _first_page(groups)}
 
 
 def _page(module: str, names: Sequence[str]) -> str:
+    return f"{_UNSEARCHED}# {module}\n\n{_summary(module)}\n\n{_index(module, names)}\n\n{_entries(module, names)}\n"
+
+
+def _group_page(page: str, names: Sequence[str]) -> str:
+    title = _GROUPS[page][0]
+    return f"{_UNSEARCHED}# accel: {title}\n\n{_index('accel', names)}\n\n{_entries('accel', names)}\n"
+
+
+def _first_page(groups: Mapping[str, Sequence[str]]) -> str:
+    sections = [f"## {_GROUPS[page][0]}\n\n{_index('accel', names, f'{page}.md')}" for page, names in groups.items()]
+    return f"{_UNSEARCHED}# accel\n\n{_summary('accel')}\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _groups(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names of `accel` by the pages that have them, each in the group of the package that defines it."""
+    assigned = [node for node in ast.parse(_HOMES.read_text()).body if isinstance(node, ast.Assign)]
+    homes = next(node.value for node in assigned if ast.unparse(node.targets[0]) == "_HOMES")
+    packages = {name: home.partition(".")[0] for home, each in ast.literal_eval(homes).items() for name in each}
+    found: dict[str, list[str]] = {page: [] for page in _GROUPS}
+    for name in names:
+        page = next(page for page, (_, of) in _GROUPS.items() if packages[name] in of)
+        found[page].append(name)
+    return found
+
+
+def _summary(module: str) -> str:
     source = ROOT.joinpath(*module.split("."))
     file = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
-    summary = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
-    entries = "\n\n".join(f"::: {module}.{name}" for name in names)
-    return f"{_UNSEARCHED}# {module}\n\n{summary}\n\n{_index(module, names)}\n\n{entries}\n"
+    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
 
 
-def _index(module: str, names: Sequence[str]) -> str:
-    """Return a table of the names, a line and a link each."""
+def _entries(module: str, names: Sequence[str]) -> str:
+    return "\n\n".join(f"::: {module}.{name}" for name in names)
+
+
+def _index(module: str, names: Sequence[str], page: str = "") -> str:
+    """Return a table of the names, a line and a link each, to a page or to this one."""
     sections = re.split(r"^## ", MODULES.read_text(), flags=re.M)
     section = next(each for each in sections if each.startswith(f"`{module}`\n"))
     rows = [(name, does) for name, does in re.findall(r"^\| `(\w+)` \| (.*) \|$", section, flags=re.M) if name in names]
     return "\n".join(
-        ["| name | |", "|---|---|", *(f"| [`{name}`](#{module}.{name}) | {does} |" for name, does in rows)]
+        ["| name | |", "|---|---|", *(f"| [`{name}`]({page}#{module}.{name}) | {does} |" for name, does in rows)]
     )
 
 

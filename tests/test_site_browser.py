@@ -17,7 +17,7 @@ import pytest
 pytestmark = pytest.mark.slow
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SITE = Path(__file__).parent.parent / "build" / "site"
-PAGES = ("", "tutorial/", "api/accel/", "concepts/cursor/", "gallery/", "comparison/")
+PAGES = ("", "tutorial/", "api/accel/", "api/accel-training/", "concepts/cursor/", "gallery/", "comparison/")
 MOST_BYTES = 300_000  # compressed, as a web server sends them, without the index that the search loads behind the page
 INDEX = "search_index.json"
 

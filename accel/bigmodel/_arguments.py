@@ -61,7 +61,7 @@ def _device_bytes(device: torch.device) -> int:
 def _host_bytes() -> int:
     if not sys.platform.startswith("linux"):
         raise DeviceError(
-            "the free memory of the host is known on Linux alone",
+            "the free memory of the host is known on Linux only",
             got=sys.platform,
             where="available_memory('cpu')",
             fix="Give a size for 'cpu', or use 'mmap'.",

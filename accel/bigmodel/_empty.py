@@ -394,7 +394,7 @@ def _check_initialisers(modules: Mapping[str, nn.Module]) -> None:
     if missing:
         raise PrepareError(
             "modules do not know their first values",
-            expected="reset_parameters in each module with parameters of its own",
+            expected="reset_parameters in each module with parameters",
             got=", ".join(missing),
             where=_WHERE,
             fix="Give their classes one, or pass init=, a function of a module that fills its parameters.",

@@ -280,7 +280,7 @@ def _unsaveable(value: object, path: str) -> CheckpointError:
     }
     known = fixes.get(name)
     if callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
-        known = "Pass it as an item of its own, or what its state_dict() returns."
+        known = "Pass it as a separate item, or pass the result of its state_dict()."
     return CheckpointError(
         f"{with_article(name)} cannot be stored",
         expected="None, bool, int, float, complex, str, bytes, a tensor, a record, an enum, a path, a scalar or array "

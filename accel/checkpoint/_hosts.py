@@ -269,7 +269,7 @@ def _hold(
     if is_newest and not any(each.commits for each in notes):
         return None
     raise CheckpointError(
-        "no checkpoint is whole on every host",
+        "no checkpoint is complete on every host",
         expected="one that each host has its part of",
         got=describe_hosts(notes),
         where=str(path),

@@ -193,7 +193,7 @@ def all_damaged(path: Place, reasons: Sequence[str]) -> CheckpointError:
     """Make the error for a run's folder without a checkpoint that can be loaded."""
     return CheckpointError(
         "no checkpoint of this run can be loaded",
-        expected="one that is whole",
+        expected="a complete checkpoint",
         got="; ".join(reasons),
         where=str(path),
         fix="Restore one of them, or pass another folder to start anew.",

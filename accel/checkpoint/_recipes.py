@@ -329,7 +329,7 @@ def _step(found: Mapping[str, Strided], recipe: Recipe, where: str) -> tuple[set
         # a hole in the numbers is a cut checkpoint, not a shorter list
         if ordered != expected:
             listed = ", ".join(sorted(names.values())[:5])
-            raise _refusal(recipe, f"sources are missing beside {listed}", where)
+            raise _refusal(recipe, f"sources are missing next to {listed}", where)
         taken |= set(names.values())
         sources = [found[names[key]] for key in ordered]
         for name, tensor in _make(recipe, sources, dict(fields), where).items():

@@ -319,7 +319,7 @@ def _stubs(ranks: Sequence[Statement]) -> dict[str, torch.Tensor]:
                 expected=expected,
                 got=got if got != expected else "other values",
                 where=own.name,
-                fix="Give what only some ranks hold the names that it has in the whole, each to one tensor.",
+                fix="Name tensors that only some ranks hold as in the full model, one tensor per name.",
             )
     # no memory: tensors of other ranks count by their facts
     return {name: torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="meta") for name, o in found.items()}

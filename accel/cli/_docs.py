@@ -44,11 +44,11 @@ class DocsEntry(msgspec.Struct, frozen=True):
 
     Attributes:
         name: its full name: a dotted one, a command with `accel`, a page with `.md`.
-        module: the public module of a name; empty for commands and pages.
+        page: the page of the reference with a name; empty for commands and pages.
     """
 
     name: str
-    module: str = ""
+    page: str = ""
 
 
 def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
@@ -98,7 +98,8 @@ def _pages() -> Path:
 def _entries(folder: Path) -> Iterator[DocsEntry]:
     """Yield entries: names by the pages of the reference, then commands, then pages."""
     for page in sorted(folder.glob("api/*.md")):
-        yield DocsEntry(page.stem, page.stem)
+        if "-" not in page.stem:  # a group of names of a module
+            yield DocsEntry(page.stem, page.stem)
         for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.M):
             yield DocsEntry(name, page.stem)
     for command in COMMANDS:
@@ -114,8 +115,8 @@ def _page_files(folder: Path) -> list[Path]:
 
 def _place(folder: Path, entry: DocsEntry) -> str:
     """Return an entry's place on the site; that of a command is a page that mentions it."""
-    if entry.module:
-        return f"api/{entry.module}/" + (f"#{entry.name}" if entry.name != entry.module else "")
+    if entry.page:
+        return f"api/{entry.page}/" + (f"#{entry.name}" if entry.name != entry.page else "")
     if entry.name.endswith(".md"):
         return f"{entry.name.removesuffix('.md')}/" if entry.name != "index.md" else ""
     return f"{next(iter(sorted(_pages_of(folder, entry.name))), 'launch')}/"
@@ -212,8 +213,9 @@ def _mentions(folder: Path, name: str) -> str:
 
 def _module(folder: Path, name: str) -> str:
     module = import_module(name)
-    page = (folder / "api" / f"{name}.md").read_text()
-    listed = re.findall(rf"^::: {re.escape(name)}\.(\w+)$", page, flags=re.M)
+    pages = [folder / "api" / f"{name}.md", *sorted(folder.glob(f"api/{name}-*.md"))]
+    text = "\n".join(page.read_text() for page in pages)
+    listed = sorted(re.findall(rf"^::: {re.escape(name)}\.(\w+)$", text, flags=re.M))
     return "\n".join([name, "", _first_line(module), "", _listing({each: getattr(module, each) for each in listed})])
 
 

@@ -124,7 +124,7 @@ def parser() -> Parser:
         metavar="SIZE",
         help="memory of one GPU, such as 24GB: rows show what fits",
     )
-    _ = add("--reserve", default=RESERVED, metavar="SIZE", help=f"part of it for {RESERVED_FOR} (default: {RESERVED})")
+    _ = add("--reserve", default=RESERVED, metavar="SIZE", help=f"memory kept for {RESERVED_FOR} (default: {RESERVED})")
     _ = add("--optimizer", default="adamw", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
     _ = add("--precision", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(_PRECISIONS)})")
     _ = add("--strategy", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(STRATEGIES)})")
@@ -230,7 +230,7 @@ def _text(model: Model, step: EstimatedStep, known: argparse.Namespace, rows: Se
     lines = [
         model.source,
         f"{show_count(model.count)} parameters in {len(model.parameters)} tensors{blocks}",
-        f"weights alone: {sizes}",
+        f"weights only: {sizes}",
         "",
         f"A step with {known.optimizer} on {ranks}{given}:",
         show_table([(*_TITLES, "" if rows[0].fits is None else "FITS"), *map(_cells, rows)]),

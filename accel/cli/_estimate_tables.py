@@ -87,8 +87,12 @@ def add_device_map_flags(built_parser: argparse.ArgumentParser) -> None:
         "--device-map", metavar="TEXT", help="limits by place, such as 0=20GB,cpu=60GB,disk: accel.infer_device_map"
     )
     _ = add("--dtype", metavar="NAME", help="dtype of weights, such as bfloat16 (default: that of the file)")
-    _ = add("--storage-dtype", metavar="NAME", help="dtype of matrices at home, such as float8_e4m3fn, cast for calls")
-    _ = add("--storage-skip", metavar="NAMES", help="weights that keep theirs, or patterns: *.router.*,head.weight")
+    _ = add(
+        "--storage-dtype",
+        metavar="NAME",
+        help="dtype in which matrices are stored, such as float8_e4m3fn; cast for calls",
+    )
+    _ = add("--storage-skip", metavar="NAMES", help="weights that are not cast, or patterns: *.router.*,head.weight")
     _ = add(
         "--slots", type=int, default=None, metavar="N", help="streamed blocks on a device at a time (default: 2, or 1)"
     )
@@ -135,7 +139,7 @@ def _check_without_step(known: argparse.Namespace) -> None:
     given = [f"--{name}" for name in names if getattr(known, name) is not None]
     if named := [*given, *(["--nproc"] if known.nproc != 1 else [])]:
         raise ConfigError(
-            "flags of a training step beside a device map",
+            "flags of a training step together with a device map",
             got=", ".join(named),
             where="--device-map",
             fix="Leave them out: a device map is for inference.",
@@ -190,9 +194,9 @@ def _text(found: _FoundModel, device_map: DeviceMap, bandwidth: str | None) -> s
     skeleton = device_map.skeleton
     dtypes = ", ".join(sorted({weight.dtype for weight in skeleton.weights()}))
     stored = sorted({str(weight.storage_dtype) for weight in skeleton.weights() if weight.is_cast})
-    dtypes += f", matrices at home in {', '.join(stored)}" if stored else ""
+    dtypes += f", matrices stored in {', '.join(stored)}" if stored else ""
     speed = None if bandwidth is None else float(parse_size(bandwidth, "--bandwidth"))
-    weights = f"weights alone: {show_size(skeleton.weight_bytes)} of {dtypes}"
+    weights = f"weights only: {show_size(skeleton.weight_bytes)} of {dtypes}"
     lines = [found.source, weights, f"{len(skeleton.segments)} segments, {skeleton.memory:,} bytes in memory", ""]
     return "\n".join([*lines, explain(device_map, bandwidth=speed, picture=True)])
 
@@ -229,12 +233,12 @@ class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_mesh_flags(built: argparse.ArgumentParser) -> None:
     """Give a parser the flags of a step on a mesh."""
-    group = built.add_argument_group("a step on a mesh, of a config.json alone; --input is then ROWSxTOKENS")
+    group = built.add_argument_group("a step on a mesh, for a config.json only; --input is then ROWSxTOKENS")
     add = group.add_argument
     _ = add("--mesh", metavar="TEXT", help="sizes by axis, such as dp=16,tp=4; -1 takes the ranks that --nproc leaves")
     _ = add("--micro-batches", type=int, default=None, metavar="N", help="micro-batches of a step (default: 1)")
-    _ = add("--recompute", action="store_true", help="blocks keep their inputs alone: accel.checkpoint_activations")
-    _ = add("--keep", metavar="NAME", help="with --recompute, products: their outputs and attention's are kept")
+    _ = add("--recompute", action="store_true", help="blocks keep only their inputs: accel.checkpoint_activations")
+    _ = add("--keep", metavar="NAME", help="with --recompute, products: keep the outputs of matmuls and attention")
     _ = add("--sequence", action="store_true", help="ranks along tp share tokens: Plan(sequence=True)")
     _ = add("--context", metavar="NAME", help=f"along cp: {', '.join(CONTEXT_METHODS)} (default: gather)")
     _ = add("--balance", metavar="NAME", help=f"stages along pp, by {', '.join(get_args(Balance))} (default: blocks)")

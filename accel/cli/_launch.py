@@ -32,7 +32,7 @@ from accel.system import current_folder, tell
 _USAGE = "accel launch [flags] script.py [args...]"
 _OURS_ALONE = ("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--gpu-ids")
 _HOST_FLAGS = ("hostfile", "include", "exclude", "shell", "export")
-_ABOUT = """Run a script on N processes of this machine, alone or beside other hosts.
+_ABOUT = """Run a script on N processes of this host, alone or together with other hosts.
 Flags come before the script; all words after it go to the script.
 A flag overrides its ACCEL_* variable, and that the file.
 
@@ -80,7 +80,7 @@ def parser() -> Parser:
     built = Parser("accel launch", usage=_USAGE, description=_ABOUT, script="script.py")
     add_host_flag = add_fields(built)[HOSTS]
     _ = built.add_argument("-m", "--module", action="store_true", help="the script is a module, as after `python -m`")
-    _ = built.add_argument("--no-python", action="store_true", help="the script is a program of its own")
+    _ = built.add_argument("--no-python", action="store_true", help="the script is an executable program, not Python")
     _ = built.add_argument(
         "--dry-run", action="store_true", help="print each process's command and environment, and start nothing"
     )
@@ -88,7 +88,9 @@ def parser() -> Parser:
     _ = add_host_flag("--include", metavar="HOSTS", help="hosts and slots of FILE to use: node0@node1:0,2")
     _ = add_host_flag("--exclude", metavar="HOSTS", help="hosts and slots of FILE to leave out")
     _ = add_host_flag("--shell", metavar="WORDS", help="remote shell for --hostfile (default: ssh)")
-    _ = add_host_flag("--export", metavar="NAMES", help="variables that the hosts get, beside NCCL_* and such")
+    _ = add_host_flag(
+        "--export", metavar="NAMES", help="variables to send to the hosts, besides NCCL_*, GLOO_* and UCX_*"
+    )
     _ = add_host_flag(
         "--slurm", action="store_true", help="submit the launch to Slurm; with --dry-run, print the batch script"
     )

@@ -133,7 +133,7 @@ class _Same(NamedTuple):
 
 
 _PROCESSES = _Same("--nproc-per-node", note="It counts the processes of one host.")
-_ENDPOINT = _Same("--rdzv-endpoint", "HOST:PORT", "One host alone needs none.")
+_ENDPOINT = _Same("--rdzv-endpoint", "HOST:PORT", "A single host needs none.")
 _OF_SLURM = _Same("--slurm-options", '"--gpus-per-node=8"', "It goes to sbatch.")
 _FREE = _Same("", note="Leave it out: ranks of one host meet at a free port.")
 _SHARDS = _Same("--strategy", "fsdp", "`accel.prepare` finds the blocks to shard.")

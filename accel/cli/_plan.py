@@ -236,8 +236,8 @@ status is 1 if nothing fits.
 
 CONFIG is a config.json of Hugging Face's transformers, or a folder with one."""
 NAMES: Mapping[str, tuple[str, ...]] = {"--precision": get_args(PrecisionName), "--optimizer": tuple(OPTIMIZERS)}
-_CALIBRATE = """Measure products, attention and memory of this machine's device by shape, and
-collectives where a launcher has started several ranks. FILE is for --efficiencies."""
+_CALIBRATE = """Measure matmuls, attention and memory of this machine's device by shape, and
+collectives if a launcher has started several ranks. FILE is for --efficiencies."""
 _LINK = "450GB,50GB"
 _MOST_RANKS = 1 << 14
 _SEARCHED_RANKS = 1 << 8
@@ -343,7 +343,7 @@ def _told(found: Efficiencies, path: Path) -> str:
     rates = ", ".join(f"{dtype} {flops / 1e12:.3g}" for dtype, flops in fastest.items())
     lines = [
         f"{path}: {found.device}, torch {found.torch}, {found.date}",
-        f"products, in 10^12 operations a second at most: {rates}",
+        f"matmuls, in 10^12 operations a second at most: {rates}",
         f"memory: {show_size(int(found.bandwidth))} a second",
     ]
     lines += [f"collectives of {found.messages[0].ranks} ranks"] if found.messages else []
@@ -360,10 +360,10 @@ def parser() -> Parser:
     _ = add("config", metavar="CONFIG", help=argparse.SUPPRESS)
     _ = add("--ranks", type=int, required=True, metavar="N", help="number of GPUs")
     _ = add("--memory", required=True, metavar="SIZE", help="memory of one GPU, such as 80GB")
-    _ = add("--reserve", default=RESERVED, metavar="SIZE", help=f"part of it for {RESERVED_FOR} (default: {RESERVED})")
-    _ = add("--tokens", type=int, default=4096, metavar="N", help="length of a sequence (default: 4096)")
-    _ = add("--batch", type=int, metavar="N", help="sequences of a step, of all ranks (default: one for each rank)")
-    _ = add("--rows", type=int, default=1, metavar="N", help="sequences of a micro-batch (default: 1)")
+    _ = add("--reserve", default=RESERVED, metavar="SIZE", help=f"memory kept for {RESERVED_FOR} (default: {RESERVED})")
+    _ = add("--tokens", type=int, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
+    _ = add("--batch", type=int, metavar="N", help="sequences per step over all ranks (default: one per rank)")
+    _ = add("--rows", type=int, default=1, metavar="N", help="sequences per micro-batch (default: 1)")
     _ = add("--precision", default="bf16", metavar="NAME", help=f"{', '.join(NAMES['--precision'])} (default: bf16)")
     _ = add("--optimizer", default="adamw", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
     _ = add("--host", type=int, default=hosts.ranks, metavar="N", help=f"GPUs of a host (default: {hosts.ranks})")
@@ -381,12 +381,14 @@ def parser() -> Parser:
     _ = add("--efficiencies", metavar="FILE", help="table of speeds by shape (default: published ones of H100)")
     _ = add("--power", type=float, metavar="W", help="power limit of a GPU in watts (default: that of the table)")
     _ = add("--calibrate", metavar="FILE", help="measure this machine's speeds and write such a table; takes no CONFIG")
-    _ = add("--images", type=int, default=1, metavar="N", help="images of a sequence, of models that see (default: 1)")
+    _ = add(
+        "--images", type=int, default=1, metavar="N", help="images per sequence, for models with vision (default: 1)"
+    )
     _ = add(
         "--image-size", type=int, default=448, metavar="N", dest="side",
-        help="side of an image in pixels, where the model takes any (default: 448)",
+        help="side of an image in pixels, if the model takes any (default: 448)",
     )  # fmt: skip
-    _ = add("--compiled", action="store_true", help="torch.compile fuses the operators between products")
+    _ = add("--compiled", action="store_true", help="torch.compile fuses the operators between matmuls")
     _ = add("--top", type=int, default=10, metavar="N", help="meshes to show (default: 10)")
     _ = add("--json", action="store_true", help="all meshes, for programs")
     return built

@@ -166,7 +166,7 @@ def interview(machine: Machine, present: Mapping[str, Any], *, arrows: bool) -> 
             default = fields[name].default
         answers[name] = _answer(fields[name], default, answers, arrows=arrows)
     more = [
-        Option("no", "keep the rest as it is"),
+        Option("no", "keep the other settings"),
         Option("yes", "hosts, accumulation, strategy, mesh, time-outs, output"),
     ]
     if choose("Look at the other settings too?", more, "no", arrows=arrows) == "yes":

@@ -196,7 +196,7 @@ def report_parser() -> Parser:
         type=_megabytes,
         default=MEDIA_ROOM,
         metavar="MB",
-        help=f"most of images, tables and other media on the page (default: {MEDIA_ROOM / 1e6:g})",
+        help=f"limit for images, tables and other media on the page (default: {MEDIA_ROOM / 1e6:g})",
     )
     _ = built.add_argument("--serve", action="store_true", help="serve the page, and keep it fresh, until Ctrl-C")
     _ = built.add_argument(
@@ -333,8 +333,8 @@ _WATCH_USAGE = "accel watch DIR [--every-s SECONDS] [--plain] [--once]"
 _WATCH_ABOUT = (
     "Follow a run: curves, throughput, ranks and checkpoints. DIR is a run's folder, as given to save_state and "
     "tracking; it need not exist yet. Without a terminal, a line is printed at each change until the run ends. The "
-    "exit status then is 0 of a run that finished or goes on, 1 of one that failed, was stopped or killed, 2 of one of "
-    "which nothing can be read, 3 without a run."
+    "exit status is then 0 if the run finished or continues, 1 if it failed, was stopped or killed, 2 if nothing of it "
+    "can be read, 3 if there is no run."
 )
 
 

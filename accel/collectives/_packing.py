@@ -317,7 +317,7 @@ def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:
     if leaf.is_nested or _is_wrapper(type(leaf)) or leaf.layout is not torch.strided or not _is_plain(leaf.dtype):
         raise TreeError(
             "a tensor that cannot be sent",
-            expected="a dense tensor with memory of its own",
+            expected="a dense tensor with separate memory",
             got=f"{'a nested ' if leaf.is_nested else ''}{type(leaf).__name__}, {leaf.layout}, {leaf.dtype}",
             where=path,
             fix=_dense_form(leaf),

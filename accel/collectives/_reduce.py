@@ -348,7 +348,7 @@ def _describe(ctx: DistContext, tree: Any, path: str) -> _Node:
         expected="dicts, lists and tuples of tensors and None, with keys of text or int",
         got=_kind(cast(object, tree)),
         where=f"{_NAME}, {path}",
-        fix="Take it apart, or use broadcast_object_list.",
+        fix="Split it, or use broadcast_object_list.",
     )
 
 

@@ -290,7 +290,7 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
     select_device(device)
     if device.type == "xla" and backend not in (None, xla.BACKEND):
         where = "backend=, ACCEL_BACKEND"
-        raise ConfigError("XLA tensors travel by XLA alone", expected="xla, or none", got=backend, where=where)
+        raise ConfigError("XLA tensors are sent by XLA only", expected="xla, or none", got=backend, where=where)
     chosen = backend or backend_of(device)
     # a backend for each kind of device: control messages and objects stay on the CPU, without a wait for the GPU
     both = chosen if device.type in ("cpu", "xla") else f"cpu:gloo,{device.type}:{chosen}"

@@ -217,7 +217,7 @@ def _problem(notes: Notes, size: int, waited_s: float, *, known: bool) -> str:
     if not absent:
         return "the connection between ranks broke, though all of them came"
     if waited_s:
-        return f"{_names(absent)} did not come within {waited_s:.0f} s"
+        return f"{_names(absent)} did not reach the collective within {waited_s:.0f} s"
     # ranks without a connection to the lost one notice when their neighbours raise
     return f"{'one of ' * (len(absent) > 1)}{_names(absent)} left: the connection is gone"
 

@@ -51,7 +51,7 @@ def position_on_mesh(comm: Comm, mesh: DeviceMesh, data_dims: Sequence[str] | No
             expected="one rank" if own is None else f"the {comm.size} ranks {own}",
             got=f"{len(ranks)}, {ranks}",
             where="mesh=",
-            fix="Pass the whole mesh, or make a context of its own ranks with from_mesh.",
+            fix="Pass the full mesh, or make a context of its ranks with from_mesh.",
         )
     return mesh_position(mesh.mesh_dim_names, mesh.shape, coordinate, data_dims)
 

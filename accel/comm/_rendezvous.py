@@ -94,7 +94,7 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
     except dist.DistStoreError as error:
         absent = _absent(store, env.world_size) if store is not None else []
         raise PeerError(
-            f"{', '.join(absent) or 'a rank'} did not come within {timeout_s:g} s",
+            f"{', '.join(absent) or 'a rank'} did not reach the collective within {timeout_s:g} s",
             expected=f"{env.world_size} ranks at {meeting_of(env)}",
             got=str(error).splitlines()[0],
             where="from_env",

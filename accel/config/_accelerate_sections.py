@@ -244,7 +244,7 @@ _FSDP: dict[str, tuple[object, ...]] = {
 }
 _FSDP_WHY = {
     "backward_prefetch": "gradients are reduced as torch's fully_shard does",
-    "state_dict_type": "save_state writes shards, save_model and get_state_dict whole tensors",
+    "state_dict_type": "save_state writes shards, save_model and get_state_dict full tensors",
     "activation_checkpointing": "call accel.checkpoint_activations in the script",
     "activation_checkpointing_offload": "call accel.checkpoint_activations in the script",
     "ignored_modules": "name them by patterns in Plan(ignored=...)",
@@ -265,7 +265,7 @@ _FP8_WHY = {
     "format": "Transformer Engine's HYBRID is used",
     "amax_compute_algo": "the largest of the history is used",
     "amax_compute_algorithm": "the largest of the history is used",
-    "pad_inner_dim": "layers with sizes that are no multiples of 16 stay as they are",
+    "pad_inner_dim": "layers with sizes that are no multiples of 16 are not converted",
 }
 _AXES: dict[str, tuple[object, ...]] = {
     "cp_backend": ("torch",),

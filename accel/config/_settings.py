@@ -28,7 +28,7 @@ Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 _PRECISIONS = {
     "auto": "the script's choice, else fp32",
     "fp32": "full precision: exact, slow on GPUs",
-    "tf32": "fp32 with faster, rounded products; NVIDIA GPUs since Ampere",
+    "tf32": "fp32 with faster, rounded matmuls; NVIDIA GPUs since Ampere",
     "bf16": "half the memory traffic, much faster; needs no loss scale",
     "fp16": "for GPUs without bf16; needs the loss scale",
     "pure-bf16": "parameters in bf16 too: least memory, less exact updates",
@@ -36,7 +36,7 @@ _PRECISIONS = {
 }
 _STRATEGIES = {
     "auto": "the script's choice, else ddp",
-    "ddp": "every rank holds the whole model, and gradients are averaged",
+    "ddp": "every rank holds the full model, and gradients are averaged",
     "fsdp": "ranks shard parameters, gradients and optimizer state: less memory, more messages",
     "deepspeed": "ZeRO by DeepSpeed, extra `deepspeed`, with the options of the setting deepspeed",
 }
@@ -48,7 +48,7 @@ _COMPILATIONS = {
 }
 _DEVICES = {
     "auto": "the machine's accelerator of any vendor, else the CPU",
-    "cpu": "the CPU, even where there are GPUs",
+    "cpu": "the CPU, even if there are GPUs",
     "cuda": "GPUs; an error if there are none",
     "xla": "TPUs, through torch_xla",
 }
@@ -104,7 +104,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Precision | PrecisionName | Auto,
         Meta(
             examples=["compute=bf16,fp8.scaling=rowwise"],
-            description="Number format to compute in, or the fields of a Precision; auto: the script's choice.",
+            description="Dtype to compute in, or the fields of a Precision; auto: the script's choice.",
             extra={"choices": _PRECISIONS, "fallback": "fp32"},
         ),
     ] = "auto"
@@ -118,7 +118,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Annotated[
         StrategyName | Auto,
         Meta(
-            description="Strategy that spreads a model over the ranks; auto: the script's choice.",
+            description="Strategy that distributes a model over the ranks; auto: the script's choice.",
             extra={"choices": _STRATEGIES, "fallback": "ddp"},
         ),
     ] = "auto"
@@ -126,7 +126,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Plan | Auto,
         Meta(
             examples=["units=Block,offload=true"],
-            description="Fields of the Plan by which prepare spreads models over the mesh; auto: the script's choice.",
+            description="Fields of the Plan by which prepare splits models over the mesh; auto: the script's choice.",
         ),
     ] = "auto"
     compile: Annotated[
@@ -156,7 +156,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[
         Seconds | Auto,
         Meta(
-            description="Seconds until a collective that misses a rank fails; auto: the script's choice, else 300.",
+            description="Seconds until a collective with a missing rank fails; auto: the script's choice, else 300.",
             extra={"fallback": 300.0},
         ),
     ] = "auto"
@@ -180,7 +180,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Alerts | Literal["none"],
         Meta(
             examples=["disk_full=0.9"],
-            description="Rules of alerts, and the command or webhook that they reach: a section of this name.",
+            description="Rules of alerts, and their command or webhook: a section of this name.",
             extra={"section": True},
         ),
     ] = "none"
@@ -212,12 +212,12 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
         Count | Span,
         Meta(
             examples=["1:4"],
-            description="Hosts of the job, each with a launcher of its own; 1:4: as many as come, 1 to 4.",
+            description="Hosts of the job, with one launcher each; 1:4: as many as arrive, 1 to 4.",
         ),
     ] = 1
     node_rank: Annotated[
         Annotated[int, Meta(ge=0, le=4095)] | Auto,
-        Meta(description="Rank of this host, from 0; auto: in the order in which hosts come."),
+        Meta(description="Rank of this host, from 0; auto: in the order in which hosts arrive."),
     ] = "auto"
     rdzv_endpoint: Annotated[
         str,
@@ -261,7 +261,7 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     ] = "auto"
     bind_cores: Annotated[
         bool,
-        Meta(description="Bind each process to cores of its own, near its GPU."),
+        Meta(description="Bind each process to separate cores near its GPU."),
     ] = False
     log_dir: Annotated[
         str,
@@ -278,7 +278,7 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     quiet: Annotated[bool, Meta(description="Show the output of rank 0 only.")] = False
     stop_grace_s: Annotated[
         Seconds,
-        Meta(description="Seconds that processes have to save and exit when the launch is stopped."),
+        Meta(description="Seconds for processes to save and exit when the launch is stopped."),
     ] = 10.0
     max_restarts: Annotated[
         Annotated[int, Meta(ge=0, le=100_000)],
@@ -286,7 +286,9 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     ] = 0
     hang_timeout_s: Annotated[
         Seconds | Literal["never"],
-        Meta(description="Seconds without output until the Python stack of each process is shown; none is ended."),
+        Meta(
+            description="Seconds without output until the Python stack of each process is printed; no process is ended."
+        ),
     ] = "never"
     slurm_options: Annotated[
         str,

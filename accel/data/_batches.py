@@ -141,7 +141,7 @@ def batches(
         if repeat and state is None:
             raise ConfigError(
                 "a pass without a position ends with its epoch",
-                expected="a state or a cursor beside repeat=True",
+                expected="a state or a cursor with repeat=True",
                 got="none",
                 where="batches, repeat=",
                 fix="Pass the state: accel.batches(ctx, loader, state, repeat=True).",

@@ -52,7 +52,7 @@ class StreamPosition(msgspec.Struct, frozen=True):
     Attributes:
         workers: positions of its reading processes; one if it reads without workers.
         turn: number of the worker with the next batch.
-        ranks: number of ranks that read a part each; 0 for a position in the whole stream, which fits any number of
+        ranks: number of ranks that read a part each; 0 for a position in the full stream, which fits any number of
             ranks.
     """
 
@@ -143,7 +143,7 @@ class LastPass:
             got=f"the cursor of a former pass: epoch {cursor.epoch}, {cursor.consumed} consumed",
             where="batches",
             fix="Write `state = state.next(batch)` in the loop, or `cursor = batch.next` where it carries a Cursor. To"
-            " read the epoch again, pass a state from a train_state of its own, or a new Cursor; to evaluate, leave it"
+            " read the epoch again, pass a state from another train_state, or a new Cursor; to evaluate, leave it"
             " out: accel.batches(ctx, loader).",
         )
 
@@ -167,7 +167,7 @@ class LastPass:
         if self._marks.find(cursor, "broken off") is not None:
             self._told = True
             logging.getLogger("accel.data").warning(
-                "this pass goes on inside epoch %d, behind %d samples of it, where the loop before left the epoch by "
+                "this pass resumes inside epoch %d, after %d of its samples, where the previous loop left the epoch by "
                 "`break`. To begin the next epoch instead, write `state = state.next_epoch()` after the loop",
                 cursor.epoch,
                 cursor.consumed,

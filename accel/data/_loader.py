@@ -123,7 +123,7 @@ def _check_loader(loader: Any) -> None:
     _refuse(
         changed and not hasattr(kind, "load_state_dict"),  # StatefulDataLoader's own way gives what torch's does
         "the loader changes what is iterated",
-        f"{kind.__name__}, a DataLoader with an __iter__ of its own",
+        f"{kind.__name__}, a DataLoader with its own __iter__",
         "Change samples in the dataset or in collate_fn, and pass a plain DataLoader.",
     )
     _refuse(

@@ -62,7 +62,7 @@ class EpochPlan(msgspec.Struct, frozen=True):
             raise DataError("the dataset is empty", expected="at least one sample", got=str(self.samples))
         if self.end == 0:
             raise DataError(
-                "drop_last drops the whole epoch",
+                "drop_last drops the full epoch",
                 expected=f"a global batch of at most {self.samples} samples",
                 got=str(self.global_batch),
                 fix="Lower the batch size, or leave drop_last out.",

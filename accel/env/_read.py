@@ -92,7 +92,7 @@ def _alone(environ: Mapping[str, str]) -> LaunchEnv:
         if name in environ:
             raise EnvError(
                 "the launcher's variables are incomplete",
-                expected=f"RANK and WORLD_SIZE beside {name}",
+                expected=f"RANK and WORLD_SIZE together with {name}",
                 got=f"{name} without them",
                 where="the environment",
                 fix=f"Start the script with `accel launch` or `torchrun`, or unset {name}.",

@@ -190,7 +190,7 @@ def _header(file: Path) -> Header:
 
 
 def _pickled(file: Path) -> Header:
-    """Return a file of torch.save as a header. It is read as weights alone: no code of it runs."""
+    """Return a file of torch.save as a header. It is read as weights only: no code of it runs."""
     torch: Any = import_module("torch")
     fake: Any = import_module("accel.tensors").fake_mode()
     try:

@@ -371,7 +371,7 @@ class Matching:
             self.source.saved.read_all(parts)
         except CheckpointError as failure:
             raise CheckpointError(
-                f"{failure.problem}; it was whole when it was checked, and parts of it have been loaded",
+                f"{failure.problem}; it was complete when it was checked, and parts of it have been loaded",
                 expected=failure.expected,
                 got=failure.got,
                 where=failure.where,
@@ -473,7 +473,7 @@ def _check_taken(left: Sequence[Set[str]]) -> None:
     if lost := sorted(name for name in left[0] if all(name in other for other in left)):
         raise CheckpointError(
             "stored, but in no rank's part:" + "".join(f"\n  {name}" for name in lost),
-            fix="Build the parts so that together they are the whole, or pass strict=False.",
+            fix="Build the parts so that together they are the full model, or pass strict=False.",
         )
 
 

@@ -55,7 +55,7 @@ def join_values(mine: Mapping[str, Item], said: Sequence[bytes]) -> Mapping[str,
     for name in sorted(set[str]().union(*ranks)):
         if missing := [rank for rank, own in enumerate(ranks) if name not in own]:
             raise CheckpointError(
-                "an item that is a part on some ranks and whole on others",
+                "an item that is a part on some ranks and full on others",
                 expected="a Part, or a ZeroRedundancyOptimizer, on every rank",
                 got=f"none on rank {', '.join(map(str, missing))}",
                 where=name,

@@ -54,7 +54,7 @@ def _is_staged(ctx: DistContext, live: Stateful) -> bool:
 def _divided(where: str, got: str) -> CheckpointError:
     """Return the error for an optimizer whose state does not follow its parameters."""
     return CheckpointError(
-        "an optimizer whose state dict has a form of its own is divided among ranks",
+        "an optimizer whose state dict is not in torch's form is divided among ranks",
         expected="a state dict with state and param_groups, as torch's, which belong to parameters by their positions",
         got=got,
         where=where,

@@ -147,7 +147,7 @@ def assign_node_ranks(terms: Sequence[HostTerms]) -> list[int]:
         raise LaunchError(
             "two hosts have one node_rank",
             got=f"node_rank={taken[0]} on {hosts}",
-            fix="Give each host a number of its own, or leave node_rank out on all.",
+            fix="Give each host a different number, or leave node_rank out on all.",
         )
     compare(terms, "Launch alike on all hosts.")
     free = iter(rank for rank in range(len(terms)) if rank not in asked)

@@ -78,7 +78,7 @@ def value_of(kind: Kind, name: str, state: float, weight: float) -> float:
     if kind != "count":
         return state
     if state != state or state % 1:
-        raise DataError("a count that is no whole number", got=str(state), where=name, fix='Declare it as a "sum".')
+        raise DataError("a count that is not an integer", got=str(state), where=name, fix='Declare it as a "sum".')
     return int(state)
 
 

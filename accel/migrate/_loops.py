@@ -62,7 +62,7 @@ def _own_loops(node: cst.CSTNode, outer: tuple[cst.CSTNode, ...] = ()) -> list[t
     return found
 
 
-_CLIPPED = "max_norm= clips by the norm of all parameters that the step changes, not of some models alone"
+_CLIPPED = "max_norm= clips by the norm of all parameters that the step changes, not of some models only"
 _AGAIN = (
     "gradients of all backward passes of a batch are averaged over ranks; in DDP a second one through a graph is not"
 )

@@ -134,7 +134,7 @@ def _are_experts(each: _Brought, apart: Sequence[int]) -> bool:
             expected="experts that prepare divides, or that fully_shard has taken with the model",
             got=str(each.mesh),
             where=f"{_WHERE}, {each.path}",
-            fix="Load the whole model, and let prepare divide it: accel.replace(ctx, mesh='dp=2,ep=2').",
+            fix="Load the full model, and let prepare divide it: accel.replace(ctx, mesh='dp=2,ep=2').",
         )
     return True
 

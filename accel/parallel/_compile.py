@@ -191,7 +191,7 @@ def checkpoint_activations(model: M, select: Select = "repeated", *, keep: Keep 
                 expected=", ".join(block.kept) or "none",
                 got=", ".join(kept) or "none",
                 where=f"checkpoint_activations, keep=, {name or type(model).__name__}",
-                fix="Choose the blocks of each call apart, by select=.",
+                fix="Choose the blocks of each call separately, by select=.",
             )
     add_mixin(chosen.values(), Recomputed, kept=kept)
     _mark_inside(unwrap_model(model))
@@ -271,7 +271,7 @@ def compile_model(
     if backend == "eager" and any(isinstance(module, Recomputed) for module in inner.modules()):
         raise ConfigError(
             "this backend draws other random numbers when a block is computed again, which makes gradients wrong",
-            expected="another backend beside checkpoint_activations",
+            expected="another backend with checkpoint_activations",
             got="eager",
             where="compile_model, backend=",
             fix="To debug, use aot_eager.",
@@ -341,12 +341,12 @@ def _check_overlap(model: nn.Module, regions: Iterable[nn.Module]) -> None:
             expected="a plan of styles, or regions without these modules",
             got=", ".join([path or "the model" for path, each in named_modules(model) if id(each) in parts][:5]),
             where="compile_model",
-            fix="Take styles alone: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(net, example=batch)).",
+            fix="Use only styles: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(net, example=batch)).",
         )
     inside = {id(each) for region in regions for each in region.modules() if OVERLAPS in vars(each)}
     if inside:
         raise ConfigError(
-            "torch does not compile layers that send beside their products",
+            "torch does not compile layers that overlap messages with matmuls",
             expected="a plan without overlap, or regions without layers that ranks along tp divide",
             got=", ".join([path for path, each in named_modules(model) if id(each) in inside][:5]),
             where="compile_model",

@@ -169,11 +169,11 @@ def check_methods(model: nn.Module, methods: Sequence[str], apart: Sequence[str]
                 expected="methods of the model, as 'encode'; paths of its submodules, as 'model.encoder'; or both",
                 got=f"{path!r}: {problem}",
                 where=_WHERE,
-                fix=did_you_mean(path, _callables(model)) or "Name what the script calls beside model(...).",
+                fix=did_you_mean(path, _callables(model)) or "Name what the script calls besides model(...).",
             )
     if apart:
         raise PrepareError(
-            "ranks along these axes divide forwards of the whole model alone",
+            "ranks along these axes divide only forwards of the full model",
             expected="no methods, or a mesh of dp and tp",
             got=f"{', '.join(map(repr, methods))}, and {', '.join(apart)}",
             where=_WHERE,
@@ -305,7 +305,7 @@ class _ShardedCall:
         methods = ", ".join(f'"{each}"' for each in dict.fromkeys([*self._methods, path]))
         line = f"accel.prepare_model(ctx, model, plan=accel.parallel.Plan(methods=({methods},)))"
         return PrepareError(
-            "a part of a sharded model is called alone, while its parameters are shards",
+            "a part of a sharded model is called outside the model, while its parameters are shards",
             expected="a call of the model, which gathers them, or of an entry that the plan names",
             got=f"a call of {path!r}, which runs {paths.get(id(module), '')!r}",
             where=f"{written_class(model).__name__}, {path}",

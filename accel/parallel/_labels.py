@@ -101,7 +101,7 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
             got=f"others for {', '.join(own)}",
             where=f"rank {rank}",
             fix="Call the model that prepare returned, outside of no_sync, and set requires_grad before preparing. Name"
-            " what is called in its place: accel.prepare_model(ctx, model, plan=accel.parallel.Plan(methods=("
+            " what is called instead: accel.prepare_model(ctx, model, plan=accel.parallel.Plan(methods=("
             '"encode",))).'
             " Gradients of your own go into DDP's by parameter.grad.copy_(...).",
         )

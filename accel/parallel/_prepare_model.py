@@ -343,7 +343,7 @@ def refuse_plan(ctx: DistContext, plan: Plan | None) -> None:
             expected="a strategy of accel",
             got=ctx.settings.strategy,
             where=ctx.launched.get("plan", "plan="),
-            fix="Leave it out: the engine has options of its own.",
+            fix="Leave it out: the engine has its own options.",
         )
 
 
@@ -367,7 +367,7 @@ def _check_used(ctx: DistContext, keywords: ReplicateOptions, spreads: Iterable[
             expected=f"none but {' and '.join(used)}" if used else "none",
             got=", ".join(ignored),
             where=f"prepare_model, strategy {ctx.strategy}",
-            fix="Leave them out: beside pp, tp or ep, fully_shard exchanges gradients under the strategy ddp too."
+            fix="Leave them out: with pp, tp or ep, fully_shard exchanges gradients under the strategy ddp too."
             if exchanges and data_dimension(ctx.strategy) == "replicate"
             else "Leave them out, or use the strategy ddp.",
         )

@@ -83,7 +83,7 @@ def check_unallocated(ctx: DistContext) -> None:
             expected="one rank, or a mesh of pp and tp",
             got=", ".join(named) or f"strategy {ctx.settings.strategy}",
             where="prepare_model(allocate=False)",
-            fix="Leave it out to train; to run a model that memory cannot hold, let each replica be a run of its own.",
+            fix="Leave it out to train; to run a model that memory cannot hold, run each replica separately.",
         )
 
 
@@ -141,11 +141,11 @@ def check_sparse(model: nn.Module, obstacles: Mapping[str, bool], where: str) ->
     names = ", ".join(list(tables)[:_SHOWN])
     if found := [each for each, stands in obstacles.items() if stands]:
         raise PrepareError(
-            "sparse gradients travel through DDP alone, and as they are",
+            "sparse gradients are exchanged by DDP only, and uncompressed",
             expected='strategy="ddp", on a mesh of replicas',
             got=f"embeddings with sparse=True and {', '.join(found)}",
             where=f"{where}, {names}",
-            fix="Build them with sparse=False, and take a dense optimizer in the place of SparseAdam.",
+            fix="Build them with sparse=False, and take a dense optimizer instead of SparseAdam.",
         )
     if dense := _dense_uses(model, {id(each) for each in tables.values()}):
         raise PrepareError(
@@ -153,7 +153,7 @@ def check_sparse(model: nn.Module, obstacles: Mapping[str, bool], where: str) ->
             expected="the weight of an embedding with sparse=True, in no other module",
             got=", ".join(dense[:_SHOWN]),
             where=where,
-            fix="Build the embedding with sparse=False, or give the other module a weight of its own.",
+            fix="Build the embedding with sparse=False, or give the other module a separate weight.",
         )
 
 
@@ -216,7 +216,7 @@ def check_frozen(model: nn.Module) -> None:
     if names:
         raise PrepareError(
             "quantized weights cannot be trained",
-            expected="frozen ones, beside adapters that train",
+            expected="frozen ones, with adapters that train",
             got=f"{len(names)} with requires_grad: {', '.join(names[:_SHOWN])}",
             where="prepare_model",
             fix="Freeze them, by model.get_parameter(name).requires_grad_(False).",
@@ -404,7 +404,7 @@ class _ChangesWatch(_FirstForward):
         if lost:
             raise ConfigError(
                 "the forward changes parameters that ranks divide, and the change is lost behind it",
-                expected="parameters that change between steps alone",
+                expected="parameters that change only between steps",
                 got=", ".join(f"{name} by {way}" for name, way in [*lost.items()][:_SHOWN]),
                 where="the first training forward of a prepared model",
                 fix="Change them between steps, as accel.Ema does for a model's average; or keep them whole, on a mesh "

@@ -81,8 +81,8 @@ def check_sharded(ctx: DistContext, model: nn.Module) -> None:
             ctx,
             name,
             len(_replica_ranks(ctx) or range(ctx.world_size)),
-            "a plain parameter beside sharded ones" if ranks is None else f"a mesh of {ranks}",
-            "Call fully_shard on the whole model too, on a mesh of all ranks.",
+            "a plain parameter next to sharded ones" if ranks is None else f"a mesh of {ranks}",
+            "Call fully_shard on the full model too, on a mesh of all ranks.",
         )
 
 

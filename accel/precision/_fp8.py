@@ -130,7 +130,7 @@ def fp8_layers(model: nn.Module, recipe: Fp8, spared: set[str]) -> list[str]:
     if not chosen:
         raise ConfigError(
             "no layer of the model would compute in fp8",
-            expected=f"linear layers inside the model, sizes multiples of {_MULTIPLE}, beside its first and its last",
+            expected=f"linear layers inside the model, sizes multiples of {_MULTIPLE}, besides its first and its last",
             got=f"{len(linear)} linear layers",
             where=f"Precision.fp8, {type(model).__name__}",
             fix="Pass precision='bf16', or Fp8(first_and_last=True).",
@@ -279,7 +279,7 @@ def convert_qat(ctx: DistContext, model: M) -> M:
         shown = with_article(type(model).__name__)
         raise PrepareError(
             "the model cannot be quantized",
-            expected="a whole model, prepared with Precision(qat=...)",
+            expected="a full model, prepared with Precision(qat=...)",
             got=f"{sharded} sharded" if sharded is not None else f"{shown} without prepared layers",
             where="convert_qat",
             fix="Save it by save_model, load the file into a model on one rank that apply_precision has prepared, and"

@@ -347,7 +347,7 @@ def _bar(runs: Sequence[RunData], charts: Sequence[ChartData]) -> Html:
     return element(
         "div",
         element("div", *controls, class_="controls"),
-        element("div", id="legend", role="group", aria_label="Runs: click to hide, Shift and click to see one alone"),
+        element("div", id="legend", role="group", aria_label="Runs: click to hide, Shift and click to see only one"),
         id="bar",
     )
 

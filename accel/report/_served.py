@@ -304,7 +304,7 @@ class _Reader(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer with a reason in plain text."""
         is_method = code == 501
-        text = "GET and HEAD alone are answered." if is_method else message or ""
+        text = "Only GET and HEAD are answered." if is_method else message or ""
         self._send(
             405 if is_method else code,
             f"{text}\n".encode(errors="replace"),

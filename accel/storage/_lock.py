@@ -109,7 +109,7 @@ def refusal(path: object, holder: Holder | None) -> CheckpointError:
         expected="one writer at a time",
         got=got,
         where=str(path),
-        fix="Give each run a folder of its own. If that process is gone, delete this file.",
+        fix="Give each run its own folder. If that process is gone, delete this file.",
     )
 
 
@@ -246,7 +246,7 @@ class RemoteLock:
                 "another writer has taken the lock meanwhile",
                 expected="one writer at a time",
                 where=str(self._path),
-                fix="Give each run a folder of its own; the checkpoint that the folder held is untouched.",
+                fix="Give each run its own folder; the checkpoint that the folder held is untouched.",
             )
 
     def release(self) -> None:

@@ -388,7 +388,7 @@ def make_folder(folder: Path) -> None:
     with disk_errors(folder), contextlib.suppress(FileExistsError):
         os.mkdir(folder)
     if not folder.is_dir():
-        raise CheckpointError("a file is in the place of a folder", where=str(folder), fix="Choose another `out`.")
+        raise CheckpointError("there is a file instead of a folder", where=str(folder), fix="Choose another `out`.")
     sync_folder(folder.parent)
 
 

@@ -99,7 +99,7 @@ def header_size(data: bytes | memoryview, size: int, where: str) -> int:
     """Return the bytes of a header, the eight of its length included; raise if they exceed the file's size."""
     if bytes(data[:_WORD]) == _POINTER:
         fix = "Fetch the files themselves: git lfs pull."
-        raise CheckpointError("a pointer of Git LFS in the place of the file", where=where, fix=fix)
+        raise CheckpointError("a Git LFS pointer instead of the file", where=where, fix=fix)
     length = int.from_bytes(data[:_WORD], "little")
     if len(data) < _WORD or length > min(_LARGEST, size - _WORD):
         raise _broken("the header does not fit the file", where)
@@ -166,7 +166,7 @@ def _bound(text: memoryview, names: Collection[str] | None, where: str) -> None:
 def _entry(name: str, text: msgspec.Raw, where: str) -> TensorHeader:
     """Decode a tensor's entry, unless its numbers would take long to multiply."""
     if len(memoryview(text)) > _LONGEST_ENTRY:
-        raise _broken(f"{name!r} has more than {_MOST_DIMS} dimensions, or other text beside them", where)
+        raise _broken(f"{name!r} has more than {_MOST_DIMS} dimensions, or other text", where)
     return msgspec.json.decode(text, type=TensorHeader)
 
 

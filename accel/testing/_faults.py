@@ -134,7 +134,7 @@ class Injector:
                 expected=f"rank {fault.rank} to come to {noun} #{_count_of(fault)}",
                 got=f"{made} in all, counted from #0",
                 where=repr(fault),
-                fix="Ask for an earlier one, or let the run go on for longer.",
+                fix="Choose an earlier one, or let the run continue for longer.",
             )
 
     def _write(self, rank: int, path: Path) -> None:

@@ -249,7 +249,7 @@ def _run(
         world.close()
     if dist.group.WORLD is not own_group:
         raise SimulationError(
-            "a rank opened or closed the default group of the whole process",
+            "a rank opened or closed the default group of the process",
             fix="Pass default_group=True: each rank then has its own, and torch opens no other.",
         )
     return results

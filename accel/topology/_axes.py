@@ -139,7 +139,7 @@ def check_axes_sizes(sizes: Mapping[str, int], *, where: str, error: type[AccelE
     if sizes.get("dp", 1) != 1 and parts:
         raise error(
             "two names for data parallelism",
-            expected="dp alone, or dp_replicate and dp_shard",
+            expected="only dp, or dp_replicate and dp_shard",
             got=f"dp={sizes['dp']} beside {' and '.join(parts)}",
             where=where,
             fix="dp means replicas or shards, by the strategy; a mesh of both names both.",
@@ -454,7 +454,7 @@ def _known(names: Sequence[str] | None, ndim: int) -> list[bool]:
         if ndim > 1:
             raise ConfigError(
                 "the mesh's names do not show which of its ranks share samples",
-                expected="a name for each dimension, or one dimension alone",
+                expected="a name for each dimension, or only one dimension",
                 got=f"{ndim} dimensions without names",
                 where="mesh=",
                 fix='Name them: init_device_mesh(..., mesh_dim_names=("dp", "tp")).',

@@ -324,7 +324,7 @@ class TrackedRun:
         lost = [lost for writer in self._writers if writer.tracker.flush is not None and (lost := writer.trouble())]
         for each in lost:
             if each.tracker not in self._gaps:
-                text = "log files are missing steps, and checkpoints go on without them: %s"
+                text = "log files are missing steps, and checkpoints continue without them: %s"
                 logging.getLogger("accel.trackers").warning(text, each)
         self._note_gaps(lost)
         return SavedRun(self.run.project, self.run.id, self.run.name, self._step, self._lines)

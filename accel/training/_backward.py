@@ -135,7 +135,7 @@ def _check_alike(accum: Accumulation, weight: float | torch.Tensor | None) -> No
         expected="weight= in all of them, or in none",
         got=f"{'none' if weight is None else 'one'} in micro-batch {accum.micro} of {accum.steps}",
         where="backward, weight=",
-        fix="Pass weight= each time, such as batch.valid; beside same_units=True too.",
+        fix="Pass weight= each time, such as batch.valid; also with same_units=True.",
     )
 
 
@@ -178,7 +178,7 @@ class Graph(NamedTuple):
         if leaves and (spread or any(map(is_dtensor, leaves))):
             raise ConfigError(
                 "parameters that are spread over ranks are no leaves of the graph",
-                expected="parameters that each rank holds whole, or other tensors",
+                expected="parameters that are replicated on each rank, or other tensors",
                 got=f"strategy {ctx.strategy} on {ctx.world_size} ranks",
                 where="backward, inputs=",
                 fix="Freeze the other parameters by requires_grad_(False).",
@@ -266,7 +266,7 @@ def _raise_mixed(error: RuntimeError) -> None:
                 " from nothing else",
                 got=got,
                 where="backward",
-                fix="Use the weight of such an embedding by its forward alone; where a batch looks nothing up, add"
+                fix="Use the weight of such an embedding only by its forward; if a batch looks nothing up, add"
                 " table(ids[:0]).sum() to the loss. Or build the embedding with sparse=False.",
             ) from error
 

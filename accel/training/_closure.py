@@ -140,7 +140,7 @@ def _checked(
         f"{len(optimizers)} optimizers": len(optimizers) != 1,
         "parameters that ranks divide": any(map(is_dtensor, parameters)),
         "a pipeline": ctx.axis("pp").size > 1,
-        "ranks that step alone": any(map(steps_alone, parameters)),
+        "ranks that step separately": any(map(steps_alone, parameters)),
         "a loss scale, as of fp16": state.scaler.dynamic or state.scaler.scale != 1.0,
         "master weights": ctx.precision.master_weights is not None,
     }
@@ -172,7 +172,7 @@ def _checked(
         )
     if not window.sync:
         raise StepError(
-            "each evaluation of a closure is a whole window",
+            "each evaluation of a closure is a full window",
             expected="a window of one batch",
             got=f"micro-batch {window.micro} of {window.steps}",
             where=_WHERE,

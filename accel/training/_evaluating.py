@@ -247,7 +247,7 @@ def _refuse_emptied(model: nn.Module) -> None:
     if (source := emptied_by(model)) is not None:
         raise PrepareError(
             "an average takes weights between passes, where these are empty",
-            expected="weights on each rank, whole or as DTensors",
+            expected="weights on each rank, replicated or as DTensors",
             got=f"{source}, which gathers weights for a pass",
             where="Ema(model)",
             fix="Take a stage below 3, or strategy='fsdp', whose shards are averaged.",

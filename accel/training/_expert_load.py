@@ -125,10 +125,10 @@ class ExpertLoad:
         if self._layers and speed is not None and all(each.holder is None for each in self._layers.values()):
             raise PrepareError(
                 "no router has a bias to balance experts by",
-                expected=f"a buffer {bias!r} in {', '.join(found)}, or in a module beside",
+                expected=f"a buffer {bias!r} in {', '.join(found)}, or in a neighbouring module",
                 got="none",
                 where=f"{_WHERE}(speed={speed})",
-                fix='Name yours, as in bias="expert_bias"; or leave speed out, to count alone.',
+                fix='Name yours, as in bias="expert_bias"; or leave speed out, to count only.',
             )
         for path, each in self._layers.items():
             if each.holder is not None:

@@ -175,7 +175,7 @@ def _check_arguments(ctx: DistContext, state: object, low: float, high: float, s
         )
     if engine_of(ctx) is not None:
         raise ConfigError(
-            "an engine keeps parameters and state of its own, which cannot be taken back",
+            "an engine keeps its own parameters and state, which cannot be restored",
             expected="the strategy ddp or fsdp",
             got=f"strategy {ctx.strategy}",
             where="find_lr",

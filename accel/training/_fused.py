@@ -114,7 +114,7 @@ def _step_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tens
     parameter.grad = None
     if counted := [key for key in narrow if key != "params" and narrow[key] is not group.get(key)]:
         raise ConfigError(
-            "this optimizer counts its steps for a whole group, so it cannot step single parameters",
+            "this optimizer counts its steps per group, so it cannot step single parameters",
             expected="an optimizer like those of torch.optim",
             got=f"{type(optimizer).__name__}, which changed {', '.join(counted)}",
             where="fused_step",

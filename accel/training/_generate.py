@@ -217,7 +217,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
                 "key=accel.seeding.Key(seed), to draw from",
             )
         elif not self.temperature and (has_key or self.top_k is not None or self.top_p is not None):
-            problem, expected = "key, top_k or top_p without a temperature", "temperature above 0 beside them"
+            problem, expected = "key, top_k or top_p without a temperature", "temperature above 0 with them"
         if problem:
             raise ConfigError("tokens cannot be drawn like this", expected=expected, got=problem, where="generate")
 
@@ -421,7 +421,7 @@ def _check(
         problem, got = "the model keeps no keys and values", with_article(type(unwrap_model(model)).__name__)
         expected, fix = "a model of transformers whose forward takes past_key_values", "Leave cache out."
     elif cached and has_inputs:
-        problem, got, fix = "inputs_of has no effect beside a cache", "both", "Pass cache=False, or leave it out."
+        problem, got, fix = "inputs_of has no effect with a cache", "both", "Pass cache=False, or leave it out."
     elif mask is not None and not cached:
         problem, got, fix = "a mask has no effect without a cache", "attention_mask=", "Let inputs_of give it."
     elif mask is not None and (mask.shape != ids.shape or not _pads_in_front(mask)):
@@ -484,7 +484,7 @@ def _check_causal(model: nn.Module, count: int, mask: Tensor | None, *, by_input
             expected="a model with a language head, or select=, which maps its outputs to logits",
             got=f"{with_article(named)}, whose can_generate() is False",
             where=_WHERE,
-            fix=f"Build the class with a head in the place of {named}, such as AutoModelForCausalLM's.",
+            fix=f"Build the class with a head instead of {named}, such as AutoModelForCausalLM's.",
         )
 
 

@@ -84,7 +84,7 @@ class LossProbe:
             got=f"{whole:.4g} for {rows} rows, {shown} for their halves",
             where="forward_backward, loss_fn=",
             fix='Return the sum: cross_entropy(logits, targets, reduction="sum"), or losses.sum(). weight= is the'
-            " number of units in the whole batch.",
+            " number of units in the full batch.",
         )
 
     def _is_mean(self, whole: float, halves: tuple[float, ...], given: tuple[Any, ...], rows: int) -> bool:

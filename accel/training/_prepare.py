@@ -75,7 +75,7 @@ def check_masters(optimizer: Optimizer) -> None:
             )
     if is_zero(optimizer):
         raise PrepareError(
-            "a ZeroRedundancyOptimizer steps parameters of its own",
+            "a ZeroRedundancyOptimizer steps its own parameters",
             expected="another optimizer, for Precision(master_weights=)",
             where="prepare_optimizer",
             fix='Pass strategy="fsdp" and precision="bf16": every rank then has a share of float32 parameters.',
@@ -340,7 +340,7 @@ def _check_kinds(objects: tuple[Any, ...]) -> None:
             where=f"prepare, argument {at + 1}",
             fix=_REGISTER
             if isinstance(each, nn.Parameter)
-            else "Use it as it is; only these four kinds need preparing.",
+            else "Use it unprepared; only these four kinds need preparing.",
             error=PrepareError,
         )
 
@@ -377,7 +377,7 @@ def _check_replaced(ctx: DistContext, objects: tuple[Any, ...]) -> None:
     if len(known) < len(listed):
         raise PrepareError(
             "two models share parameters, and only one would get the shards",
-            expected="models with parameters of their own",
+            expected="models with different parameters",
             where="prepare, strategy fsdp",
             fix="Put both into one module, and prepare that.",
         )

@@ -203,8 +203,8 @@ class TrainState(msgspec.Struct, frozen=True, weakref=True):
                 expected=_position(self.cursor),
                 got=_position(batch.start),
                 where="state.next",
-                fix="Keep the result in every batch: state = state.next(batch). A second loader needs a cursor of its"
-                " own.",
+                fix="Keep the result in every batch: state = state.next(batch). A second loader needs a separate"
+                " cursor.",
             )
         accum = next_micro_batch(self.accum, last=last or batch.is_last)
         return msgspec.structs.replace(self, cursor=batch.next, accum=accum, valid=batch.valid, figures=figures)
@@ -231,7 +231,7 @@ class TrainState(msgspec.Struct, frozen=True, weakref=True):
                 expected="state = state.next_epoch()",
                 got="the state before it",
                 where="accel.batches",
-                fix="Keep the result: without it the pass goes on in the same epoch.",
+                fix="Keep the result: without it the pass continues in the same epoch.",
             )
 
     def at(self, cursor: Cursor) -> Self:
@@ -323,7 +323,7 @@ def discard(state: TrainState, *models: nn.Module) -> TrainState:
         raise ConfigError(
             "no model to discard the gradients of",
             expected="every model that the window trains",
-            got="a state alone",
+            got="only a state",
             where="discard",
             fix="state = accel.training.discard(state, model)",
         )
@@ -427,9 +427,9 @@ def _other_record(function: Callable[..., Any], at: int, keeps: str, given: list
         records = ["accum"] if name == "accumulate" else ["scaler", "accum"][: 1 + any(map(_is_window, parts))]
         models = ["model"] if name == "accumulate" else []
         call = f"accel.training.parts.{name}({', '.join([*before, *records, *behind, *models])})"
-        fix = f"A loss scale and an accumulation apart: {keeps.format(call)}"
+        fix = f"For a separate loss scale and accumulation: {keeps.format(call)}"
     return ConfigError(
-        "a step carries the whole state",
+        "a step carries the full state",
         expected=f"a TrainState, from {state}",
         got=", ".join(type(each).__name__ for each in parts or given[:1]),
         where=f"{name}, state",

@@ -75,10 +75,10 @@ def train_step(
     check_kind(
         state,
         TrainState,
-        "train_step carries the whole state",
+        "train_step carries the full state",
         expected="a TrainState, from accel.train_state(ctx)",
         where="train_step, state",
-        fix="A loss scale and an accumulation apart have a loop of their own: see accel.training.parts.",
+        fix="For a separate loss scale and accumulation see accel.training.parts.",
     )
     inputs, targets = _pair(batch, inputs, targets)
     state = state.next(batch, last=last)
@@ -98,7 +98,7 @@ def _pair(batch: Batch, inputs: Any, targets: Any) -> tuple[Any, Any]:
         raise ConfigError(
             f"{given}= without {lacking}=",
             expected="both, or neither for a pair in batch.data",
-            got=f"{given}= alone",
+            got=f"{given}= only",
             where="train_step",
             fix="A loss without targets needs the open loop: accel.forward_backward and accel.optimizer_step.",
         )

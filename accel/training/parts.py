@@ -118,8 +118,8 @@ def backward(
     if accum is None and (weight is not None or (retain_graph and ctx.world_size > 1)):
         raise ConfigError(
             "a weight, or a graph that is kept, needs an accumulation, which notes it",
-            expected="an Accumulation beside weight= or retain_graph=",
-            got="a LossScale alone",
+            expected="an Accumulation with weight= or retain_graph=",
+            got="only a LossScale",
             where="backward",
             fix="accum = accel.training.parts.backward(ctx, loss, scaler, accel.Accumulation().next(), weight=weight)",
         )

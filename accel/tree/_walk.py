@@ -265,7 +265,7 @@ def _parts(node: object, trail: _Trail, containers: Containers) -> tuple[Sequenc
         return list(found), list(found.values())
     if isinstance(node, Mapping | Set | tuple | list) or (isinstance(node, Sequence) and not isinstance(node, range)):
         raise TreeError(
-            "a container of a kind that cannot be taken apart",
+            "a container of a type that cannot be flattened",
             expected="dict or a mapping made from one, list, tuple, namedtuple, dataclass, msgspec.Struct, or a kind of"
             " ctx.containers",
             got=type(cast(object, node)).__name__,

@@ -114,7 +114,7 @@ class Opaque:
         (Opaque(), "state_dict"),
         (numpy.zeros(2, dtype=object), "numbers, texts"),
         (numpy.zeros(2, dtype="i4,f8"), "numbers, texts"),
-        (torch.optim.SGD([torch.zeros(1)], lr=0.1), "an item of its own"),
+        (torch.optim.SGD([torch.zeros(1)], lr=0.1), "a separate item"),
         (collections.defaultdict(int), "dict"),
         (type("Queue", (deque,), {})([1]), "list, tuple, deque"),
         (bytearray(b"x"), "bytes"),

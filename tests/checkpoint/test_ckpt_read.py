@@ -84,4 +84,4 @@ def test_a_disk_that_fails_after_everything_was_checked_is_told_by_every_rank(
     monkeypatch.setattr(OpenDirectory, "read_into", fail)
     one, other = simulate(body, 2)
     assert one == other
-    assert "a bad sector; it was whole when it was checked, and parts of it have been loaded" in one
+    assert "a bad sector; it was complete when it was checked, and parts of it have been loaded" in one

@@ -72,11 +72,11 @@ def test_recipes_do_what_torch_does_and_lead_back(
 @pytest.mark.parametrize(
     ("recipe", "problem"),
     [
-        (Recipe("concat", ("a", "z"), "b"), "sources are missing beside a"),
+        (Recipe("concat", ("a", "z"), "b"), "sources are missing next to a"),
         (Recipe("concat", ("a", "wide"), "b"), "sources differ"),
         (Recipe("split", "a", ("x", "y")), "5 is not split into"),
         (Recipe("transpose", "a", "b", dim=2), "has no dimension 2"),
-        (Recipe("stack", "list.{at}", "b"), "sources are missing beside list.0, list.2"),
+        (Recipe("stack", "list.{at}", "b"), "sources are missing next to list.0, list.2"),
         (Recipe("stack", "{at}", "b"), "'a' has no number"),
         (Recipe("rename", "{x}", "wide.{x}"), ""),
         (Recipe("rename", "a", "wide"), "the name 'wide' is taken"),

@@ -70,7 +70,7 @@ def test_the_site_is_opened_once_its_address_is_set(
     assert main(["docs", "prepare", "--web"]) == 0
     assert main(["docs", "concepts/weights.md", "--web"]) == 0
     root = "https://docs.example"
-    assert opened == [f"{root}/api/accel/#accel.prepare", f"{root}/concepts/weights/"]
+    assert opened == [f"{root}/api/accel-training/#accel.prepare", f"{root}/concepts/weights/"]
 
 
 def test_an_installation_reads_the_pages_of_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_a_function_makes_the_model(folder: Path, capsys: pytest.CaptureFixture[
     assert (found.order, found.cast_bytes("cpu")) == ((), 64 * 64 * 4)
     assert main(["estimate", "big_nets:net", *flags.split()]) == 0
     text = capsys.readouterr().out
-    assert "matrices at home in F8_E4M3" in text
+    assert "matrices stored in F8_E4M3" in text
     assert "16.4 kB to cast" in text
 
 
@@ -103,7 +103,7 @@ def test_a_function_makes_the_model(folder: Path, capsys: pytest.CaptureFixture[
         ("--storage-dtype bfloat16", "no effect without one: got --storage-dtype"),
         ("--device-map 0=1GB --storage-dtype fp8", "not a dtype of weights"),
         ("--device-map 0=1GB --storage-skip h.0.*", "no effect without --storage-dtype"),
-        ("--device-map 0=1GB --memory 5GB --nproc 2", "beside a device map: got --memory, --nproc"),
+        ("--device-map 0=1GB --memory 5GB --nproc 2", "together with a device map: got --memory, --nproc"),
         ("--device-map 0=1GB,0=2GB", "a place with two limits"),
         ("--device-map 0=1GB --placement first", "unknown placement"),
         ("--device-map 0=1GB --fill low", "unknown way to fill"),

@@ -270,7 +270,7 @@ REFUSED = {
     "any order": (lambda: DataLoader(DATA, num_workers=1, in_order=False), "in_order=False"),
     "no length": (lambda: DataLoader(Unsized()), "no __len__"),
     "empty": (lambda: DataLoader([]), "empty"),
-    "all dropped": (lambda: DataLoader(DATA, batch_size=11, drop_last=True), "drops the whole epoch"),
+    "all dropped": (lambda: DataLoader(DATA, batch_size=11, drop_last=True), "drops the full epoch"),
     "own iteration": (lambda: Filtering(DATA), "changes what is iterated: got Filtering.*collate_fn"),
     "own iterator": (lambda: Counting(DATA), "changes what is iterated"),
     "begun": (lambda: Begun(DATA), "a cursor marks the start of a pass.*a loaded state_dict"),

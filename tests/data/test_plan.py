@@ -121,7 +121,7 @@ def test_a_cursor_holds_counts(name, value):
         ({"samples": 0}, DataError, "empty"),
         ({"global_batch": 0}, ConfigError, "an integer from 1"),
         ({"global_batch": -4}, ConfigError, "-4"),
-        ({"global_batch": 11, "tail": "drop"}, DataError, "drops the whole epoch.*at most 10"),
+        ({"global_batch": 11, "tail": "drop"}, DataError, "drops the full epoch.*at most 10"),
         ({"tail": "padd"}, ConfigError, "ragged, pad, drop.*'padd'.*`pad`"),
         ({"tail": None}, ConfigError, "ragged, pad, drop"),
     ],

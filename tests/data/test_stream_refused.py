@@ -190,7 +190,7 @@ def test_a_container_that_cannot_be_taken_apart(ranks, mode):
         odd = mode == "dispatch" or ctx.rank == 2
         return make_loader(ctx, Stream(9), mode, 2, collate_fn=lambda _: {"x": deque() if odd else 1})
 
-    _everywhere(ranks, make, TreeError, r"rank \d: .*cannot be taken apart.*got deque.*\$\.x")
+    _everywhere(ranks, make, TreeError, r"rank \d: .*cannot be flattened.*got deque.*\$\.x")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -200,7 +200,7 @@ def test_a_container_that_cannot_be_taken_apart_in_a_later_batch(ranks, mode, wo
         return deque() if samples[0][0] >= 6 else torch.tensor(samples)
 
     make = lambda ctx: make_loader(ctx, Stream(40), mode, 2, collate_fn=collate, num_workers=workers)  # noqa: E731
-    _everywhere(ranks, make, TreeError, r"cannot be taken apart.*got deque", steps=1)
+    _everywhere(ranks, make, TreeError, r"cannot be flattened.*got deque", steps=1)
 
 
 @pytest.mark.parametrize("mode", [*MODES, "own"])

@@ -124,7 +124,7 @@ def test_a_checkpoint_keeps_where_every_rank_is(ranks, tmp_path, mode, workers):
 
     assert ranks.run(save, 2) == ranks.run(load, 2)
     if mode == "shards":
-        with pytest.raises(DataError, match=r"2 ranks that read parts.*as many ranks as before"):
+        with pytest.raises(DataError, match=r"2 ranks that read different parts.*as many ranks as before"):
             ranks.run(load_elsewhere, 3)
     else:
         ids = ranks.run(load_elsewhere, 3)[0]
@@ -316,8 +316,8 @@ def _position(ranks_=0, workers=1, state=None):
     ("mode", "cursor", "said"),
     [
         ("shards", Cursor(consumed=3), "has no position"),
-        ("dispatch", Cursor(consumed=3, stream=_position(ranks_=2)), "divided in another way.*whole stream"),
-        ("shards", Cursor(consumed=3, stream=_position()), "divided in another way.*2 ranks that read parts"),
+        ("dispatch", Cursor(consumed=3, stream=_position(ranks_=2)), "divided in another way.*full stream"),
+        ("shards", Cursor(consumed=3, stream=_position()), "divided in another way.*2 ranks that read different parts"),
         ("dispatch", Cursor(consumed=3, stream=_position(workers=2)), "num_workers=2, as when.*got num_workers=0"),
         ("dispatch", Cursor(consumed=3, of="9 samples in sequence"), "belongs to another order"),
         ("dispatch", Cursor(consumed=99), "ended before the cursor's position.*got 9"),

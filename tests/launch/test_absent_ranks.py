@@ -34,12 +34,12 @@ def entered(*, waiting: bool) -> list[EnteredCollective]:
 def test_ranks_that_are_in_no_collective_come_first() -> None:
     heard = {0: RankAnswer(IN_BACKWARD), 1: RankAnswer(LOADING), 3: RankAnswer(IN_GATHER), 4: RankAnswer(IN_BACKWARD)}
     lines = absent_report([locate(heard, [2])]).splitlines()
-    assert lines[0].startswith("accel: rank 2 left")
-    assert lines[1].startswith("accel: rank 1 did not come: at /home/ada/train.py:7 in load")
+    assert lines[0].startswith("accel: rank 2 exited")
+    assert lines[1].startswith("accel: rank 1 never reached the collective: at /home/ada/train.py:7 in load")
     assert [line.split(":")[1] for line in lines[2:]] == [" ranks 0, 3, 4 waited"]
 
 
-@pytest.mark.parametrize(("waiting", "came"), [(True, "waited"), (False, "did not come")])
+@pytest.mark.parametrize(("waiting", "came"), [(True, "waited"), (False, "never reached the collective")])
 def test_what_torch_recorded_counts_before_the_stack(waiting: bool, came: str) -> None:
     heard = {0: RankAnswer(IN_BACKWARD, asked=True, calls=entered(waiting=waiting))}
     assert absent_report([locate(heard, [])]).startswith(f"accel: rank 0 {came}: ")
@@ -94,11 +94,11 @@ def test_a_silence_is_reported_again_once_the_places_have_changed() -> None:
 @pytest.mark.parametrize(
     ("leaves", "named"),
     [
-        pytest.param("time.sleep(60)", "rank 1 did not come: at {script}:8 in <module>", marks=pytest.mark.slow),
-        ("os._exit(0)", "rank 1 left the run with status 0, while other ranks went on"),
         pytest.param(
-            "sys.exit(0)", "rank 1 left the run with status 0, while other ranks went on", marks=pytest.mark.slow
+            "time.sleep(60)", "rank 1 never reached the collective: at {script}:8 in <module>", marks=pytest.mark.slow
         ),
+        ("os._exit(0)", "rank 1 exited with status 0, while other ranks continued"),
+        pytest.param("sys.exit(0)", "rank 1 exited with status 0, while other ranks continued", marks=pytest.mark.slow),
     ],
 )
 def test_the_rank_that_a_backward_misses_stands_in_the_first_line(

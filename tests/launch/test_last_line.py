@@ -114,7 +114,7 @@ def test_what_terminals_act_on_is_escaped(capsys: pytest.CaptureFixture[str]) ->
 def test_a_stopped_rank_is_said_to_be_stopped() -> None:
     heard = {0: RankAnswer(stack=f'  File "{USER}", line 3 in step\n'), 1: RankAnswer(stopped="stopped by a debugger")}
     assert "accel: rank 1: stopped by a debugger\n" in hang_report(heard, 5.0)
-    assert "accel: rank 1 did not come: stopped by a debugger\n" in absent_report([locate(heard, [])])
+    assert "accel: rank 1 never reached the collective: stopped by a debugger\n" in absent_report([locate(heard, [])])
 
 
 FAILING = """
@@ -154,7 +154,7 @@ def test_a_rank_that_was_stopped_is_found_by_the_watch(workspace: Workspace) -> 
     assert launcher.stderr is not None
     lines = iter(launcher.stderr.readline, "")
     found = next(line for line in lines if line.startswith("accel: rank 1: "))
-    assert found == f"accel: rank 1: stopped by a signal (state T); `kill -CONT {stopped}` lets it go on\n"
+    assert found == f"accel: rank 1: stopped by a signal (state T); `kill -CONT {stopped}` continues it\n"
     os.kill(stopped, signal.SIGCONT)
     launcher.send_signal(signal.SIGTERM)
     launcher.communicate(timeout=patience(20))

@@ -108,9 +108,9 @@ def test_each_host_gets_its_place_and_its_slots() -> None:
 @pytest.mark.parametrize(
     ("config", "told", "problem"),
     [
-        (LaunchConfig(nnodes=2), "nnodes", "nnodes beside a file of hosts"),
+        (LaunchConfig(nnodes=2), "nnodes", "nnodes together with a file of hosts"),
         (LaunchConfig(nproc_per_node=3), "nproc_per_node", "expected 2, got 3"),
-        (LaunchConfig(gpu_ids=(0,)), "gpu_ids", "gpu_ids beside slots of a filter"),
+        (LaunchConfig(gpu_ids=(0,)), "gpu_ids", "gpu_ids together with slots of a filter"),
     ],
 )
 def test_what_the_file_says_is_not_said_again(config: LaunchConfig, told: str, problem: str) -> None:

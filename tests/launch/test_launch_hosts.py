@@ -171,7 +171,7 @@ def test_a_late_host_that_does_not_fit_is_refused_and_the_others_go_on(workspace
     ):
         status, _, err = ended(workspace.start(*flags, *own, "60"))
         assert status == 2
-        fix = r"The job goes on without this host; launch alike here\."
+        fix = r"The job continues without this host; launch here with the same settings\."
         assert re.fullmatch(rf"accel: error: hosts do not agree on {told}\. {fix}\n", err), err
     (workspace.folder / "enough").touch()
     status, out, err = ended(running)
@@ -210,8 +210,8 @@ def test_a_signal_while_hosts_are_awaited_ends_the_launch(workspace: Workspace) 
 @pytest.mark.parametrize(
     ("leaves", "named"),
     [
-        ("time.sleep(60)", "did not come: at {script}:8 in <module>"),
-        ("os._exit(0)", "left the run with status 0, while other ranks went on"),
+        ("time.sleep(60)", "never reached the collective: at {script}:8 in <module>"),
+        ("os._exit(0)", "exited with status 0, while other ranks continued"),
     ],
 )
 def test_the_rank_that_a_backward_misses_is_named_first_on_all_hosts(
@@ -279,7 +279,10 @@ def test_a_host_that_is_cut_off_is_reported_in_time_on_both_sides(hosts: Hosts, 
         assert re.search(r"^accel: rank \d on h\d failed: accel\.errors\.PeerError: ", err, re.M), err
         assert "accel: ranks 0 on h" in err, err
         errors.append(err)
-    missing = r"^accel: rank \d on h1 did not come: no answer from the launcher\naccel: rank \d on h0 failed: "
+    missing = (
+        r"^accel: rank \d on h1 never reached the collective: no answer from the launcher\n"
+        r"accel: rank \d on h0 failed: "
+    )
     assert re.search(missing, errors[0], re.M), errors[0]  # the other launcher cannot reach the store
     assert time.monotonic() - cut < 8 + 5 + 4 * slow_s  # nearly 5 where nothing else computes
 

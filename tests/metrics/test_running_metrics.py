@@ -281,7 +281,7 @@ def test_sums_are_float64_and_keep_no_graph():
         (lambda m, w: m.add(0, x=torch.zeros(2)).add(1, x=torch.zeros(3)), DataError, r"\[2\].*\[3\]"),
         (lambda m, w: m.add(1, x=1.0).add(1, x=torch.zeros(3)), DataError, "a number, as before"),
         (lambda m, w: m.add(1, x=torch.zeros(3)).add(1, x=1.0), DataError, "another form"),
-        (lambda m, w: m.add(1, n=0.5).read(accel.single()), DataError, "no whole number.*at n"),
+        (lambda m, w: m.add(1, n=0.5).read(accel.single()), DataError, "not an integer.*at n"),
         (lambda m, w: m.read(m), ConfigError, r"metrics\.read\(ctx\)"),
         (lambda m, w: accel.metrics.running_metrics(), ConfigError, 'loss="mean"'),
         (lambda m, w: accel.metrics.running_metrics(loss="avg"), ConfigError, "'loss'.*mean, sum, count"),

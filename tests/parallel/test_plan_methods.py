@@ -212,7 +212,7 @@ def test_a_part_called_alone_names_the_line_that_makes_it_work(
 ) -> None:
     plan = Plan()
     for at in range(len(named)):
-        with pytest.raises(PrepareError, match="called alone") as raised:
+        with pytest.raises(PrepareError, match="called outside the model") as raised:
             ranks.run(partial(_evaluated, call=call, plan=plan), 2, default_group=True)
         line = raised.value.fix.partition(": ")[2]
         found: dict[str, Plan] = {}

@@ -266,7 +266,7 @@ def test_folders_are_made_with_their_parents_and_not_over_files(tmp_path: Path) 
     make_folder(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="a file is in the place"):
+    with pytest.raises(CheckpointError, match="there is a file instead"):
         make_folder(tmp_path / "file")
     with pytest.raises(CheckpointError):
         make_folder(tmp_path / "file" / "below")

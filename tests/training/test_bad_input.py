@@ -226,7 +226,7 @@ MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
     "weight without accum": (
         lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=2, accum=None),
         ConfigError,
-        "an Accumulation beside weight= or retain_graph=",
+        "an Accumulation with weight= or retain_graph=",
     ),
     "scale changed within the window": (
         lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=2, scaler=accel.LossScale(8.0)),

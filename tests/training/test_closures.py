@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[type[AccelError], str, Callable[..., Any]]] = {
     ),
     "the parts": (
         ConfigError,
-        "carries the whole state",
+        "carries the full state",
         lambda ctx, optimizer, loss_of, **_: accel.optimizer_step(
             ctx, optimizer, accel.LossScale(), accel.Accumulation(), closure=loss_of
         ),
@@ -265,7 +265,7 @@ def test_shards_and_loss_scales_are_refused(ranks: Simulator, strategy: Any, pre
 def test_a_window_of_several_batches_is_refused() -> None:
     ctx = accel.single()
     _, optimizer, state, loss_of = begun(ctx, accumulation=2)
-    with pytest.raises(StepError, match="a whole window") as error:
+    with pytest.raises(StepError, match="a full window") as error:
         accel.optimizer_step(ctx, optimizer, state, closure=loss_of)
     line = error.value.fix.partition(";")[0]
     scope = {"accel": accel, "ctx": ctx}

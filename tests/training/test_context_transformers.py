@@ -259,7 +259,7 @@ def test_the_models_own_loss_takes_labels_that_are_shifted(ranks: Simulator) -> 
         ({"attention_mask": torch.ones(4, LENGTH)}, "a mask of other positions"),
         ({"attention_mask": torch.zeros(4, 1, LENGTH // 2, LENGTH // 2)}, "a mask of other positions"),
         ({"labels": True}, "shift_labels=part"),
-        ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "Pass text alone"),
+        ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "Pass text only"),
     ],
 )
 def test_inputs_that_cannot_follow_a_cut_are_refused(ranks: Simulator, changes: Any, words: str) -> None:

@@ -212,7 +212,7 @@ def test_passes_that_ddp_cannot_tell_apart_are_refused(ranks):
 def test_a_second_pass_that_nothing_remembers_is_refused(ranks):
     def rank(ctx):
         model = accel.prepare_model(ctx, _heads())
-        with pytest.raises(ConfigError, match=r"an Accumulation beside .*retain_graph="):
+        with pytest.raises(ConfigError, match=r"an Accumulation with .*retain_graph="):
             accel.training.parts.backward(ctx, _losses(model, _inputs(0))[0], accel.LossScale(), retain_graph=True)
         return True
 

@@ -258,9 +258,9 @@ def test_a_gradient_that_would_not_reach_every_rank_is_refused(ranks):
         fully_shard(beside[0], mesh=init_device_mesh("cpu", (WORLD,)))
         with pytest.raises(PrepareError, match=r"mesh of all 4 ranks, got a mesh of 2.* 0\.weight"):
             accel.prepare_model(ctx, part)
-        with pytest.raises(PrepareError, match=r"a plain parameter beside sharded ones.* 2\.weight"):
+        with pytest.raises(PrepareError, match=r"a plain parameter next to sharded ones.* 2\.weight"):
             accel.prepare_model(ctx, beside)
-        with pytest.raises(PrepareError, match="fully_shard on the whole model"):
+        with pytest.raises(PrepareError, match="fully_shard on the full model"):
             accel.no_sync(ctx, beside)
         beside[2].requires_grad_(False)
         assert accel.prepare_model(ctx, beside) is beside

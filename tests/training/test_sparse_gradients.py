@@ -340,7 +340,7 @@ class Other(nn.Module):
 def test_gradients_that_ddp_does_not_expect_are_told(use: str, text: str) -> None:
     def step(ctx: accel.DistContext) -> None:
         model = accel.prepare_model(ctx, Other(use), find_unused_parameters=use == "none")
-        with pytest.raises(StepError, match=f"{text}.*forward alone"):
+        with pytest.raises(StepError, match=f"{text}.*only by its forward"):
             accel.training.parts.backward(ctx, model(torch.tensor([1, 2])).mean(), accel.LossScale())
 
     _ = simulate(step, 2)

@@ -177,7 +177,7 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
         run.step(summed)
     with pytest.raises(accel.errors.StepError, match=r"does not begin at the state's position.*epoch 0, 6 samples"):
         summed.next(batch)
-    with pytest.raises(accel.errors.ConfigError, match=r"carries the whole state: .*got Accumulation"):
+    with pytest.raises(accel.errors.ConfigError, match=r"carries the full state: .*got Accumulation"):
         accel.backward(ctx, run.loss(batch), begun, begun.accum)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
@@ -339,7 +339,7 @@ def test_a_second_loader_beside_the_first_has_a_cursor_of_its_own() -> None:
     other = accel.prepare_loader(ctx, DataLoader(TensorDataset(torch.arange(40)), batch_size=8))
     state, cursor = run.start, accel.Cursor(seed=7)
     for batch, beside in zip(accel.batches(ctx, run.loader, state), accel.batches(ctx, other, cursor), strict=False):
-        with pytest.raises(accel.errors.StepError, match="cursor of its own"):
+        with pytest.raises(accel.errors.StepError, match="separate cursor"):
             state.next(beside)
         state = run.micro(state, batch)
         cursor = beside.next

@@ -49,7 +49,7 @@ def test_the_rank_is_xlas(torch_xla: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_other_backends_are_refused(torch_xla: Any) -> None:
-    with pytest.raises(ConfigError, match="XLA tensors travel by XLA alone: expected xla, or none, got gloo"):
+    with pytest.raises(ConfigError, match="XLA tensors are sent by XLA only: expected xla, or none, got gloo"):
         connect(LaunchEnv(world_size=2), DEVICE, "gloo", 1.0)
 
 

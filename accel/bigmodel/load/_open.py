@@ -145,7 +145,7 @@ def safetensors_in(ranges: ByteRanges, name: str, where: str) -> dict[str, Strid
 
 
 def pickled_in(path: Path) -> dict[str, Strided]:
-    """Return the tensors of a file of torch.save, which is read as weights alone: no code of it runs.
+    """Return the tensors of a file of torch.save, which is read as weights only: no code of it runs.
 
     Raises `CheckpointError` for other content, and for the format before torch 1.6.
     """
@@ -161,8 +161,8 @@ def pickled_in(path: Path) -> dict[str, Strided]:
     for name, tensor in cast("Mapping[Any, Any]", loaded).items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             got = f"{type(tensor).__name__} under {name!r}"
-            fix = "Save the state dict in it alone: torch.save(torch.load(path, weights_only=True)[name], path)."
-            fix = fix if isinstance(tensor, Mapping) else "Save its tensors alone, by name."
+            fix = "Save only its state dict: torch.save(torch.load(path, weights_only=True)[name], path)."
+            fix = fix if isinstance(tensor, Mapping) else "Save only its tensors, by name."
             raise CheckpointError("not weights by name", expected="a state dict", got=got, where=str(path), fix=fix)
         found[name] = _in_storage(name, tensor, path)
     return found
@@ -236,7 +236,7 @@ def _module_of(manifest: Manifest, where: str) -> str:
     if len(modules) != 1:
         raise ConfigError(
             "which module of the checkpoint is meant",
-            expected="an item `model`, or one module alone",
+            expected="an item `model`, or a single module",
             got=", ".join(modules) or "no module",
             where=where,
             fix="Load the item by accel.load_state.",
@@ -296,7 +296,7 @@ def _tensors(
         return _joined(files, {name: safetensors_in(ranges, name, f"{where}/{name}") for name in names}, where)
     if isinstance(files.folder.path, RemotePath):
         raise ConfigError(
-            "files of torch.save are read from local disks alone",
+            "files of torch.save are read only from local disks",
             expected="safetensors",
             got=names[0],
             where=where,

@@ -349,7 +349,7 @@ def _refuse_apply(absent: object) -> None:
     for _ in range(_APPLY_DEPTH):
         if frame.f_code is moves and isinstance(absent, AbsentTensor):
             raise StreamError(
-                "a model whose weights are elsewhere cannot be moved or cast as a whole",
+                "a model whose weights are elsewhere cannot be moved or cast",
                 where=absent.origin.name,
                 fix="Give devices and dtypes by the device map, or change the model before dispatch_model.",
             )

@@ -136,7 +136,7 @@ def _advice(stats: RunStats) -> list[str]:
     if stats.fetches:
         worst = max(stats.segments, key=lambda each: each.fetched_bytes)
         found.append(
-            f"Weights of {worst.name!r} are used outside of its calls, each fetched alone: keep it on its device."
+            f"Weights of {worst.name!r} are used outside of its calls, and fetched one by one: keep it on its device."
         )
     return found
 

@@ -350,12 +350,12 @@ def _start(loader: StreamLoader, cursor: Cursor) -> StreamPosition:
             "the cursor is a position in a stream that was divided in another way",
             expected=f"one {_division(ranks)}",
             got=f"one {_division(at.ranks)}",
-            fix="Go on with as many ranks as before, begin the epoch again, or use a stream mode that reads the whole "
+            fix="Continue with as many ranks as before, begin the epoch again, or use a mode that reads the full "
             'stream ("elements" or "dispatch"), whose cursors fit any number of ranks.',
         )
     if len(at.workers) != workers:
         raise DataError(
-            "each worker reads a part of the stream of its own",
+            "each worker reads a different part of the stream",
             expected=f"num_workers={len(at.workers)}, as when the cursor was made",
             got=f"num_workers={loader.num_workers}",
         )
@@ -363,4 +363,4 @@ def _start(loader: StreamLoader, cursor: Cursor) -> StreamPosition:
 
 
 def _division(ranks: int) -> str:
-    return f"of {ranks} ranks that read parts of their own" if ranks else "in the whole stream"
+    return f"of {ranks} ranks that read different parts" if ranks else "in the full stream"

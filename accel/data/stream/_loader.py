@@ -25,8 +25,8 @@ _STEPS_PER_MESSAGE = 8
 _MODES = (
     'stream="shards": each rank reads its part of the sources, dataset.shard(num_shards=, index=); '
     'stream="own": the dataset of each rank is its own part already; '
-    'stream="elements": the first rank of each node reads the whole stream and sends batches to its node; '
-    'stream="dispatch": rank 0 reads the whole stream and sends batches to all'
+    'stream="elements": the first rank of each node reads the full stream and sends batches to its node; '
+    'stream="dispatch": rank 0 reads the full stream and sends batches to all'
 )
 
 
@@ -193,7 +193,7 @@ def _sizes(
         raise ConfigError("the stream yields batches", got="global_batch= and no batch_size", fix="Leave it out.")
     if mode in ("shards", "own") and global_batch % world_size:
         raise ConfigError(
-            "ranks that read apart from each other have batches of one size",
+            "ranks that read separately have batches of one size",
             expected=f"a multiple of {world_size} ranks",
             got=str(global_batch),
             where="global_batch=",

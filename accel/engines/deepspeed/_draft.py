@@ -161,7 +161,7 @@ class _Refused(NamedTuple):
 
 
 _TABLE = (
-    _Refused((ZERO, "zenflow"), ({},), "a second optimizer steps a part of the weights apart from the step"),
+    _Refused((ZERO, "zenflow"), ({},), "a second optimizer steps a part of the weights outside of the step"),
     _Refused((*_STEPS_APART, "ratio"), (1,), "a second optimizer has a part of the state, which is not saved"),
     _Refused((*_STEPS_APART, "super_offload"), (False,), "another process has the state, which is not saved"),
     _Refused((ZERO, "legacy_stage1"), (False,), "DeepSpeed has it no longer"),

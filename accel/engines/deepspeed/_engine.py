@@ -228,7 +228,7 @@ def _settled(ctx: DistContext, objects: Sequence[Any]) -> ResolvedDeepSpeed:
             expected="overlap left out, or stage 2",
             got="overlap=True",
             where="DeepSpeed.overlap",
-            fix="Leave overlap out, or pass stage=2, whose gradients travel during backward.",
+            fix="Leave overlap out, or pass stage=2, whose gradients are sent during backward.",
         )
     if ctx.device.type == "cpu" and ctx.precision.compute == "fp16":
         raise ConfigError(
@@ -374,7 +374,7 @@ def _check_request(handles: Sequence[ZeroOptimizer], request: StepRequest) -> No
             f"{problem}, which DeepSpeed's engine cannot",
             expected="max_norm= of one optimizer, by the 2-norm",
             where="optimizer_step, strategy='deepspeed'",
-            fix="Step each optimizer in a call of its own, with max_norm=.",
+            fix="Step each optimizer in a separate call, with max_norm=.",
         )
 
 
@@ -398,7 +398,7 @@ def _handles(optimizers: Sequence[Optimizer]) -> list[ZeroOptimizer]:
 
 def _refuse_clip(ctx: DistContext, parameters: Sequence[torch.Tensor], *options: Any) -> Any:
     raise ConfigError(
-        "gradients under DeepSpeed cannot be clipped apart from the step",
+        "gradients under DeepSpeed cannot be clipped before the step",
         where="strategy='deepspeed'",
         fix="Pass max_norm= to accel.optimizer_step.",
     )

@@ -103,7 +103,7 @@ class DeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
                         "a key that a field sets too",
                         got=".".join(key),
                         where="DeepSpeed.settings",
-                        fix=f"Write it as {field_of(own)}= alone.",
+                        fix=f"Write it as {field_of(own)}= only.",
                     )
         return fields | rest
 

@@ -121,7 +121,7 @@ def _check_stage(draft: Draft, stage: int) -> None:
     ]
     for key in third:
         if stage != 3:
-            draft.problem(f"{draft.shown(key)}, but it acts at stage 3 alone, and the stage is {stage}. Leave it out.")
+            draft.problem(f"{draft.shown(key)}, but it acts only at stage 3, and the stage is {stage}. Leave it out.")
 
 
 def _settle_offload(draft: Draft, section: Key, what: str, stage: int) -> None:
@@ -141,7 +141,7 @@ def _settle_offload(draft: Draft, section: Key, what: str, stage: int) -> None:
     if device == "nvme" and not path:
         draft.problem(f'{name}: "nvme" needs the folder of its files. Write nvme_path.')
     if device == "cpu" and path:
-        draft.problem(f'{name}: nvme_path has no effect beside "cpu". Leave it out, or write "nvme".')
+        draft.problem(f'{name}: nvme_path has no effect with "cpu". Leave it out, or write "nvme".')
 
 
 _MICRO, _STEPS, _BATCH = ("train_micro_batch_size_per_gpu",), ("gradient_accumulation_steps",), ("train_batch_size",)

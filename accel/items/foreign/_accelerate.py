@@ -41,8 +41,8 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 
 _WHERE = "load_accelerate_state"
 _NOT_TAKEN = {
-    "random_states_": "random streams, which go on as they are",
-    "sampler": "the order of data; state.at(Cursor(seed, epoch, consumed)) goes on from the samples that were done",
+    "random_states_": "random streams, which are not changed",
+    "sampler": "the order of data; state.at(Cursor(seed, epoch, consumed)) continues after the samples that were read",
     "dl_state_dict": "the position of data loaders",
     "profile": "profiles",
 }
@@ -154,7 +154,7 @@ def _module(path: Path, name: str, live: ModuleState, problems: Problems, copies
     tensors = {**live.parameters, **live.buffers}
     if any(is_dtensor(tensor) for tensor in tensors.values()):
         fix = "Load into the plain model, then spread it."
-        raise CheckpointError("a sharded model takes no whole tensors", where=f"{_WHERE}, {name}", fix=fix)
+        raise CheckpointError("a sharded model takes no full tensors", where=f"{_WHERE}, {name}", fix=fix)
     held = {id(tensors[key]) for key in tensors.keys() & stored.keys()}
     needed = {key for key, tensor in tensors.items() if key in stored or id(tensor) not in held}  # not tied to another
     problems.compare_names(needed, stored.keys(), f"{name}.")

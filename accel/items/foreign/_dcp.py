@@ -102,7 +102,7 @@ def _value(
     boxes = [_state(chunk, "metadata.ChunkStorageMetadata") for chunk in fields["chunks"]]
     pieces = {_size(box["offsets"]): _size(box["sizes"]) for box in boxes}
     if math.prod(shape) * dtype.itemsize > sum(stored[name, start].end - stored[name, start].start for start in pieces):
-        raise CheckpointError(f"{name}: the pieces do not make the tensor whole", where=str(folder.path))
+        raise CheckpointError(f"{name}: the pieces do not cover the tensor", where=str(folder.path))
     whole, filled = torch.empty(shape, dtype=dtype), 0
     for offsets, sizes in pieces.items():
         piece = _load(folder, files, name, stored[name, offsets])
@@ -114,7 +114,7 @@ def _value(
         target.copy_(piece)
         filled += piece.numel()
     if filled != whole.numel():
-        raise CheckpointError(f"{name}: the pieces do not make the tensor whole", where=str(folder.path))
+        raise CheckpointError(f"{name}: the pieces do not cover the tensor", where=str(folder.path))
     return whole
 
 

@@ -142,7 +142,7 @@ class Rendezvous:
     def _join(self, *, is_first: bool) -> tuple[HostRound, str, int]:
         if is_first and self._shared.check([_RUNNING]):
             running = msgspec.json.decode(self._shared.get(_RUNNING), type=list[HostTerms])
-            compare([*running, self._terms], "The job goes on without this host; launch alike here.")
+            compare([*running, self._terms], "The job continues without this host; launch here with the same settings.")
         with self._lock:
             info = self._inner.next_rendezvous()
         store = PrefixStore(_JOB, info.store)

@@ -169,7 +169,7 @@ def _check(hosts: Sequence[HostSlots], config: LaunchConfig, given: Collection[s
     for name in ("nnodes", "node_rank"):
         if name in given:
             raise ConfigError(
-                f"{name} beside a file of hosts, which determines it", fix="Leave it out, or use --include."
+                f"{name} together with a file of hosts, which determines it", fix="Leave it out, or use --include."
             )
     counts = {host.name: _count(host, config) for host in hosts}
     if len(set(counts.values())) > 1:
@@ -198,7 +198,7 @@ def _gpus(host: HostSlots, config: LaunchConfig, given: Collection[str]) -> Iter
     """Yield the flag of the GPUs: the chosen slots, or the setting's where all slots are used."""
     if host.slots is not None and not host.whole and not config.device.startswith(("cpu", "xla")):
         if "gpu_ids" in given:
-            raise ConfigError("gpu_ids beside slots of a filter", fix="Leave one of them out.")
+            raise ConfigError("gpu_ids together with slots of a filter", fix="Leave one of them out.")
         yield f"--gpu-ids={to_text(host.slots)}"
     elif "gpu_ids" in given:
         yield f"--gpu-ids={to_text(config.gpu_ids)}"

@@ -397,7 +397,7 @@ def _stopped(pid: int) -> str:
     state = ""
     with contextlib.suppress(OSError):  # there is no /proc, or the process has just ended
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    texts = {"T": f"stopped by a signal (state T); `kill -CONT {pid}` lets it go on", "t": "stopped by a debugger"}
+    texts = {"T": f"stopped by a signal (state T); `kill -CONT {pid}` continues it", "t": "stopped by a debugger"}
     return texts.get(state, "")
 
 

@@ -159,9 +159,13 @@ def locate(heard: Mapping[int, RankAnswer], left: Sequence[int]) -> Whereabouts:
 def absent_report(whereabouts: Iterable[Whereabouts], hosts: Mapping[int, str] = MappingProxyType({})) -> str:
     """Return a report of the ranks that others missed: one line for each place, missing ranks first."""
     found = list(whereabouts)
-    facts = [("left the run with status 0, while other ranks went on", rank) for each in found for rank in each.left]
-    facts += [("did not come: no answer from the launcher", rank) for each in found for rank in each.silent]
-    facts += [(f"did not come: {place}", rank) for each in found for rank, place in each.elsewhere.items()]
+    facts = [("exited with status 0, while other ranks continued", rank) for each in found for rank in each.left]
+    facts += [
+        ("never reached the collective: no answer from the launcher", rank) for each in found for rank in each.silent
+    ]
+    facts += [
+        (f"never reached the collective: {place}", rank) for each in found for rank, place in each.elsewhere.items()
+    ]
     facts += [(f"waited: {place}", rank) for each in found for rank, place in each.waiting.items()]
     told: dict[str, list[int]] = {}
     for text, rank in facts:

@@ -119,7 +119,7 @@ def devices(ctx: DistContext, _folder: Path) -> Judged:
         product = whole.to(ctx.device, torch.float32) @ whole.T.to(ctx.device, torch.float32)
     error = (product.cpu().double() - whole.double() @ whole.T.double()).abs().max() / (64 * 9)
     places = gather_object(ctx, (ctx.node_rank, _identity(ctx.device), name_of_device(ctx.device)))
-    problems = [] if error < 0.01 else [f"a product of matrices is off by {float(error):.2g} on {ctx.device}"]
+    problems = [] if error < 0.01 else [f"a matmul is off by {float(error):.2g} on {ctx.device}"]
     twins = [at for at, place in enumerate(places) if place[:2] == places[ctx.rank][:2] and at != ctx.rank]
     if twins and ctx.device.type != "cpu":
         problems.append(f"{ctx.device} is the device of rank {twins[0]} as well")

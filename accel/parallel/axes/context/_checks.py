@@ -400,7 +400,7 @@ def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, ta
             expected="tokens alone",
             got=", ".join(given),
             where=FORWARD,
-            fix=f"Pass text alone. {_LEAVE}",
+            fix=f"Pass text only. {_LEAVE}",
         )
     if known.get("past_key_values") is not None:
         raise ConfigError(
@@ -430,7 +430,7 @@ def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, ta
     ):
         raise ConfigError(
             "transformers would shift labels that are shifted already, within each rank's positions",
-            expected="shift_labels beside labels, or the loss outside of the model",
+            expected="shift_labels with labels, or the loss outside of the model",
             got="labels alone",
             where=FORWARD,
             fix="Pass labels=part['labels'], shift_labels=part['labels'], of accel.parallel.split_sequence.",
@@ -446,7 +446,7 @@ def check_pair_inputs(module: Any, inputs: tuple[Any, ...], keywords: Mapping[st
             expected="decoder_input_ids of the own positions",
             got="none",
             where=FORWARD,
-            fix="Shift the whole sequence, cut it by accel.parallel.split_sequence(ctx, ..., shift=()), and pass "
+            fix="Shift the full sequence, cut it by accel.parallel.split_sequence(ctx, ..., shift=()), and pass "
             "decoder_input_ids= and labels= of the part.",
         )
 

@@ -238,7 +238,7 @@ class _Images:
                 expected="inputs_embeds of all tokens, and the position_ids that were passed",
                 got=", ".join(others) or "other arguments",
                 where=f"{type(module).__name__} on a mesh with cp",
-                fix="Pass text alone. Leave cp out of the mesh.",
+                fix="Pass text only. Leave cp out of the mesh.",
             )
         return inputs, {**keywords, "inputs_embeds": own_positions(cast(Tensor, embeddings), rank, size)}
 

@@ -116,7 +116,7 @@ class _WholeSequences:
                 expected=f"positions from {self.padding + 1} on, as the model numbers them itself",
                 got=f"positions from {int(positions.min())} on",
                 where=FORWARD,
-                fix="Leave position_ids out: the model numbers the whole sequence.",
+                fix="Leave position_ids out: the model numbers the full sequence.",
             )
         if not self.is_proved:
             self._compare_whole(known)

@@ -57,8 +57,8 @@ def _check(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> None:
     names = () if ctx.mesh is None else ctx.mesh.mesh_dim_names or ()
     if any(dimension_of(name) == "expert" for name in names):
         raise PrepareError(
-            "a mesh with an ep of its own does not show which ranks hold the same experts",
-            expected="an ep beside the axes that it takes its ranks from",
+            "a mesh with a separate ep does not show which ranks hold the same experts",
+            expected="an ep together with the axes that it takes its ranks from",
             got=f"dimensions {', '.join(names)}",
             where=_WHERE,
             fix='Name the mesh by a text: accel.replace(ctx, mesh="dp=4,ep=2").',
@@ -68,7 +68,7 @@ def _check(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> None:
     if alone and ctx.axes.tp > 1:
         raise PrepareError(
             "ranks along tp have the same tokens, and each would dispatch all of them",
-            expected='the style "dispatch" beside tensor parallelism',
+            expected='the style "dispatch" with tensor parallelism',
             got=f"local for {', '.join(alone)}",
             where=_WHERE,
             fix="Leave tp out of the mesh, or let the module's forward take (tokens, indices, weights).",

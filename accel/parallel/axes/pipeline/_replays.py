@@ -268,7 +268,7 @@ def _updated(record: ForwardRecord) -> set[str]:
             expected="a change within a module that no other module's call is in",
             got=", ".join(name for name in record.updates if name.rpartition(".")[0] in around),
             where="prepare_model",
-            fix="Put the change into a module of its own, which one stage has.",
+            fix="Put the change into a separate module, which one stage has.",
         )
     return found
 

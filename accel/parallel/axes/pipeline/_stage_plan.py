@@ -319,7 +319,7 @@ def check_norms(norms: Norms, layout: Layout, kind: type[AccelError], where: str
                 where=where,
                 fix=f"{_OTHER_NORMS}; or say the number, which one process makes, too:"
                 f" accel.parallel.Plan(micro_batches={layout.micro_batches}), or"
-                ' Plan(schedule="GPipe", micro_batches=1) for the statistics of whole batches.',
+                ' Plan(schedule="GPipe", micro_batches=1) for the statistics of full batches.',
             )
         if filled:
             raise kind(

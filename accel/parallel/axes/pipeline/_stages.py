@@ -82,7 +82,7 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
         )
     if is_compiled(model):
         raise PrepareError(
-            "a model that is compiled whole cannot be cut into stages: nothing calls it as one",
+            "a model that is compiled as one cannot be cut into stages: no call runs all of it",
             expected="compiled blocks, or a compilation after prepare_model",
             got=f"the call of {with_article(type(model).__name__)}, compiled",
             where=_WHERE,

@@ -61,7 +61,7 @@ def check_reshard(option: bool | int | None, shards: int, ranks: int, world_size
         )
     if 1 < option < shards and ranks != world_size:
         raise ConfigError(
-            "torch opens groups for resharding on meshes of all ranks alone",
+            "torch opens groups for resharding only on meshes of all ranks",
             expected="a bool, or a mesh without axes for parts of the model",
             got=f"{option}, on a mesh of {ranks} of {world_size} ranks",
             where="Plan.reshard_after_forward",

@@ -253,11 +253,11 @@ def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _
     for parameter in _trained(top, taken):
         if parameter.dtype != main[0]:
             raise PrepareError(
-                "parameters whose gradients travel together have two dtypes",
+                "parameters whose gradients are sent together have two dtypes",
                 expected=f"{main[0]}, as most of {unit or type(model).__name__}",
                 got=str(parameter.dtype),
                 where=f"{_WHERE}, {paths.parameters[id(parameter)][0]}",
-                fix="Convert it, or give it a module of its own.",
+                fix="Convert it, or put it into a separate module.",
             )
     return found
 
@@ -283,7 +283,7 @@ def _trained(module: nn.Module, taken: set[int]) -> Iterator[nn.Parameter]:
 def _check_model(model: nn.Module, ignored: frozenset[int]) -> None:
     if not is_called(model):
         raise PrepareError(
-            "a container without a forward cannot be sharded as a whole",
+            "a container without a forward cannot be sharded",
             expected="a module with a forward",
             got=type(model).__name__,
             where=_WHERE,

@@ -171,7 +171,7 @@ def _wider(root: nn.Module, ndim: int, name: str) -> DeviceMesh:
         if is_dtensor(each) and each.device_mesh.ndim == ndim:
             return each.device_mesh
     raise PrepareError(
-        "a parameter without a dimension has no sharded one beside it",
+        "a scalar parameter has no sharded parameter next to it",
         expected="one that fully_shard has taken, of the same model",
         got="none",
         where=f"prepare_model, strategy fsdp, {name}",

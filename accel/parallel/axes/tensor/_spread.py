@@ -77,7 +77,7 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
         """Raise `ConfigError` for a plan of one's own beside `sequence` or `head`."""
         if self.head is not None and self.tensor != "model":
             raise ConfigError(
-                "head has no effect beside styles of one's own",
+                "head has no effect with your own styles",
                 expected='tensor="model"',
                 got="a mapping",
                 where="plan.head",
@@ -85,7 +85,7 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
             )
         if self.sequence and self.tensor != "model":
             raise ConfigError(
-                "sequence has no effect beside styles of one's own",
+                "sequence has no effect with your own styles",
                 expected='tensor="model"',
                 got="a mapping",
                 where="plan.sequence",

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Post-training: losses as sums with the weight of `accel.backward`, log-probabilities, and packed rows of tokens.
+
+Imported by name: `from accel import post_training`. Begin with `_losses.py`: how tokens and sequences are averaged, and
+losses of pairs. `_policy.py` has policy gradients and their advantages, `_packing.py` packs rows of tokens.
+"""
+
+from accel.post_training._losses import (
+    LossSum,
+    PairLoss,
+    dpo_loss,
+    loss_weight,
+    reward_loss,
+    sequence_sums,
+    weighted_sum,
+)
+from accel.post_training._packing import Packed, PackedRows, TokenRow, pack
+from accel.post_training._policy import (
+    PolicyLoss,
+    gae,
+    group_advantages,
+    policy_loss,
+    value_loss,
+    whiten,
+)
+
+__all__ = [
+    "LossSum",
+    "Packed",
+    "PackedRows",
+    "PairLoss",
+    "PolicyLoss",
+    "TokenRow",
+    "dpo_loss",
+    "gae",
+    "group_advantages",
+    "loss_weight",
+    "pack",
+    "policy_loss",
+    "reward_loss",
+    "sequence_sums",
+    "value_loss",
+    "weighted_sum",
+    "whiten",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,9 +2,11 @@
 """Post-training: losses as sums with the weight of `accel.backward`, log-probabilities, and packed rows of tokens.
 
 Imported by name: `from accel import post_training`. Begin with `_losses.py`: how tokens and sequences are averaged, and
-losses of pairs. `_policy.py` has policy gradients and their advantages, `_packing.py` packs rows of tokens.
+losses of pairs. `_policy.py` has policy gradients and their advantages, `_packing.py` packs rows of tokens,
+`_logprobs.py` scores them, and `_reference.py` has the model without its adapters.
 """
 
+from accel.post_training._logprobs import token_logprobs
 from accel.post_training._losses import (
     LossSum,
     PairLoss,
@@ -23,6 +25,7 @@ from accel.post_training._policy import (
     value_loss,
     whiten,
 )
+from accel.post_training._reference import reference
 
 __all__ = [
     "LossSum",
@@ -37,8 +40,10 @@ __all__ = [
     "loss_weight",
     "pack",
     "policy_loss",
+    "reference",
     "reward_loss",
     "sequence_sums",
+    "token_logprobs",
     "value_loss",
     "weighted_sum",
     "whiten",

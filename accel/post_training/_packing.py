@@ -50,14 +50,14 @@ class Packed(NamedTuple):
 
     Attributes:
         ids: tokens, int64; behind the last row, padding.
-        positions: places that begin anew with each row, int64, for `position_ids=` of transformers.
+        position_ids: places that begin anew with each row, int64, as models of transformers take them.
         documents: number of each token's row in the packed row, from 0, int64; padding is a document of its own.
         targets: token that comes next, int64.
         loss_weights: factor of the loss of `targets`, fp32; 0 for the last token of a row and for padding.
     """
 
     ids: Tensor
-    positions: Tensor
+    position_ids: Tensor
     documents: Tensor
     targets: Tensor
     loss_weights: Tensor
@@ -67,7 +67,7 @@ class Packed(NamedTuple):
 
         Waits for the device.
         """
-        begins = self.positions.flatten() == 0
+        begins = self.position_ids.flatten() == 0
         places = begins.nonzero().flatten()
         return torch.cat([places, places.new_tensor([begins.numel()])]).int()
 
@@ -351,5 +351,5 @@ def _laid(rows: Sequence[_Read], size: int, pad_id: int) -> Packed:
         begin = end
     counts = torch.tensor(lengths)
     documents = torch.arange(len(lengths)).repeat_interleave(counts)
-    positions = torch.arange(size) - (counts.cumsum(0) - counts)[documents]
-    return Packed(ids, positions, documents, targets, weights)
+    position_ids = torch.arange(size) - (counts.cumsum(0) - counts)[documents]
+    return Packed(ids, position_ids, documents, targets, weights)

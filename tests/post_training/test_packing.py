@@ -88,7 +88,7 @@ def test_each_row_comes_once_and_whole(lengths: list[int], size: int, lookahead:
         place = torch.arange(size)
         begins = torch.ones(size, dtype=torch.bool)
         begins[1:] = each.documents[1:] != each.documents[:-1]
-        assert torch.equal(each.positions, place - torch.where(begins, place, 0).cummax(0).values)
+        assert torch.equal(each.position_ids, place - torch.where(begins, place, 0).cummax(0).values)
         real = each.ids != 0
         inner = real & ~begins.roll(-1).logical_or(place == size - 1)
         assert torch.equal(each.targets[inner], each.ids.roll(-1)[inner])

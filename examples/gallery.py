@@ -95,7 +95,7 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("lora", "gain >= 0.2", small="--steps 8 --size 16", needs=("transformers", "peft")),
     Recipe("profiling", "loss <= 1", small="--steps 16 --size 32", needs=("sklearn",)),
     Recipe("reinforcement", "return >= 150", small="--steps 16 --size 16", falls="-return"),
-    Recipe("reward_model", "right >= 0.9", small="--steps 16 --size 16"),
+    Recipe("reward_model", "right >= 0.85", small="--steps 16 --size 16"),
     Recipe("schedule_free", "accuracy >= 0.95", small="--steps 12 --size 16", needs=("sklearn", "schedulefree")),
     Recipe("sft", "sft/right >= 0.9", small="--steps 12 --size 16", needs=("transformers", "tokenizers")),
     Recipe("streaming", "loss <= 2.5", small="--steps 12 --size 16"),

@@ -81,7 +81,7 @@ def make_model(width: int, words: int, *, lora: bool) -> nn.Module:
 
 
 def token_loss(
-    ctx: accel.DistContext, model: nn.Module, data: post_training.Packed, real: Tensor
+    ctx: accel.DistContext, model: nn.Module, data: post_training.PackedTokens, real: Tensor
 ) -> tuple[post_training.LossSum, Tensor]:
     """Return the loss of answered tokens, and the share of them that the model finds most probable."""
     logits = model(input_ids=data.ids, position_ids=data.position_ids).logits

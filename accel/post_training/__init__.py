@@ -16,7 +16,7 @@ from accel.post_training._losses import (
     sequence_sums,
     weighted_sum,
 )
-from accel.post_training._packing import Packed, PackedRows, TokenRow, pack
+from accel.post_training._packing import PackedRows, PackedTokens, TokenRow, pack
 from accel.post_training._policy import (
     PolicyLoss,
     gae,
@@ -29,8 +29,8 @@ from accel.post_training._reference import reference
 
 __all__ = [
     "LossSum",
-    "Packed",
     "PackedRows",
+    "PackedTokens",
     "PairLoss",
     "PolicyLoss",
     "TokenRow",

@@ -45,7 +45,7 @@ class TokenRow(msgspec.Struct, frozen=True):
             )
 
 
-class Packed(NamedTuple):
+class PackedTokens(NamedTuple):
     """Tokens of several rows, one behind the other, shape [tokens], or [rows, tokens] in a batch.
 
     Attributes:
@@ -72,8 +72,8 @@ class Packed(NamedTuple):
         return torch.cat([places, places.new_tensor([begins.numel()])]).int()
 
 
-class PackedRows(IterableDataset[Packed]):
-    """A stream of `Packed`, made by `pack`. Its state is the place in the rows, and marks of those that wait."""
+class PackedRows(IterableDataset[PackedTokens]):
+    """A stream of `PackedTokens`, made by `pack`. Its state is the place in the rows, and marks of those that wait."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class PackedRows(IterableDataset[Packed]):
         self._begin: dict[str, Any] = {}
         self._now: dict[str, Any] = {}
 
-    def __iter__(self) -> Iterator[Packed]:
+    def __iter__(self) -> Iterator[PackedTokens]:
         begin, self._begin = self._begin, {}
         rows = self._source(begin.get("source"))
         waiting = _Waiting(self.max_tokens)
@@ -185,7 +185,7 @@ def pack(
         seed: shuffles rows with indices anew in each epoch; None keeps their order.
 
     Returns:
-        The stream, of `Packed`.
+        The stream, of `PackedTokens`.
 
     Raises:
         DataError: an iterator, which cannot begin anew, or shuffled rows without indices. In iteration: rows that are
@@ -336,7 +336,7 @@ class _Waiting:
                 self._next += 1
 
 
-def _laid(rows: Sequence[_Read], size: int, pad_id: int) -> Packed:
+def _laid(rows: Sequence[_Read], size: int, pad_id: int) -> PackedTokens:
     """Lay rows one behind the other."""
     lengths = [len(row.ids) for row in rows]
     lengths += [size - sum(lengths)] * (sum(lengths) < size)
@@ -352,4 +352,4 @@ def _laid(rows: Sequence[_Read], size: int, pad_id: int) -> Packed:
     counts = torch.tensor(lengths)
     documents = torch.arange(len(lengths)).repeat_interleave(counts)
     position_ids = torch.arange(size) - (counts.cumsum(0) - counts)[documents]
-    return Packed(ids, position_ids, documents, targets, weights)
+    return PackedTokens(ids, position_ids, documents, targets, weights)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import accel
 from accel.errors import DataError
-from accel.post_training import Packed, PackedRows, TokenRow, _packing, pack
+from accel.post_training import PackedRows, PackedTokens, TokenRow, _packing, pack
 from accel.testing import Simulator
 
 LENGTHS = st.lists(st.integers(1, 12), max_size=40)
@@ -34,7 +34,7 @@ def rows_of(lengths: Sequence[int]) -> list[TokenRow]:
     ]
 
 
-def found(packed: Sequence[Packed]) -> list[list[int]]:
+def found(packed: Sequence[PackedTokens]) -> list[list[int]]:
     """The documents of packed rows, without padding."""
     documents: list[list[int]] = []
     for each in packed:
@@ -102,7 +102,7 @@ def test_each_row_comes_once_and_whole(lengths: list[int], size: int, lookahead:
 def test_cumulative_lengths_of_a_batch_are_of_the_flattened_one() -> None:
     loader = DataLoader(pack(rows_of([3, 2, 4, 5]), 5, lookahead=2), batch_size=3)
     [batch] = loader
-    assert isinstance(batch, Packed)
+    assert isinstance(batch, PackedTokens)
     assert batch.cumulative_lengths().tolist() == [0, 3, 5, 9, 10, 15]
 
 
@@ -197,7 +197,7 @@ def test_shards_and_workers_divide_the_rows(monkeypatch: pytest.MonkeyPatch) -> 
         [*pack(rows, 8, lookahead=4, seed=3).shard(3, index).shard(2, each)] for index in range(3) for each in range(2)
     ]
     assert sorted(ids for part in parts for ids in found(part)) == [row.ids for row in rows]
-    workers: list[Packed] = []
+    workers: list[PackedTokens] = []
     for index in range(2):  # as in the processes of a loader
         monkeypatch.setattr(_packing, "get_worker_info", lambda index=index: SimpleNamespace(id=index, num_workers=2))
         workers += pack(rows, 8, lookahead=4)

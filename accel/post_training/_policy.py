@@ -61,7 +61,7 @@ def policy_loss(
         advantages: shape [rows, tokens], or [rows] if each row is one sequence.
         mask: tokens that count, bool, or their factors, shape [rows, tokens]. It applies before exponentials: other
             tokens may have any log-probability.
-        clip: how far a ratio may be below 1, and above 1, where that raises the objective.
+        clip: largest distances of a ratio below 1, and above 1, from which the objective still gains.
         ratio: "token", or "sequence" for the geometric mean of a sequence's ratios, which reaches each token by its own
             log-probability (GSPO-token).
         sampler: log-probabilities by which the tokens were drawn; the loss gets the factor `exp(old - sampler)`, at
@@ -157,9 +157,9 @@ def value_loss(
         ctx: the context.
         values: predicted returns of tokens, with gradient, shape [rows, tokens].
         old: values before the update, of the same shape.
-        returns: what they should be, as of `gae`.
+        returns: targets of the values, as of `gae`.
         mask: tokens that count, or their factors.
-        clip: how far a value may move from `old`; None for any distance.
+        clip: largest distance of a value from `old`; None for any.
         average: as for `weighted_sum`.
         documents: as for `weighted_sum`.
 

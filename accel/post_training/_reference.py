@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from accel.training._evaluating import evaluating
 
 @contextlib.contextmanager
 @context_first
-def reference(ctx: DistContext, model: nn.Module) -> Iterator[nn.Module]:
+def reference(ctx: DistContext, model: nn.Module) -> Generator[nn.Module]:
     """Turn adapters off during a block, so that a model with LoRA is its own reference. No communication by itself.
 
     In the block the model is in evaluation mode, and nothing records gradients. Adapters are layers of peft, in a

@@ -34,7 +34,8 @@ from torch import Tensor
 FOLDER = Path(__file__).parent
 DOCS = FOLDER.parent / "docs"
 COMPARE = {">=": operator.ge, "<=": operator.le}
-WORDS = {"gan": "GAN", "gpt": "GPT", "lm": "LM", "lora": "LoRA", "sgd": "SGD"}  # others are lower case
+# others are lower case
+WORDS = {"dpo": "DPO", "gan": "GAN", "gpt": "GPT", "lm": "LM", "lora": "LoRA", "sft": "SFT", "sgd": "SGD"}
 TINY = "--depth 4 --length 64 --vocabulary 1024"
 WIDTH, HEIGHT, MARGIN = 320, 180, 30  # of a curve
 
@@ -84,6 +85,7 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("detection", "f1 >= 0.6", small="--steps 12 --size 8"),
     Recipe("diffusion", "right >= 0.9", small="--steps 12 --size 32", needs=("sklearn",)),
     Recipe("distillation", "accuracy >= 0.9", small="--steps 12 --size 4", needs=("sklearn",)),
+    Recipe("dpo", "upwards >= 0.9", small="--steps 16 --size 16"),
     Recipe("early_stopping", "test_loss <= 0.6", small="--steps 12 --size 32", falls="valid_loss", needs=("sklearn",)),
     Recipe("gan", "modes >= 7", small="--steps 12 --size 16", falls="critic_loss"),
     Recipe("generation", "right >= 0.95", small="--steps 12 --size 16"),
@@ -91,10 +93,11 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("images", "accuracy >= 0.95", small="--steps 12 --size 8", needs=("sklearn",)),
     Recipe("local_sgd", "accuracy >= 0.95", small="--steps 32 --size 16", needs=("sklearn",)),
     Recipe("lora", "gain >= 0.2", small="--steps 8 --size 16", needs=("transformers", "peft")),
-    Recipe("preference", "upwards >= 0.9", small="--steps 16 --size 16"),
     Recipe("profiling", "loss <= 1", small="--steps 16 --size 32", needs=("sklearn",)),
     Recipe("reinforcement", "return >= 150", small="--steps 16 --size 16", falls="-return"),
+    Recipe("reward_model", "right >= 0.85", small="--steps 16 --size 16"),
     Recipe("schedule_free", "accuracy >= 0.95", small="--steps 12 --size 16", needs=("sklearn", "schedulefree")),
+    Recipe("sft", "sft/right >= 0.9", small="--steps 12 --size 16", needs=("transformers", "tokenizers")),
     Recipe("streaming", "loss <= 2.5", small="--steps 12 --size 16"),
     Recipe(
         "sweep",
@@ -155,6 +158,14 @@ CHANGES: dict[str, tuple[str, tuple[str, ...]]] = {
             "`answer_losses`: change the temperature, or add a loss on labels.",
         ),
     ),
+    "dpo": (
+        "preference, DPO, IPO, RLHF, TRL, alignment",
+        (
+            "`make_pairs`: return your prompts with a preferred and a rejected answer.",
+            "`BETA`: set the strength of the reference.",
+            "`post_training.reference` takes a model with adapters of peft in place of the frozen copy.",
+        ),
+    ),
     "early_stopping": (
         "early stop, patience, best checkpoint, best model, load best model at end",
         (
@@ -205,13 +216,6 @@ CHANGES: dict[str, tuple[str, tuple[str, ...]]] = {
             "`accel.items.TrainableOnly` keeps the frozen base out of the checkpoints.",
         ),
     ),
-    "preference": (
-        "DPO, RLHF, TRL, alignment",
-        (
-            "`make_pairs`: return your prompts with a preferred and a rejected answer.",
-            "`prefer`: set the strength of the reference.",
-        ),
-    ),
     "profiling": (
         "slow data loading, bottleneck, num_workers",
         (
@@ -226,9 +230,25 @@ CHANGES: dict[str, tuple[str, tuple[str, ...]]] = {
             "`remaining`: set the discount.",
         ),
     ),
+    "reward_model": (
+        "reward modeling, RLHF, TRL, Bradley-Terry",
+        (
+            "`make_pairs`: return your prompts with a preferred and a rejected answer.",
+            "`Scorer`: use a model of transformers for sequence classification with one label.",
+        ),
+    ),
     "schedule_free": (
         "schedulefree, no learning rate schedule",
         ("`AdamWScheduleFree`: set its learning rate and warmup. There is no scheduler.",),
+    ),
+    "sft": (
+        "supervised fine-tuning, instruction tuning, chat, packing, assistant mask, TRL",
+        (
+            "`make_chats`: return your chats as lists of turns.",
+            "`make_tokenizer`: load your tokenizer. Its template needs `{% generation %}` around answers.",
+            "`make_model`: load your model. `--lora` trains adapters alone.",
+            "`LENGTH`: set the tokens of a packed row.",
+        ),
     ),
     "streaming": (
         "IterableDataset, webdataset, shards",

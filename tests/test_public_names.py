@@ -37,7 +37,7 @@ PAGES = HERE.parent / "docs"
 SNAPSHOT = HERE / "public_names.txt"
 MODULES_PAGE = PAGES / "modules.md"
 MODULES = [f"accel.{name}" for name in accel._MODULES if name != "engines"]
-MODULES += ["accel.training.parts"]
+MODULES += ["accel.post_training", "accel.training.parts"]
 MODULES += [f"accel.engines.{name}" for name in accel.engines.__all__]
 PACKAGES = ("accel", *MODULES)
 MOST_AT_THE_TOP = 95

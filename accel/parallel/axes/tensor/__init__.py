@@ -12,4 +12,7 @@ it. `_layers.py` and `_attention.py` compute on this rank's rows, `_overlap.py` 
 from accel.parallel.axes.tensor._head_loss import linear_cross_entropy as linear_cross_entropy
 from accel.parallel.axes.tensor._spread import TENSOR as TENSOR
 from accel.parallel.axes.tensor._tensor_plan import tensor_plan as tensor_plan
-from accel.parallel.axes.tensor._vocabulary import vocab_cross_entropy as vocab_cross_entropy
+from accel.parallel.axes.tensor._vocabulary import (
+    row_scores as row_scores,
+    vocab_cross_entropy as vocab_cross_entropy,
+)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits of words that ranks along tp divide: their cross entropy, and the loss of a model that computes its own."""
+"""Logits of words that ranks along tp divide: scores of targets, their cross entropy, and a model's own loss."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -62,40 +62,72 @@ def vocab_cross_entropy(
     if group is None:
         return functional.cross_entropy(rows, flat, ignore_index=ignore_index, reduction="sum")
     counted = flat != ignore_index
-    losses = cast(Any, _CrossEntropy).apply(rows, flat.masked_fill(~counted, 0), adopt(group, ctx.device))
+    losses, _ = row_scores(rows, flat.masked_fill(~counted, 0), adopt(group, ctx.device), entropy=False)
     return losses.masked_fill(~counted, 0.0).sum()
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Losses of rows, shape [rows]."""
+def row_scores(
+    rows: torch.Tensor, targets: torch.Tensor, comm: Comm | None, *, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross entropy of each row's target, NaN for one that is no class, and the entropy of its classes.
+
+    Two messages along tp; none without `comm`, and none in the backward.
+
+    Args:
+        rows: logits of this rank's classes, fp32 or float64, shape [rows, classes].
+        targets: classes of all ranks, int64 of shape [rows].
+        comm: of the ranks along tp that divide the classes; None where each has all of them.
+        entropy: whether the second result is needed; else it is zeros.
+
+    Returns:
+        Cross entropies and entropies, shape [rows].
+    """
+    losses, entropies = cast(Any, _RowScores).apply(rows, targets, comm, entropy)
+    return losses, entropies
+
+
+class _RowScores(torch.autograd.Function):
+    """Losses and entropies of rows, shape [rows] each."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, comm: Comm) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, comm: Comm | None, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         classes = logits.shape[1]
         # the last rank may have fewer classes than others and gets their number with the maxima, at no message more
         widest = logits.new_full((1,), classes)
-        maxima = all_reduce_flat(comm, torch.cat([logits.amax(1), widest]), "max")
+        maxima = _reduced(comm, torch.cat([logits.amax(1), widest]), "max")
         largest, width = maxima[:-1], maxima[-1].long()
         powers = (logits - largest[:, None]).exp_()
-        at = targets - comm.rank * width
+        at = targets if comm is None else targets - comm.rank * width
         here = (at >= 0) & (at < classes)
         at = at.masked_fill(~here, 0)
         own = (logits.gather(1, at[:, None])[:, 0] - largest).masked_fill_(~here, 0.0)
-        sums = functional.pad(torch.stack([powers.sum(1), own]), (0, 1), value=classes)
-        total, target = all_reduce_flat(comm, sums, "sum")
-        is_class = (targets >= 0) & (targets < total[-1])
-        total, target = total[:-1], target[:-1]
-        ctx.save_for_backward(powers.div_(total[:, None]), at, here)
-        return torch.where(is_class, total.log() - target, torch.nan)
+        # of x * exp(x), where exp(x) may be 0 and x infinite
+        numbers = [powers.sum(1), own, *([torch.xlogy(powers, powers).sum(1)] if entropy else [])]
+        sums = _reduced(comm, functional.pad(torch.stack(numbers), (0, 1), value=classes), "sum")
+        is_class = (targets >= 0) & (targets < sums[0, -1])
+        total, target, *mean = sums[:, :-1]
+        entropies = total.log() - mean[0] / total if entropy else torch.zeros_like(total)
+        ctx.save_for_backward(powers.div_(total[:, None]), at, here, entropies)
+        ctx.entropy = entropy
+        return torch.where(is_class, total.log() - target, torch.nan), entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
-        (grad,) = grad_outputs
-        probabilities, at, here = ctx.saved_tensors
+        grad, of_entropy = grad_outputs
+        probabilities, at, here, entropies = ctx.saved_tensors
         slope = probabilities * grad[:, None]
         slope.scatter_add_(1, at[:, None], (-grad * here)[:, None])
-        return slope, None, None
+        if ctx.entropy:
+            terms = torch.xlogy(probabilities, probabilities).addcmul_(probabilities, entropies[:, None])
+            slope.addcmul_(terms, of_entropy[:, None], value=-1)
+        return slope, None, None, None
+
+
+def _reduced(comm: Comm | None, numbers: torch.Tensor, op: Literal["max", "sum"]) -> torch.Tensor:
+    return numbers if comm is None else all_reduce_flat(comm, numbers, op)
 
 
 class VocabLoss:

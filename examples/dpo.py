@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Teach a model which of its answers people prefer, by direct preference optimization (DPO) against a reference.
 
-    accel launch --nproc-per-node 2 examples/preference.py
+    accel launch --nproc-per-node 2 examples/dpo.py
 
 First the model learns to sort digits, up or down as it likes. Then it sees pairs of answers of which the one that goes
 up is preferred, and a frozen copy of itself keeps it near what it knew. In the end it sorts upwards. Both parts go on
@@ -17,12 +17,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, logsigmoid
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel import post_training
 
-Objective = Callable[[nn.Module, list[Tensor]], tuple[Tensor, Tensor]]
+Objective = Callable[[accel.DistContext, nn.Module, list[Tensor], Tensor], tuple[post_training.LossSum, Tensor]]
 DIGITS, TURN = 10, 10  # digits, and the token that asks for the answer
 LONG = 4  # digits of a prompt
 BETA = 0.5  # how much the reference holds the model back
@@ -52,27 +52,33 @@ class Decoder(nn.Module):
         return self.head(self.layers(hidden, mask=mask, is_causal=True))
 
 
-def log_probabilities(model: nn.Module, rows: Tensor) -> Tensor:
-    """Return the log probability of each row's answer."""
-    logits, answers = model(rows[:, :-1])[:, LONG:], rows[:, LONG + 1 :]
-    losses = cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), reduction="none")
-    return -losses.view_as(answers).sum(1)
+def answer_logprobs(ctx: accel.DistContext, model: nn.Module, rows: Tensor) -> Tensor:
+    """Return the log-probability of each row's answer."""
+    logprobs = post_training.token_logprobs(ctx, model(rows[:, :-1]), rows[:, 1:])
+    answers = torch.arange(1, rows.shape[1], device=rows.device) > LONG
+    return post_training.sequence_sums(ctx, logprobs, answers.expand_as(logprobs))
 
 
-def imitate(model: nn.Module, data: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the mean loss of answers of both kinds, and how often the preferred one is the more probable."""
-    up, down = log_probabilities(model, torch.cat(data)).chunk(2)
-    return -(up + down).mean() / (2 * LONG), (up > down).double().mean()
+def imitate(
+    ctx: accel.DistContext, model: nn.Module, data: list[Tensor], real: Tensor
+) -> tuple[post_training.LossSum, Tensor]:
+    """Return the loss of answers of both kinds, and how often the preferred one is the more probable."""
+    up, down = answer_logprobs(ctx, model, torch.cat(data)).chunk(2)
+    weight = real.sum()
+    loss = post_training.LossSum(-((up + down) * real).sum() / (2 * LONG), weight)
+    return loss, ((up > down) * real).sum() / weight.clamp(min=1)
 
 
-def prefer(reference: nn.Module, model: nn.Module, data: list[Tensor]) -> tuple[Tensor, Tensor]:
+def prefer(
+    frozen: nn.Module, ctx: accel.DistContext, model: nn.Module, data: list[Tensor], real: Tensor
+) -> tuple[post_training.LossSum, Tensor]:
     """Return the loss of DPO: the preferred answer should gain more on the reference than the other one."""
     rows = torch.cat(data)
-    with torch.no_grad():
-        before = log_probabilities(reference, rows)
-    after = log_probabilities(model, rows)
-    (won, lost), (up, down) = (after - before).chunk(2), after.chunk(2)
-    return -logsigmoid(BETA * (won - lost)).mean(), (up > down).double().mean()
+    with post_training.reference(ctx, frozen) as reference:
+        before = answer_logprobs(ctx, reference, rows)
+    up, down = answer_logprobs(ctx, model, rows).chunk(2)
+    loss = post_training.dpo_loss(up, down, *before.chunk(2), beta=BETA, weights=real)
+    return loss, ((up > down) * real).sum() / loss.weight.clamp(min=1)
 
 
 def fit(
@@ -87,22 +93,22 @@ def fit(
     model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
     to = [
         accel.trackers.jsonl(),
-        accel.trackers.console(label=f"{out} step", formats={"preferred": ".1%", "upwards": ".1%"}),
+        accel.trackers.console(label=f"{out} step", formats={"dpo/preferred": ".1%", "upwards": ".1%"}),
     ]
-    with accel.tracking(ctx, "preference", to=to, dir=out) as trackers:
+    with accel.tracking(ctx, "dpo", to=to, dir=out) as trackers:
         items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
         state = accel.resume(ctx, out, items, accel.train_state(ctx, seed=0, accumulation=1))
-        metrics, every = accel.metrics.running_metrics(loss="mean", preferred="mean"), max(1, steps // 20)
+        metrics, every = accel.metrics.running_metrics(loss="mean", **{"dpo/preferred": "mean"}), max(1, steps // 20)
         batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
             batch = next(batches)
             state = state.next(batch)
             with accel.accumulate(ctx, state, model):
                 with accel.autocast(ctx):
-                    loss, preferred = objective(model, batch.data)
-                state = accel.backward(ctx, loss, state)
+                    loss, preferred = objective(ctx, model, batch.data, batch.mask.to(ctx.device))
+                state = accel.backward(ctx, loss.mean, state, weight=loss.weight)
             state = accel.optimizer_step(ctx, optimizer, state, scheduler=scheduler, max_norm=1.0)
-            metrics = metrics.add(batch.weight, loss=loss, preferred=preferred)
+            metrics = metrics.add(loss.weight, loss=loss.mean, **{"dpo/preferred": preferred})
             if state.updates % every == 0 or state.updates == steps:
                 values, metrics = metrics.read(ctx)
                 values["upwards"] = sorts_upwards(ctx, model, test_loader)
@@ -127,15 +133,15 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
     with accel.seeding.seeded(ctx, 0):  # the first weights are the same on any number of processes
         model = Decoder(size)
     model = fit(ctx, model, imitate, steps=steps, lr=2e-3, out=f"{out}/reference")
-    reference = copy.deepcopy(model).requires_grad_(False).eval()
-    fit(ctx, model, functools.partial(prefer, reference), steps=steps, lr=3e-5, out=out)
+    frozen = accel.prepare_model(ctx, copy.deepcopy(model).requires_grad_(False))
+    fit(ctx, model, functools.partial(prefer, frozen), steps=steps, lr=3e-5, out=out)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each part")
     parser.add_argument("--size", type=int, default=64, help="width of the model")
-    parser.add_argument("--out", default="runs/preference", help="folder of checkpoints and metrics")
+    parser.add_argument("--out", default="runs/dpo", help="folder of checkpoints and metrics")
     flags = parser.parse_args()
     with accel.session() as context:
         main(context, **vars(flags))

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of tokens packed into rows of one length: a stream with a state, for `prepare_loader(stream=)`.
+
+A packed row begins with the oldest row that waits, so none waits for ever, and takes the longest others that fit. Which
+rows come together depends on lengths and order alone, so every number of ranks reads the same.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from accel.data import order
+from accel.errors import DataError
+from accel.errors._checks import check_count
+
+Tokens = Sequence[int] | Sequence[float] | Tensor
+
+
+class TokenRow(msgspec.Struct, frozen=True):
+    """One sequence of tokens, and how much each of them is trained on.
+
+    Attributes:
+        ids: tokens, at least one: integers, or int64 of shape [tokens].
+        loss_weights: factor of the loss of predicting each token: 0 for a prompt's, 1 for an answer's, or any other.
+    """
+
+    ids: Tokens
+    loss_weights: Tokens
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.loss_weights) or not len(self.ids):
+            raise DataError(
+                "tokens and their loss weights do not fit each other",
+                expected="one weight for each token, and a token at least",
+                got=f"{len(self.ids)} tokens and {len(self.loss_weights)} weights",
+                where="TokenRow",
+            )
+
+
+class PackedTokens(NamedTuple):
+    """Tokens of several rows, one behind the other, shape [tokens], or [rows, tokens] in a batch.
+
+    Attributes:
+        ids: tokens, int64; behind the last row, padding.
+        position_ids: places that begin anew with each row, int64, as models of transformers take them.
+        documents: number of each token's row in the packed row, from 0, int64; padding is a document of its own.
+        targets: token that comes next, int64.
+        loss_weights: factor of the loss of `targets`, fp32; 0 for the last token of a row and for padding.
+    """
+
+    ids: Tensor
+    position_ids: Tensor
+    documents: Tensor
+    targets: Tensor
+    loss_weights: Tensor
+
+    def cumulative_lengths(self) -> Tensor:
+        """Return where each document begins in the flattened batch, and the end: int32, for kernels of variable length.
+
+        Waits for the device.
+        """
+        begins = self.position_ids.flatten() == 0
+        places = begins.nonzero().flatten()
+        return torch.cat([places, places.new_tensor([begins.numel()])]).int()
+
+
+class PackedRows(IterableDataset[PackedTokens]):
+    """A stream of `PackedTokens`, made by `pack`. Its state is the place in the rows, and marks of those that wait."""
+
+    def __init__(
+        self,
+        rows: Iterable[TokenRow],
+        max_tokens: int,
+        *,
+        lookahead: int,
+        truncate: bool,
+        pad_id: int,
+        seed: int | None,
+    ) -> None:
+        super().__init__()
+        self.rows, self.max_tokens, self.lookahead = rows, max_tokens, lookahead
+        self.truncate, self.pad_id, self.seed = truncate, pad_id, seed
+        self._epoch = 0
+        self._share = (0, 1)
+        self._begin: dict[str, Any] = {}
+        self._now: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[PackedTokens]:
+        begin, self._begin = self._begin, {}
+        rows = self._source(begin.get("source"))
+        waiting = _Waiting(self.max_tokens)
+        waiting.restore(rows, begin)
+        self._now = begin
+        while True:
+            read: list[_Read] = []
+            while len(waiting.rows) + len(read) < self.lookahead and (row := next(rows, None)) is not None:
+                read.append(row)
+            self._check(read)
+            for row in read:
+                waiting.add(row)
+            if not waiting.rows:
+                break
+            taken = waiting.take()
+            self._now = waiting.state(rows.state())
+            yield _laid(taken, self.max_tokens, self.pad_id)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the packed row that came last: of about 1 KB, whatever the rows."""
+        return dict(self._now)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass begin at a position."""
+        self._begin = self._now = dict(state)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of an epoch, and pass its number to the rows."""
+        self._epoch = epoch
+        if callable(set_epoch := getattr(self.rows, "set_epoch", None)):
+            _ = set_epoch(epoch)
+
+    def shard(self, num_shards: int, index: int) -> PackedRows:
+        """Return the packed rows of a part of the rows, for `prepare_loader(stream="shards")`."""
+        part = copy.copy(self)
+        if _is_indexed(self.rows):
+            first, step = self._share
+            part._share = (first + step * index, step * num_shards)
+        else:
+            part.rows = cast(Any, self.rows).shard(num_shards=num_shards, index=index)
+        return part
+
+    def _source(self, begin: Any) -> _Indexed | _Streamed:
+        """Open the rows at a state. Workers divide rows with indices; others divide themselves, as in torch."""
+        if not _is_indexed(self.rows):
+            return _Streamed(self.rows, begin)
+        first, step = self._share
+        if (worker := get_worker_info()) is not None:
+            first, step = first + step * worker.id, step * worker.num_workers
+        count = len(cast(Any, self.rows))
+        shuffled = None if self.seed is None or not count else order(self.seed, self._epoch, count)
+        return _Indexed(self.rows, range(first, count, step), shuffled, begin or 0)
+
+    def _check(self, read: Sequence[_Read]) -> None:
+        """Raise `DataError` for rows that are too long, unless they are cut."""
+        too_long = [row for row in read if len(row.ids) > self.max_tokens]
+        if too_long and not self.truncate:
+            longest = max(len(row.ids) for row in too_long)
+            raise DataError(
+                f"{len(too_long)} of the next {len(read)} rows are too long",
+                expected=f"rows of {self.max_tokens} tokens at most",
+                got=f"{longest} tokens in the longest",
+                where="pack(max_tokens=)",
+                fix=f"Pass max_tokens={longest}, or truncate=True, which cuts their ends off.",
+            )
+
+
+def pack(
+    rows: Iterable[TokenRow],
+    max_tokens: int,
+    *,
+    lookahead: int = 1024,
+    truncate: bool = False,
+    pad_id: int = 0,
+    seed: int | None = None,
+) -> PackedRows:
+    """Pack rows of tokens into rows of one length, as a stream that any number of ranks reads and resumes.
+
+    Pass it to `prepare_loader(ctx, DataLoader(packed, batch_size), stream="dispatch")`, or with `stream="shards"`.
+    Every row comes once an epoch. No communication.
+
+    Args:
+        rows: rows of tokens: a list, an object with `__len__` and `__getitem__`, or an iterable that begins anew in
+            each epoch, with a state (`state_dict`, `load_state_dict`) if a resume must not read it from the beginning.
+        max_tokens: length of a packed row, at least that of the longest row.
+        lookahead: number of rows that wait for a place; more fill better. 1 packs nothing.
+        truncate: True cuts the ends of longer rows off, False refuses them.
+        pad_id: token behind the last row.
+        seed: shuffles rows with indices anew in each epoch; None keeps their order.
+
+    Returns:
+        The stream, of `PackedTokens`.
+
+    Raises:
+        DataError: an iterator, which cannot begin anew, or shuffled rows without indices. In iteration: rows that are
+            too long, with their number among those read at once.
+
+    Examples:
+        >>> rows = [post_training.TokenRow([1, 2, 3], [0, 1, 1]), post_training.TokenRow([4, 5], [0, 1])]
+        >>> [packed] = post_training.pack(rows, 6)
+        >>> packed.ids.tolist(), packed.documents.tolist()
+        ([1, 2, 3, 4, 5, 0], [0, 0, 0, 1, 1, 2])
+    """
+    check_count(max_tokens, "not a length of packed rows", where="pack(max_tokens=)")
+    check_count(lookahead, "not a number of rows", where="pack(lookahead=)")
+    if isinstance(rows, Iterator):
+        raise DataError(
+            "an iterator cannot begin anew",
+            expected="rows that can be read again in the next epoch",
+            got=type(rows).__name__,
+            where="pack",
+            fix="Pass list(rows), or an object whose __iter__ reads them.",
+        )
+    if seed is not None and not _is_indexed(rows):
+        raise DataError(
+            "rows without indices cannot be shuffled",
+            expected="__len__ and __getitem__",
+            got=type(rows).__name__,
+            where="pack(seed=)",
+            fix="Shuffle the rows where they are read.",
+        )
+    return PackedRows(rows, max_tokens, lookahead=lookahead, truncate=truncate, pad_id=pad_id, seed=seed)
+
+
+def _is_indexed(rows: object) -> bool:
+    return hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+
+
+class _Read(NamedTuple):
+    """A row that was read; `before`: the state of its source in front of it."""
+
+    ids: Tensor
+    weights: Tensor
+    before: Any
+
+
+def _read(row: TokenRow, before: Any) -> _Read:
+    if not isinstance(row, TokenRow):  # pyright: ignore[reportUnnecessaryIsInstance] - from users
+        raise DataError("not a row of tokens", expected="a TokenRow", got=type(row).__name__, where="pack(rows)")
+    ids = torch.as_tensor(row.ids, dtype=torch.int64)
+    return _Read(ids, torch.as_tensor(row.loss_weights, dtype=torch.float32), before)
+
+
+class _Indexed:
+    """Reads rows by their indices; its state is the number of rows read."""
+
+    def __init__(self, rows: Any, places: range, shuffled: Any, begin: int) -> None:
+        self._rows, self._places, self._order = rows, places, shuffled
+        self._at = begin
+
+    def __iter__(self) -> _Indexed:
+        return self
+
+    def __next__(self) -> _Read:
+        if self._at >= len(self._places):
+            raise StopIteration
+        place = self._places[self._at]
+        row = self._rows[place if self._order is None else self._order[place]]
+        self._at += 1
+        return _read(row, self._at - 1)
+
+    def state(self) -> int:
+        return self._at
+
+
+class _Streamed:
+    """Reads rows in a loop; its state is theirs, or the number of rows read, which a resume reads again."""
+
+    def __init__(self, rows: Any, begin: Any) -> None:
+        self._owner = copy.copy(rows) if hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict") else None
+        self._count = 0
+        if self._owner is not None and begin is not None:
+            self._owner.load_state_dict(begin)
+        self._rows = iter(rows if self._owner is None else self._owner)
+        while self._owner is None and self._count < (begin or 0):
+            _ = next(self)
+
+    def __iter__(self) -> _Streamed:
+        return self
+
+    def __next__(self) -> _Read:
+        before = self.state()
+        row = next(self._rows)
+        self._count += 1
+        return _read(row, before)
+
+    def state(self) -> Any:
+        return self._count if self._owner is None else copy.deepcopy(self._owner.state_dict())
+
+
+class _Waiting:
+    """Rows, cut to a length, that wait for a place in a packed row, by their number in order of reading."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.rows: dict[int, _Read] = {}  # the oldest first
+        self._most = max_tokens
+        self._by_length: list[tuple[int, int]] = []  # of equal lengths the oldest, with the least negative number, last
+        self._next = 0
+        self._first = 0  # number of the row of the lowest bit
+        self._bits = 0  # which rows wait
+
+    def add(self, row: _Read) -> None:
+        number = self._next
+        self._next += 1
+        self.rows[number] = row._replace(ids=row.ids[: self._most], weights=row.weights[: self._most])
+        bisect.insort(self._by_length, (len(self.rows[number].ids), -number))
+        self._bits |= 1 << (number - self._first)
+
+    def take(self) -> list[_Read]:
+        """Take the oldest row, and again and again the longest that fits."""
+        oldest = next(iter(self.rows))
+        at = bisect.bisect_left(self._by_length, (len(self.rows[oldest].ids), -oldest))
+        room = self._most
+        taken: list[_Read] = []
+        while at >= 0:
+            length, below_zero = self._by_length.pop(at)
+            taken.append(self.rows.pop(-below_zero))
+            self._bits ^= 1 << (-below_zero - self._first)
+            room -= length
+            at = bisect.bisect_right(self._by_length, (room, 1)) - 1
+        return taken
+
+    def state(self, behind: Any) -> dict[str, Any]:
+        """Return the source's state at the oldest row that waits, and of the rows since then which ones do, as bits;
+        `behind`: its state behind the rows read."""
+        oldest = next(iter(self.rows), self._next)
+        self._bits >>= oldest - self._first
+        self._first = oldest
+        source = self.rows[oldest].before if self.rows else behind
+        return {"source": source, "read": self._next - oldest, "waiting": f"{self._bits:x}"}
+
+    def restore(self, rows: Iterator[_Read], state: dict[str, Any]) -> None:
+        """Read again the rows that waited at a state."""
+        bits = int(state.get("waiting", "0"), 16)
+        for place in range(state.get("read", 0)):
+            row = next(rows)
+            if bits >> place & 1:
+                self.add(row)
+            else:
+                self._next += 1
+
+
+def _laid(rows: Sequence[_Read], size: int, pad_id: int) -> PackedTokens:
+    """Lay rows one behind the other."""
+    lengths = [len(row.ids) for row in rows]
+    lengths += [size - sum(lengths)] * (sum(lengths) < size)
+    ids, targets = (torch.full((size,), pad_id, dtype=torch.int64) for _ in range(2))
+    weights = torch.zeros(size)
+    begin = 0
+    for row in rows:
+        end = begin + len(row.ids)
+        ids[begin:end] = row.ids
+        targets[begin : end - 1] = row.ids[1:]
+        weights[begin : end - 1] = row.weights[1:]
+        begin = end
+    counts = torch.tensor(lengths)
+    documents = torch.arange(len(lengths)).repeat_interleave(counts)
+    position_ids = torch.arange(size) - (counts.cumsum(0) - counts)[documents]
+    return PackedTokens(ids, position_ids, documents, targets, weights)

@@ -3,8 +3,10 @@
 
 Imported by name: `from accel import post_training`. Begin with `_losses.py`: how tokens and sequences are averaged, and
 losses of pairs. `_policy.py` has policy gradients and their advantages, `_packing.py` packs rows of tokens.
+`_samples.py` holds sequences that a model drew, `_buffer.py` the states of their prompts.
 """
 
+from accel.post_training._buffer import FinishedPrompt, RolloutBuffer, RolloutGroup, StartedPrompt
 from accel.post_training._losses import (
     LossSum,
     PairLoss,
@@ -23,17 +25,26 @@ from accel.post_training._policy import (
     value_loss,
     whiten,
 )
+from accel.post_training._samples import SampleRow, Samples, Version, join_samples
 
 __all__ = [
+    "FinishedPrompt",
     "LossSum",
     "Packed",
     "PackedRows",
     "PairLoss",
     "PolicyLoss",
+    "RolloutBuffer",
+    "RolloutGroup",
+    "SampleRow",
+    "Samples",
+    "StartedPrompt",
     "TokenRow",
+    "Version",
     "dpo_loss",
     "gae",
     "group_advantages",
+    "join_samples",
     "loss_weight",
     "pack",
     "policy_loss",

@@ -6,6 +6,7 @@ losses of pairs. `_policy.py` has policy gradients and their advantages, `_packi
 `_samples.py` holds sequences that a model drew, `_buffer.py` the states of their prompts.
 """
 
+from accel.post_training import servers
 from accel.post_training._buffer import FinishedPrompt, RolloutBuffer, RolloutGroup, StartedPrompt
 from accel.post_training._losses import (
     LossSum,
@@ -25,6 +26,7 @@ from accel.post_training._policy import (
     value_loss,
     whiten,
 )
+from accel.post_training._publish import Published, publish
 from accel.post_training._samples import SampleRow, Samples, Version, join_samples
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "PackedRows",
     "PairLoss",
     "PolicyLoss",
+    "Published",
     "RolloutBuffer",
     "RolloutGroup",
     "SampleRow",
@@ -48,8 +51,10 @@ __all__ = [
     "loss_weight",
     "pack",
     "policy_loss",
+    "publish",
     "reward_loss",
     "sequence_sums",
+    "servers",
     "value_loss",
     "weighted_sum",
     "whiten",

@@ -304,6 +304,19 @@ _WITHOUT_VALUES = ("FakeTensor", "FunctionalTensor")
 _NO_MODELS = frozenset({"torch", "sympy", "numpy", *sys.stdlib_module_names})
 
 
+def fake_mode() -> Any:
+    """Return a mode in which new tensors have no memory; beside them, real ones may be constants."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: object) -> bool:
+    """Return whether a tensor is one of a fake mode."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # its import takes long, and makes the first fake one
+    return fakes is not None and isinstance(tensor, fakes.FakeTensor)
+
+
 @contextmanager
 def emptied_caches() -> Generator[None]:
     """Empty, behind a block that runs models on fake tensors, the `functools` caches of functions that hold some, as of

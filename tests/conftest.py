@@ -10,16 +10,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import moved_tests
+import profiles
 import pytest
-from hypothesis import HealthCheck, settings
 from processes import children, patience
 from uncollected import no_collections
 
 from accel.testing import Simulator
 
-settings.register_profile("accel", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("thorough", settings.get_profile("accel"), max_examples=500)
-settings.load_profile("accel")
+profiles.load()
 
 # Compiled files are kept whatever the environment says: else each run compiles every test again in each of its workers,
 # and each process that a test starts the package.
@@ -37,6 +36,17 @@ def pytest_collection() -> Iterator[object]:
         return (yield)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `tests/durations.py`."""
+    parser.addoption("--record-durations", metavar="FILE", help="write each test's CPU seconds to FILE-PID")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave long cases to later runs."""
+    moved_tests.mark(items)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from runs without the tests of GPUs: the others count on CPUs, also where contexts choose a device."""
     if "not gpu" in config.option.markexpr:
@@ -50,7 +60,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     if item.config.getoption("timeout") is None:
         seconds = marker.args[0] if marker else float(item.config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(patience(seconds)), append=False)
-    return (yield)
+    with moved_tests.recording(item):
+        return (yield)
 
 
 def serves(line: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from tables import rows
 
 import accel
 from accel.brought import _FIXES
@@ -45,7 +46,7 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("word", SAME)
+@rows("word", SAME)
 def test_a_flag_of_another_launcher_is_answered_by_ours(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", word, "train.py"]) == 2
     said = capsys.readouterr().err
@@ -157,7 +158,7 @@ def test_no_name_of_ours_is_taken_for_another() -> None:
     assert not any(map(precision_fix, get_args(PrecisionName)))
 
 
-@pytest.mark.parametrize("name", accel._OTHERS)
+@rows("name", accel._OTHERS)
 def test_a_name_of_another_library_is_answered_by_ours(name: str) -> None:
     check_names(accel._OTHERS[name])
     with pytest.raises(AttributeError, match=rf"{name}'\. Use"):

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # where no pytest runs it
+
 import pytest
 import torch
 from processes import patience, same_path
+from tables import rows
 from torch.utils.data import TensorDataset
 
 import accel
@@ -35,6 +38,7 @@ def load_dataset() -> TensorDataset:
     return TensorDataset(inputs, inputs[:, :10].argmax(1))
 
 
+@pytest.mark.kept("slow")
 @pytest.mark.parametrize(
     "page",
     [
@@ -88,9 +92,7 @@ def code(page: Path) -> list[str]:
     return fenced.findall(text) + re.findall(r"`([^`\n]+)`", fenced.sub("", text))
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *PAGES, *sorted((ROOT / "examples").glob("*.py"))], ids=lambda page: page.name
-)
+@rows("page", [ROOT / "README.md", *PAGES, *sorted((ROOT / "examples").glob("*.py"))])
 def test_loops_carry_the_state_save_on_the_page_of_its_parts(page: Path) -> None:
     found = [match.group() for each in code(page) for match in _PARTS.finditer(each)]
     assert bool(found) == (page.name in ("step-parts.md", "upgrading.md", "modules.md")), found

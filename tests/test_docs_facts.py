@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tables import rows
 
 import accel
 from accel.checkpoint._manifest import FORMAT
@@ -102,10 +103,7 @@ def default(function: str, argument: str) -> object:
     return inspect.signature(getattr(accel, function)).parameters[argument].default
 
 
-NUMBER_IDS = [f"{page}-{pattern[:24]}" for page, pattern, _ in NUMBERS]
-
-
-@pytest.mark.parametrize(("page", "pattern", "constant"), NUMBERS, ids=NUMBER_IDS)
+@rows("page, pattern, constant", NUMBERS)
 def test_a_number_is_the_constants(page: str, pattern: str, constant: Callable[[], object]) -> None:
     found = re.findall(pattern, (ROOT / page).read_text())
     assert found, f"{page} has no {pattern!r} any more: adapt NUMBERS"
@@ -115,7 +113,7 @@ def test_a_number_is_the_constants(page: str, pattern: str, constant: Callable[[
         assert same, f"{page} says {text}, the code {expected}: {pattern!r}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@rows("page", PAGES)
 def test_names_exist(page: Path) -> None:
     """`accel.name` and `accel.module.name`, in text and in code."""
     text = page.read_text()

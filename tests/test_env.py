@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel import LaunchEnv, read_env
 from accel.config._settings import SETTINGS
@@ -51,7 +52,7 @@ def test_a_launched_world_of_one_needs_no_address():
     assert (env.world_size, env.master_addr, env.launcher) == (1, None, "torchrun")
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=share(2))
 @given(nodes=st.integers(1, 1000), per_node=st.integers(1, 64), data=st.data())
 def test_every_consistent_assignment_reads_back(nodes, per_node, data):
     node, local = data.draw(st.integers(0, nodes - 1)), data.draw(st.integers(0, per_node - 1))

@@ -13,6 +13,8 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
+from tables import rows
 from torch import nn
 
 import accel
@@ -33,7 +35,7 @@ def test_the_four_answers_in_one_line():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=share(0.4))
 @given(problem=facts, expected=facts, got=facts, where=facts, fix=facts)
 def test_every_kind_survives_records_json_pickle_and_copy(kind, problem, expected, got, where, fix):
     error = kind(problem, expected=expected, got=got, where=where, fix=fix)
@@ -89,7 +91,7 @@ METHODS_OF_A_CONTEXT = [
 ]
 
 
-@pytest.mark.parametrize("name", OF_A_CONTEXT)
+@rows("name", OF_A_CONTEXT)
 def test_a_call_without_the_context_says_to_pass_it_first(name: str) -> None:
     function: Callable[..., object] = PUBLIC[name]
     for arguments, got in [((), "no context"), ((torch.nn.Linear(1, 1),), "Linear"), ((1, 2, 3), "int")]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tables import rows
 
 ROOT = Path(__file__).parent.parent
 ROOMS = [
@@ -32,7 +33,7 @@ def named_files(text: str) -> Iterator[str]:
         )
 
 
-@pytest.mark.parametrize("path", ROOMS, ids=lambda path: path.parent.relative_to(ROOT / "accel").as_posix())
+@rows("path", ROOMS)
 def test_a_room_begins_with_the_file_to_read_first(path: Path) -> None:
     doc = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert len(doc.splitlines()) <= MOST_LINES
@@ -71,9 +72,7 @@ def test_the_path_of_a_save_names_files_of_its_rooms() -> None:
             assert (ROOT / "accel" / room / f"{name}.py").exists(), f"{room}/{name}"
 
 
-@pytest.mark.parametrize(
-    "page", [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in TOP)], ids=lambda page: page.name
-)
+@rows("page", [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in TOP)])
 def test_pages_keep_their_width(page: Path) -> None:
     """Tables and code may be wider: a line break would end them."""
     text = re.sub(r"^ *```.*?^ *```$", lambda found: "\n" * found[0].count("\n"), page.read_text(), flags=re.S | re.M)

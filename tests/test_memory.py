@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 
 import accel
@@ -18,7 +19,7 @@ from accel import AccelError
 from accel.errors import CollectiveMismatch, ConfigError, OutOfMemoryError, PeerError
 from accel.memory import is_out_of_memory
 
-relaxed = settings(deadline=None, max_examples=40)
+relaxed = settings(deadline=None, max_examples=share(0.8))
 
 
 @pytest.fixture(scope="module", autouse=True)

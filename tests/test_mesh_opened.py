@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from processes import patience
+from profiles import share
 from torch.distributed.device_mesh import init_device_mesh
 
 import accel
@@ -29,7 +30,7 @@ def _along(mesh, name):
     return total.item()
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=share(0.3))
 @given(shape=SHAPES)
 def test_a_mesh_that_is_opened_is_torchs_own_with_the_same_neighbours(ranks, shape):
     names = ("dp", "cp", "tp")[: len(shape)]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from processes import patience
+from tables import rows
 
 import accel
 from accel import __version__
@@ -116,9 +117,7 @@ def test_links_of_the_readme_lead_somewhere_on_an_index_page() -> None:
     assert index_page(page, "https://h") == "[a](https://h/b-c/#d-e), [f](#g), [h](https://h/i/j/), k, [m](https://n)"
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
-)
+@rows("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
 def test_links_lead_to_pages_and_sections(page: Path) -> None:
     """Those of docs/ to docs/ alone, so that they work in the repository and in a site made of docs/."""
     for link in links(page.read_text()):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from processes import patience
+from profiles import share
 
 import accel
 from accel import preempt
@@ -138,7 +139,7 @@ def steps_until_stop(ctx: accel.DistContext, most: int) -> tuple[int, int, int]:
     return taken, -1, 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=share(0.6), deadline=None)
 @given(data=st.data(), world_size=st.integers(1, 4), seed=st.integers(0, 9), number=st.sampled_from(BOTH))
 def test_a_signal_on_any_rank_stops_all_at_the_same_step(
     data: st.DataObject, world_size: int, seed: int, number: signal.Signals

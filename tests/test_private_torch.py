@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names that torch does not promise to keep: each is listed and there; what torch takes away or renames fails here.
 
-Those of `accel.parallel` are listed in `accel.parallel._private`, those of `accel.testing` beside their hooks, in
-`accel.testing._default_group`; those of other folders in `helpers/private_names.py`.
+Those of `accel.parallel` are listed in `accel.parallel._private`, those inside `fully_shard` in
+`accel.parallel._torch_fsdp`, those of `accel.testing` beside their hooks, in `accel.testing._default_group`; those of
+other folders in `helpers/private_names.py`. A name is private if a part of its path has an underscore in front.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from private_names import LISTED, is_there, missing
 from torch import nn
 from uncollected import no_collections
 
+from accel.parallel import _torch_fsdp
 from accel.parallel._private import has_hooks, is_view
 from accel.testing import simulate
 
@@ -70,6 +72,7 @@ def used(tree: ast.Module) -> set[str]:
     return {name for name in found if re.fullmatch(r"_(?!accel_)[A-Za-z][A-Za-z0-9]*(_[a-z0-9]+)*_?", name)}
 
 
+@pytest.mark.kept("default")
 def test_no_private_name_is_used_that_is_not_listed() -> None:
     with no_collections():
         trees = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py") if "testing" not in path.parts}
@@ -82,6 +85,43 @@ def test_no_private_name_is_used_that_is_not_listed() -> None:
         if "_" in name[1:] or any(isinstance(node, ast.Attribute) and node.attr == name for node in ast.walk(tree))
     }
     assert not unknown, f"list them in helpers/private_names.py or accel/parallel/_private.py: {sorted(unknown)}"
+
+
+def imported(tree: ast.Module) -> set[tuple[str, str]]:
+    """Names that a module imports from private modules of torch, or reads from one that it imports."""
+    found, aliases = set[tuple[str, str]](), dict[str, str]()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "torch":
+            continue
+        for each in node.names:
+            if re.search(r"\._", node.module or ""):
+                found.add((node.module or "", each.name))
+            elif each.name.startswith("_"):
+                aliases[each.asname or each.name] = f"{node.module}.{each.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            found.add((aliases[node.value.id], node.attr))
+    return found
+
+
+def test_no_name_of_a_private_module_is_imported_that_is_not_listed() -> None:
+    source = "from torch._a import b\nfrom torch.c import _d as d\nfrom torch import nn\nd.e(nn.f)"
+    assert imported(ast.parse(source)) == {("torch._a", "b"), ("torch.c._d", "e")}
+    with no_collections():
+        trees = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+    unknown = {f"{path.relative_to(ROOT)}: {each}" for path, tree in trees.items() for each in imported(tree)}
+    unknown -= {f"{path.relative_to(ROOT)}: {each}" for path in trees for each in LISTED}
+    assert not unknown, f"list them in helpers/private_names.py or accel/parallel/_private.py: {sorted(unknown)}"
+
+
+def test_the_inside_of_fully_shard_is_used_in_one_file() -> None:
+    names = {name for names in _torch_fsdp.NAMES.values() for name in names if "_" in name}
+    for path in ROOT.rglob("*.py"):
+        if path.name != "_torch_fsdp.py":
+            attributes = {
+                node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+            }
+            assert not attributes & names, f"{path.relative_to(ROOT)}: {attributes & names}"
 
 
 def test_hooks_are_where_they_are_looked_for() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from catching import caught
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.comm import Call, agreed
@@ -22,7 +23,7 @@ from accel.errors import CheckpointError, CollectiveMismatch, ConfigError, PeerE
 
 worlds = st.integers(1, 8)
 seeds = st.none() | st.integers(0, 1000)
-relaxed = settings(deadline=None, max_examples=40)
+relaxed = settings(deadline=None, max_examples=share(0.8))
 
 
 @relaxed

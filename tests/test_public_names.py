@@ -14,14 +14,18 @@ import importlib
 import inspect
 import re
 import runpy
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # where no pytest runs it
+
 import pytest
 import torch
+from tables import rows
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -74,7 +78,7 @@ def mentioned() -> set[str]:
     return set(re.findall(r"(?:\baccel\.|`)(\w+)", text)) | set(re.findall(r"\w+", imports))
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@rows("package", PACKAGES)
 def test_each_public_name_stands_on_a_page(package: str) -> None:
     missing = sorted(set(public_names(package)) - mentioned())
     assert not missing, f"{', '.join(missing)}: on no page of docs/, neither as `name` nor as accel.name"
@@ -227,14 +231,14 @@ def test_few_names_are_at_the_top_and_each_has_one_place() -> None:
     assert {name for (name, _), count in places.items() if count > 1} == TWICE
 
 
-@pytest.mark.parametrize("package", MODULES)
+@rows("package", MODULES)
 def test_a_public_module_shows_its_names_and_no_others(package: str) -> None:
     module = importlib.import_module(package)
     assert sorted(name for name in dir(module) if not re.fullmatch(r"__\w+__", name)) == sorted(module.__all__)
     assert attrgetter(package.removeprefix("accel."))(accel) is module
 
 
-@pytest.mark.parametrize("name", accel._PLACES)
+@rows("name", accel._PLACES)
 def test_a_name_that_moved_is_answered_by_its_new_place(name: str) -> None:
     place = re.fullmatch(r"Use accel\.([\w.]+)\.", accel._PLACES[name])
     assert place is not None

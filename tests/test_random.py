@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel.errors import ConfigError, DeviceError
 from accel.random import RngState, capture_rng, check_seed, isolated_rng, restore_rng, rng_scope, seed_rng
@@ -19,7 +20,7 @@ from accel.seeding import Key
 
 CPU = torch.device("cpu")
 names = st.text(max_size=5) | st.integers(-(2**40), 2**40)
-relaxed = settings(deadline=None, max_examples=60)
+relaxed = settings(deadline=None, max_examples=share(1.2))
 
 
 def _draw() -> tuple[float, ...]:

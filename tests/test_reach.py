@@ -63,6 +63,7 @@ def reaches() -> list[tuple[str, re.Match[str]]]:
     return [(file, match) for file, names in named for name in names if (match := PRIVATE.fullmatch(name))]
 
 
+@pytest.mark.kept("default")
 def test_each_reach_into_a_package_has_its_reason(reaches: list[tuple[str, re.Match[str]]]) -> None:
     found: dict[str, set[str]] = {}
     for file, match in reaches:

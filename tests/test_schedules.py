@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, PolynomialLR
 
 import accel
@@ -24,7 +25,7 @@ cosines = st.builds(Cosine, lengths, start=factors, end=factors)
 parts = st.sampled_from(["remaining", "elapsed"])
 powered = st.builds(Polynomial, lengths, start=factors, end=factors, power=powers, of=parts)
 shapes = lines | cosines | powered
-relaxed = settings(deadline=None, max_examples=100)
+relaxed = settings(deadline=None, max_examples=share(2))
 
 
 @relaxed

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,7 +18,7 @@ import accel
 from accel.errors import CollectiveMismatch, ConfigError
 from accel.seeding import Key
 
-relaxed = settings(deadline=None, max_examples=25)
+relaxed = settings(deadline=None, max_examples=share(0.5))
 
 
 def _draw() -> tuple[float, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
+from profiles import share
 from torch import nn
 
 import accel
@@ -39,7 +40,7 @@ def keys_of(ranks: Simulator, axes: Axes, along: Any) -> list[tuple[Key, Key]]:
     return ranks.run(rank, axes.world_size, default_group=True)
 
 
-@settings(max_examples=25)
+@settings(max_examples=share(0.5))
 @given(axes=meshes(), along=st.permutations(FACTORS).flatmap(lambda names: st.integers(0, 6).map(lambda n: names[:n])))
 @example(axes=Axes(dp_shard=2), along=["dp_replicate"])
 def test_keys_are_equal_just_where_ranks_agree_along_the_axes(ranks: Simulator, axes: Axes, along: list[str]) -> None:
@@ -53,7 +54,7 @@ def test_keys_are_equal_just_where_ranks_agree_along_the_axes(ranks: Simulator, 
     assert [key for key, _ in keys_of(ranks, axes, sorted(along))] == keys  # whatever their order
 
 
-@settings(max_examples=10)
+@settings(max_examples=share(0.2))
 @given(axes=meshes())
 def test_data_parallelism_alone_is_the_default(ranks: Simulator, axes: Axes) -> None:
     for along in (("dp",), ("dp_shard", "dp_replicate")):

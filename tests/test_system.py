@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 from processes import patience, wait_for
+from profiles import share
 
 from accel.system import run_helper
 
@@ -96,7 +97,7 @@ def test_an_endless_stderr_takes_little_memory_and_time(tmp_path: Path) -> None:
 
 
 @given(size=st.integers(0, 300_000), status=st.integers(0, 255))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=share(0.16), deadline=None)
 def test_the_last_4_kb_are_kept(size: int, status: int) -> None:
     program = f"import os, sys; os.write(2, bytes(i % 251 for i in range({size}))); sys.exit({status})"
     ended = run_helper([sys.executable, "-S", "-c", program], limit_s=patience(20))

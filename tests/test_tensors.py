@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -48,7 +49,7 @@ def test_a_plain_gradient_is_not_copied_or_wrapped() -> None:
     assert local_part(grads[0]) is grads[0]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=share(0.3))
 @given(
     rows=st.integers(0, 7),
     shape=st.sampled_from([(1,), (2,), (3,), (2, 2)]),

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.errors import TreeError
@@ -95,7 +96,7 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 trees = st.recursive(atoms, _containers, max_leaves=12)
-relaxed = settings(deadline=None, max_examples=100)
+relaxed = settings(deadline=None, max_examples=share(2))
 
 
 def _same(a: Any, b: Any) -> None:
@@ -293,7 +294,7 @@ BATCHES = st.integers(1, 5).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=share(0.8))
 @given(batch=BATCHES, cut=st.integers(0, 5))
 def test_a_batch_cut_in_two_and_joined_is_the_batch(batch, cut):
     rows = accel.tree.find_batch_size(batch)

@@ -45,6 +45,7 @@ def crowded(tree: ast.Module) -> Iterator[int]:
                 yield node.lineno
 
 
+@pytest.mark.kept("default")
 def test_docstrings_begin_with_a_noun_or_a_verb(trees: dict[Path, ast.Module]) -> None:
     found = [f"{path.relative_to(ROOT)}: {line}" for path, tree in trees.items() for line in translations(tree)]
     assert not found, "name the thing first, as in `call: the expected call`:\n" + "\n".join(found)
@@ -78,6 +79,7 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
             yield from enumerate(written.split("\n"), token.start[0])
 
 
+@pytest.mark.kept("default")
 def test_prose_has_the_words_of_the_field() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {match[0]!r}"

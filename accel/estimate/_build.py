@@ -168,8 +168,8 @@ def _parameter(name: str, tensor: torch.Tensor) -> Parameter:
 @contextmanager
 def built(make: Callable[[], nn.Module], source: str) -> Generator[nn.Module]:
     """Build a model on fake tensors, which have no memory, for the length of a block; `make` runs unchanged."""
-    fake = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
-    with import_module("accel.tensors").emptied_caches(), fake, _without_values(source):
+    tensors = import_module("accel.tensors")
+    with tensors.emptied_caches(), tensors.fake_mode(), _without_values(source):
         model = make()
         nn: Any = import_module("torch.nn")
         check_kind(model, nn.Module, "not a model", expected="an nn.Module", where=source)

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -20,7 +19,7 @@ from accel.errors import AccelError, ConfigError
 from accel.errors._checks import check_count, check_kind
 from accel.estimate._build import Input, as_on_gpus, quiet_fakes, storage_of
 from accel.random import isolated_rng
-from accel.tensors import emptied_caches, is_dtensor, local_part, packed
+from accel.tensors import emptied_caches, fake_mode, is_dtensor, local_part, packed
 from accel.terminal import show_size, show_table
 from accel.tree import map_tensors
 
@@ -307,7 +306,7 @@ class Forward(NamedTuple):
 def run_fake(model: nn.Module, inputs: Any) -> Forward:
     """Call a copy of the model on fake tensors."""
     _check_inputs(inputs)
-    mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     entered: list[str] = []
     with isolated_rng(), quiet_fakes():
         if any(map(_is_lazy, model.modules())):

@@ -18,10 +18,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 from accel.comm import ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
-from accel.parallel._leftovers import meshes_of
 from accel.parallel._modules import named_modules
 from accel.parallel._private import root_mesh
 from accel.parallel._sharded import MODEL_DIMENSIONS, Sharded, ranks_of_mesh, sample_ranks
+from accel.parallel._torch_fsdp import meshes_of
 from accel.parallel.axes.experts import holds_experts
 from accel.tensors import is_dtensor, split_dims
 from accel.topology import DATA_DIMS, data_dimension, dimension_of

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from accel.comm import mark_recording
 from accel.mixins import add_mixin
 from accel.parallel._modules import KeepsParameters, copied_model, has_parameters
-from accel.parallel._private import fake_mode, is_fake
+from accel.tensors import fake_mode, is_fake
 
 
 def without_memory(model: nn.Module, device: torch.device) -> nn.Module:

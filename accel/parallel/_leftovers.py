@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients at a window's edges: left from before, held by `fully_shard`, or none for unused parameters."""
+"""Gradients at a window's edges: left from before, or none for unused parameters."""
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -17,126 +16,9 @@ from accel.context import DistContext
 from accel.errors import StepError
 from accel.parallel._modules import held_by, is_pipelined, stage_modules
 from accel.parallel._spread import stage_comm
+from accel.parallel._torch_fsdp import drop_unsharded, shards_of
 from accel.tensors import integers, local_part, mesh_of
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-class Shards(NamedTuple):
-    """A parameter that `fully_shard` has taken.
-
-    Attributes:
-        parameter: as an optimizer has it.
-        whole: as forward and backward have it; None until the first forward.
-        held: gradients of the whole one that ranks have not exchanged.
-    """
-
-    parameter: torch.Tensor
-    whole: torch.Tensor | None
-    held: list[torch.Tensor]
-
-
-def shards_of(module: nn.Module) -> Iterator[Shards]:
-    """Yield the parameters that `fully_shard` took when it was called on a module; not those of modules below it."""
-    for group in unit_groups(module):
-        for each in group.fsdp_params:
-            whole = getattr(each, "_unsharded_param", None)
-            held = (None if whole is None else whole.grad, each.unsharded_accumulated_grad)
-            yield Shards(each.sharded_param, whole, [grad for grad in held if grad is not None])
-
-
-def meshes_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, DeviceMesh]]:
-    """Yield owner, name and mesh of the parameters that `fully_shard` took when it was called on a module.
-
-    By name, as a load may put other parameters in their places. Along the mesh the parameter is gathered and its
-    gradient is reduced.
-    """
-    for group in unit_groups(module):
-        for each in group.fsdp_params:
-            info = each._module_info
-            mesh = each.mesh_info.mesh
-            yield info.module, info.param_name, mesh
-            for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                yield owner, name, mesh
-
-
-def drop_unsharded(module: nn.Module) -> list[torch.Tensor]:
-    """Drop the gradients held for a module of `fully_shard`, not for modules below it; return its parameters as an
-    optimizer has them."""
-    parameters: list[torch.Tensor] = []
-    for group in unit_groups(module):
-        group._partial_reduce_output = None  # of replicas that wait for set_requires_all_reduce
-        for each in group.fsdp_params:
-            each.unsharded_accumulated_grad = None
-            parameters.append(each.sharded_param)
-            if hasattr(each, "_unsharded_param"):
-                each._unsharded_param.grad = None
-    return parameters
-
-
-def sum_unused(unit: nn.Module) -> None:
-    """Let ranks sum zeros for parameters that a backward does not reach, of a module of `fully_shard` and those below
-    it."""
-    if hasattr(unit, _SUM_UNUSED):
-        getattr(unit, _SUM_UNUSED)(True)
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    for each in unit.modules():
-        if isinstance(each, FSDPModule):
-            for group in unit_groups(each):
-                group.post_backward = functools.partial(_with_zeros, group, group.post_backward)
-
-
-def sum_in_one_format(unit: nn.Module) -> None:
-    """Let a module of `fully_shard` and those below it sum all gradients of a window in one format, whichever
-    micro-batches used their parameters."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for each in unit.modules():
-        if isinstance(each, FSDPModule):
-            for group in unit_groups(each):
-                group.post_backward = functools.partial(_widened, group, group.post_backward)
-
-
-def _widened(group: Any, post_backward: Callable[..., None], *unused: object) -> None:
-    """Sum the gradients of a group of `fully_shard`. Those of earlier micro-batches wait in the format of the sum, and
-    torch takes no others beside them."""
-    if not any(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
-        return  # torch looks for gradients of a module that no forward has run
-    if group.reduce_grads and any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params):
-        for each in group.fsdp_params:
-            whole = getattr(each, "_unsharded_param", None)
-            if whole is None or each.unsharded_accumulated_grad is not None:
-                continue
-            if whole.grad is None and whole.requires_grad and getattr(group, "reduce_scatter_unused_params", False):
-                whole.grad = torch.zeros_like(whole)
-            each.to_accumulated_grad_if_needed()
-    post_backward(*unused)
-
-
-def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: object) -> None:
-    """Sum the gradients of a group of `fully_shard`, with zeros for those that are missing."""
-    for each in group.fsdp_params:
-        whole = getattr(each, "_unsharded_param", None)
-        if whole is None or whole.grad is not None or each.unsharded_accumulated_grad is not None:
-            continue
-        if group.reduce_grads and whole.requires_grad:
-            whole.grad = torch.zeros_like(whole)
-    post_backward(*unused)
-
-
-def unit_groups(module: nn.Module) -> list[Any]:
-    """Return the groups of parameters that `fully_shard` made when it was called on a module."""
-    state = cast(Any, module)._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)  # older torch has at most one
-    if several is not None:
-        return several
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-_SUM_UNUSED = "set_reduce_scatter_unused_params"  # of torch 2.13
 _FOUND = "accel_found"  # whether the gradient that a window found holds a value other than zero, as a plain bool
 _WATCHED = "accel_watched"  # the id of the tensor whose hook may take the note back: a copy has no hook
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# By what has them. Those of `fully_shard` are used in `_unsharded.py` alone; kernels of attention are called in
-# `context/_kernels.py` alone.
+# By what has them. Those of `fully_shard` stand in `_torch_fsdp.py`, which alone uses them; kernels of attention are
+# called in `context/_kernels.py` alone.
 PRIVATE = {
     # the replica whose forward runs, at whose buckets torch.compile cuts its graphs; sets and resets it
     "torch.nn.parallel.DistributedDataParallel": ("_active_ddp_module", "_inside_ddp_forward"),
@@ -55,16 +54,7 @@ PRIVATE = {
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
     "torch.distributed.tensor.DTensor": ("_spec", "_local_tensor"),  # and the arguments of its constructor
     "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
-    "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": (
-        "_fsdp_param_groups",
-        "_fsdp_param_group",
-        "_pre_backward",
-        "_register_root_post_backward_final_callback",
-    ),
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": ("_partial_reduce_output",),
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": ("_unsharded_param", "_module_info"),
     "torch.ops.aten": (
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -156,19 +146,6 @@ def hooks_with_keywords(module: nn.Module) -> Collection[int]:
 def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:
     """Return the hooks that see a module's inputs, of this module alone."""
     return cast(Any, module)._forward_pre_hooks
-
-
-def fake_mode() -> Any:
-    """Return a mode in which new tensors have no memory; beside them, real ones may be constants."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def is_fake(tensor: object) -> bool:
-    """Return whether a tensor is one of a fake mode."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # its import takes long, and makes the first fake one
-    return fakes is not None and isinstance(tensor, fakes.FakeTensor)
 
 
 def asks_for_values(error: Exception) -> bool:

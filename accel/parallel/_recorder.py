@@ -34,7 +34,7 @@ from accel.parallel._calls import (
 )
 from accel.parallel._fakes import flops_of, random_like
 from accel.parallel._modules import aliases_of, named_modules, named_tensors
-from accel.parallel._private import asks_for_values, forward_hooks, is_fake, written_arguments
+from accel.parallel._private import asks_for_values, forward_hooks, written_arguments
 from accel.parallel._record import (
     Argument,
     Decision,
@@ -49,7 +49,7 @@ from accel.parallel._record import (
     Tap,
     Write,
 )
-from accel.tensors import emptied_caches
+from accel.tensors import emptied_caches, is_fake
 from accel.tree._walk import Containers
 
 WHERE = "a record of the model's forward"

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.bigmodel.plan import DeviceMap, Segment, Skeleton, Weight, infer_device_map, pass_seconds
@@ -147,20 +148,20 @@ def check_laws(case: Case) -> None:
     assert DeviceMap.decode(found.encode()) == found
 
 
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 @given(cases())
 def test_maps_keep_every_limit_and_refusals_name_the_smallest_that_works(case: Case) -> None:
     check_laws(case)
 
 
 @pytest.mark.slow
-@settings(max_examples=800)
+@settings(max_examples=share(16))
 @given(cases())
 def test_the_laws_hold_of_many_models(case: Case) -> None:
     check_laws(case)
 
 
-@settings(max_examples=30)
+@settings(max_examples=share(0.6))
 @given(st.integers(2, 20), st.integers(1, 3), st.sampled_from(["spread", "last"]), st.floats(0.1, 4))
 def test_more_memory_never_makes_a_pass_of_equal_blocks_longer(
     count: int, slots: int, placement: Any, transfer: float
@@ -244,14 +245,14 @@ def check_choice(case: Case) -> None:
     assert found.slots == 2 or all(mine < cost for (_, slots), cost in costs.items() if slots == 2)
 
 
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 @given(cases())
 def test_no_way_that_can_be_named_has_fewer_bytes_in_files(case: Case) -> None:
     check_choice(case)
 
 
 @pytest.mark.slow
-@settings(max_examples=1200)
+@settings(max_examples=share(24))
 @given(cases())
 def test_no_way_has_fewer_bytes_in_files_of_many_models(case: Case) -> None:
     check_choice(case)

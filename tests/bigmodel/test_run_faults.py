@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from processes import patience
+from profiles import share
 from safetensors.torch import save_file
 from streamed import make_net, streamed_map, token_ids
 
@@ -301,7 +302,7 @@ def test_closing_wakes_a_thread_that_waits(weights: Path) -> None:
     st.integers(1, 4),
     st.integers(1, 9),
 )
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 def test_fills_are_worth_their_while(data: st.DataObject, slots: int, blocks: int) -> None:
     order = ObservedOrder(blocks)
     for block in data.draw(st.lists(st.integers(0, blocks - 1), max_size=12)):

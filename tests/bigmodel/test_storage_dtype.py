@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from safetensors.torch import load_file, save_file
 from streamed import DEVICE, Net, make_net, token_ids
 from torch import nn
@@ -290,7 +291,7 @@ def test_blocks_reach_an_accelerator_in_the_dtype_of_their_home(dtype: torch.dty
         assert torch.equal(part(slot.memory, weight), values[weight.supply.name].float())
 
 
-@settings(max_examples=40)
+@settings(max_examples=share(0.8))
 @given(
     st.one_of(st.integers(0, 40), st.integers(4000, 40000)),
     st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),

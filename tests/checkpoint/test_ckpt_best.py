@@ -10,6 +10,7 @@ import pytest
 import torch
 from ckpt_helpers import CPU, Run, equal, streams
 from hypothesis import HealthCheck, given, settings, strategies as st
+from profiles import share
 from torch import nn
 
 import accel
@@ -30,7 +31,7 @@ def save(out: Any, values: dict[int, float | None]) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("where", ["files", "store"])
-@settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=share(0.1), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=VALUES, mode=st.sampled_from(["min", "max"]))
 def test_it_is_the_one_that_the_rule_keeps(where, values, mode, tmp_path_factory) -> None:
     folder = tmp_path_factory.mktemp("best")

@@ -70,6 +70,7 @@ SLOW += [(2, layout, "sync") for layout in ("fresh", "per_step", "keep_1", "same
 SLOW += [(world, layout, "async") for world in (1, 2) for layout in ("fresh", "per_step", "same_step")]
 
 
+@pytest.mark.kept("default")
 @pytest.mark.parametrize(
     ("world", "layout", "mode", "every"),
     CASES + [pytest.param(*case, case[0], marks=pytest.mark.slow) for case in SLOW],

@@ -17,6 +17,7 @@ import pytest
 import torch
 from ckpt_helpers import CPU, Run, equal, streams
 from hypothesis import HealthCheck, given, settings, strategies as st
+from profiles import share
 
 from accel import latest_checkpoint, load_state, save_state
 from accel.errors import CheckpointError
@@ -378,7 +379,7 @@ def check_mutation(sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=share(1.6), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(change=mutations())
 def test_a_manifest_mutated_by_hypothesis_is_refused_with_a_typed_error_or_loads(
     sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]
@@ -387,7 +388,7 @@ def test_a_manifest_mutated_by_hypothesis_is_refused_with_a_typed_error_or_loads
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=share(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(change=mutations())
 def test_many_mutated_manifests(sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]) -> None:
     check_mutation(sealed, change)

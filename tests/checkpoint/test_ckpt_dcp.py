@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ckpt_helpers import CPU, Run, equal
 from hypothesis import HealthCheck, given, settings, strategies as st
+from profiles import share
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -140,7 +141,7 @@ def test_hostile_and_damaged_folders_are_refused_and_nothing_runs(tmp_path: Path
     assert latest_checkpoint(tmp_path / "run") is None
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=share(0.8), suppress_health_check=[HealthCheck.too_slow])
 @given(value=PLAIN, protocol=st.integers(3, 5))
 def test_plain_values_are_described_as_they_are(value: object, protocol: int) -> None:
     assert describe_pickle(pickle.dumps(value, protocol), "here") == value

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ckpt_helpers import CPU
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 
 import accel
@@ -41,7 +42,7 @@ def reader(into: dict[str, bytes]) -> Callable[[Path], None]:
     return read
 
 
-@settings(max_examples=6)
+@settings(max_examples=share(0.12))
 @given(ranks=st.lists(TREES, min_size=1, max_size=3), other=st.integers(1, 3), mode=st.sampled_from(["sync", "async"]))
 def test_files_of_all_ranks_come_back_at_any_world_size(
     tmp_path_factory: pytest.TempPathFactory, ranks: list[dict[str, bytes]], other: int, mode: Any

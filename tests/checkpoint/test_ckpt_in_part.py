@@ -14,6 +14,7 @@ import pytest
 import torch
 from ckpt_helpers import CPU, equal
 from hypothesis import HealthCheck, given, settings, strategies as st
+from profiles import share
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
@@ -71,7 +72,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, torch.o
     return model, optimizer, accel.save_state(CPU, tmp_path_factory.mktemp("part"), items, step=0)
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=share(0.5), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(live=divided(), steps=st.booleans())
 def test_states_and_options_that_fit_are_the_stored_ones_and_others_the_live_ones(live, steps, stored):
     sizes, groups = live

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.checkpoint._boxes import main_readers
@@ -14,7 +15,7 @@ from accel.comm import Call
 from accel.errors import CheckpointError
 
 
-@settings(max_examples=25)
+@settings(max_examples=share(0.5))
 @given(size=st.integers(2, 5), files=st.integers(0, 19), data=st.data())
 def test_readers_are_the_same_on_both_sides_of_the_switch(ranks, size, files, data):
     sizes = st.lists(st.sampled_from([0, 0, 1, 9, 10, 19, 20, 2**40]), min_size=files, max_size=files)

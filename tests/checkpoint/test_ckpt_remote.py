@@ -16,6 +16,7 @@ import torch
 from ckpt_helpers import CPU, Cursor, Run, equal
 from ckpt_store import Breaking, Crash, Store, register
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.cli import main
@@ -49,7 +50,7 @@ def steps() -> set[str]:
     return {name.partition("/")[0] for name in names()}
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=share(0.08), deadline=None)
 @given(saved=st.integers(1, 4), loaded=st.integers(1, 4), mode=st.sampled_from(["sync", "async"]))
 def test_what_any_world_saved_any_world_loads(saved: int, loaded: int, mode: Any) -> None:
     register()
@@ -215,7 +216,7 @@ def test_a_save_and_a_load_take_few_requests_however_many_checkpoints_there_are(
     assert requests(lambda: accel.latest_checkpoint(URL)) == 3
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=share(0.3), deadline=None)
 @given(
     order=st.lists(st.integers(0, 9), min_size=2, max_size=6),
     bad=st.sets(st.integers(0, 9), max_size=2),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.testing import Simulator
@@ -32,11 +33,11 @@ class Named:
         self.values = dict(state)
 
 
-def share(ctx: accel.DistContext, count: int) -> range:
+def rows_of(ctx: accel.DistContext, count: int) -> range:
     return range(ctx.rank * count // ctx.world_size, (ctx.rank + 1) * count // ctx.world_size)
 
 
-@settings(max_examples=8)
+@settings(max_examples=share(0.16))
 @given(saving=st.integers(1, 4), loading=st.integers(1, 4), count=st.integers(1, 6))
 def test_a_divided_state_loads_on_any_number_of_ranks(
     ranks: Simulator, tmp_path_factory: pytest.TempPathFactory, saving: int, loading: int, count: int
@@ -44,13 +45,13 @@ def test_a_divided_state_loads_on_any_number_of_ranks(
     out = tmp_path_factory.mktemp("parts")
 
     def save(ctx: accel.DistContext) -> None:
-        items = {"named": accel.items.Part(Named(share(ctx, count))), "state": accel.train_state(ctx)}
+        items = {"named": accel.items.Part(Named(rows_of(ctx, count))), "state": accel.train_state(ctx)}
         accel.save_state(ctx, out, items, step=1)
 
     def load(ctx: accel.DistContext) -> None:
-        live = Named(share(ctx, count), fill=-1.0)
+        live = Named(rows_of(ctx, count), fill=-1.0)
         accel.resume(ctx, out, {"named": accel.items.Part(live)}, accel.train_state(ctx))
-        expected = Named(share(ctx, count)).values
+        expected = Named(rows_of(ctx, count)).values
         assert live.values.keys() == expected.keys()
         for name, value in expected.items():
             same = torch.equal(live.values[name], value) if name.startswith("t") else live.values[name] == value

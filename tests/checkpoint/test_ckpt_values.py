@@ -15,6 +15,7 @@ from ckpt_helpers import CPU, equal
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as arrays
 from processes import patience
+from profiles import share
 
 import accel
 from accel.errors import CheckpointError
@@ -68,7 +69,7 @@ def there_and_back(item: object, into: object, tmp_path: Path) -> Any:
     return accel.load_state(CPU, path, {"item": into})["item"]
 
 
-@settings(max_examples=40)
+@settings(max_examples=share(0.8))
 @given(st.one_of(ARRAYS, SCALARS, OTHERS, PATHS))
 def test_values_of_other_libraries_come_back_exactly_and_by_type(tmp_path_factory: Any, value: Any) -> None:
     tmp_path = tmp_path_factory.mktemp("values")

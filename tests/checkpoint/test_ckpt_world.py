@@ -15,6 +15,7 @@ import torch
 from ckpt_helpers import CPU, Cursor, Run, equal, network
 from hypothesis import given, settings, strategies as st
 from processes import free_port, run_ranks
+from profiles import share
 from torch.nn.parallel import DistributedDataParallel
 
 from accel import latest_checkpoint, load_state, save_state
@@ -32,7 +33,7 @@ def outcome(call: Callable[[], object]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=share(0.3), deadline=None)
 @given(saved=st.integers(1, 5), loaded=st.integers(1, 5), steps=st.integers(0, 3))
 def test_what_any_world_saved_any_world_loads(
     saved: int, loaded: int, steps: int, tmp_path_factory: pytest.TempPathFactory

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel.checkpoint import Recipe
 from accel.checkpoint._recipes import Strided, apply_recipes, file_order, in_file, inverse, runs
@@ -34,7 +35,7 @@ def read(tensor: Strided, memory: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2), st.integers(0, 1), st.data())
-@settings(max_examples=40)
+@settings(max_examples=share(0.8))
 def test_recipes_do_what_torch_does_and_lead_back(
     experts: int, rows: int, columns: int, where: int, joined: int, data: st.DataObject
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.errors import CollectiveMismatch, ConfigError
@@ -13,7 +14,7 @@ from accel.testing.strategies import tensors as any_tensor, trees
 from accel.tree import map_tensors
 from accel.tree._walk import tensors
 
-relaxed = settings(deadline=None, max_examples=60)
+relaxed = settings(deadline=None, max_examples=share(1.2))
 
 
 @relaxed

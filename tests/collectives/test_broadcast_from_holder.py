@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.errors import ConfigError, TreeError
@@ -35,7 +36,7 @@ def facts(tree: Any) -> Any:
     return [type(tree), *map(facts, tree)] if isinstance(tree, list | tuple) else tree
 
 
-@settings(max_examples=20)
+@settings(max_examples=share(0.4))
 @given(tree=TREES, world_size=st.integers(1, 4), data=st.data())
 def test_every_rank_gets_the_holders_tree(tree: Any, world_size: int, data: st.DataObject) -> None:
     holder = data.draw(st.integers(0, world_size - 1))

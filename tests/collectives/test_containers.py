@@ -8,12 +8,13 @@ from collections import UserDict, deque
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.errors import ConfigError, TreeError
 from accel.tree import Container
 
-relaxed = settings(deadline=None, max_examples=40)
+relaxed = settings(deadline=None, max_examples=share(0.8))
 KNOWN = [
     Container(UserDict, take_apart=dict, put_together=lambda old, children: type(old)(children)),
     Container(

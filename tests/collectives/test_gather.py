@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.comm import inline_bytes
@@ -21,7 +22,7 @@ DTYPES = (
 )  # fmt: skip
 LAYOUTS = ("plain", "transposed", "strided", "expanded", "conjugated", "grad")
 worlds = st.integers(1, 8)
-relaxed = settings(deadline=None, max_examples=60)
+relaxed = settings(deadline=None, max_examples=share(1.2))
 
 
 class Pair(NamedTuple):

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.errors import CollectiveMismatch, ConfigError
@@ -16,7 +17,7 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner) | st.tuples(inner),
     max_leaves=6,
 )
-relaxed = settings(deadline=None, max_examples=60)
+relaxed = settings(deadline=None, max_examples=share(1.2))
 
 
 class Explosive:

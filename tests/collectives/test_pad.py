@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.errors import CollectiveMismatch, ConfigError, TreeError
@@ -14,7 +15,7 @@ DTYPES = (
     torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64,
     torch.float8_e4m3fn,
 )  # fmt: skip
-relaxed = settings(deadline=None, max_examples=80)
+relaxed = settings(deadline=None, max_examples=share(1.6))
 
 
 @relaxed

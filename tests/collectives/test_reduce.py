@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.errors import CollectiveMismatch, ConfigError, TreeError
@@ -22,7 +23,7 @@ ALLOWED = {
     "product": (*FLOATS, *INTEGERS),
 }
 ALL = (*FLOATS, *INTEGERS, *COMPLEX, torch.bool, torch.int16, torch.float8_e4m3fn)
-relaxed = settings(deadline=None, max_examples=60)
+relaxed = settings(deadline=None, max_examples=share(1.2))
 
 
 def _reference(parts: list[torch.Tensor], op: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch.utils.data import DataLoader
 
 import accel
@@ -21,7 +22,7 @@ def _batch(ctx: accel.DistContext) -> accel.Batch:
     return next(iter(accel.batches(ctx, loader, accel.Cursor())))
 
 
-@settings(max_examples=20)
+@settings(max_examples=share(0.4))
 @given(
     widths=st.lists(st.integers(0, 4), min_size=2, max_size=3).filter(lambda widths: len(set(widths)) > 1),
     dim=st.sampled_from([1, 2]),

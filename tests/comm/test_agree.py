@@ -7,13 +7,14 @@ import pytest
 import torch
 from catching import caught
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.comm import Call, agreed, agreed_values, shared_failure
 from accel.errors import CheckpointError, CollectiveMismatch, PeerError
 
 seeds = st.none() | st.integers(0, 1000)
-relaxed = settings(deadline=None, max_examples=40)
+relaxed = settings(deadline=None, max_examples=share(0.8))
 
 
 def _agree(ctx: accel.DistContext, error: Exception | None) -> None:

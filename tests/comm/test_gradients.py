@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import Tensor
 
 import accel
@@ -52,7 +53,7 @@ dims = st.integers(0, 2)
 
 
 @given(size=sizes, dim=dims, seed=st.integers(0, 99))
-@settings(max_examples=12)
+@settings(max_examples=share(0.24))
 def test_what_ranks_use_each_in_its_own_way(ranks, size, dim, seed):
     shape = [2, 3, 2]
     parts = _draws(seed, size, *shape)
@@ -67,7 +68,7 @@ def test_what_ranks_use_each_in_its_own_way(ranks, size, dim, seed):
 
 
 @given(size=sizes, dim=dims, seed=st.integers(0, 99))
-@settings(max_examples=12)
+@settings(max_examples=share(0.24))
 def test_what_is_alike_on_all_ranks(ranks, size, dim, seed):
     """Consumers that are alike run once in one process, and on every rank here: gradients are those of one run."""
     shape = [2, 3, 2]
@@ -84,7 +85,7 @@ def test_what_is_alike_on_all_ranks(ranks, size, dim, seed):
 
 
 @given(size=sizes, dim=dims, seed=st.integers(0, 99))
-@settings(max_examples=12)
+@settings(max_examples=share(0.24))
 def test_gradients_of_a_tensor_that_is_alike_are_summed(ranks, size, dim, seed):
     shape = [2, 3, 2]
     shape[dim] *= size
@@ -98,7 +99,7 @@ def test_gradients_of_a_tensor_that_is_alike_are_summed(ranks, size, dim, seed):
 
 
 @given(data=st.data(), size=sizes, seed=st.integers(0, 99))
-@settings(max_examples=12)
+@settings(max_examples=share(0.24))
 def test_rows_travel_in_any_numbers(ranks, data, size, seed):
     counts = data.draw(
         st.lists(st.lists(st.integers(0, 3), min_size=size, max_size=size), min_size=size, max_size=size)

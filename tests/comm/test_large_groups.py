@@ -11,6 +11,7 @@ import pytest
 import torch
 from catching import caught
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.comm import (
@@ -28,7 +29,7 @@ from accel.comm._group import MOST_GATHERED
 from accel.errors import CheckpointError, CollectiveMismatch
 
 Program = Callable[[accel.DistContext], Any]
-few = settings(max_examples=25)
+few = settings(max_examples=share(0.5))
 seeds = st.none() | st.integers(0, 9)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel.comm import _rounds
 from accel.comm._rounds import GatherRound, ReduceRound, gather_rounds, gather_to_rounds, reduction_rounds
@@ -90,7 +91,7 @@ def _add(lower: torch.Tensor, upper: torch.Tensor) -> None:
     lower += upper
 
 
-@settings(max_examples=25)
+@settings(max_examples=share(0.5))
 @given(size=st.integers(2, 13), length=st.integers(0, 5), seed=st.none() | st.integers(0, 9))
 def test_messages_between_pairs_give_the_bits_of_one_process(ranks: Any, size: int, length: int, seed: int | None):
     values = torch.randn(size, length, generator=torch.Generator().manual_seed(size))

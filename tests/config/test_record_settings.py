@@ -8,6 +8,7 @@ from typing import get_args
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel import Compile
@@ -19,7 +20,7 @@ from accel.parallel import Plan
 from accel.precision import Fp8, Precision
 from accel.topology import ContextMethod, TensorStyle, WireDtype
 
-relaxed = settings(deadline=None, max_examples=30)
+relaxed = settings(deadline=None, max_examples=share(0.6))
 PATTERNS = st.lists(st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=8), max_size=3).map(tuple)
 PLANS = st.builds(
     Plan,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from hypothesis import given, strategies as st
+from tables import rows
 
 from accel.cli import main
 from accel.config._accelerate import decode_yaml, import_accelerate
@@ -54,8 +55,8 @@ def test_any_text_has_the_values_of_pyyaml_or_is_refused_with_its_place(text: st
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("spelled", "value"),
+@rows(
+    "spelled, value",
     [
         ("no", False),
         ("'no'", "no"),
@@ -86,8 +87,8 @@ def test_scalars_mean_what_yaml_says(spelled: str, value: object) -> None:
     assert repr(found) == repr({"key": value})
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
+@rows(
+    "text, values",
     [
         ("a: 010\n", {"a": 8}),
         ("a: 0x1F\n", {"a": 31}),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 import accel
@@ -18,7 +19,7 @@ from accel.data import order
 from accel.errors import ConfigError, DataError
 from accel.topology import without_mesh
 
-relaxed = settings(deadline=None, max_examples=60)
+relaxed = settings(deadline=None, max_examples=share(1.2))
 
 
 def _context(rank: int = 0, world: int = 1) -> accel.DistContext:

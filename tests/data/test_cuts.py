@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 import accel
@@ -14,7 +15,7 @@ from accel.data import order
 from accel.data._shards import BatchPlan
 from accel.errors import CollectiveMismatch, ConfigError, DataError, StepError
 
-relaxed = settings(deadline=None, max_examples=60)
+relaxed = settings(deadline=None, max_examples=share(1.2))
 DATA = list(range(60))
 
 

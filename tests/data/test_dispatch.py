@@ -12,10 +12,11 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel.data.stream._dispatch import BatchPacker, BatchUnpacker, PackedBatches
 
-relaxed = settings(deadline=None, max_examples=80)
+relaxed = settings(deadline=None, max_examples=share(1.6))
 
 
 class Pair(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch.utils.data import DataLoader, IterableDataset
 
 import accel
@@ -145,14 +146,14 @@ def test_sources_in_another_order_are_not_replayed():
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=share(0.8))
 @given(name=st.sampled_from(sorted(FORGETFUL)), epoch=st.integers(0, 1), kills=st.lists(st.integers(1, 4), max_size=3))
 def test_a_stream_with_a_shuffle_buffer_gives_every_sample_once_over_kills(name, epoch, kills):
     _check_kills(FORGETFUL[name], epoch, kills, replay=True)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=share(0.4))
 @given(name=st.sampled_from(sorted(COMPLETE)), epoch=st.integers(0, 1), kills=st.lists(st.integers(1, 4), max_size=3))
 def test_a_stream_with_a_complete_state_is_not_replayed(name, epoch, kills):
     _check_kills(COMPLETE[name], epoch, kills, replay=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch.utils.data import DataLoader
 
 import accel
@@ -13,7 +14,7 @@ from accel import Cursor
 from accel.errors import CollectiveMismatch, DataError, TreeError
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=share(1.2))
 @given(
     n=st.integers(1, 50),
     world=st.integers(1, 6),
@@ -44,7 +45,7 @@ def test_gathered_ids_are_the_datasets(ranks, n, world, size, tail, epoch, shuff
     assert squares == [each**2 for each in ids]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=share(0.6))
 @given(n=st.integers(1, 40), world=st.integers(1, 4), size=st.integers(1, 6), inner=st.integers(1, 10))
 def test_an_evaluation_within_the_training_loop_is_whole_each_time(ranks, n, world, size, inner):
     def rank(ctx):
@@ -128,7 +129,7 @@ def test_a_place_that_is_none_is_refused(ranks, place):
     assert all(ranks.run(rank, 3))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=share(0.6))
 @given(
     n=st.integers(1, 30),
     world=st.integers(1, 5),

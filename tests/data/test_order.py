@@ -9,13 +9,14 @@ import itertools
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel.data import order
 from accel.errors import ConfigError
 
 seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 2**40)
-relaxed = settings(deadline=None, max_examples=60)
+relaxed = settings(deadline=None, max_examples=share(1.2))
 
 
 @relaxed

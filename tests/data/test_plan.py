@@ -9,6 +9,7 @@ import pickle
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel import Cursor
 from accel.data import SampleCount
@@ -17,7 +18,7 @@ from accel.errors import ConfigError, DataError
 
 TAILS = ("ragged", "pad", "drop")
 worlds = st.integers(1, 9)
-relaxed = settings(deadline=None, max_examples=100)
+relaxed = settings(deadline=None, max_examples=share(2))
 
 
 @st.composite

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 import accel
@@ -67,7 +68,7 @@ def _varying(lengths, told, *, in_batches, wrapped=False):
     return Around(sampler) if wrapped and told != "no __len__" else sampler
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=share(0.3))
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=3, max_size=3),
     told=st.sampled_from(TOLD),

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,7 +27,7 @@ import accel
 from accel import Cursor
 from accel.errors import CollectiveMismatch, DataError
 
-relaxed = settings(deadline=None, max_examples=40)
+relaxed = settings(deadline=None, max_examples=share(0.8))
 DATA = list(range(100))
 
 
@@ -97,7 +98,7 @@ def _steps(make, world, cursor, *, stop=-1, **options) -> tuple[list[list[int]],
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=share(0.24))
 @given(worlds=st.tuples(st.integers(1, 4), st.integers(1, 4)), seed=st.integers(0, 9), k=st.integers(0, 9))
 def test_what_it_draws_follows_from_seed_and_epoch_at_any_number_of_ranks(name, worlds, seed, k):
     make = SAMPLERS[name]

@@ -10,6 +10,7 @@ from collections import UserDict
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from stream_helpers import Stateful, Stream, make_loader, on_nodes
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -17,7 +18,7 @@ import accel
 from accel import Cursor
 
 MODES = ["shards", "elements", "dispatch"]
-relaxed = settings(deadline=None, max_examples=40)
+relaxed = settings(deadline=None, max_examples=share(0.8))
 
 
 @relaxed

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from stream_helpers import Stateful, Stream, make_loader, on_nodes, seen
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -21,7 +22,7 @@ from accel.data._cursor import StreamPosition, WorkerPosition
 from accel.errors import CheckpointError, ConfigError, DataError
 
 MODES = ["shards", "elements", "dispatch"]
-relaxed = settings(deadline=None, max_examples=40)
+relaxed = settings(deadline=None, max_examples=share(0.8))
 
 
 def _run(ctx, cursor, kind=Stateful, *, n=23, mode="dispatch", size=2, **options):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from processes import patience
+from profiles import share
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import accel
@@ -67,7 +68,7 @@ def test_augmentation_depends_on_neither_workers_nor_ranks_nor_where_the_run_was
     assert not {sample[1] for sample in whole} & {sample[1] for sample in _read(_loader(Augmented(), 1), Cursor(5, 1))}
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=share(0.08))
 @given(
     n=st.integers(1, 40),
     worlds=st.tuples(st.integers(1, 3), st.integers(1, 3)),

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel.engines import torchft
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=share(0.6))
 @given(
     samples=st.integers(1, 40),
     size=st.integers(1, 7),

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from deepspeed_configs import FACTS, configs
 from hypothesis import given, settings
+from profiles import share
 
 from accel.engines.deepspeed import DeepSpeed, RunFacts, resolve
 
@@ -25,7 +26,7 @@ def checked() -> Any:
 @pytest.mark.engine
 @pytest.mark.slow
 @given(configs(), FACTS.map(lambda facts: msgspec.structs.replace(facts, ranks=1)))
-@settings(max_examples=40)
+@settings(max_examples=share(0.8))
 def test_deepspeed_takes_what_is_settled_and_means_the_same(checked: Any, c: DeepSpeed, f: RunFacts) -> None:
     resolved = resolve(c, f)
     taken = checked(resolved.settings)

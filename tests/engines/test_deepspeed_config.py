@@ -14,6 +14,7 @@ import pytest
 import torch
 from deepspeed_configs import COUNTS, FACTS, configs
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.config import LaunchConfig, decode, encode
@@ -33,7 +34,7 @@ def leaves_of(tree: dict[str, Any], above: tuple[str, ...] = ()) -> dict[tuple[s
 
 
 @given(configs(), FACTS)
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 def test_nothing_is_left_open_each_value_has_a_source_and_the_table_fits_a_terminal(c: DeepSpeed, f: RunFacts) -> None:
     resolved = resolve(c, f)
     leaves = leaves_of(resolved.settings)
@@ -49,7 +50,7 @@ def test_nothing_is_left_open_each_value_has_a_source_and_the_table_fits_a_termi
 
 
 @given(configs(), FACTS)
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 def test_settled_settings_settle_to_themselves(c: DeepSpeed, f: RunFacts) -> None:
     once = resolve(c, f).settings
     assert json.loads(json.dumps(once)) == once
@@ -57,7 +58,7 @@ def test_settled_settings_settle_to_themselves(c: DeepSpeed, f: RunFacts) -> Non
 
 
 @given(configs(), FACTS)
-@settings(max_examples=30)
+@settings(max_examples=share(0.6))
 def test_a_context_carries_a_record_to_ranks_and_files(c: DeepSpeed, f: RunFacts) -> None:
     ctx = accel.single("cpu", deepspeed=c)
     assert isinstance(ctx.settings.deepspeed, str)

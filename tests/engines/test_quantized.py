@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from msgspec.structs import replace
+from profiles import share
 from quantized_nets import WIDTH, CountingSource, Net, TensorSource, make_net, token_ids
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -219,7 +220,7 @@ def test_memory_holds_one_weight_as_it_was(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share(0.6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_matrix_is_counted_before_and_comes_back(
     rows: int, columns: int, config: Any, dtype: torch.dtype, seed: int
 ) -> None:

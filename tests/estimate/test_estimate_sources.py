@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from hypothesis.strategies import DataObject
+from profiles import share
 from torch import nn
 
 from accel.cli._estimate import run
@@ -144,7 +145,7 @@ def test_a_file_that_is_cut_anywhere_is_a_typed_error(tmp_path: Path) -> None:
             from_headers(path)
 
 
-@settings(max_examples=200)
+@settings(max_examples=share(4))
 @given(data=st.data())
 def test_a_header_with_other_bytes_is_read_or_a_typed_error(tmp_path_factory: Any, data: DataObject) -> None:
     path = tmp_path_factory.getbasetemp() / "changed.safetensors"
@@ -190,7 +191,7 @@ _CONFIGURATIONS: list[dict[str, Any]] = [
 _ABSURD = [-5, 0, 10**6, 10**20, 1.5, "x", [1], [], True, None, {}, {"a": [{}]}]
 
 
-@settings(max_examples=150)
+@settings(max_examples=share(3))
 @given(data=st.data())
 def test_absurd_values_of_a_configuration_are_typed_errors_in_little_time(
     tmp_path_factory: pytest.TempPathFactory, data: DataObject

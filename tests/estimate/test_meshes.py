@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 
 import accel
@@ -173,7 +174,7 @@ class Decoder(nn.Module):
     st.integers(1, 5),
     st.sampled_from(get_args(Balance)),
 )
-@settings(max_examples=20)
+@settings(max_examples=share(0.4))
 def test_stages_have_the_blocks_of_stage_plan(sizes: Transformer, stages: int, balance: Balance) -> None:
     stages = min(stages, sizes.layers)
     plan = accel.parallel.stage_plan(Decoder(sizes), stages, balance=balance)

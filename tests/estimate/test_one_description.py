@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from safetensors.torch import save_file
 from torch import nn
 
@@ -68,7 +69,7 @@ optimizers = st.sampled_from(list(OPTIMIZERS))
 
 
 @given(configs(), formats, optimizers, st.sampled_from([1, 2, 3, 8]), st.sampled_from(["1x64", "3x100"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=share(0.6), deadline=None)
 def test_a_row_is_the_mesh_of_one_axis(
     fields: dict[str, Any], precision: str, optimizer: str, nproc: int, called: str
 ) -> None:
@@ -98,7 +99,7 @@ def words_of(options: Mapping[str, Any]) -> list[str] | None:
 
 
 @given(configs(), formats, optimizers, st.sampled_from([1, 4, 8]), st.sampled_from([1, 2]), st.integers(2, 40))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=share(0.3), deadline=None)
 def test_a_choice_is_what_the_estimate_of_its_mesh_says(
     fields: dict[str, Any], precision: str, optimizer: str, count: int, rows: int, memory: int
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from small_llamas import llama
 from spread_steps import trained
+from tables import rows
 from torch import nn
 from torch.nn import functional
 
@@ -187,7 +188,7 @@ def estimated(run: Run) -> float:
     return sequences * run.step.tokens / took / run.axes.world_size
 
 
-@pytest.mark.parametrize("name", [*RUNS, *HELD_OUT])
+@rows("name", [*RUNS, *HELD_OUT])
 def test_a_published_run_is_as_fast_as_estimated(name: str) -> None:
     run = (RUNS | HELD_OUT)[name]
     off = estimated(run) / run.tokens_per_s - 1
@@ -301,7 +302,7 @@ def test_the_allocator_reserved_as_much_more_as_recorded(name: str) -> None:
     assert memory((RUNS | HELD_OUT)[name]) / reserved - 1 == pytest.approx(off, abs=0.01)
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS | HELD_OUT if name.startswith("mpt")])
+@rows("name", [name for name in RUNS | HELD_OUT if name.startswith("mpt")])
 def test_runs_on_gpus_of_80_gb_fit(name: str) -> None:
     """MPT's fused loss keeps logits in bf16 alone, in the place of three times fp32."""
     run = (RUNS | HELD_OUT)[name]

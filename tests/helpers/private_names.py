@@ -13,6 +13,7 @@ import re
 import sys
 from typing import Any
 
+from accel.parallel import _torch_fsdp
 from accel.parallel._private import PRIVATE
 
 ELSEWHERE = {
@@ -29,6 +30,15 @@ ELSEWHERE = {
     "torch.Tensor": ("_make_wrapper_subclass", "_version"),
     "torch._C": ("_disabled_torch_function_impl", "_set_throw_on_mutable_data_ptr", "_swap_tensor_impl"),
     "torch.nn.Module": ("_apply", "_call_impl"),
+    "torch.utils._pytree": (
+        "tree_flatten",
+        "tree_leaves",
+        "tree_map",
+        "tree_map_only",
+        "tree_structure",
+        "tree_unflatten",
+    ),
+    "torch.utils._python_dispatch": ("TorchDispatchMode",),
     "torch.UntypedStorage": ("_cdata", "_checkpoint_offset"),  # the latter: first byte in the file of a lazy torch.load
     "torch.nn.MultiheadAttention": ("_reset_parameters",),
     "torch.nn.modules.batchnorm": ("_BatchNorm", "_NormBase"),
@@ -42,7 +52,9 @@ ELSEWHERE = {
     "torch.cuda.memory": ("_record_memory_history", "_dump_snapshot"),
     "torch._C._distributed_c10d": ("_dump_fr_trace",),  # and `_dump_nccl_trace` where torch has NCCL
 }
-LISTED = [(owner, name) for names in (PRIVATE, ELSEWHERE) for owner in names for name in names[owner]]
+LISTED = [
+    (owner, name) for names in (PRIVATE, _torch_fsdp.NAMES, ELSEWHERE) for owner in names for name in names[owner]
+]
 
 
 def find(path: str) -> Any:

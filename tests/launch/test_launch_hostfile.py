@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from launching import HERE, REST, Workspace
 from processes import free_ports, wait_for
+from profiles import share
 
 from accel.config import LaunchConfig
 from accel.errors import ConfigError, LaunchError
@@ -41,7 +42,7 @@ def slots(hosts: tuple[HostSlots, ...]) -> set[tuple[str, int]]:
 
 
 @given(FILTERS)
-@settings(max_examples=40)
+@settings(max_examples=share(0.8))
 def test_what_is_included_and_what_is_excluded_are_all_there_is(named: dict[str, set[int] | None]) -> None:
     everything = slots(HOSTS)
     chosen = choose_hosts(HOSTS, include=spelled(named))

@@ -19,6 +19,7 @@ from hypothesis import given, settings, strategies as st
 from launching import HERE, REST, Workspace
 from msgspec.structs import replace
 from processes import patience, wait_for
+from profiles import share
 
 from accel.config import LaunchConfig, resolve
 from accel.launching._target import LaunchTarget
@@ -102,7 +103,7 @@ def test_arguments_of_any_bytes_can_be_stored(tmp_path: Path) -> None:
     assert (record.events[-1].text, record.checkpoint) == ("at \\udce9.py", "\\udce9")
 
 
-@settings(max_examples=20)
+@settings(max_examples=share(0.4))
 @given(
     looks=st.lists(st.dictionaries(st.integers(0, 2), st.sampled_from([None, 0, 3, -9])), max_size=6),
 )
@@ -217,7 +218,7 @@ def acts(ranks: tuple[int, ...] = (0, 1, 2)) -> st.SearchStrategy[list[Act]]:
     )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=share(0.2), deadline=None)
 @given(acts())
 def test_a_log_grows_by_whole_lines_and_reads_wherever_it_is_cut(did: list[Act]) -> None:
     with a_launch() as kept:
@@ -244,7 +245,7 @@ def test_a_log_grows_by_whole_lines_and_reads_wherever_it_is_cut(did: list[Act])
             assert found == (None if cut < first else replace(expected, damaged=int(is_torn)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=share(0.5), deadline=None)
 @given(did=acts(), at=st.integers(0, 8), name=st.sampled_from(["run", "rün", "a b"]))
 def test_a_late_folder_gets_the_lines_so_far_and_those_that_follow(did: list[Act], at: int, name: str) -> None:
     with a_launch() as kept:
@@ -261,7 +262,7 @@ def test_a_late_folder_gets_the_lines_so_far_and_those_that_follow(did: list[Act
             assert (late / "launches" / kept.path.name).read_bytes() == kept.log
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=share(0.5), deadline=None)
 @given(one=acts((0, 1)), two=acts((2, 3)), turns=st.lists(st.booleans(), max_size=16))
 def test_two_hosts_write_a_log_each_and_each_reads_as_if_alone(
     one: list[Act], two: list[Act], turns: list[bool]
@@ -286,7 +287,7 @@ def test_two_hosts_write_a_log_each_and_each_reads_as_if_alone(
         assert [[rank.rank for rank in each.attempts[-1].ranks] for each in found] == [[0, 1], [2, 3]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=share(0.5), deadline=None)
 @given(
     did=acts(), faults=st.lists(st.sampled_from(["", "torn", "gone", "full", "short"]), max_size=8), at=st.integers(1)
 )

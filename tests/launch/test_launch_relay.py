@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel import terminal
 from accel.launching.local import _children
@@ -77,7 +78,7 @@ def test_a_bar_that_stands_still_gives_its_line_to_another(monkeypatch: pytest.M
         assert file.read() == b"0 1%\r\n1 5%\r"
 
 
-@settings(max_examples=30)
+@settings(max_examples=share(0.6))
 @given(st.lists(st.tuples(st.integers(0, 1), st.floats(0, 2), st.booleans()), min_size=1, max_size=30))
 def test_a_slow_sink_draws_few_states_and_loses_neither_lines_nor_the_newest_state(
     events: list[tuple[int, float, bool]],
@@ -108,7 +109,7 @@ def test_a_slow_sink_draws_few_states_and_loses_neither_lines_nor_the_newest_sta
         assert text.endswith(b"%d %d\r" % (rank, len(events) - 1))
 
 
-@settings(max_examples=50)
+@settings(max_examples=share(1))
 @given(st.lists(st.tuples(st.integers(0, 1), st.floats(0, 9), st.booleans()), max_size=30))
 def test_without_a_cursor_a_bar_is_a_line_now_and_then_and_its_last_state(
     events: list[tuple[int, float, bool]],

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel.cli import main
 from accel.config import LaunchConfig
@@ -63,7 +64,7 @@ def test_options_of_slurm_are_handed_on_as_they_are() -> None:
     assert "--slurm-options" not in text
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=share(0.2), deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r")), max_size=3))
 def test_the_scripts_words_come_through_a_shell_verbatim(args: list[str]) -> None:
     text = script(LaunchConfig(), args=tuple(args))

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch.utils.data import DataLoader
 
 import accel
@@ -17,7 +18,7 @@ from accel import Cursor
 from accel.errors import CollectiveMismatch, ConfigError, DataError, TreeError
 from accel.metrics._adding import Scalars, add_on_device, fetched
 
-few = settings(max_examples=20)
+few = settings(max_examples=share(0.4))
 N = 37
 generator = torch.Generator().manual_seed(0)
 TOKENS = torch.randint(0, 9, (N,), generator=generator)
@@ -160,7 +161,7 @@ values = st.floats(-1e6, 1e6, width=32) | st.sampled_from([math.nan, math.inf])
 steps = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60) | st.floats(0, 3), values, values), max_size=12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 @given(steps=steps, kind=st.sampled_from(["mean", "sum", "min", "max", "last"]), wide=st.booleans(), far=st.booleans())
 def test_the_path_for_accelerators_gives_the_bits_of_the_host(steps, kind, wide, far):
     """Scalars in changing company, weights as numbers and as tensors; run on tensors of the CPU."""

@@ -21,6 +21,7 @@ import libcst as cst
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from typing_extensions import override
 
 import accel
@@ -142,7 +143,7 @@ class Decorated(cst.CSTTransformer):
 
 
 @pytest.mark.parametrize("path", SHORT)
-@settings(max_examples=1, deadline=None)
+@settings(max_examples=share(0.02), deadline=None)
 @given(seed=st.integers(0, 2**20))
 def test_annotations_comments_and_decorators_are_no_obstacle(path: Path, seed: int) -> None:
     before = cst.parse_module(path.read_text()).visit(Decorated(seed)).code
@@ -455,7 +456,7 @@ def test_a_long_script_saves_by_its_hooks_and_resumes(tmp_path: Path, monkeypatc
     end=st.sampled_from(["\n", "\r\n"]),
     marks=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=share(0.6), deadline=None)
 def test_what_has_no_accelerate_stays_byte_for_byte(lines: list[str], end: str, marks: bool) -> None:
     old = end.join(["# accelerated" if marks else "", *lines]).encode()
     result = migrate_bytes(old, Path("script.py"))

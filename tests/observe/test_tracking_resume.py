@@ -23,6 +23,7 @@ import torch
 from catching import caught
 from hypothesis import example, given, settings, strategies as st
 from processes import patience, same_path
+from profiles import share
 
 import accel
 from accel.report import read_data, report_page
@@ -59,7 +60,7 @@ def log_calls(
             then(at)
 
 
-@settings(max_examples=6)
+@settings(max_examples=share(0.12))
 @given(CALLS, st.integers(0, 7), st.integers(0, 7), st.sampled_from([b"", b'{"step":3,"a"', b"3,1", b'{"step":99}\n{']))
 @example([(1, "a"), (0, "ab"), (1, "c")], 0, 3, b"")
 def test_a_run_that_goes_on_leaves_the_files_of_one_never_stopped(

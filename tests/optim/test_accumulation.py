@@ -7,11 +7,12 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel import Accumulation
 from accel.errors import ConfigError, StepError
 
-relaxed = settings(deadline=None, max_examples=60)
+relaxed = settings(deadline=None, max_examples=share(1.2))
 
 
 def _epoch(accum: Accumulation, micros: int) -> tuple[Accumulation, list[int]]:

@@ -8,11 +8,12 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel.optim import clamp_, first_nonfinite, gradients, norms, scale_, total_norm
 
-relaxed = settings(deadline=None, max_examples=80)
+relaxed = settings(deadline=None, max_examples=share(1.6))
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPES = st.lists(st.sampled_from([(), (1,), (3, 4), (0,), (2, 1, 5)]), min_size=1, max_size=5)
 

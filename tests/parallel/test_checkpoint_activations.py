@@ -12,6 +12,7 @@ import pytest
 import torch
 from blocks import Block, Stack
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,7 +43,7 @@ def kept_elements(model: nn.Module) -> int:
     return sum(kept.values())
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=share(0.24), deadline=None)
 @given(depth=st.integers(2, 4), dropout=st.sampled_from([0.0, 0.3]), train=st.booleans(), how=st.integers(0, 3))
 def test_gradients_are_the_same(depth: int, dropout: float, train: bool, how: int) -> None:
     plain = Stack(depth, dropout).train(train)
@@ -126,7 +127,7 @@ def _products_in_backward(model: nn.Module) -> int:
     return counted.products
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=share(0.16), deadline=None)
 @given(depth=st.integers(2, 4), dropout=st.sampled_from([0.0, 0.3]), copied=st.booleans())
 def test_products_can_be_kept(depth: int, dropout: float, copied: bool) -> None:
     plain = Stack(depth, dropout)

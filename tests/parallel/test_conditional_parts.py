@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
+from profiles import share
 from torch import nn
 
 import accel
@@ -186,7 +187,7 @@ def test_experts_that_a_rank_never_calls_name_the_option(ranks: Simulator) -> No
     st.lists(st.sampled_from("abcd"), max_size=5),
     st.sampled_from([0, 3, 1020, 3000]),
 )
-@settings(max_examples=20)
+@settings(max_examples=share(0.4))
 def test_two_ranks_part_at_the_first_unit_that_differs(same: Any, one: Any, two: Any, earlier: int) -> None:
     places = []
     for each in (one, two):

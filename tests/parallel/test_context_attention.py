@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import Tensor, nn
 
 import accel
@@ -113,7 +114,7 @@ def test_equals_one_call_of_torchs(ranks: Simulator, size: int, method: str, cau
         assert largest_difference(ranks, size, case, method) < 1e-12, case
 
 
-@settings(max_examples=24)
+@settings(max_examples=share(0.48))
 @given(data=st.data())
 def test_equals_one_call_for_every_shape(ranks: Simulator, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([2, 3, 4]), "size")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import Tensor
 
 import accel
@@ -247,7 +248,7 @@ def test_queries_of_another_sequence_see_the_keys_of_all_ranks(ranks: Simulator,
     assert max(ranks.run(rank, size, default_group=True)) < 1e-12
 
 
-@settings(max_examples=15)
+@settings(max_examples=share(0.3))
 @given(
     st.sampled_from(["gather", "ring", "heads"]),
     st.builds(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import Tensor, nn
 
 import accel
@@ -50,7 +51,7 @@ def gradients_of(outputs: Tensor, *leaves: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, leaves))
 
 
-@settings(max_examples=8)
+@settings(max_examples=share(0.16))
 @given(
     ranks=st.sampled_from([1, 2, 4]),
     own=st.integers(1, 2),
@@ -144,7 +145,7 @@ def test_experts_that_ranks_cannot_share_evenly_are_refused():
     _ = simulate(run, 2)
 
 
-@settings(max_examples=6)
+@settings(max_examples=share(0.12))
 @given(st.lists(st.integers(0, 6), min_size=4, max_size=4).filter(any), st.booleans())
 def test_the_balance_loss_and_its_gradients_are_those_of_one_process(counts, masked):
     experts, k = 4, 2

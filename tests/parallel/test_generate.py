@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from language_models import LENGTH, WORDS, make_objects, plan_of
+from profiles import share
 
 import accel
 from accel.parallel import Axes
 from accel.seeding import Key
 from accel.testing import Simulator, simulate
-from accel.training._generate import Sampling, next_tokens
+from accel.training._decoding import Sampling, next_tokens
 
 EXPERTS = 4
 PROMPTS = torch.randint(WORDS, (5, 3), generator=torch.Generator().manual_seed(1))
@@ -29,10 +30,12 @@ def _generate(ctx: accel.DistContext, axes: Axes, **options: Any) -> torch.Tenso
     ctx = accel.replace(ctx, mesh=str(axes) or "dp=1", strategy="fsdp")
     model, _ = make_objects(ctx, tied=True, experts=EXPERTS)
     model = accel.prepare_model(ctx, model, plan=plan_of(EXPERTS))
-    share, shares = ctx.data_parallel
+    part, parts = ctx.data_parallel
+    if "key" in options:
+        options["rows"] = range(len(PROMPTS))[part::parts]
     with accel.evaluating(model):
         return accel.training.generate(
-            ctx, model, PROMPTS[share::shares], max_new_tokens=LENGTH - 3, inputs_of=_inputs, **options
+            ctx, model, PROMPTS[part::parts], max_new_tokens=LENGTH - 3, inputs_of=_inputs, **options
         )
 
 
@@ -69,15 +72,37 @@ def test_any_mesh_adds_the_tokens_of_one_process(ranks: Simulator, axes: Axes, d
 
     def rank(ctx: accel.DistContext) -> Any:
         found = _generate(ctx, axes, vocab_parallel=True, **options)
-        share, shares = accel.replace(ctx, mesh=str(axes)).data_parallel
-        return share, shares, found
+        part, parts = accel.replace(ctx, mesh=str(axes)).data_parallel
+        return part, parts, found
 
-    results = ranks.run(rank, axes.world_size, default_group=True)
-    for share, shares, found in results:
-        if draws and shares > 1:  # of its own numbers, alike on ranks that share samples
-            assert torch.equal(found, next(tokens for at, _, tokens in results if at == share))
-        else:
-            assert torch.equal(found, expected[share::shares])
+    for part, parts, found in ranks.run(rank, axes.world_size, default_group=True):
+        assert torch.equal(found, expected[part::parts])
+
+
+class Even(torch.nn.Module):
+    """Gives every class the same logit, so that tokens are the draws alone."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(*ids.shape, 1000)
+
+
+def _drawn(ctx: accel.DistContext, count: int, **options: Any) -> list[list[int]]:
+    ids = torch.zeros(count, 1, dtype=torch.int64)
+    found = accel.training.generate(ctx, Even(), ids, max_new_tokens=4, temperature=1.0, key=Key(1), **options)
+    return found[:, 1:].tolist()
+
+
+@settings(max_examples=share(0.4))
+@given(counts=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_a_draw_is_a_function_of_key_row_and_place(counts: list[int]) -> None:
+    whole = _drawn(accel.single(), sum(counts))
+    assert len({*map(tuple, whole)}) == sum(counts)  # no two rows draw alike
+    found = simulate(lambda ctx: _drawn(ctx, counts[ctx.rank]), len(counts))
+    assert [row for each in found for row in each] == whole
+    order = sorted(range(sum(counts)), key=lambda at: (at % 2, -at))
+    assert _drawn(accel.single(), sum(counts), rows=order) == [whole[at] for at in order]
+    alone = _drawn(accel.single(), 1, rows=torch.tensor([sum(counts) - 1]))
+    assert alone == whole[-1:]
 
 
 def test_sequences_end_at_their_token_and_ranks_take_as_many_steps(ranks: Simulator) -> None:
@@ -87,8 +112,8 @@ def test_sequences_end_at_their_token_and_ranks_take_as_many_steps(ranks: Simula
     def rank(ctx: accel.DistContext) -> torch.Tensor:
         return _generate(ctx, Axes(dp=2), eos=eos)
 
-    for share, found in enumerate(ranks.run(rank, 2, default_group=True)):
-        for row, expected in zip(found.tolist(), whole[share::2].tolist(), strict=True):
+    for part, found in enumerate(ranks.run(rank, 2, default_group=True)):
+        for row, expected in zip(found.tolist(), whole[part::2].tolist(), strict=True):
             end = expected.index(eos, 3) + 1 if eos in expected[3:] else len(expected)
             assert row == (expected[:end] + [eos] * len(expected))[: len(row)]
 
@@ -103,6 +128,9 @@ REFUSED = [
     ({"cache": True}, "keeps no keys and values"),
     ({"attention_mask": torch.ones(1, 2)}, "without a cache"),
     ({"ids": torch.ones(2)}, "not prompts"),
+    ({"rows": [0]}, "rows= has no effect"),
+    ({"temperature": 1.0, "key": Key(0), "rows": [0, 1]}, "2 numbers for 1 rows"),
+    ({"temperature": 1.0, "key": Key(0), "rows": [-1]}, "from 0, each once"),
 ]
 
 
@@ -122,12 +150,12 @@ def test_a_mesh_with_cp_is_refused(ranks: Simulator) -> None:
     ranks.run(rank, 2, default_group=True)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=share(0.2))
 @given(seed=st.integers(0, 99), top_k=st.integers(1, 6), top_p=st.floats(0.01, 1.0))
 def test_draws_are_among_the_most_probable_tokens(seed: int, top_k: int, top_p: float) -> None:
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
     rule = Sampling(temperature=0.7, top_k=top_k, top_p=top_p)
-    tokens = next_tokens(logits, rule, torch.Generator().manual_seed(seed))
+    tokens = next_tokens(logits, rule, torch.rand(4, generator=torch.Generator().manual_seed(seed)))
     for row, token in zip(logits / 0.7, tokens.tolist(), strict=True):
         order = row.argsort(descending=True)[:top_k]
         chances = row[order].softmax(-1)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,7 +58,7 @@ def train(ctx: accel.DistContext, steps: int, micros: int, *, bare: bool) -> tup
     return counts, inner.layer.weight.detach()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=share(0.24), deadline=None)
 @given(world=st.integers(2, 4), steps=st.integers(1, 4), micros=st.integers(1, 9))
 def test_it_is_what_ddps_own_would_be(world: int, steps: int, micros: int) -> None:
     with Simulator() as simulator:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
+from profiles import share
 from torch import distributed as dist, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
@@ -51,7 +52,7 @@ def by_hand(steps: list[int], *, initial: bool) -> torch.Tensor:
     return model.weight.detach()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=share(0.24), deadline=None)
 @given(steps=st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any))
 def test_every_step_is_that_of_the_ranks_that_take_it(steps: list[int]) -> None:
     expected = by_hand(steps, initial=True)

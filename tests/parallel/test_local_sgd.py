@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -73,7 +74,7 @@ def by_hand(world_size: int, steps: int, every: int) -> list[torch.Tensor]:
     return values(models[0])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=share(0.5), deadline=None)
 @given(world_size=st.integers(1, 4), steps=st.integers(1, 7), every=st.integers(1, 4))
 def test_ranks_hold_the_average_of_what_each_would_have_become(world_size: int, steps: int, every: int) -> None:
     expected = by_hand(world_size, steps, every)
@@ -83,7 +84,7 @@ def test_ranks_hold_the_average_of_what_each_would_have_become(world_size: int, 
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=share(0.3), deadline=None)
 @given(samples=st.integers(1, 20), world_size=st.integers(1, 3), steps=st.integers(1, 2))
 def test_averaging_after_every_step_of_plain_sgd_is_data_parallel(samples: int, world_size: int, steps: int) -> None:
     """With `weight=batch.valid` every sample counts the same, ragged ends included."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from language_models import STYLES, Run, plan_of, train
+from profiles import share
 
 import accel
 from accel.testing import Simulator, simulate
@@ -89,7 +90,8 @@ LAW = {
 }
 
 
-@settings(deadline=None, max_examples=3)
+@pytest.mark.kept("default")
+@settings(deadline=None, max_examples=share(0.06))
 @given(axes=meshes(4), **LAW)
 def test_training_on_any_mesh_is_training_on_one_process(
     ranks: Simulator, axes: accel.parallel.Axes, **case: Any
@@ -98,14 +100,14 @@ def test_training_on_any_mesh_is_training_on_one_process(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=3)
+@settings(deadline=None, max_examples=share(0.06))
 @given(axes=meshes(8), **LAW)
 def test_training_on_any_larger_mesh(ranks: Simulator, axes: accel.parallel.Axes, **case: Any) -> None:
     _law(ranks, axes, **case)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=3)
+@settings(deadline=None, max_examples=share(0.06))
 @given(
     others=st.sampled_from(
         [
@@ -127,7 +129,7 @@ def test_training_by_any_schedule_beside_other_axes(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=3)
+@settings(deadline=None, max_examples=share(0.06))
 @given(axes=meshes_of_experts(8), method=st.sampled_from(["gather", "ring", "heads"]), **LAW)
 def test_training_with_experts_on_any_mesh(
     ranks: Simulator, axes: accel.parallel.Axes, method: Any, **case: Any

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import Tensor
 
 import accel
@@ -25,7 +26,7 @@ def together(parts: list[dict[str, Tensor]], name: str) -> Tensor:
     return values[:, at.argsort()]
 
 
-@settings(max_examples=40)
+@settings(max_examples=share(0.8))
 @given(
     size=st.integers(1, 6), each=st.integers(1, 3), batch=st.integers(1, 3), width=st.sampled_from([None, 2]),
     ignore=st.sampled_from([-100, -1]),

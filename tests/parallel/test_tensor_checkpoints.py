@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from safetensors.torch import load_file
 from tensor_models import ENDS, IGNORED, loader, made, plans, total_loss, whole
 
@@ -83,7 +84,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(ranks, tmp_path, saved, loaded):
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=share(0.16), deadline=None)
 @given(layouts=st.permutations(sorted(LAYOUTS)), fused=st.booleans())
 def test_all_pairs_of_meshes_go_on(ranks, tmp_path_factory, layouts, fused):
     _check_pair(ranks, *layouts[:2], tmp_path_factory.mktemp("run"), fused=fused)

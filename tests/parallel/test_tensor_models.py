@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from steps import two_steps
 from tensor_models import whole
 from torch import nn
@@ -182,7 +183,7 @@ MASKS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=share(0.3), deadline=None)
 @given(
     mask=st.sampled_from(sorted(MASKS)),
     options=st.fixed_dictionaries(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from tensor_models import ENDS, loader, made, plans, train, whole
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,7 +71,7 @@ MODELS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=share(0.04), deadline=None)
 @given(
     size=st.sampled_from([2, 4]),
     model=MODELS,

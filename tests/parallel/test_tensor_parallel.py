@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from fake_ranks import Counted, fake_rank
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from tensor_models import ENDS, TOKENS, WIDTH, loader, made, plans, total_loss, train, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -68,7 +69,7 @@ MODELS = st.fixed_dictionaries(
 UNEVEN = {"classes": 11, "hidden": 23}  # of a vocabulary and an MLP that no number of ranks divides
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=share(0.08), deadline=None)
 @given(
     size=st.sampled_from([2, 4]),
     model=MODELS,
@@ -117,7 +118,7 @@ def test_a_shard_that_nobody_has_gathered_is_not_computed_with(ranks):
 
 
 @pytest.mark.slow
-@settings(max_examples=9, deadline=None)
+@settings(max_examples=share(0.18), deadline=None)
 @given(
     mesh=st.sampled_from(["dp=2,tp=2", "dp=2,tp=4", "dp_replicate=2,dp_shard=2,tp=2", "dp=4,tp=2"]),
     strategy=st.sampled_from(["ddp", "fsdp"]),
@@ -184,7 +185,7 @@ def test_ranks_hold_their_part_and_the_whole_is_freed(ranks):
     assert ranks.run(rank, 4, default_group=True) == [True] * 4
 
 
-@settings(max_examples=7, deadline=None)
+@settings(max_examples=share(0.14), deadline=None)
 @given(
     rows=st.integers(1, 5),
     ignored=st.booleans(),

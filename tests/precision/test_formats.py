@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.errors import ConfigError
@@ -25,7 +26,7 @@ records = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=share(1))
 @given(record=records)
 def test_a_record_is_itself_through_json_and_in_a_context(record):
     assert msgspec.json.decode(msgspec.json.encode(record), type=Precision) == record

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 
 import accel
@@ -25,7 +26,7 @@ def _stack(sizes: list[int]) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=share(1))
 @given(
     sizes=st.lists(st.sampled_from([8, 16, 24, 32]), min_size=2, max_size=8),
     ends=st.booleans(),

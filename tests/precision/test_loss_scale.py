@@ -7,12 +7,13 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel import LossScale
 from accel.errors import ConfigError
 
-relaxed = settings(deadline=None, max_examples=100)
+relaxed = settings(deadline=None, max_examples=share(2))
 histories = st.lists(st.booleans(), max_size=60)
 
 

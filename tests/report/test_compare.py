@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from sample_runs import write_launch, write_metrics, write_run
 
 from accel.cli import main
@@ -24,7 +25,7 @@ def run_of(lines: dict[int, float]) -> RunData:
     return RunData(name="n", folder=Path("n"), curves=curves)
 
 
-@settings(max_examples=80)
+@settings(max_examples=share(1.6))
 @given(ours=LINES, theirs=LINES, rtol=st.sampled_from([0.0, 1e-3]))
 def test_metrics_differ_where_a_loop_over_all_steps_finds_it(
     ours: dict[int, float], theirs: dict[int, float], rtol: float

@@ -20,6 +20,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from sample_runs import write_launch, write_metrics, write_run
 
 import accel.report
@@ -123,7 +124,7 @@ def test_a_change_gives_the_new_value_and_is_none_for_an_equal_one(old: Any, new
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node on this machine")
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=share(0.2), deadline=None)
 @given(pairs=st.lists(st.tuples(JSON, JSON), min_size=20, max_size=20))
 def test_the_script_of_the_page_applies_a_change(pairs: list[tuple[Any, Any]]) -> None:
     script = (Path(accel.report.__file__).parent / "assets" / "live.js").read_text()

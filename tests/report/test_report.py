@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from sample_runs import START_S, write_everything, write_launch, write_metrics, write_run
 
 import accel
@@ -48,7 +49,7 @@ TRACE = """{"traceEvents": [
 POINTS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200)
 
 
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 @given(values=POINTS, most=st.integers(4, 40))
 def test_a_thinned_curve_keeps_both_ends_and_all_extremes(values: list[float], most: int) -> None:
     steps = list(range(0, 3 * len(values), 3))
@@ -63,7 +64,7 @@ def test_a_thinned_curve_keeps_both_ends_and_all_extremes(values: list[float], m
 LINES = st.lists(st.tuples(st.integers(0, 12), st.sampled_from([0.5, 2.0, math.nan, math.inf])), max_size=20)
 
 
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 @given(lines=LINES)
 def test_a_run_that_went_on_from_a_step_has_no_values_of_its_first_life_behind_it(
     lines: list[tuple[int, float]],
@@ -130,7 +131,7 @@ class Texts(html.parser.HTMLParser):
             self.text += data
 
 
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 @given(text=st.text(st.characters(exclude_categories=["C"]), max_size=20), name=st.sampled_from(["<b>", "&lt;", '"x"']))
 def test_every_text_in_markup_is_a_text(text: str, name: str) -> None:
     found = Texts(element("p", text, title=name) + table([name], [(text, text)]))
@@ -191,7 +192,7 @@ def numbers_of(text: str) -> list[float]:
     return list(struct.unpack(f"<{len(raw) // (8 if text[0] == 'd' else 4)}{text[0]}", raw))
 
 
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 @given(values=POINTS, most=st.integers(2, 40))
 def test_a_condensed_curve_keeps_extremes_and_the_mean(values: list[float], most: int) -> None:
     steps = list(range(0, 3 * len(values), 3))
@@ -207,7 +208,7 @@ def test_a_condensed_curve_keeps_extremes_and_the_mean(values: list[float], most
         assert (mean, high) == (values, [])
 
 
-@settings(max_examples=100)
+@settings(max_examples=share(2))
 @given(values=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
 def test_numbers_of_a_page_differ_from_those_of_the_run_by_nothing_one_sees(values: list[float]) -> None:
     found = numbers_of(encode_numbers(values))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel.cli import main
 from accel.errors import ConfigError
@@ -38,7 +39,7 @@ def cells(spans: list[tuple[float, float]]) -> set[int]:
     return {cell for start, end in spans for cell in range(int(start), int(end))}
 
 
-@settings(max_examples=80)
+@settings(max_examples=share(1.6))
 @given(one=SPANS, other=SPANS)
 def test_sets_of_intervals_are_sets_of_cells(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
     left, right = union(one), union(other)
@@ -49,7 +50,7 @@ def test_sets_of_intervals_are_sets_of_cells(one: list[tuple[int, int]], other: 
     assert length(subtract(left, right)) == len(cells(left) - cells(right))
 
 
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 @given(steps=SPANS, work=SPANS, messages=SPANS, data=SPANS, late=SPANS, on_gpu=st.booleans())
 def test_the_parts_of_a_step_add_up_to_it(
     steps: list[tuple[int, int]],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from sample_runs import write_log
 
 from accel.errors import ConfigError
@@ -45,7 +46,7 @@ def same(one: dict[str, float], other: dict[str, float]) -> bool:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=share(0.8))
 @given(step=st.integers(0, 2**53), values=NUMBERS, time=NUMBERS)
 def test_a_line_keeps_all_numbers(step: int, values: dict[str, float], time: dict[str, float]) -> None:
     line = encode_line(step, values, time)
@@ -101,7 +102,7 @@ WRITES = st.one_of(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=share(0.5))
 @given(writes=st.lists(WRITES, max_size=8))
 def test_a_reader_that_follows_has_what_a_reader_at_the_end_has(
     writes: list[tuple[str, object]], tmp_path_factory: pytest.TempPathFactory

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
+from profiles import share
+from tables import rows
 
 from accel.run_folder import hide_in_config, hide_in_text, hide_in_words
 from accel.run_folder._secret_names import is_secret_name
@@ -392,7 +394,7 @@ def test_flags_of_one_word_and_two_hide_their_values(words: str) -> None:
     assert S not in " ".join(hide_in_words(words.replace("§", S).split()))
 
 
-@pytest.mark.parametrize("text", SECRET_TEXTS)
+@rows("text", SECRET_TEXTS)
 def test_texts_hide_credentials(text: str) -> None:
     filled = text.replace("§", LONG if "-----" in text else S)
     shown = hide_in_text(f"before {filled} after")
@@ -400,7 +402,7 @@ def test_texts_hide_credentials(text: str) -> None:
     assert shown.startswith("before ")
 
 
-@pytest.mark.parametrize("text", ORDINARY_TEXTS)
+@rows("text", ORDINARY_TEXTS)
 def test_ordinary_texts_stay_as_they_are(text: str) -> None:
     assert hide_in_text(text) == text
     assert hide_in_config({"note": text}) == ({"note": text}, ())
@@ -427,7 +429,7 @@ def test_mappings_hide_at_any_depth_and_keep_numbers() -> None:
     assert hide_in_config(ordinary) == (ordinary, ())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share(1.2), deadline=None)
 @given(st.integers(-70, 70), st.booleans())
 @example(0, True)
 @example(0, False)
@@ -448,7 +450,7 @@ def test_a_long_word_keeps_its_beginning_and_says_how_much_is_missing() -> None:
     assert len(str(hide_in_config({"a": "A" * 50_000}))) < MOST_TEXT + 100
 
 
-@pytest.mark.parametrize("piece", BAD)
+@rows("piece", BAD)
 def test_no_text_of_the_bounded_length_takes_long(piece: str) -> None:
     text = (piece * (MOST_TEXT // len(piece) + 1))[:MOST_TEXT]
     began_s = time.process_time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel.storage._ranges import PAGE, WantedBytes, plan_requests
 
@@ -43,7 +44,7 @@ def joined(pieces: Iterable[WantedBytes]) -> list[WantedBytes]:
 
 
 @given(wanted())
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 def test_requests_cover_each_wanted_byte_once_and_fit_the_system(pieces: list[WantedBytes]) -> None:
     requests = plan_requests(pieces, chunk=CHUNK, gap=256, least=PAGE)
     assert joined(pieces) == joined(piece for request in requests for piece in request.pieces)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import Tensor
 
 from accel.comm._streams import DeviceStreams, streams_of
@@ -222,7 +223,7 @@ def drawn_program(steps: list[Step], streams: DeviceStreams) -> list[float]:
     return found + read(streams, torch.cat(on_device)) + pinned[0].tolist() + pinned[1].tolist()  # pyright: ignore[reportUnknownMemberType]
 
 
-@settings(max_examples=60)
+@settings(max_examples=share(1.2))
 @given(
     st.lists(STEPS, max_size=14), st.sampled_from([*ALL_ORDERS, *(SimulatedDevice(seed).order for seed in range(6))])
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel.errors import ConfigError
 from accel.testing import Deadlock, Fault, FaultNotReached, InjectedFault, SimulationError, Simulator, WriteFault
@@ -77,7 +78,7 @@ def order_of_arrival(size: int, calls: int, delays: list[Fault], simulator: Simu
     return order
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=share(1))
 @given(
     size=st.integers(2, 5),
     late=st.integers(0, 4),

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 
 import accel
@@ -62,7 +63,7 @@ def first(ranks, tmp_path_factory) -> Path:
     return out
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=share(0.6))
 @given(
     write=st.sampled_from(WRITES),
     action=st.sampled_from(["drop", "cut", "corrupt"]),

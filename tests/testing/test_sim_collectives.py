@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 from accel.errors import CollectiveMismatch
 from accel.testing import SimulationError, Simulator, simulate_groups
@@ -33,7 +34,7 @@ REDUCE_SCATTER_SINGLE = getattr(dist, "reduce_scatter_single", None) or dist.red
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 worlds = st.integers(1, 8)
 seeds = st.none() | st.integers(0, 2**16)
-relaxed = settings(max_examples=40, deadline=None)
+relaxed = settings(max_examples=share(0.8), deadline=None)
 
 
 @pytest.fixture(scope="module")

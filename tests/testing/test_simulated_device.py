@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from streamed import make_net, streamed_map, token_ids
 from torch import Tensor, nn
 from torch.nn import functional
@@ -192,7 +193,7 @@ def test_users_of_streams_compute_the_same_in_each_of_the_six_orders(user: str, 
     assert run(user, SimulatedDevice(order=STREAM_ORDERS[order])).equal(USERS[user](HOST))
 
 
-@settings(max_examples=25)
+@settings(max_examples=share(0.5))
 @given(st.sampled_from(list(USERS)), ORDERS)
 def test_users_of_streams_compute_the_same_in_drawn_orders(user: str, device: SimulatedDevice) -> None:
     assert run(user, device).equal(USERS[user](HOST))

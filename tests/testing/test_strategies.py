@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import Phase, find, given, settings, strategies as st
 from processes import patience
+from profiles import share
 
 import accel
 from accel.errors import ConfigError
@@ -17,7 +18,7 @@ from accel.testing import Deadlock, Fault, Simulator, WriteFault, strategies as 
 from accel.testing.strategies import Pair, Point, Record, World
 from accel.tree._walk import leaves, structure, tensors
 
-shrinking = settings(max_examples=2000, deadline=None, database=None, phases=(Phase.generate, Phase.shrink))
+shrinking = settings(max_examples=share(40), deadline=None, database=None, phases=(Phase.generate, Phase.shrink))
 
 
 def shapes(trees: list[object]) -> list[list[tuple[torch.dtype, tuple[int, ...]]]]:

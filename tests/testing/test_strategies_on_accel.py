@@ -9,13 +9,14 @@ from typing import Any, get_args
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 
 import accel
 from accel.testing import Deadlock, Fault, FaultNotReached, InjectedFault, strategies as sim
 from accel.testing._faults import CallAction
 from accel.tree._walk import structure, tensors
 
-relaxed = settings(deadline=None, max_examples=100)
+relaxed = settings(deadline=None, max_examples=share(2))
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)

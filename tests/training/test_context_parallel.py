@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
@@ -133,7 +134,7 @@ def test_training_equals_one_process(ranks: Simulator, size: int, run: Run) -> N
     check_equal(ranks, size, run)
 
 
-@settings(max_examples=6)
+@settings(max_examples=share(0.12))
 @given(
     run=st.builds(
         Run,

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from steps import WAYS, ByState
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
@@ -162,7 +163,7 @@ READERS: dict[str, Callable[[Loop, Path], object]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=4)
+@settings(max_examples=share(0.08))
 @given(draw=st.data())
 def test_the_step_of_a_bad_gradient_changes_nothing_and_the_next_look_raises(
     ranks: Simulator, tmp_path_factory: pytest.TempPathFactory, layout: str, draw: st.DataObject

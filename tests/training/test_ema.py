@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +23,7 @@ from accel.testing import simulate
 from accel.training import Ema
 from accel.training._evaluating import ema_decay
 
-relaxed = settings(deadline=None, max_examples=30)
+relaxed = settings(deadline=None, max_examples=share(0.6))
 STEPPED, SKIPPED = SimpleNamespace(stepped=True), SimpleNamespace(stepped=False)
 
 

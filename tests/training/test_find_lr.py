@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from language_models import make_objects, plan_of, rows
+from profiles import share
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -169,7 +170,7 @@ def _rewinds(ctx: accel.DistContext, case: Case) -> None:
         torch.testing.assert_close(local_part(mine), local_part(theirs), rtol=0, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=share(0.1))
 @given(case=cases())
 def test_it_leaves_no_trace_also_where_it_raises(case: Case) -> None:
     simulate(lambda ctx: _rewinds(ctx, case), case.world, default_group=True)
@@ -197,7 +198,7 @@ def test_every_rank_and_every_number_of_ranks_finds_the_same() -> None:
         assert (found[0].learning_rates, found[0].suggestion) == (alone.learning_rates, alone.suggestion)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=share(0.6))
 @given(
     curvature=st.floats(1e-3, 1e3),
     steps=st.integers(30, 120),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
@@ -124,7 +125,7 @@ def _sharded(ctx: accel.DistContext, name: str = "blocks") -> tuple[nn.Module, O
 WORLDS = st.sampled_from([(1, ""), (2, ""), (3, ""), (4, "dp_replicate=2,dp_shard=2"), (4, "dp=4,tp=1")])
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=share(0.1), deadline=None)
 @given(
     world=WORLDS,
     name=st.sampled_from(list(MODELS)),

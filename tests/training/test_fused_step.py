@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -63,7 +64,7 @@ def grouped(model: Tied) -> list[dict[str, Any]]:
     return [{"params": [each for each in model.parameters() if each is not last[0]]}, {"params": last, "lr": 0.05}]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=share(0.24), deadline=None)
 @given(name=st.sampled_from(sorted(OPTIMIZERS)), depth=st.integers(1, 3), recomputed=st.booleans())
 def test_parameters_and_state_are_those_of_a_step_after_backward(name: str, depth: int, recomputed: bool) -> None:
     ctx, plain, fused = accel.single(), Tied(depth), Tied(depth)

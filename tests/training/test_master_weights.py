@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from steps import ByState
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -94,7 +95,7 @@ def same(run: Run, other: Run) -> None:
     torch.testing.assert_close(run, other, rtol=0, atol=0)
 
 
-@settings(max_examples=6)
+@settings(max_examples=share(0.12))
 @given(
     kind=st.sampled_from(sorted(OPTIMIZERS)),
     world=st.sampled_from([1, 2]),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch.utils.data import DataLoader, IterableDataset
 
 import accel
@@ -123,7 +124,7 @@ def _compared(ctx: accel.DistContext, case: Case) -> None:
     assert ways[1][0].updates == case.steps
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=share(0.4))
 @given(case=cases())
 def test_it_is_the_nested_loop_sample_for_sample_also_where_windows_are_skipped(case: Case) -> None:
     logging.getLogger("accel.data").disabled = True  # the nested loop's remark on its `break`

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
+from profiles import share
 from steps import WAYS, ByState
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -130,7 +131,7 @@ WHOLE_EPOCH = Case(epochs=1, accumulation=2, most=None, passes=1, dynamic=False,
     case=WHOLE_EPOCH._replace(most=1, passes=2, dynamic=True), again=[decoded, msgspec.structs.replace], world_size=1
 )
 @given(case=cases, again=st.lists(st.sampled_from(COPIES), min_size=1, max_size=2), world_size=st.integers(1, 2))
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=share(0.06), deadline=None)
 def test_a_run_from_an_equal_state_on_the_same_loader_is_the_same_run(
     ranks: Simulator, case: Case, again: list[Callable[..., accel.TrainState]], world_size: int
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 
 import accel
@@ -274,7 +275,7 @@ def views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, bool]:
 
 
 @given(drawn=views())
-@settings(max_examples=200)
+@settings(max_examples=share(4))
 def test_gradients_get_memory_of_their_own_where_elements_are_common_and_only_there(drawn):
     first, second, common = drawn
     parameters = [nn.Parameter(torch.zeros(each.shape)) for each in (first, second)]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from steps import WAYS, ByState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -84,7 +85,7 @@ windows = {
 }
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=share(0.24))
 @given(share=st.sampled_from([1, 2, 4]), **windows)
 def test_replicas_that_share_samples_step_as_one_process(ranks, share, samples, per_step, steps, how, way):
     def rank(ctx):
@@ -119,7 +120,7 @@ def _check_on_mesh(
 
 
 @pytest.mark.parametrize("layout", ["whole", "sharded"])
-@settings(deadline=None, max_examples=2)
+@settings(deadline=None, max_examples=share(0.04))
 @given(**windows)
 def test_a_mesh_alone_says_who_shares_samples(ranks, layout, samples, per_step, steps, how, way):
     _check_on_mesh(ranks, layout, 4, samples=samples, per_step=per_step, steps=steps, how=how, way=way)

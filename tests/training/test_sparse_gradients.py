@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
+from profiles import share
 from torch import nn
 
 import accel
@@ -166,7 +167,7 @@ def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([each.detach().flatten().clone() for each in accel.unwrap_model(model).parameters()])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=share(0.6), deadline=None)
 @given(case=cases(), seed=st.integers(0, 9))
 def test_any_split_is_one_process_with_one_batch(ranks: Simulator, case: Case, seed: int) -> None:
     expected = train_by_hand(case)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
+from profiles import share
 from steps import WAYS, ByState, both_ways
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -104,7 +105,7 @@ def train_by_hand(samples: int, window: int, max_norm: float | None) -> Outcome:
     return Outcome(flat(model), norms, rates, ids)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=share(0.2), deadline=None)
 @given(
     samples=st.integers(1, 50),
     micro=st.integers(1, 9),
@@ -167,7 +168,7 @@ def test_real_processes_train_the_same_model(tmp_path: Path, world_size: int) ->
         assert not any(rank.wait(120) for rank in ranks), [rank.said() for rank in ranks]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=share(0.5), deadline=None)
 @given(
     tokens=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=4),
     as_tensor=st.booleans(),
@@ -361,7 +362,7 @@ def test_two_optimizers_share_one_norm_and_one_decision(way: type[ByState]) -> N
     assert [flat(first).item(), flat(second).item()] == pytest.approx([-0.6, -0.8], abs=1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=share(0.5), deadline=None)
 @given(
     weights=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     max_norm=st.sampled_from([0.01, 0.5, 100.0]),

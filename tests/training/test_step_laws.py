@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from steps import WAYS, ByState
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -206,13 +207,14 @@ def _check(ranks: Simulator, case: Case, seed: int) -> None:
                 torch.testing.assert_close(mine, theirs, **TOLERANCE)
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.kept("default")
+@settings(max_examples=share(0.8), deadline=None)
 @given(case=cases(), seed=st.integers(0, 9))
 def test_any_split_is_one_process_with_one_batch(ranks: Simulator, case: Case, seed: int) -> None:
     _check(ranks, case, seed)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=share(0.4), deadline=None)
 @given(case=cases())
 def test_so_it_is_where_numbers_stay_on_the_device(ranks: Simulator, case: Case) -> None:
     """The way of accelerators, where norms and weights are tensors that are not read."""

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -88,7 +89,7 @@ def windows_of(epochs: int, accumulation: int = 3) -> list[list[int]]:
 
 
 @given(world_size=st.integers(1, 4), accumulation=st.integers(1, 5))
-@settings(max_examples=5)
+@settings(max_examples=share(0.1))
 def test_any_world_and_window_give_the_parameters_of_a_plain_loop(world_size: int, accumulation: int) -> None:
     def train(ctx: accel.DistContext) -> tuple[torch.Tensor, accel.TrainState]:
         run = Run(ctx, accumulation=accumulation)

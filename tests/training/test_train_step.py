@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -96,7 +97,7 @@ def by_hand(accumulation: int, max_norm: float, gamma: float = 0.9) -> tuple[tor
 
 
 @given(world_size=st.integers(1, 4), accumulation=st.integers(1, 5))
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=share(0.08), deadline=None)
 def test_any_world_and_window_give_the_parameters_of_a_plain_loop(world_size: int, accumulation: int) -> None:
     found = simulate(partial(train, accumulation=accumulation, one_call=True), world_size)
     parameters, losses = by_hand(accumulation, 0.5)

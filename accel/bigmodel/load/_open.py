@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
@@ -36,6 +35,7 @@ from accel.storage import (
     decode_index,
     fetch_header,
 )
+from accel.tensors import fake_mode
 
 Kind = Literal["safetensors", "pickled", "checkpoint"]
 
@@ -149,9 +149,8 @@ def pickled_in(path: Path) -> dict[str, Strided]:
 
     Raises `CheckpointError` for other content, and for the format before torch 1.6.
     """
-    fake = import_module("torch._subclasses.fake_tensor").FakeTensorMode()
     try:
-        with fake:
+        with fake_mode():
             loaded = torch.load(path, weights_only=True)
     except Exception as error:  # whatever torch raises for a file that is none of its own
         fix = "Load it where you trust it, and save its tensors as safetensors."

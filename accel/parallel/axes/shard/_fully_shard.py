@@ -17,11 +17,12 @@ from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._entries import refuse_parts
 from accel.parallel._labels import label_parameters, replace_parameter
-from accel.parallel._leftovers import shards_of, sum_in_one_format, sum_unused, watch_used
+from accel.parallel._leftovers import watch_used
 from accel.parallel._modules import is_pipelined, layerdrops, stage_modules, unwrap_model, written_class
 from accel.parallel._refused import check_all, check_quantized, refuse_changes
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import PendingForward, Spread, compare_models, follow_first_, stage_comm
+from accel.parallel._torch_fsdp import shards_of, sum_in_one_format, sum_unused
 from accel.parallel.axes.experts import exchange_mesh, expert_modules, listed_prefixes, shard_experts
 from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, pipeline_of
 from accel.parallel.axes.replicate._ddp import replica_of

@@ -15,29 +15,25 @@ import torch
 from torch import nn
 
 from accel.comm import SUM_OF, Comm, in_unit
-from accel.parallel._leftovers import shards_of, unit_groups
 from accel.parallel._modules import written_class
 from accel.parallel._private import runs_in_backward
-
-# methods of torch's groups of parameters in which a rank waits for others
-_CALLS = {"unshard": "the gather of", "wait_for_unshard": "the gather of", "post_backward": SUM_OF}
+from accel.parallel._torch_fsdp import SUMS, around_calls, gather_at, shards_of, sum_at_end
 
 
 def note_units(comm: Comm, units: Mapping[str, nn.Module]) -> None:
     """Note from now on each unit that this rank runs, and name it in errors of lost connections. Mutates the units, by
     path."""
     for path, unit in units.items():
-        name = path or written_class(unit).__name__
-        for at, group in enumerate(unit_groups(unit)):
-            if at == 0:
-                group.pre_forward = partial(_enter, comm, name, group.pre_forward)
-            for method, call in _CALLS.items():
-                setattr(group, method, partial(in_unit, comm, f"{call} {name}", getattr(group, method)))
+        around_calls(unit, *_notes(comm, path or written_class(unit).__name__))
 
 
-def _enter(comm: Comm, name: str, pre_forward: Callable[..., Any], *inputs: Any) -> Any:
-    comm.units.add(name)
-    return pre_forward(*inputs)
+def _notes(comm: Comm, name: str) -> tuple[Callable[[], None], Callable[[str, Callable[..., Any]], Callable[..., Any]]]:
+    """Return a note of a unit's forward, and what makes its waits note the unit, on the communicator."""
+
+    def waits(method: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(in_unit, comm, f"{SUM_OF if method == SUMS else 'the gather of'} {name}", call)
+
+    return partial(comm.units.add, name), waits
 
 
 def reduce_in_one_order(units: Sequence[nn.Module]) -> None:
@@ -168,10 +164,9 @@ def _reach(name: str, unit: nn.Module, _inputs: Any, value: Any) -> None:
     if found.later or (trains and found.opaque and not (found.reached or found.hidden)):
         _keep_gathered(name, unit)
     elif trains and found.hidden and not runs_in_backward():
-        state = cast(Any, unit)._get_fsdp_state()
         for each in found.hidden:
             setattr(each, _REACHED, True)
-            _ = cast(Any, each).register_hook(state._pre_backward)
+            gather_at(unit, each)
 
 
 def _keep_gathered(name: str, unit: nn.Module) -> None:
@@ -179,17 +174,11 @@ def _keep_gathered(name: str, unit: nn.Module) -> None:
     if _KEPT not in vars(unit):
         vars(unit)[_KEPT] = True
         cast(Any, unit).set_reshard_after_forward(False, recurse=False)
-        state = cast(Any, unit)._get_fsdp_state()
         for _, whole, _ in shards_of(unit):
             if whole is not None and whole.requires_grad:
-                # a gradient of the output does it elsewhere: torch sums what is left at the end of the backward
-                _ = cast(Any, whole).register_hook(partial(_end_backward, state))
+                sum_at_end(unit, whole)
         _LOG.warning(
             "%s returns an object whose tensors cannot be found, as a generator: its parameters stay gathered between "
             "forward and backward. Return tensors, or containers of them, to save the memory.",
             name,
         )
-
-
-def _end_backward(state: Any, _grad: torch.Tensor) -> None:
-    state._register_root_post_backward_final_callback()

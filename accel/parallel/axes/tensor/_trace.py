@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules, written_class
-from accel.parallel._private import fake_mode, forward_hooks, forward_pre_hooks
+from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
-from accel.tensors import emptied_caches
+from accel.tensors import emptied_caches, fake_mode
 
 
 class Node(NamedTuple):

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names inside torch's `fully_shard` that this package reads and replaces, in this file alone.
+
+`fully_shard` gives a module a state, and the state a group of parameters for each mesh. Over one step the group's
+methods run in this order, and each hook below is at one of them:
+
+    forward   `pre_forward` -> `unshard`, `wait_for_unshard` -> the module -> `reshard`
+    backward  `pre_backward` (a gradient of an output) -> `unshard`, `wait_for_unshard` -> the module -> `post_backward`
+    its end   a callback of the root sums groups that no `post_backward` reached
+
+`NAMES` lists each name by its owner. A test looks for them, and one test a function runs it on the installed torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_INSIDE = "torch.distributed.fsdp._fully_shard"
+NAMES = {
+    "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
+    f"{_INSIDE}._fsdp_state.FSDPState": (
+        "_fsdp_param_groups",
+        "_fsdp_param_group",
+        "_pre_backward",
+        "_register_root_post_backward_final_callback",
+    ),
+    f"{_INSIDE}._fsdp_param_group.FSDPParamGroup": (
+        "_partial_reduce_output",
+        "fsdp_params",
+        "reduce_grads",
+        "pre_forward",
+        "unshard",
+        "wait_for_unshard",
+        "post_backward",
+    ),
+    f"{_INSIDE}._fsdp_param.FSDPParam": (
+        "_unsharded_param",
+        "_module_info",
+        "mesh_info",
+        "sharded_param",
+        "unsharded_accumulated_grad",
+        "to_accumulated_grad_if_needed",
+    ),
+    f"{_INSIDE}._fsdp_param.ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
+}
+_SUM_UNUSED = "set_reduce_scatter_unused_params"  # public; of torch 2.13
+# the methods of a group in which a rank waits for others
+GATHERS, SUMS = ("unshard", "wait_for_unshard"), "post_backward"
+
+
+class Shards(NamedTuple):
+    """A parameter that `fully_shard` has taken.
+
+    Attributes:
+        parameter: as an optimizer has it.
+        whole: as forward and backward have it; None until the first forward.
+        held: gradients of the whole one that ranks have not exchanged.
+    """
+
+    parameter: torch.Tensor
+    whole: torch.Tensor | None
+    held: list[torch.Tensor]
+
+
+def shards_of(module: nn.Module) -> Iterator[Shards]:
+    """Yield the parameters that `fully_shard` took when it was called on a module; not those of modules below it."""
+    for group in _groups(module):
+        for each in group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            held = (None if whole is None else whole.grad, each.unsharded_accumulated_grad)
+            yield Shards(each.sharded_param, whole, [grad for grad in held if grad is not None])
+
+
+def meshes_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, DeviceMesh]]:
+    """Yield owner, name and mesh of the parameters that `fully_shard` took when it was called on a module.
+
+    By name, as a load may put other parameters in their places. Along the mesh the parameter is gathered and its
+    gradient is reduced.
+    """
+    for group in _groups(module):
+        for each in group.fsdp_params:
+            info = each._module_info
+            mesh = each.mesh_info.mesh
+            yield info.module, info.param_name, mesh
+            for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                yield owner, name, mesh
+
+
+def drop_unsharded(module: nn.Module) -> list[torch.Tensor]:
+    """Drop the gradients held for a module of `fully_shard`, not for modules below it; return its parameters as an
+    optimizer has them."""
+    parameters: list[torch.Tensor] = []
+    for group in _groups(module):
+        group._partial_reduce_output = None  # of replicas that wait for set_requires_all_reduce
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            parameters.append(each.sharded_param)
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+    return parameters
+
+
+def sum_unused(unit: nn.Module) -> None:
+    """Let ranks sum zeros for parameters that a backward does not reach, of a module of `fully_shard` and those below
+    it."""
+    if hasattr(unit, _SUM_UNUSED):
+        getattr(unit, _SUM_UNUSED)(True)
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for each in unit.modules():
+        if isinstance(each, FSDPModule):
+            for group in _groups(each):
+                group.post_backward = partial(_with_zeros, group, group.post_backward)
+
+
+def sum_in_one_format(unit: nn.Module) -> None:
+    """Let a module of `fully_shard` and those below it sum all gradients of a window in one format, whichever
+    micro-batches used their parameters."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for each in unit.modules():
+        if isinstance(each, FSDPModule):
+            for group in _groups(each):
+                group.post_backward = partial(_widened, group, group.post_backward)
+
+
+def _widened(group: Any, post_backward: Callable[..., None], *unused: object) -> None:
+    """Sum the gradients of a group of `fully_shard`. Those of earlier micro-batches wait in the format of the sum, and
+    torch takes no others beside them."""
+    if not any(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
+        return  # torch looks for gradients of a module that no forward has run
+    if group.reduce_grads and any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params):
+        for each in group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            if whole is None or each.unsharded_accumulated_grad is not None:
+                continue
+            if whole.grad is None and whole.requires_grad and getattr(group, "reduce_scatter_unused_params", False):
+                whole.grad = torch.zeros_like(whole)
+            each.to_accumulated_grad_if_needed()
+    post_backward(*unused)
+
+
+def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: object) -> None:
+    """Sum the gradients of a group of `fully_shard`, with zeros for those that are missing."""
+    for each in group.fsdp_params:
+        whole = getattr(each, "_unsharded_param", None)
+        if whole is None or whole.grad is not None or each.unsharded_accumulated_grad is not None:
+            continue
+        if group.reduce_grads and whole.requires_grad:
+            whole.grad = torch.zeros_like(whole)
+    post_backward(*unused)
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """Return the groups of parameters that `fully_shard` made when it was called on a module."""
+    state = _state(module)
+    several = getattr(state, "_fsdp_param_groups", None)  # older torch has at most one
+    if several is not None:
+        return several
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def around_calls(
+    module: nn.Module, begins: Callable[[], None], waits: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Let each forward of a module that `fully_shard` was called on call `begins`, and replace each method in which its
+    rank waits for others by what `waits` makes of the name and the method."""
+    for at, group in enumerate(_groups(module)):
+        if at == 0:
+            group.pre_forward = partial(_after, begins, group.pre_forward)
+        for method in (*GATHERS, SUMS):
+            setattr(group, method, waits(method, getattr(group, method)))
+
+
+def _after(begins: Callable[[], None], pre_forward: Callable[..., Any], *inputs: Any) -> Any:
+    begins()
+    return pre_forward(*inputs)
+
+
+def gather_at(module: nn.Module, output: torch.Tensor) -> None:
+    """Gather a module's parameters for its backward when the gradient of an output comes that torch did not find."""
+    _ = cast(Any, output).register_hook(_state(module)._pre_backward)
+
+
+def sum_at_end(module: nn.Module, whole: torch.Tensor) -> None:
+    """Sum a module's gradients at the end of a backward that reaches a whole parameter. torch asks for it when the
+    gradient of an output comes."""
+    state = _state(module)
+
+    def reached(_grad: torch.Tensor) -> None:
+        state._register_root_post_backward_final_callback()
+
+    _ = cast(Any, whole).register_hook(reached)
+
+
+def _state(module: nn.Module) -> Any:
+    return cast(Any, module)._get_fsdp_state()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests are too long for the default run, or for CI: by the CPU seconds that each took when it was recorded.
+
+`tests/durations.txt` has a line for each test that has moved: its run, its CPU seconds, and its name. A function may
+spend a number of seconds in each run. Its cases take them in order, and those that find too little left move to the
+next run: a law keeps its first cases by default, and all of it runs at night. A file keeps at least its shortest test,
+and tests marked `kept` stay where the mark says. Cases move in this direction alone; delete lines and record again to
+take some back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parent.parent / "durations.txt"
+RUNS = ("default", "slow", "nightly")
+BUDGETS = {"default": 0.8, "slow": 4.0}  # CPU seconds of a function's cases
+_PLACE = pytest.StashKey[int]()
+FREE = 0.05  # CPU seconds of a case that a function does not pay for: rows of tables
+
+
+def read() -> dict[str, tuple[str, float]]:
+    """Return run and CPU seconds of the tests that have moved, by name."""
+    rows = (line.split(" ", 2) for line in FILE.read_text().splitlines())
+    return {name: (run, float(seconds)) for run, seconds, name in rows}
+
+
+def mark(items: Iterable[pytest.Item]) -> None:
+    """Mark the tests that have moved by their runs."""
+    moved = read()
+    for at, item in enumerate(items):
+        item.stash[_PLACE] = at
+        run, _ = moved.get(item.nodeid, ("default", 0.0))
+        for each in RUNS[1 : RUNS.index(run) + 1]:
+            item.add_marker(each)
+
+
+def over_budget(run: str, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the tests of a run that find too little left of their function's seconds."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    found: dict[str, float] = {}
+    for name, taken in seconds.items():
+        function = name.split("[")[0]
+        if taken > FREE and spent[function] + taken > BUDGETS[run]:
+            found[name] = taken
+        elif taken > FREE:
+            spent[function] += taken
+    files: defaultdict[str, list[str]] = defaultdict(list)
+    for name in seconds:
+        files[name.split("::")[0]].append(name)
+    for names in files.values():
+        if all(name in found for name in names):
+            del found[min(names, key=seconds.__getitem__)]
+    return found
+
+
+def move(run: str, seconds: Mapping[str, float]) -> list[str]:
+    """Move tests of a run to the next one, by what they took; write the file, and return their names."""
+    moved = read() if FILE.exists() else {}
+    following = RUNS[RUNS.index(run) + 1]
+    found = over_budget(run, seconds)
+    moved |= {name: (following, taken) for name, taken in found.items()}
+    lines = [f"{where} {taken:.2f} {name}\n" for name, (where, taken) in sorted(moved.items())]
+    _ = FILE.write_text("".join(lines))
+    return list(found)
+
+
+@contextmanager
+def recording(item: pytest.Item) -> Generator[None]:
+    """Append a test's place and CPU seconds to a file of this process, if the run has `--record-durations`."""
+    file: str | None = item.config.getoption("record_durations")
+    began = sum(os.times()[:4])  # of this process, and of its children that have ended
+    yield
+    kept = item.get_closest_marker("kept")
+    run = "slow" if item.get_closest_marker("slow") else "default"
+    if file is not None and (kept is None or kept.args != (run,)):
+        with open(f"{file}-{os.getpid()}", "a") as opened:
+            _ = opened.write(f"{item.stash[_PLACE]} {sum(os.times()[:4]) - began:.3f} {item.nodeid}\n")
+
+
+def recorded(files: Iterable[Path]) -> dict[str, float]:
+    """Return the CPU seconds of tests that runs have recorded, by name, in the order of the collection."""
+    rows = [line.split(" ", 2) for file in files for line in file.read_text().splitlines()]
+    return {name: float(seconds) for _, seconds, name in sorted(rows, key=lambda row: int(row[0]))}

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of tables: one test that looks at all rows, and lists each one that fails."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def rows(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Call a test for each row, as `pytest.mark.parametrize` does, within one test; other arguments are fixtures.
+
+    Args:
+        names: the arguments that a row gives, with commas between them.
+        values: the rows; tuples if there are several names.
+    """
+    given = [each.strip() for each in names.split(",")]
+
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            wrong: list[str] = []
+            count = 0
+            for row in values if len(given) > 1 else ((each,) for each in values):
+                count += 1
+                try:
+                    test(**dict(zip(given, row, strict=True)), **fixtures)
+                except (Exception, pytest.fail.Exception) as error:
+                    wrong.append(f"{row if len(row) > 1 else row[0]!r}: {type(error).__name__}: {error}")
+            assert count, "the table is empty"
+            assert not wrong, f"{len(wrong)} of {count} rows:\n" + "\n".join(wrong)
+
+        signature = inspect.signature(test)
+        left = [each for name, each in signature.parameters.items() if name not in given]
+        run.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        return run
+
+    return decorated

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each function of `accel.parallel._torch_fsdp` on the installed torch: what it reads is there, what it replaces
+runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import accel
+from accel.parallel import _torch_fsdp as inside
+from accel.testing import Simulator
+
+
+class Net(nn.Module):
+    """Two layers, of which a call can leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor, *, both: bool = True) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if both else x
+
+
+def _run(ranks: Simulator, body: Callable[[Any, accel.DistContext], None], make: Callable[[], nn.Module] = Net) -> None:
+    """Shard a model on two ranks by torch alone, and give it to a function."""
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="dp=2")
+        torch.manual_seed(0)
+        body(fully_shard(make(), mesh=ctx.mesh["dp"]), ctx)
+
+    ranks.run(rank, 2, default_group=True)
+
+
+ROWS = torch.ones(2, 4, dtype=torch.float64)
+
+
+def test_shards_have_whole_parameters_and_gradients_that_wait(ranks: Simulator) -> None:
+    def body(model: Any, _ctx: accel.DistContext) -> None:
+        assert [each.whole for each in inside.shards_of(model)] == [None] * 4
+        model.set_requires_gradient_sync(False)
+        model(ROWS).sum().backward()
+        for shards, parameter in zip(inside.shards_of(model), model.parameters(), strict=True):
+            assert shards.parameter.shape == parameter.shape
+            assert shards.whole is not None
+            assert shards.whole.shape == parameter.shape
+            assert [grad.shape for grad in shards.held] == [parameter.shape]
+
+    _run(ranks, body)
+
+
+def test_meshes_name_each_owner_of_a_tied_weight(ranks: Simulator) -> None:
+    def tied() -> nn.Module:
+        model = Net()
+        model.second.weight = model.first.weight
+        return model
+
+    def body(model: Any, ctx: accel.DistContext) -> None:
+        found = {(owner, name): mesh for owner, name, mesh in inside.meshes_of(model)}
+        owners = [(each, name) for each in (model.first, model.second) for name in ("weight", "bias")]
+        assert set(found) == set(owners)
+        assert {mesh.get_local_rank() for mesh in found.values()} == {ctx.rank}
+
+    _run(ranks, body, tied)
+
+
+def test_gradients_that_wait_are_dropped(ranks: Simulator) -> None:
+    def body(model: Any, _ctx: accel.DistContext) -> None:
+        model.set_requires_gradient_sync(False)
+        model(ROWS).sum().backward()
+        parameters = inside.drop_unsharded(model)
+        assert [each.shape for each in parameters] == [each.shape for each in model.parameters()]
+        assert all(not each.held for each in inside.shards_of(model))
+
+    _run(ranks, body)
+
+
+def test_unused_parameters_get_zeros(ranks: Simulator) -> None:
+    def body(model: Any, ctx: accel.DistContext) -> None:
+        inside.sum_unused(model)
+        model(ROWS, both=ctx.rank == 0).sum().backward()
+        assert model.second.bias.grad.full_tensor().tolist() == [1.0] * 4  # the mean of two and of none
+
+    _run(ranks, body)
+
+
+def test_gradients_of_a_window_are_summed_in_one_format(ranks: Simulator) -> None:
+    def make() -> nn.Module:
+        return Net().float()
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="dp=2")
+        torch.manual_seed(0)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model: Any = fully_shard(make(), mesh=ctx.mesh["dp"], mp_policy=policy)
+        inside.sum_in_one_format(model)
+        inside.sum_unused(model)
+        model.set_requires_gradient_sync(False)
+        model(ROWS.bfloat16(), both=False).sum().backward()  # the second layer's gradient begins in the last
+        model.set_requires_gradient_sync(True)
+        model(ROWS.bfloat16()).sum().backward()
+        assert model.second.bias.grad.full_tensor().tolist() == [2.0] * 4
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def test_calls_that_wait_are_replaced_in_the_order_of_a_step(ranks: Simulator) -> None:
+    def body(model: Any, _ctx: accel.DistContext) -> None:
+        seen: list[str] = []
+
+        def waits(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                seen.append(name)
+                return call(*args)
+
+            return run
+
+        inside.around_calls(model, partial(seen.append, "begins"), waits)
+        model(ROWS).sum().backward()
+        forward = ["begins", *inside.GATHERS]
+        assert seen[:3] == forward
+        assert seen[-1] == inside.SUMS
+        assert set(seen) == {*forward, inside.SUMS}
+
+    _run(ranks, body)
+
+
+class Hidden(Net):
+    """Returns an iterator, in which torch finds no tensor."""
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return iter([super().forward(x)])
+
+
+def test_the_gradient_of_a_hidden_output_gathers_the_parameters(ranks: Simulator) -> None:
+    def body(model: Any, _ctx: accel.DistContext) -> None:
+        (output,) = model(ROWS)
+        inside.gather_at(model, output)
+        output.sum().backward()
+        assert model.second.bias.grad.full_tensor().tolist() == [2.0] * 4
+
+    _run(ranks, body, Hidden)
+
+
+def test_a_backward_that_reaches_a_whole_parameter_ends_with_the_sum(ranks: Simulator) -> None:
+    def body(model: Any, _ctx: accel.DistContext) -> None:
+        model.set_reshard_after_forward(False)
+        (output,) = model(ROWS)
+        for shards in inside.shards_of(model):
+            assert shards.whole is not None
+            inside.sum_at_end(model, shards.whole)
+        output.sum().backward()
+        assert model.second.bias.grad.full_tensor().tolist() == [2.0] * 4
+
+    _run(ranks, body, Hidden)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long tests leave the default run by their recorded seconds; each file keeps one, and no line is out of date."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import moved_tests
+import pytest
+from hypothesis import given, strategies as st
+
+ROOT = Path(__file__).parent.parent
+NAMES = st.builds(
+    "tests/test_{}.py::test_{}[{}]".format, st.sampled_from("ab"), st.sampled_from("xy"), st.integers(0, 9)
+)
+
+
+@given(st.dictionaries(NAMES, st.floats(0, 3)))
+def test_a_function_spends_its_seconds_and_a_file_keeps_its_shortest_test(seconds: dict[str, float]) -> None:
+    found = moved_tests.over_budget("default", seconds)
+    left = {name: taken for name, taken in seconds.items() if name not in found}
+    assert {name.split("::")[0] for name in left} == {name.split("::")[0] for name in seconds}
+    assert all(taken > moved_tests.FREE for taken in found.values())
+    for function in {name.split("[")[0] for name in left}:
+        paid = [taken for name, taken in left.items() if name.split("[")[0] == function and taken > moved_tests.FREE]
+        assert len(paid) == 1 or sum(paid) <= moved_tests.BUDGETS["default"] + 1e-9
+
+
+def test_moved_tests_are_written_in_order_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moved_tests, "FILE", tmp_path / "durations.txt")
+    first, second = tmp_path / "run-1", tmp_path / "run-2"
+    _ = first.write_text("2 0.500 tests/test_a.py::test_x[b c]\n0 0.600 tests/test_a.py::test_x[a]\n")
+    _ = second.write_text("1 0.010 tests/test_a.py::test_y\n")
+    assert moved_tests.move("default", moved_tests.recorded([first, second])) == ["tests/test_a.py::test_x[b c]"]
+    assert moved_tests.read() == {"tests/test_a.py::test_x[b c]": ("slow", 0.5)}
+
+
+def test_each_line_names_a_test_that_is_there() -> None:
+    functions = {name.split("[")[0] for name in moved_tests.read()}
+    text = {path: (ROOT / path).read_text() for path in {name.split("::")[0] for name in functions}}
+    gone = [each for each in functions if not re.search(rf"def {each.split('::')[-1]}\(", text[each.split("::")[0]])]
+    assert gone == []

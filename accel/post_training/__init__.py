@@ -27,6 +27,7 @@ from accel.post_training._policy import (
     whiten,
 )
 from accel.post_training._publish import Published, publish
+from accel.post_training._sample import SampleOptions, SampleRequest, SampleServer, sample
 from accel.post_training._samples import SampleRow, Samples, Version, join_samples
 
 __all__ = [
@@ -39,7 +40,10 @@ __all__ = [
     "Published",
     "RolloutBuffer",
     "RolloutGroup",
+    "SampleOptions",
+    "SampleRequest",
     "SampleRow",
+    "SampleServer",
     "Samples",
     "StartedPrompt",
     "TokenRow",
@@ -53,6 +57,7 @@ __all__ = [
     "policy_loss",
     "publish",
     "reward_loss",
+    "sample",
     "sequence_sums",
     "servers",
     "value_loss",

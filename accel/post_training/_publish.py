@@ -207,7 +207,8 @@ def _adapted(model: Any, kept: Mapping[str, Tensor], whole: Whole, how: Adapters
 
     def merged(new: str) -> Tensor:
         old = names[new]
-        path, found = old.removesuffix(".base_layer.weight"), whole(old)
+        path = old.removesuffix(".base_layer.weight")
+        found = whole(old)
         if path == old or path not in scales:
             return found
         down, up = (whole(f"{path}.lora_{each}.{adapter}.weight") for each in "AB")

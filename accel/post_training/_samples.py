@@ -21,7 +21,7 @@ Drawn = Literal["model", "sampler"]
 
 
 class Version(msgspec.Struct, frozen=True, order=True):
-    """Which weights drew a sample.
+    """Weights that drew a sample.
 
     Attributes:
         session: name of the publisher's session; each start of a trainer opens a new one.
@@ -69,8 +69,8 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
         finish_reasons: why each row ended.
         logprobs: log-probabilities of the tokens that the model drew, 0 elsewhere, shape [rows, longest]; None if
             unknown.
-        drawn_from: whose distribution they are of: the "model"'s at its temperature, or the "sampler"'s, after limits
-            such as top-p; None without log-probabilities.
+        drawn_from: distribution of the log-probabilities: the "model"'s at its temperature, or the "sampler"'s, after
+            limits such as top-p; None without log-probabilities.
         version: the weights that drew them; None if unknown.
         routed: experts of each token, [rows, longest, layers, experts], of a model that routes; None otherwise.
     """
@@ -101,7 +101,7 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
         Args:
             rows: sequences, at least one.
             pad_id: token behind shorter rows.
-            drawn_from: whose distribution the log-probabilities of the rows are of; see `Samples`.
+            drawn_from: distribution of the rows' log-probabilities; see `Samples`.
             version: the weights that drew them.
 
         Raises:

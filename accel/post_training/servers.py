@@ -8,16 +8,18 @@ commit; between begin and commit a server is half new, and refuses to sample.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from accel.checkpoint._live_tensors import checksums
+from accel.context import DistContext
 from accel.errors import ServerError
 from accel.items._whole import live_tensors
-from accel.post_training._samples import Version
+from accel.post_training._sample import SampleOptions, SampleRequest, draw_samples, is_spread
+from accel.post_training._samples import Samples, Version
 from accel.tensors import is_dtensor
 
 Layout = Literal["hub", "model"]
@@ -49,7 +51,7 @@ class WeightServer(Protocol):
 
 
 class Digest:
-    """Digest of tensors by name, dtype, shape and bits, whatever their order, of which servers have their own."""
+    """Digest of tensors by name, dtype, shape and bits, whatever their order; servers compute their own."""
 
     def __init__(self) -> None:
         self._sum = 0
@@ -79,9 +81,10 @@ class LocalServer:
     layout: Layout = "model"
     checks_digest = True
 
-    def __init__(self, model: nn.Module, version: Version) -> None:
+    def __init__(self, model: nn.Module, version: Version, *, most_rows: int, vocab_parallel: bool) -> None:
         self.model = model
         self.version = version
+        self._most_rows, self._vocab_parallel = most_rows, vocab_parallel
         self._coming: Version | None = None
         self._arrived = Digest()
 
@@ -105,13 +108,26 @@ class LocalServer:
                     fix="Publish in the dtype of the server: publish(ctx, server, model, version=version, dtype=...).",
                 )
             mine.copy_(each)
-        self._arrived.add({name: live[name] for name in tensors})  # what lies in the model
+        self._arrived.add({name: live[name] for name in tensors})  # what the model holds now
 
     def commit(self, digest: str, count: int) -> None:
         """Compare what has arrived; see `WeightServer`."""
         check_arrived(self._arrived, digest, count)
         assert self._coming is not None
         self.version, self._coming = self._coming, None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the model is spread over ranks, which then sample together."""
+        return is_spread(self.model)
+
+    def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
+        """Draw samples; see `SampleServer`. A collective if the model is spread over ranks."""
+        self.check_version(options.version)
+        rows, vocab_parallel = self._most_rows, self._vocab_parallel
+        return draw_samples(
+            ctx, self.model, requests, options, most_rows=rows, vocab_parallel=vocab_parallel, version=self.version
+        )
 
     def check_version(self, version: Version | None) -> None:
         """Raise `ServerError` unless all of a version's weights are here; None for any version."""
@@ -133,14 +149,21 @@ class LocalServer:
             )
 
 
-def local(model: nn.Module, *, version: Version | None = None) -> LocalServer:
+def local(
+    model: nn.Module, *, version: Version | None = None, most_rows: int = 64, vocab_parallel: bool = False
+) -> LocalServer:
     """Return a model of this process as a server. No communication.
 
+    A plain model takes published weights. The model that trains, from `prepare_model` on any mesh that `generate`
+    serves, needs none.
+
     Args:
-        model: plain, with weights of its own, such as a copy in another dtype; each rank that samples has one.
+        model: causal; of transformers, or one that maps ids, [rows, length], to logits. Each rank that samples has one.
         version: the weights that it has; none by default.
+        most_rows: number of rows that run at once.
+        vocab_parallel: whether each rank along `tp` has the logits of its own classes.
     """
-    return LocalServer(model, version or Version())
+    return LocalServer(model, version or Version(), most_rows=most_rows, vocab_parallel=vocab_parallel)
 
 
 def check_newer(version: Version, held: Version) -> None:

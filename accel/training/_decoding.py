@@ -44,6 +44,10 @@ class Decoder(Protocol):
         """
         ...
 
+    def keep(self, rows: Tensor) -> bool:
+        """Drop the rows of the next calls but some, by their places; return whether it could."""
+        ...
+
 
 def takes_cache(model: nn.Module) -> bool:
     """Return whether a model is one of transformers that keeps keys and values between forwards."""
@@ -83,6 +87,10 @@ class WholeSequences:
         filled = nn.functional.pad(ids, (0, self._length - ids.shape[1]))
         micro = _split(self._ctx, self._model, self._inputs_of(filled))
         return _run(self._ctx, self._model, micro, lambda output: self._select(output)[:, at])
+
+    def keep(self, rows: Tensor) -> bool:
+        """Drop rows: nothing of them is kept. See `Decoder`. A pipeline keeps its shapes."""
+        return pipeline_of(unwrap_model(self._model)) is None
 
 
 class CachedTokens:
@@ -132,6 +140,14 @@ class CachedTokens:
         held = [_with(each, cache) for each, cache in zip(micro, self._caches, strict=True)]
         probe = [_with(each, ByStage(self._new_cache)) for each in fresh[:1]]
         return _run(self._ctx, self._model, held, lambda output: self._select(output)[:, -1], probe, (new,))
+
+    def keep(self, rows: Tensor) -> bool:
+        """Drop the keys and values of other rows; see `Decoder`. Pipelines and micro-batches keep their shapes."""
+        if pipeline_of(unwrap_model(self._model)) is not None or len(self._caches) != 1:
+            return False
+        self._caches[0].of(0).batch_select_indices(rows)
+        self._mask = self._mask[rows]
+        return True
 
     def _new_cache(self) -> Any:
         return import_module("transformers").DynamicCache(config=self._config)
@@ -219,14 +235,32 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None) -> Tensor:
     """Return a token for each row: the most probable one, or by the inverse distribution function of a number.
 
-    A row's token is a function of its logits and its number alone, whichever rows are beside it. In float64: in
-    fp32 the sums over many classes round small probabilities away.
-
-    Reference: Holtzman et al. 2020, "The curious case of neural text degeneration", arXiv:1904.09751.
+    A row's token is a function of its logits and its number alone, whichever rows are beside it.
     """
     if numbers is None:
         return logits.argmax(-1)
-    wide = logits.double() / sampling.temperature
+    return tokens_at(log_chances(logits, sampling), numbers)
+
+
+def tokens_at(chances: Tensor, numbers: Tensor) -> Tensor:
+    """Return the token of each row at a number in [0, 1), by the inverse of the distribution function.
+
+    Args:
+        chances: log-probabilities in float64, [rows, classes].
+        numbers: a number for each row, float64 of shape [rows].
+    """
+    sums = chances.exp().cumsum(-1)
+    found = torch.searchsorted(sums, numbers.to(sums)[:, None] * sums[:, -1:], right=True)
+    return found[:, 0].clamp(max=chances.shape[-1] - 1)
+
+
+def log_chances(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the log-probabilities that a rule draws from, [rows, classes]; -inf for tokens that it leaves out. In
+    float64: in fp32 the sums over many classes round small probabilities away.
+
+    Reference: Holtzman et al. 2020, "The curious case of neural text degeneration", arXiv:1904.09751.
+    """
+    wide = logits.double() / (sampling.temperature or 1.0)
     if sampling.top_k is not None and sampling.top_k < wide.shape[-1]:
         least = wide.topk(sampling.top_k, -1).values[:, -1:]
         wide = wide.masked_fill(wide < least, -math.inf)
@@ -235,9 +269,7 @@ def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None) -> T
         before = ordered.cumsum(-1) - ordered  # the most probable token always stays
         left_out = torch.zeros_like(wide, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
         wide = wide.masked_fill(left_out, -math.inf)
-    sums = wide.softmax(-1).cumsum(-1)
-    found = torch.searchsorted(sums, numbers.to(sums)[:, None] * sums[:, -1:], right=True)
-    return found[:, 0].clamp(max=logits.shape[-1] - 1)
+    return wide.log_softmax(-1)
 
 
 def whole_rows(ctx: DistContext, logits: Tensor) -> Tensor:

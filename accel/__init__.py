@@ -396,7 +396,7 @@ _MOVED = {  # names that were at the top, by the module that has them now
     "errors": (
         "CheckpointError CollectiveMismatch ConfigError ContextClosedError DataError DeviceError EnvError "
         "LaunchError MissingExtraError NonFiniteError OutOfMemoryError PeerError PlacementError PrepareError "
-        "StageError StepError StreamError TrackerError TreeError"
+        "ServerError StageError StepError StreamError TrackerError TreeError"
     ),
     "items": "Folder Loaded Part Stored TrainableOnly load_accelerate_state",
     "metrics": "FlopCount Metrics StepStatistics count_flops running_metrics step_statistics straggler",

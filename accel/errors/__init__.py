@@ -25,6 +25,7 @@ __all__ = [
     "PeerError",
     "PlacementError",
     "PrepareError",
+    "ServerError",
     "StageError",
     "StepError",
     "StreamError",
@@ -105,6 +106,10 @@ class CollectiveMismatch(AccelError, RuntimeError):  # noqa: N818 - the name use
 
 class PeerError(AccelError, RuntimeError):
     """Another rank failed in a call that all ranks make together."""
+
+
+class ServerError(AccelError, RuntimeError):
+    """A server that samples is gone, stale, half loaded, or has other weights than were sent."""
 
 
 class LaunchError(AccelError, RuntimeError):

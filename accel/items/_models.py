@@ -207,9 +207,31 @@ def save(ctx: DistContext, tensors: Mapping[str, torch.Tensor] | None, path: str
 
 def _plan(ctx: DistContext, own: Mapping[str, torch.Tensor], stages: StagedTensors | None, limit: int) -> _Weights:
     """List what is written of a model, and in which files."""
+    kept, aliases, whole = distinct_tensors(own, stages, "save_model")
+    shards = plan_shards({name: tensor.nbytes for name, tensor in kept.items()}, limit)
+    if stages is not None:
+        return _Weights(kept, shards, aliases, 0, whole)
+    compared = {name: tensor for name, tensor in kept.items() if ctx.world_size > 1 and not is_dtensor(tensor)}
+    return _Weights(kept, shards, aliases, checksum(compared), whole)
+
+
+def distinct_tensors(
+    own: Mapping[str, torch.Tensor], stages: StagedTensors | None, where: str
+) -> tuple[dict[str, torch.Tensor], dict[str, str], Callable[[str], torch.Tensor]]:
+    """List a model's tensors once each, under their first names in its order.
+
+    Args:
+        own: this rank's tensors, of `live_tensors`.
+        stages: those of all stages, of a model with a pipeline.
+        where: the call, for errors.
+
+    Returns:
+        The tensors, some on the meta device; the first name of each other name; and a function that returns a tensor
+        whole, a collective that every rank calls alike.
+    """
     live = own if stages is None else stages.facts
     if not live:
-        raise CheckpointError("a model without tensors", where="save_model")
+        raise CheckpointError("a model without tensors", where=where)
     for name, tensor in live.items():
         if tensor.dtype == torch.complex128:
             fix = "Keep it in complex64, or as pairs of float64."
@@ -225,11 +247,9 @@ def _plan(ctx: DistContext, own: Mapping[str, torch.Tensor], stages: StagedTenso
             kept[name] = tensor
         else:
             aliases[name] = known
-    shards = plan_shards({name: tensor.nbytes for name, tensor in kept.items()}, limit)
     if stages is not None:
-        return _Weights(kept, shards, aliases, 0, partial(stages.whole, own=own))
-    compared = {name: tensor for name, tensor in kept.items() if ctx.world_size > 1 and not is_dtensor(tensor)}
-    return _Weights(kept, shards, aliases, checksum(compared), lambda name: full_tensor(kept[name]))
+        return kept, aliases, partial(stages.whole, own=own)
+    return kept, aliases, lambda name: full_tensor(kept[name])
 
 
 def _as_stored(weights: _Weights, rename: Sequence[Recipe], limit: int) -> _Weights:

@@ -3,9 +3,12 @@
 
 Imported by name: `from accel import post_training`. Begin with `_losses.py`: how tokens and sequences are averaged, and
 losses of pairs. `_policy.py` has policy gradients and their advantages, `_packing.py` packs rows of tokens,
-`_logprobs.py` scores them, and `_reference.py` has the model without its adapters.
+`_logprobs.py` scores them, and `_reference.py` has the model without its adapters. `_samples.py` holds sequences that a
+model drew, `_sample.py` draws them, `_buffer.py` has the states of their prompts, `_publish.py` sends weights to servers.
 """
 
+from accel.post_training import servers
+from accel.post_training._buffer import FinishedPrompt, RolloutBuffer, RolloutGroup, StartedPrompt
 from accel.post_training._logprobs import token_logprobs
 from accel.post_training._losses import (
     LossSum,
@@ -25,24 +28,42 @@ from accel.post_training._policy import (
     value_loss,
     whiten,
 )
+from accel.post_training._publish import Published, publish
 from accel.post_training._reference import reference
+from accel.post_training._sample import SampleOptions, SampleRequest, SampleServer, sample
+from accel.post_training._samples import SampleRow, Samples, Version, join_samples
 
 __all__ = [
+    "FinishedPrompt",
     "LossSum",
     "PackedRows",
     "PackedTokens",
     "PairLoss",
     "PolicyLoss",
+    "Published",
+    "RolloutBuffer",
+    "RolloutGroup",
+    "SampleOptions",
+    "SampleRequest",
+    "SampleRow",
+    "SampleServer",
+    "Samples",
+    "StartedPrompt",
     "TokenRow",
+    "Version",
     "dpo_loss",
     "gae",
     "group_advantages",
+    "join_samples",
     "loss_weight",
     "pack",
     "policy_loss",
+    "publish",
     "reference",
     "reward_loss",
+    "sample",
     "sequence_sums",
+    "servers",
     "token_logprobs",
     "value_loss",
     "weighted_sum",

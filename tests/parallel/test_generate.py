@@ -16,7 +16,7 @@ import accel
 from accel.parallel import Axes
 from accel.seeding import Key
 from accel.testing import Simulator, simulate
-from accel.training._generate import Sampling, next_tokens
+from accel.training._decoding import Sampling, next_tokens
 
 EXPERTS = 4
 PROMPTS = torch.randint(WORDS, (5, 3), generator=torch.Generator().manual_seed(1))

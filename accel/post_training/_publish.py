@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a model on any mesh sent to servers: a tensor at a time, under the names of the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, Literal, cast
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from accel.comm import Call, agreed, broadcast_value, call_site, shared_failure
+from accel.context import DistContext, context_first
+from accel.errors import AccelError, ConfigError, ServerError
+from accel.errors._checks import check_choice, check_count
+from accel.items._models import distinct_tensors
+from accel.items._whole import facts, live_tensors, staged_tensors
+from accel.parallel._empty import check_filled
+from accel.parallel._engines import whole_model
+from accel.parallel._modules import unwrap_model
+from accel.post_training._samples import Version
+from accel.post_training.servers import Digest, Layout, WeightServer
+
+Adapters = Literal["merged", "alone"]
+Whole = Callable[[str], Tensor]
+
+
+class Published(msgspec.Struct, frozen=True):
+    """Weights that servers have taken.
+
+    Attributes:
+        version: their version.
+        digest: digest of all tensors.
+        count: number of tensors.
+        nbytes: their bytes.
+    """
+
+    version: Version
+    digest: str
+    count: int
+    nbytes: int
+
+
+@context_first
+def publish(
+    ctx: DistContext,
+    server: WeightServer | None,
+    model: nn.Module,
+    *,
+    version: Version,
+    dtype: torch.dtype | None = None,
+    layout: Layout | None = None,
+    adapters: Adapters = "merged",
+    chunk_bytes: int = 2**26,
+) -> Published:
+    """Send a model's weights to servers as a version. A collective.
+
+    All ranks gather the tensors one at a time; each rank with a server sends to it. A rank takes memory for the largest
+    tensor three times, and for a chunk. A server's failure is kept until all have gathered, and then raised on every
+    rank, so that none waits for another.
+
+    Args:
+        ctx: the context.
+        server: see `servers`; None on ranks that have none. Rank 0 has one.
+        model: plain, from `prepare_model`, compiled, or with low-rank adapters of peft.
+        version: newer than the server's: numbers grow within a session. A trainer that resumes opens a new session, and
+            publishes its checkpoint's weights first.
+        dtype: dtype of floating-point tensors on the way; None for the model's.
+        layout: "hub" for the names of `save_pretrained`, also of stacked experts; "model" for the model's own; None for
+            what the server takes.
+        adapters: "merged" into the layers that they adapt, or "alone", as peft saves them.
+        chunk_bytes: bytes of tensors that are sent together.
+
+    Returns:
+        What the servers have, on every rank. Tied tensors are sent once, under the first name.
+
+    Raises:
+        ServerError: a server is gone, refuses the version, a name, shape or dtype, or has received other bits.
+        CheckpointError, CollectiveMismatch, PrepareError: as of `save_model`.
+        ConfigError: rank 0 without a server, or adapters that are not low-rank ones.
+
+    Examples:
+        >>> trained, sampled = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> server = post_training.servers.local(sampled)
+        >>> published = post_training.publish(ctx, server, trained, version=post_training.Version("run", 1))
+        >>> torch.equal(trained.weight, sampled.weight), published.count
+        (True, 2)
+    """
+    site = call_site()
+    call = Call("publish", f"{version} {dtype} {layout} {adapters}", site)
+    with shared_failure(ctx.comm, call):
+        check_choice(adapters, ("merged", "alone"), "unknown way of adapters", where="publish(adapters=)")
+        check_count(chunk_bytes, "not a number of bytes", where="publish(chunk_bytes=)")
+        if ctx.is_main_process and server is None:
+            raise ConfigError("rank 0 has no server", expected="a server", got="None", where="publish(server)")
+        model = whole_model(ctx, model)
+        check_filled(model, where="publish")
+        own = live_tensors(model)
+    stages = staged_tensors(ctx, model, own)
+    with shared_failure(ctx.comm, call):
+        kept, _, whole = distinct_tensors(own, stages, "publish")
+        inner = unwrap_model(model)
+        if hasattr(inner, "peft_config"):
+            kept, whole = _adapted(inner, kept, whole, adapters)
+        mine = layout or (server.layout if server is not None else "")
+    named = broadcast_value(ctx.comm, Call("publish", "\n".join(facts(kept)), site), mine, str)
+    sending = _Sending(server, version, chunk_bytes)
+    for name in kept:
+        sending.add(_named(inner, name, _cast(whole(name), dtype), named))
+    with agreed(ctx.comm, Call("publish: committing", site=site)):
+        sending.end()
+    return Published(version, sending.digest.value, sending.digest.count, sending.nbytes)
+
+
+class _Sending:
+    """A server that takes tensors, whose first failure ends the sending and is raised at the end."""
+
+    def __init__(self, server: WeightServer | None, version: Version, chunk_bytes: int) -> None:
+        self.digest = Digest()
+        self.nbytes = 0
+        self._server = server
+        self._chunk_bytes = chunk_bytes
+        self._chunk: dict[str, Tensor] = {}
+        self._failure: Exception | None = None
+        self._version = version
+        self._call(lambda to: to.begin(version))
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Count tensors on every rank, and send them where there is a server."""
+        self.digest.add(tensors)
+        self.nbytes += sum(each.nbytes for each in tensors.values())
+        if self._server is not None and self._failure is None:
+            self._chunk |= tensors
+            if sum(each.nbytes for each in self._chunk.values()) >= self._chunk_bytes:
+                self._flush()
+
+    def end(self) -> None:
+        """Send what is left, and commit; raise the first failure."""
+        self._flush()
+        self._call(lambda to: to.commit(self.digest.value, self.digest.count))
+        if self._failure is None:
+            return
+        if isinstance(self._failure, AccelError):
+            raise self._failure
+        raise ServerError(
+            "a server has not taken the weights",
+            expected=f"version {self._version.number} of session {self._version.session!r}",
+            got=f"{type(self._failure).__name__}: {self._failure}",
+            where="publish",
+        ) from self._failure
+
+    def _flush(self) -> None:
+        chunk, self._chunk = self._chunk, {}
+        if chunk:
+            self._call(lambda to: to.load(chunk))
+
+    def _call(self, call: Callable[[WeightServer], None]) -> None:
+        if self._server is None or self._failure is not None:
+            return
+        try:
+            call(self._server)
+        except Exception as error:  # whatever a server of others raises
+            self._failure = error
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    tensor = tensor.detach()
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _named(model: nn.Module, name: str, tensor: Tensor, layout: str) -> Mapping[str, Tensor]:
+    """Return a tensor under its stored names: several of one that stacks experts."""
+    if layout == "model":
+        return {name: tensor}
+    inner: Any = model
+    base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    with suppress(ImportError):
+        convert = import_module("transformers.core_model_loading").revert_weight_conversion
+        if callable(getattr(base, "save_pretrained", None)):
+            return {key: each.contiguous() for key, each in convert(base, {name: tensor}).items()}
+    return {name: tensor}
+
+
+def _adapted(model: Any, kept: Mapping[str, Tensor], whole: Whole, how: Adapters) -> tuple[dict[str, Tensor], Whole]:
+    """Return tensors of a model of peft: the base's with adapters merged, or the adapters' alone, by stored names."""
+    adapter = str(model.active_adapter)
+    config = model.peft_config[adapter]
+    if getattr(config, "peft_type", None) != "LORA" or getattr(config, "use_dora", False):
+        raise ConfigError(
+            "adapters that are no low-rank ones cannot be published",
+            expected="adapters of LoRA, without DoRA",
+            got=str(getattr(config, "peft_type", config)),
+            where="publish(model)",
+            fix="Merge them before: model.merge_and_unload().",
+        )
+    parts = re.compile(rf"\.lora_([AB])\.{re.escape(adapter)}\.weight$")
+    if how == "alone":
+        names = {parts.sub(r".lora_\1.weight", name): name for name in kept if parts.search(name)}
+        return {new: kept[old] for new, old in names.items()}, lambda new: whole(names[new])
+    scales = {path: each.scaling[adapter] for path, each in _scaled(model) if adapter in each.scaling}
+    prefix = "base_model.model."
+    names = {name.removeprefix(prefix).replace(".base_layer.", "."): name for name in kept if ".lora_" not in name}
+
+    def merged(new: str) -> Tensor:
+        old = names[new]
+        path = old.removesuffix(".base_layer.weight")
+        found = whole(old)
+        if path == old or path not in scales:
+            return found
+        down, up = (whole(f"{path}.lora_{each}.{adapter}.weight") for each in "AB")
+        change = scales[path] * (up.float() @ down.float())
+        transposed = getattr(model.get_submodule(path), "fan_in_fan_out", False)
+        return found + (change.T if transposed else change).to(found.dtype)
+
+    return {new: kept[old] for new, old in names.items()}, merged
+
+
+def _scaled(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    modules: Iterator[tuple[str, Any]] = cast(Any, model.named_modules())
+    return ((path, each) for path, each in modules if isinstance(getattr(each, "scaling", None), dict))

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples drawn from a server: a draw is a function of key, prompt, sample and place alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Protocol, cast
+
+import msgspec
+import torch
+from torch import nn
+
+from accel.comm import Call, all_reduce_flat, call_site, shared_failure
+from accel.context import DistContext, context_first
+from accel.errors import ConfigError
+from accel.errors._checks import check_count
+from accel.parallel._modules import is_pipelined
+from accel.parallel._sharded import is_sharded
+from accel.parallel.axes.pipeline import first_tensor
+from accel.post_training._samples import FinishReason, SampleRow, Samples, Version
+from accel.random import Key
+from accel.tensors import integers
+from accel.training._decoding import (
+    CachedTokens,
+    Decoder,
+    Sampling,
+    WholeSequences,
+    all_ended,
+    log_chances,
+    share_tokens,
+    takes_cache,
+    tokens_at,
+    whole_rows,
+)
+from accel.training._evaluating import evaluating
+
+
+class SampleRequest(msgspec.Struct, frozen=True):
+    """A sample to draw.
+
+    Attributes:
+        prompt: number of the prompt.
+        sample: number of the sample among those of its prompt.
+        ids: the prompt's tokens.
+    """
+
+    prompt: int
+    sample: int
+    ids: tuple[int, ...]
+
+
+class SampleOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a draw; see `sample`."""
+
+    key: Key
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    stop: tuple[int, ...] = ()
+    version: Version | None = None
+
+
+class SampleServer(Protocol):
+    """A server that samples.
+
+    Attributes:
+        is_collective: whether all ranks sample together, as from a model that is spread over them.
+    """
+
+    @property
+    def is_collective(self) -> bool: ...
+
+    def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
+        """Return the samples of requests, in their order; raise `ServerError` for other weights than `version`."""
+        ...
+
+
+@context_first
+def sample(
+    ctx: DistContext,
+    server: SampleServer,
+    prompts: Mapping[int, Sequence[int]],
+    *,
+    key: Key,
+    max_new_tokens: int,
+    n: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Iterable[int] = (),
+    version: Version | None = None,
+) -> Samples:
+    """Return `n` samples of each prompt, in the order of the prompts.
+
+    A draw depends on the key, the numbers of prompt and sample, and the token's place alone. Any number of ranks, any
+    batch and any order give the same samples in float64. In fp32 the random numbers are the same, and rows differ where
+    two tokens are nearly equal; in bf16 the distribution is the same.
+
+    Each rank along dp asks for its own prompts. No communication, unless the server's model is spread over ranks: then
+    a collective, with a message for each token. A failure is raised on all ranks in their next call.
+
+    Args:
+        ctx: the context.
+        server: such as `servers.local(model)`.
+        prompts: tokens of each prompt, at least one, by the prompt's number; ranks along tp and pp pass the same ones.
+        key: source of the draws, equal on every rank.
+        max_new_tokens: most tokens of a sample, from 1.
+        n: number of samples of each prompt.
+        temperature: divisor of the logits; 0 takes the most probable token.
+        top_k, top_p: limits on the tokens that may be drawn, as of `generate`. With them the log-probabilities are the
+            sampler's.
+        stop: token or tokens that end a sample; it keeps them.
+        version: the weights that the server must have; None for any.
+
+    Returns:
+        The samples, with log-probabilities.
+
+    Raises:
+        ServerError: the server is gone, or has other weights.
+        ConfigError: an empty prompt, or arguments out of range.
+
+    Examples:
+        >>> class Next(nn.Module):
+        ...     def forward(self, ids):
+        ...         return nn.functional.one_hot((ids + 1) % 5, 5).float() * 100
+        >>> server = post_training.servers.local(Next())
+        >>> found = post_training.sample(ctx, server, {7: [3]}, key=accel.seeding.Key(0), max_new_tokens=3, stop=0)
+        >>> found.ids.tolist(), found.prompts, found.finish_reasons
+        ([[3, 4, 0]], (7,), ('stop',))
+    """
+    site = call_site()
+    with shared_failure(ctx.comm, Call("sample", site=site)):
+        check_count(n, "not a number of samples", where="sample(n=)")
+        check_count(max_new_tokens, "not a number of tokens", where="sample(max_new_tokens=)")
+        rule = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        rule.check(has_key=temperature > 0)
+        if empty := [number for number, ids in prompts.items() if not len(ids)]:
+            problem = "a prompt without tokens"
+            raise ConfigError(problem, expected="a token at least", got=f"prompts {empty}", where="sample")
+        options = SampleOptions(
+            key=key,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop=(stop,) if isinstance(stop, int) else tuple(stop),
+            version=version,
+        )
+        requests = [
+            SampleRequest(number, at, tuple(map(int, ids))) for number, ids in prompts.items() for at in range(n)
+        ]
+    if server.is_collective:  # the other ranks are in it too
+        return server.sample(ctx, requests, options)
+    with shared_failure(ctx.comm, Call("sample", site=site)):
+        return server.sample(ctx, requests, options)
+
+
+def draw_samples(
+    ctx: DistContext,
+    model: nn.Module,
+    requests: Sequence[SampleRequest],
+    options: SampleOptions,
+    *,
+    most_rows: int,
+    vocab_parallel: bool,
+    version: Version,
+) -> Samples:
+    """Draw samples from a model of this process, in batches of rows. A collective if the model is spread over ranks,
+    of all ranks alike: those with fewer rows run one of their own again."""
+    cached = takes_cache(model)
+    batches = _batches(requests, most_rows, alike=not cached)
+    together = ctx.world_size > 1 and is_spread(model)
+    if together:
+        count = torch.tensor([len(batches)], dtype=torch.int64, device=ctx.comm.control)
+        most = int(all_reduce_flat(ctx.comm, count, "max"))
+        filling = [SampleRequest(-1, 0, requests[0].ids if requests else (0,))]
+        batches += [filling] * (most - len(batches))
+    drawn: dict[tuple[int, int], SampleRow] = {}
+    with evaluating(model), torch.no_grad():
+        for batch in batches:
+            for row in _Batch(ctx, model, batch, options, cached, vocab_parallel).run(together=together):
+                drawn[row.prompt, row.sample] = row
+    limited = options.top_k is not None or options.top_p is not None
+    rows = [drawn[each.prompt, each.sample] for each in requests]
+    if not rows:
+        return empty_samples(version)
+    return Samples.of(rows, drawn_from="sampler" if limited else "model", version=version)
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Return whether a forward of a model needs other ranks."""
+    return is_sharded(model) or is_pipelined(model)
+
+
+def empty_samples(version: Version | None = None) -> Samples:
+    """Return samples without a row, of a rank without prompts."""
+    one = Samples.of([SampleRow([0], 1, logprobs=[])], version=version)
+    return one.rows([])
+
+
+def _batches(requests: Sequence[SampleRequest], most: int, *, alike: bool) -> list[list[SampleRequest]]:
+    """Divide requests into batches, `alike` of prompts of one length."""
+    groups: dict[int, list[SampleRequest]] = {}
+    for each in requests:
+        groups.setdefault(len(each.ids) if alike else 0, []).append(each)
+    return [group[at : at + most] for group in groups.values() for at in range(0, len(group), most)]
+
+
+class _Batch:
+    """Rows that are drawn together; those that end leave it where the decoder can drop them."""
+
+    def __init__(
+        self,
+        ctx: DistContext,
+        model: nn.Module,
+        requests: Sequence[SampleRequest],
+        options: SampleOptions,
+        cached: bool,
+        vocab_parallel: bool,
+    ) -> None:
+        self._ctx, self._model, self._options = ctx, model, options
+        self._vocab_parallel = vocab_parallel
+        self._rule = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+        self._requests = requests
+        self._tokens: list[list[int]] = [[] for _ in requests]
+        self._logprobs: list[list[float]] = [[] for _ in requests]
+        self._reasons: list[FinishReason] = ["length"] * len(requests)
+        self._live = list(range(len(requests)))  # number of each row that is still run
+        self._ended = set[int]()
+        self._numbers = [_numbers(options, each) for each in requests]
+        widest = max(len(each.ids) for each in requests)
+        self._ids = torch.tensor([[0] * (widest - len(each.ids)) + list(each.ids) for each in requests]).to(ctx.device)
+        select = partial(first_tensor, containers=ctx.containers)
+        self._decoder: Decoder
+        if cached:
+            mask = torch.tensor([[0] * (widest - len(each.ids)) + [1] * len(each.ids) for each in requests])
+            self._decoder = CachedTokens(ctx, model, mask.to(ctx.device), select)
+        else:
+            self._decoder = WholeSequences(ctx, model, widest + options.max_new_tokens - 1, lambda ids: ids, select)
+
+    def run(self, *, together: bool) -> list[SampleRow]:
+        """Draw until all rows have ended, `together` those of all ranks."""
+        for step in range(self._options.max_new_tokens):
+            self._step(step)
+            if together:
+                left = torch.tensor([len(self._live) > len(self._ended & {*self._live})], device=self._ctx.device)
+                if all_ended(self._ctx, ~left):
+                    break
+            elif self._ended.issuperset(self._live):
+                break
+        return [
+            SampleRow(
+                ids=[*request.ids, *tokens],
+                prompt_length=len(request.ids),
+                logprobs=logprobs,
+                prompt=request.prompt,
+                sample=request.sample,
+                finish_reason=reason,
+            )
+            for request, tokens, logprobs, reason in zip(
+                self._requests, self._tokens, self._logprobs, self._reasons, strict=True
+            )
+        ]
+
+    def _step(self, step: int) -> None:
+        """Add a token to each row; drop those that have ended, but for one that keeps the ranks in step."""
+        logits = self._decoder.logits(self._ids)
+        tokens = self._ids.new_zeros(len(self._live))
+        found = torch.zeros(len(self._live), dtype=torch.float64, device=self._ids.device)
+        if logits is not None:
+            logits = whole_rows(self._ctx, logits) if self._vocab_parallel else logits
+            chances = log_chances(logits, self._rule)
+            numbers = torch.tensor([self._numbers[at][step] for at in self._live], dtype=torch.float64)
+            tokens = tokens_at(chances, numbers) if self._rule.temperature else chances.argmax(-1)
+            found = chances.gather(-1, tokens[:, None])[:, 0]
+        share_tokens(self._ctx, self._model, tokens)
+        share_tokens(self._ctx, self._model, found)
+        self._ids = torch.cat([self._ids, tokens[:, None]], 1)
+        values = cast("list[float]", found.tolist())  # pyright: ignore[reportUnknownMemberType]
+        for at, token, value in zip(self._live, integers(tokens), values, strict=True):
+            if at in self._ended:
+                continue
+            self._tokens[at].append(token)
+            self._logprobs[at].append(value)
+            if token in self._options.stop:
+                self._reasons[at] = "stop"
+                self._ended.add(at)
+        stay = [place for place, at in enumerate(self._live) if at not in self._ended] or [0]
+        if len(stay) < len(self._live):
+            rows = torch.tensor(stay, device=self._ids.device)
+            if self._decoder.keep(rows):
+                self._ids, self._live = self._ids[rows], [self._live[place] for place in stay]
+
+
+def _numbers(options: SampleOptions, request: SampleRequest) -> list[float]:
+    """Return a number in [0, 1) for each token of a sample; the first ones do not depend on how many."""
+    key = options.key.fold_in("sample", request.prompt, request.sample)
+    return [each / 2**53 for each in key.integers(options.max_new_tokens, bits=53)]

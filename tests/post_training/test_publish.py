@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published weights are those of `save_pretrained`, from any mesh; a server that fails is one error on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import accel
+from accel.errors import AccelError, ServerError
+from accel.post_training import Version, publish, servers
+from accel.post_training.servers import Digest
+from accel.testing import Simulator, simulate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # as peft reads it
+SIZES = {
+    "vocab_size": 68,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def made(name: str, *, adapted: bool = False) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if name == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4))
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=name == "tied")
+    model = transformers.LlamaForCausalLM(config)
+    if adapted:
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        return peft.get_peft_model(model, lora)
+    return model
+
+
+def saved(model: Any, folder: Path) -> dict[str, Tensor]:
+    model.save_pretrained(folder)
+    return {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+
+
+class Kept:
+    """A server that keeps what it is sent, by the names of the hub, and may fail in one of its calls."""
+
+    layout = "hub"
+    checks_digest = True
+
+    def __init__(self, fails: str = "") -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.most = 0
+        self._fails = fails
+        self._digest = Digest()
+
+    def _enter(self, call: str) -> None:
+        if call == self._fails:
+            raise ConnectionResetError(f"gone in {call}")
+
+    def begin(self, version: Version) -> None:
+        self._enter("begin")
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self._enter("load")
+        assert not self.tensors.keys() & tensors.keys()
+        self.most = max(self.most, sum(each.nbytes for each in tensors.values()))
+        self.tensors |= {name: each.clone() for name, each in tensors.items()}
+        self._digest.add(tensors)
+
+    def commit(self, digest: str, count: int) -> None:
+        self._enter("commit")
+        servers.check_arrived(self._digest, digest, count)
+
+
+MESHES = [
+    ("llama", "dp=2", "fsdp"),
+    ("llama", "tp=2", "ddp"),
+    pytest.param("llama", "pp=2", "ddp", marks=pytest.mark.slow),
+    ("tied", "dp=2", "fsdp"),
+    pytest.param("tied", "pp=2", "ddp", marks=pytest.mark.slow),
+    pytest.param("llama", "dp=2,tp=2", "fsdp", marks=pytest.mark.slow),
+    ("mixtral", "dp=2,ep=2", "fsdp"),
+    pytest.param("mixtral", "pp=2,dp=2,ep=2", "fsdp", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "strategy"), MESHES)
+def test_any_mesh_publishes_what_save_pretrained_writes(
+    ranks: Simulator, tmp_path: Path, name: str, mesh: str, strategy: Any
+) -> None:
+    expected = saved(made(name), tmp_path)
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
+        model, server = accel.prepare_model(ctx, made(name)), Kept() if ctx.is_main_process else None
+        return publish(ctx, server, model, version=Version("a", 1), chunk_bytes=4096), server
+
+    size = torch.tensor([int(each.split("=")[1]) for each in mesh.split(",") if not each.startswith("ep")]).prod()
+    found = ranks.run(rank, int(size), default_group=True)
+    (first, server), *others = found
+    assert all(each == first and nothing is None for each, nothing in others)
+    assert first.count == len(expected)
+    assert server.tensors.keys() == expected.keys()
+    assert all(torch.equal(server.tensors[key], each) for key, each in expected.items())
+    assert server.most <= 4096 + max(each.nbytes for each in made(name).parameters())
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=2", "tp=2"])
+@pytest.mark.parametrize("adapters", ["merged", "alone"])
+def test_adapters_are_published_merged_or_alone(ranks: Simulator, tmp_path: Path, mesh: str, adapters: Any) -> None:
+    twin = made("llama", adapted=True)
+    expected = saved(twin.merge_and_unload() if adapters == "merged" else twin, tmp_path)
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp" if "dp" in mesh else "ddp") if mesh else ctx
+        model, server = accel.prepare_model(ctx, made("llama", adapted=True)), Kept()
+        publish(ctx, server, model, version=Version("a", 1), adapters=adapters)
+        return server.tensors
+
+    for found in ranks.run(rank, 2 if mesh else 1, default_group=True):
+        assert found.keys() == expected.keys()
+        for key, each in expected.items():
+            torch.testing.assert_close(found[key], each, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("fails", ["begin", "load", "commit"])
+def test_a_server_that_fails_is_one_error_on_every_rank(fails: str) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh="dp=2", strategy="fsdp")
+        model = accel.prepare_model(ctx, nn.Linear(4, 4))
+        server: Any = Kept(fails) if ctx.is_main_process else None
+        with pytest.raises(ServerError) as caught:
+            publish(ctx, server, model, version=Version("a", 1))
+        return caught.value.got
+
+    assert simulate(rank, 2, default_group=True) == [f"ConnectionResetError: gone in {fails}"] * 2
+
+
+def test_a_local_server_refuses_what_it_should_not_sample_from() -> None:
+    ctx, trained, sampled = accel.single(), nn.Linear(4, 2), nn.Linear(4, 2)
+    server = servers.local(sampled)
+    publish(ctx, server, trained, version=Version("a", 1))
+    assert torch.equal(trained.weight, sampled.weight)
+    server.check_version(Version("a", 1))
+    slips: list[tuple[Any, str]] = [
+        (lambda: publish(ctx, server, trained, version=Version("a", 1)), "version 1 of session 'a'"),
+        (lambda: server.check_version(Version("b", 1)), "version 1 of session 'a'"),
+        (lambda: publish(ctx, server, nn.Linear(4, 3), version=Version("a", 2)), "torch.float32 of shape [3, 4]"),
+        (lambda: server.check_version(None), "some of version 1 of session 'a'"),  # half loaded since the line before
+        (lambda: publish(ctx, server, trained, version=Version("a", 2), dtype=torch.float64), "torch.float64"),
+        (lambda: publish(ctx, None, trained, version=Version("a", 2)), "None"),
+    ]
+    for call, got in slips:
+        with pytest.raises(AccelError) as caught:
+            call()
+        assert got in caught.value.got
+    publish(ctx, server, trained, version=Version("a", 2))  # the line of the fix
+    server.check_version(Version("a", 2))
+    publish(ctx, server, trained, version=Version("b", 0))  # a trainer that resumes opens a session
+
+
+def test_a_digest_sees_each_change_and_no_order() -> None:
+    tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 2), "c": torch.ones(4, dtype=torch.int32)}
+
+    def digest(given: Mapping[str, Tensor]) -> str:
+        made = Digest()
+        for name, each in given.items():
+            made.add({name: each})
+        return made.value
+
+    whole = digest(tensors)
+    assert digest(dict(reversed(tensors.items()))) == whole
+    for changed in (
+        {**tensors, "a": tensors["a"] + 1},
+        {**tensors, "b": tensors["b"].view(4)},
+        {**tensors, "c": tensors["c"].float()},
+        {**tensors, "a": tensors["b"].view(4), "b": tensors["a"].view(2, 2)},
+        {"a": tensors["a"], "b": tensors["b"]},
+    ):
+        assert digest(changed) != whole

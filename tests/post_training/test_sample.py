@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sample is a function of key, prompt, sample and place: on any number of ranks, in any batch and order, any mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from profiles import share
+from torch import Tensor, nn
+
+import accel
+from accel.errors import AccelError
+from accel.post_training import Samples, Version, join_samples, sample, servers
+from accel.seeding import Key
+from accel.testing import Simulator, simulate
+
+WORDS, STOP = 17, 3
+KEY = Key(5)
+
+
+class Recurrent(nn.Module):
+    """A causal model without a cache: each logit depends on all tokens before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = nn.Parameter(torch.randn(WORDS, 8, generator=generator, dtype=torch.float64))
+        self.head = nn.Parameter(torch.randn(8, WORDS, generator=generator, dtype=torch.float64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(1, ids.shape[1] + 1, dtype=torch.float64)[:, None]
+        return (self.table[ids] * places.cos()).cumsum(1).tanh() @ self.head
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    return transformers.LlamaForCausalLM(config).double()
+
+
+MODELS = {"recurrent": Recurrent, "llama": llama}
+PROMPTS = {number: [1 + (number * at) % 11 for at in range(1, 2 + number % 3)] for number in range(5)}
+
+
+def drawn(ctx: accel.DistContext, model: nn.Module, prompts: Any, *, rows: int = 64, **options: Any) -> Samples:
+    given: Any = {"key": KEY, "max_new_tokens": 6, "n": 3, "stop": STOP, **options}
+    return sample(ctx, servers.local(model, most_rows=rows), prompts, **given)
+
+
+def described(samples: Samples) -> dict[tuple[int, int], tuple[Any, ...]]:
+    assert samples.logprobs is not None
+    found = {}
+    for at, length in enumerate(samples.lengths.tolist()):
+        logprobs = [round(each, 9) for each in samples.logprobs[at, :length].tolist()]
+        found[samples.prompts[at], samples.samples[at]] = (
+            samples.ids[at, :length].tolist(),
+            logprobs,
+            samples.finish_reasons[at],
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_batch_and_order_gives_the_same_samples(name: str) -> None:
+    model, ctx = MODELS[name](), accel.single()
+    whole = described(drawn(ctx, model, PROMPTS))
+    assert len(whole) == 15
+    assert len({str(each) for each in whole.values()}) > 10
+    for rows, numbers in ((1, [*PROMPTS]), (4, [3, 0, 4, 1, 2]), (7, [2])):
+        some = drawn(ctx, model, {number: PROMPTS[number] for number in numbers}, rows=rows)
+        assert described(some) == {at: each for at, each in whole.items() if at[0] in numbers}
+    for (prompt, _), (ids, logprobs, reason) in whole.items():
+        new = ids[len(PROMPTS[prompt]) :]
+        assert (new[-1] == STOP) == (reason == "stop")
+        assert STOP not in new[:-1]
+        assert reason == "stop" or len(new) == 6
+        with torch.no_grad():
+            output = model(torch.tensor([ids]))
+        logits = output if isinstance(output, Tensor) else output.logits
+        expected = logits[0].log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+        found = torch.tensor(logprobs[len(PROMPTS[prompt]) :], dtype=torch.float64)
+        torch.testing.assert_close(found, expected[len(PROMPTS[prompt]) - 1 :], atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ("dp=2", "ddp"),
+        ("dp=2", "fsdp"),
+        ("tp=2", "ddp"),
+        ("pp=2", "ddp"),
+        pytest.param("dp=2,tp=2", "fsdp", marks=pytest.mark.slow),
+        pytest.param("pp=2,dp=2", "ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_any_mesh_draws_the_samples_of_one_process(ranks: Simulator, mesh: str, strategy: Any) -> None:
+    whole = described(drawn(accel.single(), llama(), PROMPTS))
+
+    def rank(ctx: accel.DistContext) -> Samples:
+        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
+        part, parts = ctx.data_parallel
+        mine = {number: PROMPTS[number] for number in [*PROMPTS][part::parts]}
+        return drawn(ctx, accel.prepare_model(ctx, llama()), mine, rows=4)
+
+    size = 4 if "," in mesh else 2
+    found: dict[Any, Any] = {}
+    for each in ranks.run(rank, size, default_group=True):
+        found |= described(each)
+    assert {at: each[0] for at, each in found.items()} == {at: each[0] for at, each in whole.items()}
+
+
+@settings(max_examples=share(0.2))
+@given(counts=st.lists(st.integers(0, 3), min_size=1, max_size=3))
+def test_each_rank_asks_for_its_own_prompts_without_a_message(counts: list[int]) -> None:
+    whole = described(drawn(accel.single(), Recurrent(), {at: [at] for at in range(9)}, n=1))
+
+    def rank(ctx: accel.DistContext) -> Samples:
+        first = sum(counts[: ctx.rank])
+        return drawn(ctx, Recurrent(), {at: [at] for at in range(first, first + counts[ctx.rank])}, n=1)
+
+    parts = simulate(rank, len(counts))
+    assert [len(each.prompts) for each in parts] == counts
+    if any(counts):
+        joined = join_samples([each for each in parts if each.prompts])
+        assert described(joined) == {at: each for at, each in whole.items() if at[0] < sum(counts)}
+
+
+def test_limits_and_the_most_probable_token() -> None:
+    ctx, model = accel.single(), Recurrent()
+    greedy = drawn(ctx, model, {0: [1]}, n=1, temperature=0.0)
+    ids = [1]
+    while len(ids) < 7 and ids[-1] != STOP:
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    assert greedy.ids.tolist() == [ids]
+    limited = drawn(ctx, model, PROMPTS, top_k=2)
+    assert (limited.drawn_from, drawn(ctx, model, PROMPTS).drawn_from) == ("sampler", "model")
+    assert limited.logprobs is not None
+    assert bool((limited.logprobs[limited.mask] > -20).all())
+
+
+def test_slips_are_refused() -> None:
+    ctx, model = accel.single(), Recurrent()
+    server = servers.local(model, version=Version("a", 1))
+    slips: list[tuple[Any, str]] = [
+        (lambda: drawn(ctx, model, {4: []}), "prompts [4]"),
+        (lambda: drawn(ctx, model, PROMPTS, n=0), "0"),
+        (lambda: drawn(ctx, model, PROMPTS, temperature=-1.0), "-1"),
+        (
+            lambda: sample(ctx, server, PROMPTS, key=KEY, max_new_tokens=1, version=Version("a", 2)),
+            "version 1 of session 'a'",
+        ),
+    ]
+    for call, got in slips:
+        with pytest.raises(AccelError) as caught:
+            call()
+        assert got in str(caught.value)
+    assert sample(ctx, server, PROMPTS, key=KEY, max_new_tokens=1, version=Version("a", 1)).version == Version("a", 1)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of any rollouts: rows in, the same rows out, with no trace of the rows beside them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from accel.errors import AccelError
+from accel.post_training import SampleRow, Samples, Version, join_samples
+
+
+@st.composite
+def sample_rows(draw: st.DrawFn) -> list[SampleRow]:
+    """Rows of a rollout, some with a tool's output between the model's own tokens."""
+    scored, made = draw(st.booleans()), list[SampleRow]()
+    for at in range(draw(st.integers(1, 5))):
+        prompt, behind = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+        row = SampleRow(
+            ids=draw(st.lists(st.integers(1, 9), min_size=prompt + behind, max_size=prompt + behind)),
+            prompt_length=prompt,
+            mask=draw(st.none() | st.lists(st.booleans(), min_size=behind, max_size=behind)),
+            logprobs=draw(st.lists(st.floats(-9, 0), min_size=behind, max_size=behind)) if scored else None,
+            prompt=draw(st.integers(0, 3)),
+            sample=at,
+            finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+        )
+        made.append(row)
+    return made
+
+
+def described(samples: Samples) -> list[tuple[Any, ...]]:
+    """Each row by what it is, without the filling."""
+    found: list[tuple[Any, ...]] = []
+    for at, length in enumerate(samples.lengths.tolist()):
+        logprobs = None if samples.logprobs is None else samples.logprobs[at, :length].tolist()
+        found.append(
+            (
+                samples.ids[at, :length].tolist(),
+                int(samples.prompt_lengths[at]),
+                samples.mask[at, :length].tolist(),
+                logprobs,
+                samples.prompts[at],
+                samples.samples[at],
+                samples.finish_reasons[at],
+            )
+        )
+    return found
+
+
+@given(sample_rows())
+def test_rows_come_out_as_they_went_in(rows: list[SampleRow]) -> None:
+    samples = Samples.of(rows, pad_id=11, version=Version("a", 3))
+    for row, found in zip(rows, described(samples), strict=True):
+        ids, prompt_length, mask, logprobs, prompt, sample, reason = found
+        assert (ids, prompt_length, prompt, sample, reason) == (
+            row.ids,
+            row.prompt_length,
+            row.prompt,
+            row.sample,
+            row.finish_reason,
+        )
+        drawn = [True] * (len(ids) - prompt_length) if row.mask is None else row.mask
+        assert mask == [False] * prompt_length + list(drawn)
+        if row.logprobs is not None:
+            assert logprobs == [0.0] * prompt_length + [
+                value if own else 0.0 for value, own in zip(row.logprobs, drawn, strict=True)
+            ]
+    behind = torch.arange(samples.ids.shape[1]) >= samples.lengths[:, None]
+    assert (samples.ids[behind] == 11).all()
+    assert not samples.mask[behind].any()
+    assert samples.truncated.tolist() == [row.finish_reason == "length" for row in rows]
+
+
+@given(sample_rows(), st.data())
+def test_parts_are_joined_and_taken_again(rows: list[SampleRow], data: st.DataObject) -> None:
+    whole = Samples.of(rows)
+    cuts = sorted(data.draw(st.lists(st.integers(1, len(rows)), max_size=2)))
+    places = [range(begin, end) for begin, end in itertools.pairwise([0, *cuts, len(rows)]) if begin < end]
+    parts = [whole.rows(each) for each in places]
+    for part, each in zip(parts, places, strict=True):
+        assert part.ids.shape[1] == max(len(rows[at].ids) for at in each)
+    width = data.draw(st.none() | st.just(whole.ids.shape[1] + 2))
+    joined = join_samples(parts, width=width)
+    assert described(joined) == described(whole)
+    assert joined.ids.shape[1] == (width or whole.ids.shape[1])
+
+
+def test_versions_are_ordered_within_a_session_and_joined_where_they_are_one() -> None:
+    assert Version("a", 2) > Version("a", 1)
+    one, other = (Samples.of([SampleRow([1, 2], 1)], version=Version("a", at)) for at in range(2))
+    assert join_samples([one, one]).version == Version("a", 0)
+    assert join_samples([one, other]).version is None
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    one = Samples.of([SampleRow([1, 2], 1, logprobs=[-1.0])])
+    refused: list[tuple[Any, str]] = [
+        (lambda: Samples.of([]), "none"),
+        (lambda: Samples.of([SampleRow([1], 2)]), "prompt_length=2"),
+        (lambda: Samples.of([SampleRow([1, 2], 1, mask=[True, True])]), "2"),
+        (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[])]), "0"),
+        (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[-1.0]), SampleRow([1, 2], 1)]), "row 1"),
+        (lambda: Samples.of([SampleRow([1], 1)], drawn_from="users"), "users"),  # type: ignore[arg-type]
+        (lambda: join_samples([]), "none"),
+        (lambda: join_samples([one], width=1), "width=1"),
+        (lambda: join_samples([one, Samples.of([SampleRow([1, 2], 1)])]), "'model', None"),
+    ]
+    for call, got in refused:
+        with pytest.raises(AccelError) as caught:
+            call()
+        assert got in caught.value.got

@@ -20,7 +20,8 @@ function toggle(run, isAlone) {
   changed("runs");
 }
 
-function light(run) {
+function light(one) {
+  const run = one === null ? null : leaderOf(one);
   if (state.lit === run) return;
   state.lit = run;
   changed("lit");
@@ -47,7 +48,8 @@ function updateLegend() {
   chips.forEach((chip, run) => {
     chip.hidden = !state.matching.has(run);
     chip.setAttribute("aria-pressed", String(!state.hidden.has(run)));
-    chip.classList.toggle("lit", state.lit === run);
+    chip.classList.toggle("lit", state.lit === leaderOf(run));
+    chip.firstChild.style.background = colorOf(run);
   });
   const shown = shownRuns().length;
   const count = document.getElementById("count");
@@ -132,6 +134,14 @@ function buildControls() {
     state.hover = null;
     changed("axis");
   });
+  buildGroups();
+  listen("group", "change", (select) => {
+    state.group = select.value;
+    regroup();
+    fillDots();
+    setHover(null);
+    changed("runs");
+  });
   listen("log", "change", (log) => { state.log = log.checked; changed("scale"); });
   listen("smooth", "input", (smooth) => {
     state.smooth = smooth.value ** 2 / 1e4 * 0.3; // fine steps at the beginning
@@ -163,10 +173,12 @@ function fillTip(hover, found) {
     const dot = make("i", { className: "dot" });
     dot.style.background = colorOf(each.run);
     const show = (value) => showMetric(hover.chart.metric, value);
-    const band = each.hasBand ? ` (${show(each.low)} to ${show(each.high)})` : "";
+    const { runs, label } = each.curve;
+    const spread = runs && ` ± ${show((each.high - each.low) / 2)}, ${runs.length} run${runs.length > 1 ? "s" : ""}`;
+    const band = spread ?? (each.hasBand ? ` (${show(each.low)} to ${show(each.high)})` : "");
     const values = [make("b", {}, show(each.mean)), make("span", { className: "soft" }, band)];
     return make("div", { className: each.run === state.lit ? "lit" : "" }, dot,
-      make("span", { className: "name" }, RUNS.length > 1 ? RUNS[each.run].name : ""), ...values);
+      make("span", { className: "name" }, label ?? (RUNS.length > 1 ? RUNS[each.run].name : "")), ...values);
   });
   const unit = { step: "step ", time: "" }[state.axis] ?? `${state.axis} `;
   const near = found.length ? found[0].x : hover.place;
@@ -183,6 +195,7 @@ function fillTip(hover, found) {
 }
 
 function notesAt(hover, run, curve) {
+  if (curve.runs) return [];
   const x = hover.chart.drawn.toX(hover.place);
   const isNear = (step) => Math.abs(hover.chart.drawn.toX(placeOf(run, step)) - x) < 5;
   const name = RUNS.length > 1 ? `${RUNS[run].name}: ` : "";
@@ -227,7 +240,7 @@ function fillDots() {
 }
 
 // What a reader chose is part of the page's address, so that a link shows the same.
-const CONTROLS = ["filter", "search", "axis", "log", "smooth", "against"];
+const CONTROLS = ["filter", "search", "axis", "group", "log", "smooth", "against"];
 function linkOf() {
   const kept = new URLSearchParams();
   for (const id of CONTROLS) {

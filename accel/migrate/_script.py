@@ -97,6 +97,7 @@ class Script:
         self.collective = self._reaching(("save", "save_model", "get_state_dict", "save_state"))
         logs = [call for call in calls(module) if self.method(call) == "log"]
         self.log_steps = {text_of(step) if (step := argument(call, "step", 1)) else "" for call in logs}
+        self.reaching_backward = self._reaching(("backward",))
         self.loggers = {name for name, value in self.assigned.items() if self.is_call(value, "get_logger")}
         self.synced = self.free("synced", "window_ends")  # whether a window ends, behind its step
 

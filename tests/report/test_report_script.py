@@ -167,6 +167,24 @@ def test_a_link_keeps_filter_zoom_axis_and_hidden_runs() -> None:
     ]  # fmt: skip
 
 
+def test_a_link_keeps_colors_when_other_runs_came_first() -> None:
+    program = """
+    const location = { hash: "", search: "", pathname: "/x" };
+    const history = { replaceState(_, __, to) { location.hash = to; } };
+    state.hidden.add(1);
+    keepLink();
+    const before = RUNS.map((_, run) => colorOf(run));
+    RUNS.unshift({ ...RUNS[0], name: "earlier" });
+    state.hidden.clear();
+    openLink();
+    console.log(JSON.stringify([before, RUNS.map((_, run) => colorOf(run)), [...state.hidden]]));
+    """
+    before, after, hidden = run_script(3, program)
+    assert after[1:] == before
+    assert len(set(after)) == 4
+    assert hidden == [2]
+
+
 def test_a_chart_is_saved_as_svg_and_csv() -> None:
     program = """
     RUNS[1].name = '=<b>"1"';

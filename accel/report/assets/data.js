@@ -5,8 +5,9 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
 // Okabe and Ito's colours, some made lighter or darker to read on light and dark; later runs take hues that are far apart
 const COLORS = ["#2185d0", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c00", "#9467bd"];
+const hues = []; // number of each run's colour, where a link gives it another than the run's own
 function colorOf(run) {
-  const at = leaderOf(run);
+  const at = hues[leaderOf(run)] ?? leaderOf(run);
   return at < COLORS.length ? COLORS[at] : `hsl(${(at * 137.508) % 360} 62% 50%)`;
 }
 

@@ -250,9 +250,21 @@ function linkOf() {
   }
   if (state.view) kept.set("view", state.view.map((each) => Number(each.toPrecision(12))).join(","));
   for (const run of [...state.hidden].slice(0, MOST_HIDDEN)) kept.append("hide", RUNS[run].name);
+  if (kept.size && RUNS.length > 1) for (const name of namesByColor()) kept.append("color", name);
   return kept.size ? `#${kept}` : "";
 }
 const MOST_HIDDEN = 200;
+const MOST_COLORS = 24; // of a link: more are hard to tell from each other
+function namesByColor() {
+  const runs = [...RUNS.keys()].sort((one, other) => (hues[one] ?? one) - (hues[other] ?? other));
+  return runs.slice(0, MOST_COLORS).map((run) => RUNS[run].name);
+}
+// The runs of a link keep its colours, though others came before them; the rest take those that are left.
+function takeColors(names) {
+  const known = names.map((name) => RUNS.findIndex((run) => run.name === name));
+  const left = [...RUNS.keys()].filter((hue) => !(known[hue] >= 0));
+  RUNS.forEach((_, run) => { hues[run] = known.includes(run) ? known.indexOf(run) : left.shift(); });
+}
 function keepLink() {
   const link = linkOf();
   if (link !== location.hash) history.replaceState(null, "", link || location.pathname + location.search);
@@ -269,6 +281,7 @@ function openLink() {
   }
   const hidden = new Set(kept.getAll("hide"));
   RUNS.forEach(({ name }, run) => { if (hidden.has(name)) state.hidden.add(run); });
+  if (kept.has("color")) { takeColors(kept.getAll("color")); fillDots(); }
   const view = (kept.get("view") ?? "").split(",").map(Number);
   if (view.length === 2 && view.every(Number.isFinite) && view[0] < view[1]) setView(view);
 }

@@ -78,7 +78,7 @@ def train_step(
         "train_step carries the whole state",
         expected="a TrainState, from accel.train_state(ctx)",
         where="train_step, state",
-        fix="A loss scale and an accumulation apart have a loop of their own: see accel.training.parts.",
+        fix="For a loss scale and an accumulation without a state, see accel.training.parts.",
     )
     inputs, targets = _pair(batch, inputs, targets)
     state = state.next(batch, last=last)

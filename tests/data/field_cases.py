@@ -154,11 +154,12 @@ def case_w24_a_window_ends_with_the_loop(ctx):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = accel.train_state(ctx, accumulation=2)
     for epoch in range(2):
-        for one, other in zip(*(accel.batches(ctx, each, Cursor(epoch=epoch)) for each in (long, short)), strict=False):
+        ours = accel.batches(ctx, long, Cursor(epoch=epoch))
+        for one, other in zip(ours, accel.batches(ctx, short, state), strict=False):
             state = state.next(other)
             with accel.accumulate(ctx, state, model):
                 loss = model((one.data + other.data)[:, None].float()).mean()
-                state = accel.backward(ctx, loss, state)
+                state = accel.backward(ctx, loss, state, weight=one.valid)
             if state.sync:
                 state = accel.optimizer_step(ctx, optimizer, state)
         assert (state.accum.micro, state.updates) == (0, 2 * (epoch + 1))

@@ -105,7 +105,8 @@ def train(ctx: accel.DistContext, case: Case) -> Outcome:
     model = accel.prepare_model(ctx, make_model(), comm_hook=gather_sparse if case.gathers else None)
     optimizers = make_optimizers(model, case.optimizer)
     outcome = Outcome([], [], [])
-    state = accel.train_state(ctx, accumulation=3, sync_each_batch=case.sync_each_batch)
+    scaler = accel.LossScale(scale=case.scale, dynamic=True)
+    state = accel.train_state(ctx, accumulation=3, sync_each_batch=case.sync_each_batch, scaler=scaler)
     for at, window in enumerate(case.units):
         for micro, counts in enumerate(window):
             count = counts[ctx.rank]

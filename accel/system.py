@@ -35,7 +35,7 @@ def open_streams() -> None:
     os.close(opened)
 
 
-def tell(text: str) -> None:
+def write_error(text: str) -> None:
     """Write to stderr at once; without a stderr, or if its terminal is gone, nothing."""
     if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison] - it was closed as Python started
         with contextlib.suppress(OSError):

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from processes import patience
+from steps import begin_batch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -66,7 +68,9 @@ def test_a_closed_context_trains_no_more():
     ctx = accel.single()
     model = accel.prepare_model(ctx, nn.Linear(1, 1))
     optimizer, loader = torch.optim.SGD(model.parameters()), accel.prepare_loader(ctx, DataLoader([1]))
-    loss, scaler, accum = model(torch.ones(1, 1)).mean(), accel.loss_scale(ctx), accel.Accumulation().next()
+    loss = model(torch.ones(1, 1)).mean()
+    state = begin_batch(ctx)
+    ended = msgspec.structs.replace(state, accum=state.accum.add(scale=1.0, unit=1.0, world=1.0))
     weight = model.weight.detach().clone()
     accel.close(ctx)
     for call in (
@@ -75,10 +79,10 @@ def test_a_closed_context_trains_no_more():
         lambda: accel.prepare_optimizer(ctx, optimizer),
         lambda: accel.prepare_loader(ctx, DataLoader([1])),
         lambda: next(accel.batches(ctx, loader, accel.Cursor())),
-        lambda: accel.training.parts.accumulate(ctx, accum, model),
-        lambda: accel.training.parts.backward(ctx, loss, scaler),
-        lambda: accel.training.parts.optimizer_step(ctx, optimizer, scaler),
-        lambda: accel.training.parts.clip_grad_norm_(ctx, model.parameters(), 1.0, scaler, None),
+        lambda: accel.accumulate(ctx, state, model),
+        lambda: accel.backward(ctx, loss, state),
+        lambda: accel.optimizer_step(ctx, optimizer, ended),
+        lambda: accel.clip_grad_norm_(ctx, model.parameters(), 1.0, ended),
     ):
         with pytest.raises(ContextClosedError, match="session"):
             call()

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from processes import free_port
+from steps import begin_batch
 
 def rank(number, port, mesh):
     environ = dict(RANK=str(number), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -43,10 +44,10 @@ def rank(number, port, mesh):
 def train(ctx):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model, optimizer = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    scaler = accel.loss_scale(ctx)
+    state = accel.train_state(ctx)
     for _ in range(3):
-        accel.training.parts.backward(ctx, model(torch.ones(2, 4)).sum(), scaler)
-        accel.training.parts.optimizer_step(ctx, optimizer, scaler)
+        state = accel.backward(ctx, model(torch.ones(2, 4)).sum(), begin_batch(ctx, state))
+        state = accel.optimizer_step(ctx, optimizer, state)
         accel.gather(ctx, torch.ones(3))
     if starved:  # then only what nobody else wants to compute with is theirs: they come late to what follows
         for thread in os.listdir("/proc/self/task"):

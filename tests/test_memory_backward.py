@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import job, script_ranks
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -26,17 +27,16 @@ def _train(ctx, size, fails, error, *, accumulation=1):
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accel.prepare(ctx, model, optimizer)
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation(accumulation)
+    state = accel.train_state(ctx, accumulation=accumulation)
     for step in range(2):
         for micro in range(accumulation):
             if step == 1 and micro == accumulation - 1 and fails(ctx.rank, size):
                 accel.unwrap_model(model)[1].weight.register_hook(_raising(error))
-            accum = accum.next()
-            with accel.training.parts.accumulate(ctx, accum, model):
+            state = begin_batch(ctx, state)
+            with accel.accumulate(ctx, state, model):
                 loss = model(torch.ones(size, 4).double() * (ctx.rank + 1)).mean()
-                accum = accel.training.parts.backward(ctx, loss, scaler, accum)
-        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
-        scaler, accum = result.scaler, result.accum
+                state = accel.backward(ctx, loss, state)
+        state = accel.optimizer_step(ctx, optimizer, state)
     return size, [parameter.tolist() for parameter in accel.unwrap_model(model).parameters()]
 
 
@@ -136,6 +136,7 @@ import json, sys
 import torch
 from torch import nn
 import accel
+from steps import begin_batch
 
 tried, found = [], {}
 def train(ctx, size, fails):
@@ -144,7 +145,7 @@ def train(ctx, size, fails):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accel.prepare(ctx, model, optimizer)
     kept.append(model)  # as a closure or a logger might
-    scaler = accel.loss_scale(ctx)
+    state = accel.train_state(ctx)
     for step in range(3):
         if step == 1 and ctx.rank == 1 and size > 4:
             def hook(grad):
@@ -152,8 +153,8 @@ def train(ctx, size, fails):
             def watch(module, given, out):
                 out.register_hook(hook)
             accel.unwrap_model(model)[1].register_forward_hook(watch)
-        accel.training.parts.backward(ctx, model(torch.ones(size, 64)).mean(), scaler)
-        accel.training.parts.optimizer_step(ctx, optimizer, scaler)
+        state = accel.backward(ctx, model(torch.ones(size, 64)).mean(), begin_batch(ctx, state))
+        state = accel.optimizer_step(ctx, optimizer, state)
     return size
 
 kept = []

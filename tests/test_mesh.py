@@ -183,13 +183,13 @@ def train(ctx, batch_size, mesh=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = torch.linspace(-1, 1, 11, dtype=torch.float64).view(-1, 1)
     model, optimizer, loader = accel.prepare(ctx, model, optimizer, DataLoader(rows, batch_size=batch_size))
-    accum, scaler = accel.Accumulation(), accel.loss_scale(ctx)
-    for batch in accel.batches(ctx, loader, accel.Cursor()):
-        accum = accum.next()
-        with accel.training.parts.accumulate(ctx, accum, model):
+    state = accel.train_state(ctx)
+    for batch in accel.batches(ctx, loader, state):
+        state = state.next(batch)
+        with accel.accumulate(ctx, state, model):
             loss = model(batch.data).square().mean()
-            accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
-        accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+            state = accel.backward(ctx, loss, state)
+        state = accel.optimizer_step(ctx, optimizer, state)
     whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
     return torch.cat([each.detach().flatten() for each in whole])
 

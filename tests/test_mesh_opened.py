@@ -185,14 +185,14 @@ def train(ctx):
     rows = torch.linspace(-1, 1, 11, dtype=torch.float64).view(-1, 1)
     loader = DataLoader(rows, batch_size=4 // ctx.data_parallel[1])
     model, optimizer, loader = accel.prepare(ctx, model, optimizer, loader)
-    accum, scaler = accel.Accumulation(ctx.accumulation), accel.loss_scale(ctx)
-    for batch in accel.batches(ctx, loader, accel.Cursor()):
-        accum = accum.next(last=batch.is_last)
-        with accel.training.parts.accumulate(ctx, accum, model):
+    state = accel.train_state(ctx)
+    for batch in accel.batches(ctx, loader, state):
+        state = state.next(batch)
+        with accel.accumulate(ctx, state, model):
             loss = model(batch.data).square().mean()
-            accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
-        if accum.sync:
-            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+            state = accel.backward(ctx, loss, state)
+        if state.sync:
+            state = accel.optimizer_step(ctx, optimizer, state)
     whole = [each.full_tensor() if ctx.mesh is not None else each for each in model.parameters()]
     return torch.cat([each.detach().flatten() for each in whole])
 

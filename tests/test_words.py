@@ -64,7 +64,7 @@ PLAIN = re.compile(
     r"|(?<!\beach )(?<!\bone )(?<!\bsome )(?<!\ball )(?<!\bmost )\bof (?:which|whom)\b"
     r"|\b(?:what it wraps|as it is to be saved|otherwise than|cannot mean|do not know it|rows alone move)\b"
     r"|\b(?:and so of what|what follows a|put apart again|without telling|no file of Accelerate|not a usable)\b"
-    r"|\b(?:lack records|not a dtype of floating|never killed)\b"
+    r"|\b(?:lack records|not a dtype of floating|never killed|(?<!that )is what (?!it)|carried apart)\b"
 )
 STRINGS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}  # Python 3.12 parts f-strings
 
@@ -88,3 +88,27 @@ def test_prose_has_the_words_of_the_field() -> None:
         for match in PLAIN.finditer(line)
     ]
     assert not found, "report, adopt, forward, be; or a noun in place of the clause:\n" + "\n".join(found)
+
+
+# Names: log, warn, report, print; separate, independent, excluded, differing.
+NAMED = {"told", "tell", "tells", "untold", "whose", "apart"}
+TREES = {"take_apart", "_take_apart"}  # what nested containers are for `accel.tree.Container`, a public field
+
+
+def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Names of functions, classes, parameters, variables, attributes and imports."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        for field in ("name", "id", "attr", "arg", "asname"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield line, name
+
+
+def test_names_have_the_words_of_the_field(trees: dict[Path, ast.Module]) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path, tree in trees.items()
+        for line, name in names(tree)
+        if name not in TREES and NAMED & set(name.lower().split("_"))
+    ]
+    assert not found, "name the report, the warning or the separate thing:\n" + "\n".join(found)

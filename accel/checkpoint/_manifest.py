@@ -323,7 +323,7 @@ def newest_in(folder: Place, *, verify: bool = False) -> Place | None:
                 if verify:
                     check_bytes(path, manifest)
             except CheckpointError as error:
-                tell_skipped(path, error)
+                warn_skipped(path, error)
             else:
                 return path
         seen = found
@@ -331,7 +331,7 @@ def newest_in(folder: Place, *, verify: bool = False) -> Place | None:
     return None
 
 
-def tell_skipped(path: Place, error: CheckpointError) -> None:
+def warn_skipped(path: Place, error: CheckpointError) -> None:
     """Log that a step's folder is no checkpoint. In a store, a save that is under way has objects but no manifest."""
     log = logging.getLogger("accel.checkpoint")
     try:

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from accel.checkpoint._boxes import main_readers
-from accel.checkpoint._manifest import MANIFEST, candidates, step_of, tell_skipped
+from accel.checkpoint._manifest import MANIFEST, candidates, step_of, warn_skipped
 from accel.checkpoint._read import Saved, open_checkpoint
 from accel.comm import Call, Comm, broadcast_value, exchange, reduce_ints, shared_failure
 from accel.context import DistContext
@@ -169,7 +169,7 @@ def _note_broken(path: Place, error: CheckpointError, skipped: SkippedCheckpoint
     if is_checkpoint:
         skipped.add(path, "", str(error))
     elif path.exists():
-        tell_skipped(path, error)
+        warn_skipped(path, error)
 
 
 def open_same(stack: contextlib.ExitStack, path: Place, digest: str) -> Saved | CheckpointError:

@@ -28,7 +28,7 @@ from accel.checkpoint._manifest import (
     newest_in,
     read_manifest,
     step_of,
-    tell_skipped,
+    warn_skipped,
 )
 from accel.errors import AccelError, CheckpointError, ConfigError
 from accel.errors._checks import check_choice, check_count
@@ -175,14 +175,14 @@ def _best_of(found: Sequence[tuple[int, Place]], by: str, mode: BestMode, *, ver
         try:
             whole[step] = path, manifest_of(path, step)
         except CheckpointError as error:
-            tell_skipped(path, error)
+            warn_skipped(path, error)
     for step in rank_by({step: manifest.metrics for step, (_, manifest) in whole.items()}, by, mode):
         path, manifest = whole[step]
         try:
             if verify:
                 check_bytes(path, manifest)
         except CheckpointError as error:
-            tell_skipped(path, error)
+            warn_skipped(path, error)
         else:
             return path
     return None

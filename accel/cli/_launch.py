@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from accel.cli._parser import HOSTS, Parser, add_fields, resolve_flags, tell_file, value_flags
+from accel.cli._parser import HOSTS, Parser, add_fields, print_settings_file, resolve_flags, value_flags
 from accel.config._resolve import Resolved
 from accel.errors import ConfigError, LaunchError
 from accel.launching import run_launch
@@ -27,7 +27,7 @@ from accel.launching.hosts._slurm import batch_script, plan_job, submit
 from accel.launching.local._launch_plan import HostPosition, LaunchPlan
 from accel.launching.local._machine import describe_cores, on_pod
 from accel.run_folder import hide_in_text
-from accel.system import current_folder, tell
+from accel.system import current_folder, write_error
 
 _USAGE = "accel launch [flags] script.py [args...]"
 _OURS_ALONE = ("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--gpu-ids")
@@ -47,11 +47,11 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     own, rest = split_words(words)
     known = parser().read(own)
     resolved = resolve_flags(known, environ)
-    tell_file(resolved)
+    print_settings_file(resolved)
     config = on_pod(resolved, environ)
     target = _target(known, rest)
     if late := [word for word in target.args if word.partition("=")[0] in _OURS_ALONE]:
-        tell(f"accel: {late[0]} goes to the script: flags of accel launch come before it\n")
+        write_error(f"accel: {late[0]} goes to the script: flags of accel launch come before it\n")
     if known.hostfile:
         return _run_on_hosts(known, target, resolved, environ)
     if idle := [flag for flag in _HOST_FLAGS[1:] if getattr(known, flag)]:
@@ -146,7 +146,7 @@ def _submit(target: LaunchTarget, resolved: Resolved, environ: Mapping[str, str]
     given = {name for name, source in resolved.sources.items() if source.kind != "default"}
     config, idle = plan_job(target, resolved.config, given, environ)
     if idle:
-        tell(f"accel: {idle}\n")
+        write_error(f"accel: {idle}\n")
     script = batch_script(
         target, config, given | {"nproc_per_node"}, python=sys.executable, has_file=bool(resolved.file)
     )

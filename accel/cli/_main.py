@@ -12,7 +12,7 @@ from typing import NamedTuple
 from accel import __version__
 from accel.errors import AccelError, ConfigError
 from accel.errors._checks import did_you_mean
-from accel.system import open_streams, tell
+from accel.system import open_streams, write_error
 from accel.terminal import show_text
 
 
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
         status = _dispatch(words)
         sys.stdout.flush()
     except AccelError as error:
-        tell("".join(f"{show_text(line)}\n" for line in f"accel: error: {error}".split("\n")))
+        write_error("".join(f"{show_text(line)}\n" for line in f"accel: error: {error}".split("\n")))
         return 2
     except BrokenPipeError:  # the reader has seen enough, and Python would flush the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

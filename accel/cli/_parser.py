@@ -18,7 +18,7 @@ from accel.config._settings import FIELDS
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
 from accel.formats import precision_fix
-from accel.system import absolute, tell
+from accel.system import absolute, write_error
 
 CONFIG_FLAG = "--config"
 HOSTS = "several hosts"
@@ -103,10 +103,10 @@ def find_file(named: str | None, environ: Mapping[str, str]) -> ConfigFile | Non
     return read_found() if path is None else read_config(path)
 
 
-def tell_file(resolved: Resolved) -> None:
+def print_settings_file(resolved: Resolved) -> None:
     """Print the file that a launch follows, if it follows one."""
     if resolved.file:
-        tell(f"accel: settings of {absolute(resolved.file)}\n")
+        write_error(f"accel: settings of {absolute(resolved.file)}\n")
 
 
 def _help(field: Field) -> str:

@@ -163,8 +163,8 @@ def _loss(first: Choice, second: Choice) -> list[str]:
         )
         return _folded(f"The second, {second.axes}, is as fast within 1 %,", f"{reason}.")
     causes = sorted(_slower_parts(first, second), key=lambda pair: -pair[1])
-    told = [f"{show_seconds(seconds)} more of {name}" for name, seconds in causes[:2] if seconds > causes[0][1] / 10]
-    return _folded(f"The second, {second.axes}, takes {slower:.1%} longer:", *told)
+    reasons = [f"{show_seconds(seconds)} more of {name}" for name, seconds in causes[:2] if seconds > causes[0][1] / 10]
+    return _folded(f"The second, {second.axes}, takes {slower:.1%} longer:", *reasons)
 
 
 def _wrapped(first: str, line: str) -> list[str]:
@@ -325,7 +325,7 @@ def _calibrate(words: Sequence[str], environ: Mapping[str, str]) -> int:
         found = measure_efficiencies(ctx, date=datetime.date.today().isoformat())
         if ctx.is_main_process:
             _write(path, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-            print(_told(found, path))
+            print(_efficiencies_text(found, path))
     return 0
 
 
@@ -337,7 +337,7 @@ def _write(path: Path, data: bytes) -> None:
         raise ConfigError("the table of speeds cannot be written", got=got, where="--calibrate") from error
 
 
-def _told(found: Efficiencies, path: Path) -> str:
+def _efficiencies_text(found: Efficiencies, path: Path) -> str:
     """The measured speeds, in words."""
     fastest = {dtype: max(each.flops for each in found.products if each.dtype == dtype) for dtype in found.dtypes}
     rates = ", ".join(f"{dtype} {flops / 1e12:.3g}" for dtype, flops in fastest.items())

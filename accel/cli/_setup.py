@@ -24,7 +24,15 @@ import accel
 from accel.cli._config import SUBCOMMANDS
 from accel.cli._launch import parser, split_words
 from accel.cli._main import COMMANDS
-from accel.cli._parser import CONFIG_FLAG, Parser, add_fields, find_file, resolve_flags, tell_file, value_flags
+from accel.cli._parser import (
+    CONFIG_FLAG,
+    Parser,
+    add_fields,
+    find_file,
+    print_settings_file,
+    resolve_flags,
+    value_flags,
+)
 from accel.config import resolve
 from accel.config._schema import to_text
 from accel.config._settings import FIELDS
@@ -103,7 +111,7 @@ def run_test(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Launch the self-check; return 0 if all is well, 1 if a check failed, else the status of the launch."""
     known = test_parser().read(words)
     resolved = resolve_flags(known, environ)
-    tell_file(resolved)
+    print_settings_file(resolved)
     config = resolved.config
     timeout_s = _PATIENCE_S if config.timeout_s == "auto" else config.timeout_s
     config = msgspec.structs.replace(config, prefix=False, timeout_s=timeout_s)
@@ -218,7 +226,7 @@ def _torch() -> dict[str, Any]:
             "cpu capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
         }
-    except Exception as error:  # a broken installation is what the report is about
+    except Exception as error:  # the report is about broken installations
         return {"problem": hide_in_text(f"{type(error).__name__}: {error}")}
 
 

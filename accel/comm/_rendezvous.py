@@ -18,7 +18,7 @@ from accel.endpoints import probe, retry
 from accel.env import LaunchEnv, meeting_file
 from accel.errors import EnvError, PeerError
 from accel.errors._base import ErrorRecord, describe, rebuild
-from accel.system import tell
+from accel.system import write_error
 
 _RETRY_S = 10.0
 _LOOK_S = 0.1
@@ -160,7 +160,7 @@ def _await_server(env: LaunchEnv, timeout_s: float) -> None:
         if env.local_rank or waited_s < silent_s:
             return False
         where = f"{env.master_addr}:{env.master_port}, up to {timeout_s:g} s"
-        tell(f"accel: rank {env.rank} waits for rank 0 at {where}: {error}\n")
+        write_error(f"accel: rank {env.rank} waits for rank 0 at {where}: {error}\n")
         return True
 
     try:
@@ -214,9 +214,9 @@ def _await(store: Store, env: LaunchEnv, timeout_s: float) -> None:
         pause_s = min(2 * pause_s, longest_s)
     if store.check([_TROUBLE]):
         trouble = msgspec.json.decode(store.get(_TROUBLE), type=ErrorRecord)
-        _ = store.add("told", 1)
+        _ = store.add("connected", 1)
         ends = time.monotonic() + _LINGER_S
-        while env.rank == 0 and store.add("told", 0) < env.world_size and time.monotonic() < ends:
+        while env.rank == 0 and store.add("connected", 0) < env.world_size and time.monotonic() < ends:
             time.sleep(0.05)  # the store ends with this process, and others must read the error first
         raise rebuild(trouble)
 

@@ -113,9 +113,9 @@ def _patterns(one: Sequence[str], two: Sequence[str]) -> Sequence[str]:
 
 def described(places: Mapping[int, RankPlace]) -> str:
     """Describe the places of ranks, and where they parted."""
-    told = [f"rank {rank} {each.place}" for rank, each in sorted(places.items())]
+    shown = [f"rank {rank} {each.place}" for rank, each in sorted(places.items())]
     parted = parting(places)
-    return "; ".join([*told, str(parted)] if parted is not None else told)
+    return "; ".join([*shown, str(parted)] if parted is not None else shown)
 
 
 def way_out(places: Mapping[int, RankPlace]) -> str:

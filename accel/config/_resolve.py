@@ -28,7 +28,7 @@ TORCHRUN_VARIABLES = (
     "PET_RDZV_CONF",
     "PET_ROLE",
 )
-# `timeout` is what hosts of a fixed number have in place of `join_timeout`.
+# Hosts of a fixed number have `timeout` in place of `join_timeout`.
 _OPTIONS = MappingProxyType(
     {"timeout": "rdzv_timeout_s", "join_timeout": "rdzv_timeout_s", "last_call_timeout": "rdzv_last_call_s"}
 )

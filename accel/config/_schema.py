@@ -397,8 +397,8 @@ def _words(kind: inspect.Type, examples: list[str]) -> str:
         case inspect.VarTupleType():
             return "a list of integers such as 0,1"
         case _:
-            apart = " or " if any("," in example for example in examples) else ", "
-            return f"a text such as {apart.join(examples)}" if examples else "a text"
+            separator = " or " if any("," in example for example in examples) else ", "
+            return f"a text such as {separator.join(examples)}" if examples else "a text"
 
 
 def _listed(names: list[str]) -> str:

@@ -121,11 +121,11 @@ class LastPass:
     cursor means a new start, or a resumed run, and so does a copy of a state.
     """
 
-    __slots__ = ("_marks", "_told")
+    __slots__ = ("_marks", "_warned")
 
     def __init__(self) -> None:
         self._marks = Marks()
-        self._told = False
+        self._warned = False
 
     def __reduce__(self) -> tuple[type[LastPass], tuple[()]]:
         return LastPass, ()  # another process begins without a memory
@@ -162,10 +162,10 @@ class LastPass:
 
     def warn_left(self, cursor: Cursor) -> None:
         """Log once that a training pass begins inside an epoch which the loop before left by `break`."""
-        if self._told or not cursor.consumed or not torch.is_grad_enabled():
+        if self._warned or not cursor.consumed or not torch.is_grad_enabled():
             return
         if self._marks.find(cursor, "broken off") is not None:
-            self._told = True
+            self._warned = True
             logging.getLogger("accel.data").warning(
                 "this pass resumes inside epoch %d, after %d of its samples, where the previous loop left the epoch by "
                 "`break`. To begin the next epoch instead, write `state = state.next_epoch()` after the loop",

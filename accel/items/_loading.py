@@ -60,7 +60,7 @@ from accel.parallel._engines import ENGINES, engine_loaded
 from accel.precision._amp import LossScale
 from accel.random import Key, RngState
 from accel.storage import RemotePath, Span, as_place, folder_of, lag_of
-from accel.system import tell
+from accel.system import write_error
 from accel.tensors import local_part
 
 # made without a live one
@@ -490,7 +490,7 @@ def _report(verb: str, loaded: Loaded, skipped: Sequence[str], flags: Sequence[s
     if resumes:
         sys.audit("accel.checkpoint", str(loaded.path))  # for the launcher's last line
     if not logger.hasHandlers():
-        tell(f"accel: {'resumes from' if resumes else 'loaded'} {loaded.path}\n")
+        write_error(f"accel: {'resumes from' if resumes else 'loaded'} {loaded.path}\n")
 
 
 def _is_position(value: object) -> bool:

@@ -173,7 +173,7 @@ def save_model(
                 sizes = {name: tensor.nbytes for name, tensor in weights.tensors.items()}
                 index = encode_index(weights.shards, sizes) if len(weights.shards) > 1 else None
                 publish_weights(stage, file_names(len(weights.shards)), index)
-                _tell_rivals(target)
+                _warn_of_rivals(target)
     return target
 
 
@@ -321,7 +321,7 @@ def _check_named(tensors: Mapping[str, torch.Tensor] | None, target: Path) -> No
         check_tensor(tensor, f"save, {name}")
 
 
-def _tell_rivals(folder: Path) -> None:
+def _warn_of_rivals(folder: Path) -> None:
     for path in sorted(folder.glob("pytorch_model*")):
         _warn("%s stays, which accel did not write; some readers prefer it to the new weights", path)
 

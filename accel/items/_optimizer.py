@@ -21,9 +21,9 @@ from accel.errors._checks import with_article
 from accel.items import _packed_state
 from accel.items._packed_state import (
     classes_of,
+    flatten_objects,
     is_zero,
     local_optimizer,
-    objects_apart,
     objects_in,
     objects_together,
     optimizer_change,
@@ -129,7 +129,7 @@ def encode_optimizer(
     """Encode an optimizer's state by names of parameters, or positions where `names` has none. Tensors and records go
     to `tensors` and `kept`; to `loose` those in objects, and of no parameter, which ranks may have drawn apart."""
     listed = named_parameters(optimizer, names)
-    packed = objects_apart(_state_of(optimizer, item), classes_of(optimizer))
+    packed = flatten_objects(_state_of(optimizer, item), classes_of(optimizer))
     order = list(listed)
     state = dict[str, Any]()
     others = dict[Any, Any]()

@@ -176,20 +176,20 @@ def classes_of(optimizer: object) -> dict[str, type]:
     return found
 
 
-def objects_apart(value: Any, classes: Classes) -> Any:
+def flatten_objects(value: Any, classes: Classes) -> Any:
     """Return a state with each object of a plain class among `classes` as a dict of its fields and its class's name."""
     kind = cast("type[Any]", type(value))
     if kind is dict:
-        return {key: objects_apart(each, classes) for key, each in value.items()}
+        return {key: flatten_objects(each, classes) for key, each in value.items()}
     if kind in _SEQUENCES:
-        return kind(objects_apart(each, classes) for each in value)
+        return kind(flatten_objects(each, classes) for each in value)
     if classes.get(kind.__qualname__) is kind and is_plain(kind):
-        return {_OBJECT: kind.__qualname__, _FIELDS: objects_apart(vars(value), classes)}
+        return {_OBJECT: kind.__qualname__, _FIELDS: flatten_objects(vars(value), classes)}
     return value
 
 
 def objects_together(value: Any, classes: Classes, path: str) -> Any:
-    """Return a state with the objects that `objects_apart` took apart, made without a call of their constructor."""
+    """Return a state with the objects that `flatten_objects` took apart, made without a call of their constructor."""
     kind = cast("type[Any]", type(value))
     if kind in _SEQUENCES:
         return kind(objects_together(each, classes, path) for each in value)

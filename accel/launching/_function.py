@@ -358,15 +358,15 @@ def _failure(ending: LaunchEnd, folder: str, world_size: int) -> BaseException:
     """Return the exception of the first failing rank, with a note of its rank, the other failures and the place."""
     assert ending.first is not None
     rank, lines = ending.first.rank, ending.report.splitlines()
-    told = [line.removeprefix("accel: ") for line in takewhile(lambda line: line.startswith("accel: "), lines)]
+    reported = [line.removeprefix("accel: ") for line in takewhile(lambda line: line.startswith("accel: "), lines)]
     raised = receive_error(folder, rank)
     # A rank's SystemExit or KeyboardInterrupt, raised here, would end the caller's program or notebook cell.
     if raised is not None and isinstance(raised.error, Exception):
         error, about = raised.error, f"rank {rank} of {world_size} raised this"
     else:
-        error, about = LaunchError(told[0]), ""
-    rest = raised.traceback if raised is not None else "\n".join(lines[len(told) :])
-    note = "\n".join(line for line in (about, *told[1:], rest) if line)
+        error, about = LaunchError(reported[0]), ""
+    rest = raised.traceback if raised is not None else "\n".join(lines[len(reported) :])
+    note = "\n".join(line for line in (about, *reported[1:], rest) if line)
     if note:
         error.add_note(escaped(note.expandtabs(4)))
     return error

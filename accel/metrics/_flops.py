@@ -54,7 +54,7 @@ def count_flops(model: nn.Module, *args: Any, **kwargs: Any) -> FlopCount:
         args, kwargs: an input of the model, as of one batch.
 
     Returns:
-        The count for this input; `per_sample` is what `StepStatistics.read(flops_per_sample=)` takes.
+        The count for this input; `StepStatistics.read(flops_per_sample=)` takes its `per_sample`.
 
     Examples:
         >>> accel.metrics.count_flops(torch.nn.Linear(16, 32, bias=False), torch.zeros(4, 16, requires_grad=True))

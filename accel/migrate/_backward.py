@@ -10,7 +10,7 @@ import libcst as cst
 from typing_extensions import override
 
 from accel.migrate._script import Script
-from accel.migrate._tree import Remarks, block, children, full_name, leading, loads, text_of, walk
+from accel.migrate._tree import Remarks, block, calls, children, full_name, leading, loads, text_of, walk
 
 _STAYS = "whether this backward() trains: it stays as it is, as no prepared optimizer steps its gradients next"
 
@@ -121,3 +121,24 @@ def _events(
 def _is_plain(call: cst.Call) -> bool:
     """Whether a call is a backward of a tensor: one with gradients of its own is not rewritten either."""
     return all(arg.keyword is not None and arg.keyword.value == "retain_graph" for arg in call.args)
+
+
+def callers_of(script: Script, name: str) -> str:
+    """Return a clause on the functions of a script that call one of its functions; "" for none."""
+    callers = [
+        other
+        for other, node in script.functions.items()
+        if other != name and any(_last(call) == name for call in calls(node))
+    ]
+    return f": {', '.join(callers)} {'calls' if len(callers) == 1 else 'call'} {name}" if callers else ""
+
+
+def stepping_in(script: Script, node: cst.CSTNode) -> list[str]:
+    """Return the functions of a script that a node calls and that run `backward`."""
+    found = {_last(call) for call in calls(node)} & script.reaching_backward
+    return [name for name in script.functions if name in found]
+
+
+def _last(call: cst.Call) -> str:
+    """Return the last part of a called name: the method of `self.step(...)`."""
+    return full_name(call.func).rpartition(".")[2]

@@ -135,8 +135,8 @@ class _Scope(cst.CSTTransformer):
         lines = block(updated_node)
         saves = any(text_of(each).startswith("accel.save_state(") for each in lines)
         if saves and self._in_window():
-            apart = expression(f"{self._script.state}.valid is None")
-            test = cst.BooleanOperation(left=_operand(updated_node.test), operator=cst.And(), right=apart)
+            between_windows = expression(f"{self._script.state}.valid is None")
+            test = cst.BooleanOperation(left=_operand(updated_node.test), operator=cst.And(), right=between_windows)
             why = "a checkpoint holds no gradients: saves within a window are left to its end"
             return marked_if(updated_node.with_changes(test=test), self._notes.change(why))
         return updated_node

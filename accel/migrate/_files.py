@@ -194,7 +194,7 @@ def _remarks(result: FileResult) -> str:
     return "\n".join(parts) + "\n" if parts else ""
 
 
-def _told_before(path: Path) -> tuple[Remark, ...]:
+def _earlier_remarks(path: Path) -> tuple[Remark, ...]:
     """Return the changes in meaning that an earlier run wrote next to a script."""
     try:
         text = read_regular(path.with_name(path.name + REMARKS)).decode()
@@ -269,7 +269,7 @@ def migrate_file(path: Path, shared: Shared = _ALONE) -> FileResult:
         raise ConfigError("the file cannot be read", got=str(error.strerror), where=str(path)) from None
     try:
         found = migrate_bytes(old, path, shared)
-        return found if found.changed else found._replace(changes=_told_before(path))
+        return found if found.changed else found._replace(changes=_earlier_remarks(path))
     except (ConfigError, MissingExtraError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a parser in Rust panics by one that is no Exception

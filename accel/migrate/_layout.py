@@ -16,13 +16,23 @@ from typing_extensions import override
 
 from accel.migrate._tree import loads, text_of, value_of
 
+_WIDTHS = (79, 88, 100, 120)  # that formatters know
+_MOST_LONGER = 0.01  # of the lines with code, as a long text may be
+
+
+def width_of(text: str) -> int:
+    """Return the width that a script keeps: the least usual one that nearly all of its lines fit."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    longer = {width: sum(len(line) > width for line in lines) for width in _WIDTHS}
+    return next((width for width in _WIDTHS if longer[width] <= len(lines) * _MOST_LONGER), _WIDTHS[-1])
+
 
 class Fit(cst.CSTTransformer):
     """Break lines that passes made too long: the arguments of the outermost call go to a line of their own."""
 
     def __init__(self, text: str, indent: int, state: str) -> None:
         super().__init__()
-        self._most = max(88, min(120, max(map(len, text.splitlines()), default=0)))
+        self._most = width_of(text)
         self._indent = indent
         self._words = ("accel.", f"{state}, ")
         self._written = {"accel", state}
@@ -75,6 +85,16 @@ class Fit(cst.CSTTransformer):
         first = updated_node.items[0].with_changes(item=self._broken(call, text))
         return updated_node.with_changes(items=[first, *updated_node.items[1:]])
 
+    @override
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
+        text = text_of(updated_node.with_changes(leading_lines=[], body=cst.IndentedBlock([]))).partition(":\n")[0]
+        call = updated_node.iter
+        if "\n" in text or " accel." not in text.replace("(accel.", " accel.") or not self._is_long(text):
+            return updated_node
+        if not isinstance(call, cst.Call) or not call.args:
+            return updated_node
+        return updated_node.with_changes(iter=self._broken(call, text))
+
     def _is_long(self, text: str) -> bool:
         return self._depth * self._indent + len(text) > self._most
 
@@ -84,7 +104,8 @@ class Fit(cst.CSTTransformer):
         inside = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(space))
         after = cst.ParenthesizedWhitespace(indent=True)
         args = list(call.args)
-        short = sum(len(text_of(arg)) + 2 for arg in args) + (self._depth + 1) * self._indent <= self._most
+        plain = [text_of(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for arg in args]
+        short = len(", ".join(plain)) + (self._depth + 1) * self._indent <= self._most
         if short:
             args[-1] = args[-1].with_changes(whitespace_after_arg=after)
         else:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
+from accel.migrate._script import Script
 from accel.migrate._tree import (
     calls,
     children,
@@ -30,8 +31,8 @@ def lifted(
     opened: cst.With,
     before: Sequence[cst.BaseStatement],
     rest: Sequence[cst.BaseStatement],
-    ctx: str,
-    taken: set[str],
+    script: Script,
+    later: set[str],
 ) -> cst.FlattenSentinel[cst.BaseStatement] | None:
     """Return a function that opens a session for another one, which has the rest; None where that is impossible.
 
@@ -40,19 +41,20 @@ def lifted(
         opened: `with accel.session(...) as ctx:`, its body is replaced.
         before: lines above it.
         rest: lines below it.
-        ctx: variable of the context.
-        taken: names that the script has.
+        script: names of its functions and of the context.
+        later: names that a later pass writes into the lines below.
     """
     made = {name for line in before for name in _bound(line)}
     params = [*node.params.posonly_params, *node.params.params, *node.params.kwonly_params]
     stars = [each for each in (node.params.star_arg, node.params.star_kwarg) if isinstance(each, cst.Param)]
     names = [each.name.value for each in (*params, *stars)]
     own = bool(params) and names[0] in ("self", "cls")
-    read = {name for line in rest for name in loads(line)}
-    if not _can_be_apart(node, before, rest):
+    read = {name for line in rest for name in loads(line)} | _nonlocals(rest) | later
+    ctx = script.ctx
+    if not _can_be_lifted(node, before, rest):
         return None
     name = f"run_{node.name.value}".removesuffix("_main")
-    if name in taken:
+    if name in script.functions:
         return None
     given = [each for each in (*names[own:], *sorted(made - set(names))) if each in read]
     function = f"{names[0]}.{name}" if own else name
@@ -73,20 +75,30 @@ def lifted(
     return cst.FlattenSentinel([outer, inner])
 
 
-def _can_be_apart(
+def _can_be_lifted(
     node: cst.FunctionDef, before: Sequence[cst.BaseStatement], rest: Sequence[cst.BaseStatement]
 ) -> bool:
-    """Whether lines can stand in a function of their own: long ones, without generators and shared variables."""
+    """Whether lines can be a function: long ones that yield nothing and share no variable with those before."""
     if node.asynchronous is not None or sum(text_of(line).count("\n") + 1 for line in rest) <= _SHORT:
         return False
-    inside = [each for line in (*before, *rest) for each in walk(line)]
-    if any(isinstance(each, (cst.Yield, cst.Nonlocal, cst.Global, cst.Del)) for each in inside):
+    if any(isinstance(each, cst.Yield) for each in _own([*before, *rest])):
+        return False
+    first = [each for line in before for each in walk(line)]
+    if any(isinstance(each, (cst.Nonlocal, cst.Global, cst.Del)) for each in first):
+        return False
+    if any(isinstance(each, (cst.Nonlocal, cst.Global)) for each in _own(rest)):
         return False
     if any(full_name(call.func) in ("locals", "super", "vars") and not call.args for call in calls(node)):
         return False
     later = {name for line in rest for name in _bound(line)}
     closures = [each for line in before for each in walk(line) if isinstance(each, (cst.FunctionDef, cst.Lambda))]
     return not any(loads(each) & later for each in closures)
+
+
+def _nonlocals(lines: Sequence[cst.CSTNode]) -> set[str]:
+    """Return the variables that functions in lines share with the function around them."""
+    shared = [each for line in lines for each in walk(line) if isinstance(each, cst.Nonlocal)]
+    return {item.name.value for each in shared for item in each.names}
 
 
 def _bound(line: cst.CSTNode) -> set[str]:

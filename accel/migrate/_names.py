@@ -9,6 +9,7 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
+from accel.migrate._backward import callers_of
 from accel.migrate._calls import as_value, is_method_value, launched, placed
 from accel.migrate._script import Script
 from accel.migrate._trackers import Tracking
@@ -86,6 +87,10 @@ class Names(cst.CSTTransformer):
     def _decide(self, what: str, page: str = "names") -> None:
         if self._pending:
             self._pending[-1].append(self._notes.decide(what, page))
+
+    def _callers(self) -> str:
+        scope = self._scopes[-1]
+        return callers_of(self._script, scope.name.value) if isinstance(scope, cst.FunctionDef) else ""
 
     def _change(self, text: str) -> None:
         if self._pending:
@@ -167,9 +172,9 @@ class Names(cst.CSTTransformer):
         elif name in ("register_save_state_pre_hook", "register_load_state_pre_hook"):
             self._decide("the item accel.items.Folder(save=, load=) in place of this hook", "checkpoints")
         elif name in ("clip_grad_norm_", "clip_grad_value_"):
-            self._decide("max_norm= or max_value= of the optimizer_step that this belongs to", "step")
+            self._decide(f"max_norm= or max_value= of the optimizer_step that this belongs to{self._callers()}", "step")
         elif name in ("backward", "accumulate", "trigger_sync_in_backward", "set_trigger", "skip_first_batches"):
-            self._decide(f"the loop around {name}", "loop")
+            self._decide(f"the loop around {name}{self._callers()}", "loop")
         elif name == "profile":
             self._decide("out= of accel.profile", "profile")
         elif name == "split_between_processes":

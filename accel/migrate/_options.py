@@ -63,8 +63,9 @@ class Options:
             name = arg.keyword.value if arg.keyword is not None else ""
             value = self._script.resolved(arg.value) if name != "mixed_precision" else arg.value
             self._one(name, arg.value, value, made)
-        if self._script.carried and self._script.accumulation is not None:
-            made.settings["accumulation"] = self._script.accumulation
+        accumulation = self._script.accumulation_of(call)
+        if self._script.carried and accumulation is not None:
+            made.settings["accumulation"] = accumulation
         return made
 
     def _one(self, name: str, given: cst.BaseExpression, value: cst.BaseExpression | None, made: Made) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 import libcst as cst
 from typing_extensions import override
 
+from accel.migrate._backward import stepping_in
 from accel.migrate._script import Script, is_rate
 from accel.migrate._tree import (
     Lines,
@@ -265,7 +266,12 @@ class Evaluation(cst.CSTTransformer):
         lines = [changed_by(node, models) for node in lines]
         iterator = reading.wrap(expression(f"accel.batches({script.ctx}, {{loader}})", loader=reading.loader))
         built = with_block(retarget(updated_node, reading, body.batch), [*body.head, *lines])
-        return built.with_changes(iter=iterator)
+        built = built.with_changes(iter=iterator)
+        if stepping := stepping_in(script, original_node):
+            run = "runs" if len(stepping) == 1 else "run"
+            what = f"which state this loop's batches move: {' and '.join(stepping)} {run} backward in it"
+            return marked(built, self._notes.decide(what, "parts"))
+        return built
 
 
 def retarget(node: cst.For, reading: Reading, batch: str) -> cst.For:

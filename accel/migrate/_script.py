@@ -70,7 +70,8 @@ class Script:
         self._kinds()
         self._given()
         self._pass_on()
-        self.accumulation = self._option("gradient_accumulation_steps")
+        asked_for = (self.accumulation_of(call) for made in self.makers.values() for call in made)
+        self.accumulation = next((value for value in asked_for if value is not None), None)
         self.model_options: dict[str, str] = {}
         self.local: dict[str, str] = {}  # models that LocalSGD averages, by its variable
         self.tracked = self._tracked()
@@ -97,6 +98,7 @@ class Script:
         self.collective = self._reaching(("save", "save_model", "get_state_dict", "save_state"))
         logs = [call for call in calls(module) if self.method(call) == "log"]
         self.log_steps = {text_of(step) if (step := argument(call, "step", 1)) else "" for call in logs}
+        self.reaching_backward = self._reaching(("backward",))
         self.loggers = {name for name, value in self.assigned.items() if self.is_call(value, "get_logger")}
         self.synced = self.free("synced", "window_ends")  # whether a window ends, behind its step
 
@@ -426,15 +428,12 @@ class Script:
                             found[name] = value
         return found
 
-    def _option(self, name: str) -> cst.BaseExpression | None:
-        for made in self.makers.values():
-            for call in made:
-                if (value := argument(call, name)) is not None:
-                    return value
-                plugin = self.resolved(argument(call, "gradient_accumulation_plugin"))
-                if isinstance(plugin, cst.Call) and (value := argument(plugin, "num_steps", 0)) is not None:
-                    return value
-        return None
+    def accumulation_of(self, call: cst.Call) -> cst.BaseExpression | None:
+        """Return the number of micro-batches that a call of `Accelerator` asks for; None for none."""
+        if (value := argument(call, "gradient_accumulation_steps")) is not None:
+            return value
+        plugin = self.resolved(argument(call, "gradient_accumulation_plugin"))
+        return argument(plugin, "num_steps", 0) if isinstance(plugin, cst.Call) else None
 
 
 def _branches(value: cst.BaseExpression) -> Iterator[cst.BaseExpression]:

@@ -84,9 +84,9 @@ class Sessions(cst.CSTTransformer):
             return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept[:0])]), self._script.ctx)
         if not self._names:
             opened = cast(cst.With, led_by(self.opened(made, {}), kept))
-            apart = lifted(updated_node, opened, body[:at], rest, self._script.ctx, set(self._script.functions))
-            if apart is not None:
-                return apart
+            parts = lifted(updated_node, opened, body[:at], rest, self._script, self._read_later(rest))
+            if parts is not None:
+                return parts
         return with_block(updated_node, [*body[:at], self._around(made, rest, kept)])
 
     @override
@@ -103,6 +103,11 @@ class Sessions(cst.CSTTransformer):
             updated_node = updated_node.with_changes(body=body)
         wrap = _Callers(self._script, self._hoisted, self._launched, self)
         return changed_by(updated_node, wrap)
+
+    def _read_later(self, rest: Sequence[cst.BaseStatement]) -> set[str]:
+        """Return the names that a later pass writes into lines: those of the trackers' options."""
+        begins = any(self._script.method(call) == "init_trackers" for line in rest for call in calls(line))
+        return {name for each in self._script.tracked.values() for name in loads(each)} if begins else set()
 
     def _opening(self, node: cst.FunctionDef, found: tuple[int, Made] | None) -> cst.FunctionDef:
         """Return a function that opens a session for its caller, in place of one that returned an Accelerator."""

@@ -97,7 +97,7 @@ class Accumulation(msgspec.Struct, frozen=True, weakref=True):
         unit: float,
         weighted: bool | None = None,
         world: float | torch.Tensor = 0.0,
-        own: float | torch.Tensor | None = None,
+        local: float | torch.Tensor | None = None,
     ) -> Accumulation:
         """Return the record after a backward.
 
@@ -106,7 +106,7 @@ class Accumulation(msgspec.Struct, frozen=True, weakref=True):
             unit: unit of their weight.
             weighted: whether the caller passed the weight.
             world: their weight over all ranks, where it is known.
-            own: else their weight on this rank.
+            local: else their weight on this rank.
 
         Raises:
             StepError: no micro-batch has begun, or the loss scale changed within the window.
@@ -121,7 +121,7 @@ class Accumulation(msgspec.Struct, frozen=True, weakref=True):
             raise StepError(
                 "the loss scale changed within a window", expected=str(self.scale), got=str(scale), where="backward"
             )
-        both = own if self.own_weight is None else self.own_weight if own is None else self.own_weight + own
+        both = local if self.own_weight is None else self.own_weight if local is None else self.own_weight + local
         return msgspec.structs.replace(
             self,
             backwards=self.backwards + (self.latest != self.micro),

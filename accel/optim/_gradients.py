@@ -396,10 +396,10 @@ CLOSURE_LINE = "state = accel.optimizer_step(ctx, optimizer, state, closure=clos
 
 
 @contextlib.contextmanager
-def within_closure(comm: Comm, whose: str) -> Generator[None]:
+def within_closure(comm: Comm, call: str) -> Generator[None]:
     """Let `backward` know that it is called within a closure: of "closure=", or of "optimizer.step"."""
     before = comm.closure
-    comm.closure = whose
+    comm.closure = call
     try:
         yield
     finally:

@@ -51,14 +51,14 @@ class RankedOptimizer(torch.optim.Optimizer):
         own: dict[str, Any] = {"_plans": {}, "_group": None}
         return {**super().__getstate__(), **own}
 
-    def share_ranks(self, ctx: DistContext, *, apart: bool) -> None:
+    def share_ranks(self, ctx: DistContext, *, independent: bool) -> None:
         """Take the ranks that hold parts or copies of the parameters, and equal gradients. A collective, once.
 
         Args:
             ctx: the context.
-            apart: whether replicas step on their own, as with local SGD.
+            independent: whether replicas step on their own, as with local SGD.
         """
-        group = group_of(ctx, *(() if apart else _DATA), "cp", "tp")
+        group = group_of(ctx, *(() if independent else _DATA), "cp", "tp")
         if group is not self._group:
             self._plans.clear()
         self._group = group

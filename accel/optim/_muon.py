@@ -256,7 +256,7 @@ class _Kinds(NamedTuple):
 
 def _sorted(model: nn.Module, muon: Sequence[str], adamw: Sequence[str]) -> _Kinds:
     """Give each parameter to Muon or AdamW."""
-    apart = _embeddings_and_head(model)
+    kept_ids = _embeddings_and_head(model)
     kinds = _Kinds({}, {})
     used = set[str]()
     seen = set[int]()
@@ -276,7 +276,7 @@ def _sorted(model: nn.Module, muon: Sequence[str], adamw: Sequence[str]) -> _Kin
             if to_muon and not is_matrix:
                 got = f"{name} of shape {list(parameter.shape)}"
                 raise ConfigError("no matrix", expected="2 or 3 dimensions", got=got, where="Muon, muon=")
-            kept = id(parameter) in apart or isinstance(module, _CONVOLUTIONS)
+            kept = id(parameter) in kept_ids or isinstance(module, _CONVOLUTIONS)
             chosen = kinds.matrices if is_matrix and not to_adamw and (to_muon or not kept) else kinds.others
             chosen[name] = parameter
     unused = [each for each in (*muon, *adamw) if each not in used]

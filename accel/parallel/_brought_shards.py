@@ -79,9 +79,9 @@ def check_divided(ctx: DistContext, model: nn.Module) -> None:
     row = cache(_row)
     found: list[tuple[_Brought, list[int]]] = []
     for each in _divided(model, row):
-        apart = [at for at in each.split if at not in (each.exchanged or ())]
-        if not _are_experts(each, apart):
-            found.append((each, [at for at in apart if not row(each.mesh, at) & here <= same]))
+        dims = [at for at in each.split if at not in (each.exchanged or ())]
+        if not _are_experts(each, dims):
+            found.append((each, [at for at in dims if not row(each.mesh, at) & here <= same]))
     unshared = sorted((each for each in found if each[1]), key=lambda each: not each[0].is_computed())
     if unshared:
         raise _unshared(ctx, *unshared[0], here)
@@ -122,11 +122,11 @@ def _row(mesh: DeviceMesh, dim: int) -> frozenset[int]:
     return frozenset(cast(Any, mesh.mesh)[place].tolist())
 
 
-def _are_experts(each: _Brought, apart: Sequence[int]) -> bool:
+def _are_experts(each: _Brought, dims: Sequence[int]) -> bool:
     """Return whether a parameter is of experts that get the tokens of all ranks; raise `PrepareError` for those of
     another library that `fully_shard` has not taken, whose gradients nobody scales."""
     names = each.mesh.mesh_dim_names or ()
-    if not any(dimension_of(names[at]) == "expert" for at in apart if names):
+    if not any(dimension_of(names[at]) == "expert" for at in dims if names):
         return False
     if each.exchanged is None:
         raise PrepareError(
@@ -139,9 +139,9 @@ def _are_experts(each: _Brought, apart: Sequence[int]) -> bool:
     return True
 
 
-def _unshared(ctx: DistContext, each: _Brought, apart: Sequence[int], here: frozenset[int]) -> PrepareError:
+def _unshared(ctx: DistContext, each: _Brought, dims: Sequence[int], here: frozenset[int]) -> PrepareError:
     names = each.mesh.mesh_dim_names
-    shown = ", ".join(names[at] if names else f"dimension {at}" for at in apart)
+    shown = ", ".join(names[at] if names else f"dimension {at}" for at in dims)
     line = _line(ctx, each, here)
     facts = {"got": f"parts along {shown} of {each.mesh}", "where": f"{_WHERE}, {each.path}"}
     if each.is_computed():

@@ -103,19 +103,19 @@ def engine_of(ctx: DistContext, table: Mapping[str, tuple[str, str]] = ENGINES) 
 def _guarded(engine: Engine) -> Engine:
     """Return an engine whose functions inform peers of a rank that fails between their collectives."""
     return Engine(
-        prepare=_told(engine.prepare, opens=True),
+        prepare=_within_call(engine.prepare, opens=True),
         hold=partial(_held, engine),
-        backward=_told(engine.backward),
-        step=_told(engine.step),
-        clear=_told(engine.clear),
-        clip_norm=_told(engine.clip_norm),
-        clip_value=_told(engine.clip_value),
-        items=_told(engine.items),
-        loaded=_told(engine.loaded),
+        backward=_within_call(engine.backward),
+        step=_within_call(engine.step),
+        clear=_within_call(engine.clear),
+        clip_norm=_within_call(engine.clip_norm),
+        clip_value=_within_call(engine.clip_value),
+        items=_within_call(engine.items),
+        loaded=_within_call(engine.loaded),
     )
 
 
-def _told(
+def _within_call(
     function: Callable[Concatenate[DistContext, P], R], *, opens: bool = False
 ) -> Callable[Concatenate[DistContext, P], R]:
     def call(ctx: DistContext, *args: P.args, **kwargs: P.kwargs) -> R:

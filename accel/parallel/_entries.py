@@ -157,10 +157,10 @@ class _Shows(Mixin, nn.Module):
     """Stands before the class of a wrapper that has the methods of the module inside."""
 
 
-def check_methods(model: nn.Module, methods: Sequence[str], apart: Sequence[str]) -> None:
+def check_methods(model: nn.Module, methods: Sequence[str], axes: Sequence[str]) -> None:
     """Raise `PrepareError` for what `Plan.methods` cannot name. No communication.
 
-    `apart`: axes of several ranks whose ranks run parts of a forward alone.
+    `axes`: axes of several ranks whose ranks run parts of a forward alone.
     """
     for path in methods:
         if problem := _problem(model, path):
@@ -171,11 +171,11 @@ def check_methods(model: nn.Module, methods: Sequence[str], apart: Sequence[str]
                 where=_WHERE,
                 fix=did_you_mean(path, _callables(model)) or "Name what the script calls besides model(...).",
             )
-    if apart:
+    if axes:
         raise PrepareError(
             "ranks along these axes divide only forwards of the full model",
             expected="no methods, or a mesh of dp and tp",
-            got=f"{', '.join(map(repr, methods))}, and {', '.join(apart)}",
+            got=f"{', '.join(map(repr, methods))}, and {', '.join(axes)}",
             where=_WHERE,
             fix="Let forward do it, by an argument; or leave the axis out of the mesh.",
         )

@@ -147,7 +147,7 @@ def _label_of(parameter: torch.Tensor) -> tuple[str, bool, bool] | None:
 
 
 # Along these, ranks of local SGD step on their own gradients.
-APART: tuple[Dimension, ...] = ("data", "replicate", "shard")
+STEPPED_ALONE: tuple[Dimension, ...] = ("data", "replicate", "shard")
 
 _LOCAL = "accel_local"  # attribute of a prepared model
 _ALONE = "accel_steps_alone"  # attribute of parameters

@@ -68,8 +68,10 @@ def note_gradients(models: Iterable[nn.Module]) -> None:
         return
     for each in noted:
         _forget(each)
-    apart = {id(each) for parameter, whole, _ in shards for each in (parameter, whole)}
-    found = [_FoundGradient(each, each, each.grad) for each in noted if each.grad is not None and id(each) not in apart]
+    sharded_ids = {id(each) for parameter, whole, _ in shards for each in (parameter, whole)}
+    found = [
+        _FoundGradient(each, each, each.grad) for each in noted if each.grad is not None and id(each) not in sharded_ids
+    ]
     for parameter, whole, held in shards:
         _forget(parameter)
         found += [_FoundGradient(parameter, None, grad) for grad in held]

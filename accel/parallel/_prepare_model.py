@@ -32,8 +32,8 @@ from accel.parallel._refused import (
     check_shapes,
     check_sparse,
     check_unallocated,
+    log_changed_buffers,
     refuse_foreign,
-    tell_changed_buffers,
 )
 from accel.parallel._same_batches import SHARING, compare_batches
 from accel.parallel._sharded import check_adopted, check_replicated, holds_dtensors, is_sharded
@@ -59,8 +59,8 @@ def composition(ctx: DistContext) -> Sequence[Spread]:
     replicas, or the user's own parts."""
     asked = {dimension_of(name) for name, axis in ctx.position.axes if axis.size > 1}
     # DDP takes whole models of plain parameters alone; `fully_shard` has replicas of parts of models too.
-    apart = asked & {"pipeline", "tensor", "expert"}
-    wanted = {*asked - {"data", "replicate", "shard"}, "shard" if apart else data_dimension(ctx.strategy)}
+    divides_model = asked & {"pipeline", "tensor", "expert"}
+    wanted = {*asked - {"data", "replicate", "shard"}, "shard" if divides_model else data_dimension(ctx.strategy)}
     if asked == {"pipeline"}:  # every rank has a stage of its own, and no peer with the same one
         wanted = {"pipeline"}
     return [_SPREADS[dimension] for dimension in _ORDER if dimension in wanted and dimension in _SPREADS]
@@ -202,7 +202,7 @@ def _watch(ctx: DistContext, model: nn.Module) -> None:
     """Look at the model's first forwards: whether autocast is on, and which buffers change."""
     if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
         watch_autocast(model, ctx.device.type, ctx.precision.compute)
-    tell_changed_buffers(ctx, model)
+    log_changed_buffers(ctx, model)
 
 
 def _check_for_engine(ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions) -> None:
@@ -248,7 +248,7 @@ def _spread(
     spread: list[Dimension] = []
     inner = unwrap_model(model)
     methods = () if plan is None else plan.methods
-    has_entries = bool(methods) or (hasattr(inner, "get_encoder") and not _apart(ctx))
+    has_entries = bool(methods) or (hasattr(inner, "get_encoder") and not _axes_within_forward(ctx))
     if has_entries:
         add_entries(inner, methods)
     for each, options in spreads:
@@ -262,7 +262,7 @@ def _spread(
     return model
 
 
-def _apart(ctx: DistContext) -> list[str]:
+def _axes_within_forward(ctx: DistContext) -> list[str]:
     """Return the axes of several ranks along which nothing but a forward of the whole model can run."""
     axes = ctx.position.axes
     return [name for name, axis in axes if axis.size > 1 and dimension_of(name) in ("pipeline", "context", "sequence")]
@@ -309,7 +309,7 @@ def check_model(
     }
     check_sparse(model, obstacles, "prepare_model")
     if methods := _checked_plan(plan).methods:
-        check_methods(unwrap_model(model), methods, _apart(ctx))
+        check_methods(unwrap_model(model), methods, _axes_within_forward(ctx))
     if waiting:
         check_shapes(model)
         check_axes(ctx)

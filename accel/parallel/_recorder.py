@@ -317,13 +317,13 @@ class Recorder(TorchDispatchMode):
         assert now is not None
         now.caches.undo()
         mode = cast(Any, parameters[0]).fake_mode
-        apart = take_apart((args, kwargs), self._containers)
-        grads = torch.is_grad_enabled() and any(each.requires_grad for each in (*parameters, *tensors_in(apart.leaves)))
-        values = [random_like(each) for each in apart.leaves]
+        flat = take_apart((args, kwargs), self._containers)
+        grads = torch.is_grad_enabled() and any(each.requires_grad for each in (*parameters, *tensors_in(flat.leaves)))
+        values = [random_like(each) for each in flat.leaves]
         for number, each in enumerate(values):
             if isinstance(each, torch.Tensor):
                 now.places.setdefault(self._key(each), []).append(number)
-        new_args, new_kwargs = apart.rebuild(values)
+        new_args, new_kwargs = flat.rebuild(values)
         real = {name: random_like(each) for name, each in module.named_parameters()}
         with torch.no_grad():
             output = torch.func.functional_call(module, real, new_args, new_kwargs)
@@ -337,7 +337,7 @@ class Recorder(TorchDispatchMode):
             tree = take_apart(added_to(grown, len(old)), self._containers)
             add_to(old, tree.rebuild(list(map(fake, tree.leaves))))
         tree = take_apart(output, self._containers)
-        given = {id(new): old for old, new in zip(apart.leaves, values, strict=True) if isinstance(new, torch.Tensor)}
+        given = {id(new): old for old, new in zip(flat.leaves, values, strict=True) if isinstance(new, torch.Tensor)}
         return tree.rebuild([given.get(id(each), fake(each)) for each in tree.leaves])
 
     def _hand_out(self, now: RunningCall, value: Any) -> Any:

@@ -469,7 +469,7 @@ def _statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, each
 
 
-def tell_changed_buffers(ctx: DistContext, model: nn.Module) -> None:
+def log_changed_buffers(ctx: DistContext, model: nn.Module) -> None:
     """Let the first training forward of a prepared model log which buffers it changes, once for each stage. Mutates the
     model, by hooks that go after it. A model that torch compiles as a whole is left alone."""
     others = (axis for name, axis in ctx.position.axes if dimension_of(name) != "pipeline")

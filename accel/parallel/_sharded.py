@@ -186,8 +186,8 @@ def _replica_ranks(ctx: DistContext, *, named_alone: bool = False) -> frozenset[
         return None
     here = mesh.get_coordinate()
     assert here is not None  # this rank is on its context's mesh
-    apart = (*MODEL_DIMENSIONS, None) if named_alone else MODEL_DIMENSIONS
-    own = [dimension_of(name) in apart for name in mesh.mesh_dim_names]
+    model_dimensions = (*MODEL_DIMENSIONS, None) if named_alone else MODEL_DIMENSIONS
+    own = [dimension_of(name) in model_dimensions for name in mesh.mesh_dim_names]
     place = tuple(at if is_own else slice(None) for at, is_own in zip(here, own, strict=True))
     return _ranks(cast(Any, mesh).mesh[place])
 

@@ -256,8 +256,8 @@ def _metric(name: str, a: MetricCurve, b: MetricCurve, rtol: float) -> MetricDif
     theirs = _by_step(b)
     both = sorted(ours.keys() & theirs.keys())
     differing = [step for step in both if not _alike(ours[step], theirs[step], rtol)]
-    apart = sorted([*differing, *(ours.keys() ^ theirs.keys())])
-    if not apart:
+    differences = sorted([*differing, *(ours.keys() ^ theirs.keys())])
+    if not differences:
         return None
     at = max(differing, key=lambda step: _distance(ours[step], theirs[step]), default=None)
     return MetricDifference(
@@ -266,7 +266,7 @@ def _metric(name: str, a: MetricCurve, b: MetricCurve, rtol: float) -> MetricDif
         differing=len(differing),
         missing_a=len(theirs) - len(both),
         missing_b=len(ours) - len(both),
-        first=_values(apart[0], ours, theirs),
+        first=_values(differences[0], ours, theirs),
         largest=None if at is None else _values(at, ours, theirs),
     )
 

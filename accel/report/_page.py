@@ -29,7 +29,7 @@ _LAST = ("time/", "system/", "constants and counters")  # titles of groups, behi
 _FIRST = ("train", "eval", "val", "valid", "validation", "test")  # groups
 _LONGEST_CODE = 200_000  # characters of changed code on the page
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("data.js", "charts.js", "export.js", "media.js", "page.js", "sweep.js")
+_SCRIPTS = ("data.js", "groups.js", "charts.js", "export.js", "media.js", "page.js", "sweep.js")
 _LIVE = "live.js"
 
 
@@ -340,6 +340,7 @@ def _bar(runs: Sequence[RunData], charts: Sequence[ChartData]) -> Html:
     hint = "runs: words, lr<0.01"
     title = "Words of names and settings; comparisons of settings and last values, such as lr<0.01"
     controls += [
+        element("label", "group by ", element("select", element("option", "none", value=""), id="group")),
         element("input", type="search", id="filter", placeholder=hint, title=title, aria_label="Filter of runs"),
         element("button", "all/none", id="all", type="button"),
         element("span", id="count", class_="soft"),
@@ -389,10 +390,10 @@ def _shared_details(runs: Sequence[RunData]) -> Iterator[Html]:
         ("Settings and their sources", _tables.settings(runs)),
         ("Versions", _tables.versions(runs)),
     ):
-        apart = set(_tables.differing(rows))
-        alike = [row[:2] for at, row in enumerate(rows) if at not in apart]
+        differing = set(_tables.differing(rows))
+        alike = [row[:2] for at, row in enumerate(rows) if at not in differing]
         if alike:
-            note = f" ({len(alike)}; {len(apart)} differ)" if apart else f" ({len(alike)})"
+            note = f" ({len(alike)}; {len(differing)} differ)" if differing else f" ({len(alike)})"
             summary = element("summary", title, element("span", note))
             shown.append(element("details", summary, table(["", ""], alike)))
     if shown:

@@ -10,9 +10,17 @@ _MOST_NAME = 128  # characters at the end of a name that are read
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _JOINED = re.compile(r"(\w*?)(keys?|tokens?|secrets?|passwords?|passwd|passphrase)")  # `apikey`, `dbpassword`
 _PASSWORDS = {"password", "passwords", "passwd", "passphrase", "passcode"}
-_TOLD = {*_PASSWORDS, "secret", "secrets", "authorization", "bearer", "cookie", "cookies"}  # before a colon, too
+_BEFORE_COLON = {
+    *_PASSWORDS,
+    "secret",
+    "secrets",
+    "authorization",
+    "bearer",
+    "cookie",
+    "cookies",
+}  # before a colon, too
 _HOOKS = {"webhook", "webhooks"}  # whose URLs are credentials
-_ANYWHERE = {*_TOLD, "credential", "credentials", "creds", "auth", "jwt", "pwd"}
+_ANYWHERE = {*_BEFORE_COLON, "credential", "credentials", "creds", "auth", "jwt", "pwd"}
 _OPEN = {"api", "access", "private", "secret"}  # owners of keys that are hidden behind a colon, too
 _OPEN_TOKENS = {"api", "access", "auth", "bearer", "refresh", "secret", "security", "session"}
 _OF_KEYS = """account admin aes anthropic app application aws azure clearml client comet consumer crypt decryption
@@ -66,11 +74,11 @@ def is_secret_name(name: str) -> bool:
     )
 
 
-def is_told_name(name: str) -> bool:
+def is_secret_before_colon(name: str) -> bool:
     """Return whether the name of a credential is one that prose has before a colon with nothing else in mind."""
     before, last = ["", "", *words_of(name)][-2:]
     return (
-        last in _TOLD
+        last in _BEFORE_COLON
         or _is_hook([before, last])
         or (last in ("key", "keys") and before in _OPEN)
         or (last in ("token", "tokens") and before in _OPEN_TOKENS)

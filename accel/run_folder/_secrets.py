@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from accel.run_folder._secret_names import is_secret_name, is_told_name, words_of
+from accel.run_folder._secret_names import is_secret_before_colon, is_secret_name, words_of
 
 STARS = "***"
 MOST_TEXT = 20_000  # characters of a text that is read and stored
@@ -244,7 +244,7 @@ def _value(text: str, field: re.Match[str]) -> tuple[int, int]:
     if typed:
         sign, at = "=", typed.end()
     before = text[max(0, field.start() - 300) : field.start()]
-    is_told = is_told_name(name)
+    names_secret = is_secret_before_colon(name)
     is_named = _is_named(name) or (_is_key(name) and (before.endswith(("?", "&")) or _is_login(before)))
     unpacked = _UNPACKED.search(before[-200:]) if sign != ":" else None
     if unpacked and any(map(_is_named, [name, *re.findall(r"[\w.]+", unpacked[1])])):
@@ -252,7 +252,7 @@ def _value(text: str, field: re.Match[str]) -> tuple[int, int]:
         return _quoted_range(text, quoted, _NEXT_ITEM) if quoted else (at, at)
     is_key = bool(_STARTS.search(before[-60:])) or before.endswith(("'", '"'))  # of a mapping, or of a file
     is_owned_value = name.lower() in ("default", "value") and _is_value_of_another(before)
-    if sign == ":" and not is_told:
+    if sign == ":" and not names_secret:
         return _mapped(text, at, name) if is_key and (is_owned_value or is_named) else (at, at)
     if not (is_named or is_owned_value):
         return at, at
@@ -267,7 +267,7 @@ def _value(text: str, field: re.Match[str]) -> tuple[int, int]:
         return _quoted_range(text, quoted)
     if _IS_QUOTED.match(text, at):  # it does not end in this line
         return at, _end(_LINE, text, at)
-    return _unquoted(text, at, field, is_code=bool(typed or (space and sign != ":" and not is_told)))
+    return _unquoted(text, at, field, is_code=bool(typed or (space and sign != ":" and not names_secret)))
 
 
 def _is_key(name: str) -> bool:

@@ -190,7 +190,7 @@ def is_alive(pid: int) -> bool:
 
 
 FRESH_S = 60.0
-_APART_S = 5.0  # between clocks that agree
+_CLOCK_SKEW_S = 5.0  # between clocks that agree
 _BEAT_S = 15.0
 _TRIALS = 3
 
@@ -313,7 +313,7 @@ def _is_over(folder: RemotePath, lease: Lease) -> bool:
         if (holder.pid, holder.started) == (mine.pid, mine.started):
             return _beat_name(lease) not in {thread.name for thread in threading.enumerate()}
     age = time.time() - lease.renewed
-    if -_APART_S <= age <= FRESH_S:
+    if -_CLOCK_SKEW_S <= age <= FRESH_S:
         return False
     in_store = _age_in_store(folder)
     return (age if in_store is None else in_store) > FRESH_S

@@ -283,8 +283,8 @@ class RaceWatch:
                 self.races.append(_race(access, former, block))
             covers = access.first <= former.first and former.end <= access.end
             # what comes after this access also comes after the former one, if nothing is lost by forgetting it
-            is_told = is_after and covers and (access.writes or (not former.writes and former.actor == access.actor))
-            if not is_told:
+            is_ordered = is_after and covers and (access.writes or (not former.writes and former.actor == access.actor))
+            if not is_ordered:
                 kept.append(former)
         block.log = [*kept, access]
 

@@ -412,7 +412,7 @@ def _taking(trackers: Trackers, verb: str, medium: type[Media], kind: str, step:
             where=verb,
             fix="Add one that does, such as accel.trackers.mlflow(); the page on trackers has a table.",
         )
-    trackers.tracked.tell_left_out(kind, without)
+    trackers.tracked.warn_left_out(kind, without)
     return trackers.tracked.writes(medium)
 
 

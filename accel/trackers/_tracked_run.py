@@ -217,7 +217,7 @@ class TrackedRun:
         self._step = run.step
         self._lines = run.lines
         self._began = self._ended = False
-        self._told = set[str]()
+        self._warned = set[str]()
         self._gaps = dict[str, str]()
         self._writers = self._make_writers()
 
@@ -274,12 +274,12 @@ class TrackedRun:
         """Return whether this rank writes to a tracker that takes such records."""
         return any(medium in tracker.media for tracker in self._mine)
 
-    def tell_left_out(self, what: str, names: Sequence[str]) -> None:
+    def warn_left_out(self, what: str, names: Sequence[str]) -> None:
         """Warn once that trackers do not take a kind of record."""
-        untold = [name for name in names if f"{name} {what}" not in self._told]
-        self._told.update(f"{name} {what}" for name in untold)
-        if untold and self._mine:
-            logging.getLogger("accel.trackers").warning("%s takes no %s", ", ".join(untold), what)
+        new = [name for name in names if f"{name} {what}" not in self._warned]
+        self._warned.update(f"{name} {what}" for name in new)
+        if new and self._mine:
+            logging.getLogger("accel.trackers").warning("%s takes no %s", ", ".join(new), what)
 
     def live(self, name: str, patience_s: float) -> Any:
         """Return a tracker's live run, None on ranks that do not write it; `ConfigError` if it is unknown or did not
@@ -306,12 +306,12 @@ class TrackedRun:
         for writer in own:  # also of a run that failed before its first record
             writer.put(lambda live: None, 0)
         lost = _end_writers([writer for writer in self._writers if writer not in own], ending, patience_s)
-        told = {*self._gaps.values()}
+        logged = {*self._gaps.values()}
         self._note_gaps(lost)
         lost += _end_writers(own, ending, max(_SILENT_S, began + patience_s - time.monotonic()))
         self._alerts.end(max(_SILENT_S, began + patience_s - time.monotonic()))
         for each in lost:
-            if str(each) not in told:
+            if str(each) not in logged:
                 logging.getLogger("accel.trackers").warning("%s", each)
         return "; ".join(map(str, lost))
 

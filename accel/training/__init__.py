@@ -4,7 +4,7 @@
 Begin with `_train_step.py`, a window's life on one page: `TrainState.next` (`_train_state.py`) takes a batch,
 `_forward_backward.py` computes its losses (`_loss_sums.py`) and their gradients (`_backward.py`), and where the window
 (`_window.py`) ends `_step.py` divides, clips and steps, unless `_refused.py` refuses; `_deferred.py` lets the device
-decide. `parts.py` has the same verbs for a loss scale and an accumulation apart. Before the loop come `_prepare.py` and
+decide. `parts.py` has the same verbs for a loss scale and an accumulation alone. Before the loop come `_prepare.py` and
 `_resume.py`; next to it are `_clip.py`, `_fused.py`, `_evaluating.py` and `_generate.py`.
 """
 

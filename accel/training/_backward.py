@@ -62,19 +62,19 @@ def weigh(
         return accum.add(scale=scaler.scale, unit=unit, weighted=weighted, world=world), scaler.scale / unit
     if isinstance(weight, SampleCount):
         # The plan of the data counts the samples of all ranks; ranks that share samples each count their copy.
-        own = None
+        local = None
         world = 0.0 if same_units else float(weight.world * weight.copies)
         factor = weight / unit * scaler.scale
     else:
         # Only this rank knows the number: one message sums it at the window's end.
         known = own_weight(ctx, weight)
         factor = times(known, scaler.scale / unit)
-        world, own = 0.0, None
+        world, local = 0.0, None
         if not same_units and ctx.world_size == 1:
             world = known
         elif not same_units:
-            own = known
-    return accum.add(scale=scaler.scale, unit=unit, weighted=weighted, world=world, own=own), factor
+            local = known
+    return accum.add(scale=scaler.scale, unit=unit, weighted=weighted, world=world, local=local), factor
 
 
 def start_sharing(ctx: DistContext, added: Accumulation) -> Callable[[], Accumulation]:

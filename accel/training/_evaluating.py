@@ -223,11 +223,11 @@ class Ema(nn.Module):
         own = dict([*self.weights.named_parameters(), *self.weights.named_buffers()])
         live = dict(_named(model, buffers=self.averages_buffers))
         names = [*live, *own]
-        name = next((name for name in names if _told(own.get(name)) != _told(live.get(name))), names[0])
+        name = next((name for name in names if _shape_text(own.get(name)) != _shape_text(live.get(name))), names[0])
         return PrepareError(
             "the average was made of another model",
-            expected=_told(own.get(name)),
-            got=_told(live.get(name)),
+            expected=_shape_text(own.get(name)),
+            got=_shape_text(live.get(name)),
             where=f"Ema, {name}",
             fix="Make the Ema after accel.prepare, of the model that is trained.",
         )
@@ -332,7 +332,7 @@ def _shape_and_place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.device, placements_of(tensor)
 
 
-def _told(tensor: torch.Tensor | None) -> str:
+def _shape_text(tensor: torch.Tensor | None) -> str:
     if tensor is None:
         return "no such tensor"
     placed = placements_of(tensor)

@@ -348,7 +348,7 @@ def _note(
     stepped: bool = True,
     finite: bool = True,
 ) -> None:
-    """Note a decision for ranks to compare, unless they may decide apart."""
+    """Note a decision for ranks to compare, unless they may decide independently."""
     if ctx.world_size > 1 and not independent:
         ctx.comm.steps.add(updates=updates, stepped=stepped, finite=finite, scale=scaler.scale)
 

@@ -427,7 +427,7 @@ def _other_record(function: Callable[..., Any], at: int, keeps: str, given: list
         records = ["accum"] if name == "accumulate" else ["scaler", "accum"][: 1 + any(map(_is_window, parts))]
         models = ["model"] if name == "accumulate" else []
         call = f"accel.training.parts.{name}({', '.join([*before, *records, *behind, *models])})"
-        fix = f"For a separate loss scale and accumulation: {keeps.format(call)}"
+        fix = f"A loss scale and an accumulation without a state: {keeps.format(call)}"
     return ConfigError(
         "a step carries the full state",
         expected=f"a TrainState, from {state}",

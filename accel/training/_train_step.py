@@ -78,7 +78,7 @@ def train_step(
         "train_step carries the full state",
         expected="a TrainState, from accel.train_state(ctx)",
         where="train_step, state",
-        fix="For a separate loss scale and accumulation see accel.training.parts.",
+        fix="For a loss scale and an accumulation without a state, see accel.training.parts.",
     )
     inputs, targets = _pair(batch, inputs, targets)
     state = state.next(batch, last=last)

@@ -469,5 +469,5 @@ def steps_of(ctx: DistContext, optimizers: Sequence[Optimizer]) -> list[tuple[Op
     masters = ctx.precision.master_weights is not None
     for each in optimizers:
         if (share := getattr(each, "share_ranks", None)) is not None:
-            share(ctx, apart=decide_independently(ctx.position.axes, [each]))
+            share(ctx, independent=decide_independently(ctx.position.axes, [each]))
     return [(each, partial(take_step, each, step_of(each, masters=masters))) for each in optimizers]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of the loop on the parts of a `TrainState`: a loss scale and an accumulation, each carried apart.
+"""The verbs of the loop on the parts of a `TrainState`: a loss scale and an accumulation, as separate records.
 
 For models that step in turn, data without accel's batches, and loops of other frameworks. A dropped `accum =` or
 `step.scaler` is a `StepError` at a later call, as a dropped state is.

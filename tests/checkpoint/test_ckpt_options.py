@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from ckpt_helpers import CPU, Cursor, Run, equal, network
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -90,9 +91,9 @@ def test_a_fused_optimizer_defers_after_a_load(tmp_path: Path) -> None:
     plain.zero_grad()
     model, optimizer = accel.prepare(ctx, net, torch.optim.AdamW(net.parameters(), fused=True))
     _ = accel.load_state(ctx, path, {"model": model, "optimizer": optimizer})
-    accel.training.parts.backward(ctx, model(torch.ones(1, 2)).sum(), accel.loss_scale(ctx))
-    step = accel.training.parts.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), nonfinite="defer")
-    assert step.stepped is None
+    state = accel.backward(ctx, model(torch.ones(1, 2)).sum(), begin_batch(ctx))
+    state = accel.optimizer_step(ctx, optimizer, state, nonfinite="defer")
+    assert state.stepped is None
     assert optimizer.state[net.weight]["step"] == 2
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from pipelines import Words, batch_of, loss_sum
 from safetensors.torch import load_file
+from steps import begin_batch
 
 import accel
 from accel.testing import Simulator
@@ -42,13 +43,13 @@ def _steps(ctx: accel.DistContext, items: dict[str, Any], count: int, first: int
     share, shares = ctx.data_parallel
     for step in range(first, first + count):
         ids, targets = (each[share::shares] for each in batch_of(step, 8))
-        scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
+        state = begin_batch(ctx)
         weight = (targets != -100).sum()
-        _, accum = accel.training.parts.forward_backward(
-            ctx, items["model"], scaler, accum, ids, targets=targets, loss_fn=loss_sum, weight=weight
+        _, state = accel.forward_backward(
+            ctx, items["model"], state, ids, targets=targets, loss_fn=loss_sum, weight=weight
         )
-        result = accel.training.parts.optimizer_step(ctx, items["optimizer"], scaler, accum, max_norm=0.05)
-        items["ema"].update_(items["model"], result)
+        state = accel.optimizer_step(ctx, items["optimizer"], state, max_norm=0.05)
+        items["ema"].update_(items["model"], state)
 
 
 def _values(ctx: accel.DistContext, items: dict[str, Any]) -> dict[str, torch.Tensor]:

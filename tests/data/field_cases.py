@@ -152,17 +152,17 @@ def case_w24_a_window_ends_with_the_loop(ctx):
     long, short = (accel.prepare_loader(ctx, DataLoader(range(n), batch_size=1)) for n in (20, 6))
     model = accel.prepare_model(ctx, torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation(steps=2)
+    state = accel.train_state(ctx, accumulation=2)
     for epoch in range(2):
-        for one, other in zip(*(accel.batches(ctx, each, Cursor(epoch=epoch)) for each in (long, short)), strict=False):
-            accum = accum.next(last=other.is_last)
-            with accel.training.parts.accumulate(ctx, accum, model):
+        ours = accel.batches(ctx, long, Cursor(epoch=epoch))
+        for one, other in zip(ours, accel.batches(ctx, short, state), strict=False):
+            state = state.next(other)
+            with accel.accumulate(ctx, state, model):
                 loss = model((one.data + other.data)[:, None].float()).mean()
-                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=one.valid)
-            if accum.sync:
-                step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
-                accum, scaler = step.accum, step.scaler
-        assert (accum.micro, accum.updates) == (0, 2 * (epoch + 1))
+                state = accel.backward(ctx, loss, state, weight=one.valid)
+            if state.sync:
+                state = accel.optimizer_step(ctx, optimizer, state)
+        assert (state.accum.micro, state.updates) == (0, 2 * (epoch + 1))
         assert all(each.grad is None or not each.grad.any() for each in model.parameters())
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from processes import job, run_ranks
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -65,12 +66,12 @@ def train(
     share, shares = ctx.data_parallel
     inputs = torch.randn(64, sizes[0], generator=torch.Generator().manual_seed(1))[share::shares]
     losses: list[float] = []
-    scaler = accel.loss_scale(ctx)
+    state = accel.train_state(ctx)
     for step in range(taken, steps):
         with accel.autocast(ctx):
             loss = (model(inputs).float() - inputs.flip(1)).square().mean()
-        accel.training.parts.backward(ctx, loss, scaler)
-        scaler = accel.training.parts.optimizer_step(ctx, optimizer, scaler).scaler
+        state = accel.backward(ctx, loss, begin_batch(ctx, state))
+        state = accel.optimizer_step(ctx, optimizer, state)
         losses.append(accel.reduce(ctx, loss.detach(), "mean").item())
         if out is not None and step == steps - 6:
             accel.save_state(ctx, out, items, step=step)

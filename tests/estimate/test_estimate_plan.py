@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -140,13 +141,13 @@ def test_real_bytes_are_the_planned_ones(precision: PrecisionName) -> None:
     with accel.autocast(ctx):
         kept = kept_by_forward(model, [ids])
         loss = model(ids).float().square().mean()
-    accum = accel.training.parts.backward(ctx, loss, scaler := accel.loss_scale(ctx))
+    state = accel.backward(ctx, loss, begin_batch(ctx))
     gradients = size([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-    accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
-    state = [value for values in optimizer.state.values() for value in values.values()]
+    accel.optimizer_step(ctx, optimizer, state)
+    moments_of = [value for values in optimizer.state.values() for value in values.values()]
     assert {each.parameters for each in memory.values()} == {size([*model.parameters(), *model.buffers()])}
     assert memory["optimizer"].gradients == gradients
-    assert {each.optimizer for each in memory.values()} == {size(state)}
+    assert {each.optimizer for each in memory.values()} == {size(moments_of)}
     assert (memory["loss"].activations, memory["loss"].gathered) == (kept.saved, kept.copies)
     assert (kept.copies > 0) == (precision == "bf16")
 

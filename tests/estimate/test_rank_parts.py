@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_ranks import Live
 from small_llamas import attend_as_on_gpus, llama, sizes_of
+from steps import begin_batch
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -147,22 +148,21 @@ def peak_of_second_step(
     sent: Counter[tuple[int, str]],
 ) -> int:
     """The most bytes of the second step; the first one records a forward, whose tensors without memory do not count."""
-    scaler = accel.loss_scale(ctx)
 
-    def step(accum: accel.Accumulation) -> accel.Accumulation:
+    def step(state: accel.TrainState) -> accel.TrainState:
         accel.wait_for_everyone(ctx)
         sent.clear()
         accel.wait_for_everyone(ctx)
-        given = (scaler, accum.next(), batch)
-        _, accum = accel.training.parts.forward_backward(
-            ctx, model, *given, targets=targets, loss_fn=loss_of, weight=targets.numel()
+        begun = begin_batch(ctx, state)
+        _, state = accel.forward_backward(
+            ctx, model, begun, batch, targets=targets, loss_fn=loss_of, weight=targets.numel()
         )
-        return accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+        return accel.optimizer_step(ctx, optimizer, state)
 
-    accum = step(accel.Accumulation())
+    state = step(accel.train_state(ctx))
     known = [*model.parameters(), *model.buffers(), *(v for each in optimizer.state.values() for v in each.values())]
     with Live([local_part(each) for each in known if not each.is_meta]) as live:
-        _ = step(accum)
+        _ = step(state)
     return live.peak
 
 

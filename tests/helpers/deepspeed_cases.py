@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from steps import begin_batch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -36,13 +37,13 @@ def left_out(under: accel.DistContext) -> dict[str, bool]:
     untouched = alike = True
     for way, other in (("left", "right"), ("right", "left"), ("left", "right")):
         before = accel.get_state_dict(under, model, dst=None)
-        scaler, window = accel.loss_scale(under), accel.Accumulation(steps=2)
+        state = accel.train_state(under, accumulation=2)
         for _ in range(2):
-            window = window.next()
-            with accel.training.parts.accumulate(under, window, model):
+            state = begin_batch(under, state)
+            with accel.accumulate(under, state, model):
                 loss = model(rows[under.rank :: 2], way).square().mean()
-                window = accel.training.parts.backward(under, loss, scaler, window, weight=2.0)
-        _ = accel.training.parts.optimizer_step(under, optimizer, scaler, window)
+                state = accel.backward(under, loss, state, weight=2.0)
+        _ = accel.optimizer_step(under, optimizer, state)
         by_hand.zero_grad()
         plain(rows, way).square().mean().backward()
         by_hand.step()
@@ -153,13 +154,13 @@ def stepped(under: accel.DistContext, parts: Callable[[Uneven], list[dict[str, A
     with accel.seeding.seeded(under, 0):
         net = Uneven()
     model, optimizer = accel.prepare(under, net, torch.optim.SGD(parts(net), lr=0.1, momentum=0.9))
-    scaler = accel.loss_scale(under)
+    state = accel.train_state(under)
     rows = torch.linspace(-1, 1, 40).view(8, 5)
     for turn in range(2):
         with accel.autocast(under):
             loss = model(rows.roll(turn, 0)[under.rank :: under.world_size]).float().square().mean()
-        accel.training.parts.backward(under, loss, scaler)
-        _ = accel.training.parts.optimizer_step(under, optimizer, scaler)
+        state = accel.backward(under, loss, begin_batch(under, state))
+        state = accel.optimizer_step(under, optimizer, state)
     return net, model, optimizer
 
 
@@ -234,14 +235,12 @@ def grouped(ctx: accel.DistContext, out: Path) -> dict[str, float]:
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "state": accel.train_state(under)}
 
     def go(under: accel.DistContext, items: dict[str, Any], steps: int) -> dict[str, Any]:
-        state = items["state"]
+        state = accel.train_state(under, scaler=items["state"].scaler)
         rows = torch.linspace(-1, 1, 40).view(8, 5)
         for turn in range(steps):
             loss = items["model"](rows.roll(turn, 0)[under.rank :: under.world_size]).square().mean()
-            accel.training.parts.backward(under, loss, state.scaler)
-            _ = accel.training.parts.optimizer_step(
-                under, items["optimizer"], state.scaler, scheduler=items["scheduler"]
-            )
+            state = accel.backward(under, loss, begin_batch(under, state))
+            state = accel.optimizer_step(under, items["optimizer"], state, scheduler=items["scheduler"])
         return items
 
     stages = {

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from deepspeed_cases import arranged, grouped, left_out, micro_batches
 from safetensors.torch import load_file, save_file
+from steps import begin_batch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
@@ -134,18 +135,18 @@ def beside(ctx: accel.DistContext, straight: dict[str, Any]) -> dict[str, Any]:
     parts = objects(accel.replace(ctx, **settings_of("zero2", "fp32")))
     second = accel.replace(ctx, **settings_of("zero2", "fp32"))
     before = accel.get_state_dict(second, parts["model"], dst=None)
-    scaler = accel.loss_scale(second)
-    accel.training.parts.backward(second, parts["model"](ROWS).square().mean() * float("inf"), scaler)
+    loss = parts["model"](ROWS).square().mean() * float("inf")
+    state = accel.backward(second, loss, begin_batch(second))
     try:
-        _ = accel.training.parts.optimizer_step(second, parts["optimizer"], scaler)
+        _ = accel.optimizer_step(second, parts["optimizer"], state)
     except accel.errors.NonFiniteError as error:
         found["refused"] = type(error).__name__
     found["kept"] = distance(before, accel.get_state_dict(second, parts["model"], dst=None))
     accel.training.clear_gradients(parts["model"])
-    accel.training.parts.backward(second, parts["model"](ROWS).square().sum(), scaler)  # of a window that is given up
+    accel.backward(second, parts["model"](ROWS).square().sum(), begin_batch(second))  # of a window that is given up
     parts["state"] = accel.training.discard(parts["state"], parts["model"])
     found["after"] = distance(straight["weights"], train(second, parts, 2)["weights"])
-    accel.training.parts.backward(second, parts["model"](ROWS).square().sum(), scaler)
+    accel.backward(second, parts["model"](ROWS).square().sum(), begin_batch(second))
     try:
         _ = train(second, parts | {"state": accel.train_state(second, accumulation=2)}, 1)
     except accel.errors.StepError as error:

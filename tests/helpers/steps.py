@@ -183,3 +183,11 @@ def one_sample_each(ctx: accel.DistContext, cursor: accel.Cursor) -> accel.Batch
     """A batch without data, of one sample for each rank: such batches count the same, as losses without a weight do."""
     after = accel.Cursor(cursor.seed, cursor.epoch, cursor.consumed + ctx.world_size)
     return accel.Batch(None, SampleCount(1, ctx.world_size), 1, is_last=False, next=after, start=cursor)
+
+
+def begin_batch(
+    ctx: accel.DistContext, state: accel.TrainState | None = None, *, last: bool = False
+) -> accel.TrainState:
+    """A state, by default a fresh one, within its next batch: one sample for each rank."""
+    state = accel.train_state(ctx) if state is None else state
+    return state.next(one_sample_each(ctx, state.cursor), last=last)

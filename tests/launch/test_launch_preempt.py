@@ -19,30 +19,33 @@ import accel
 
 pytestmark = pytest.mark.multiprocess
 
+HELPERS = Path(__file__).parent.parent / "helpers"
 TRAINING = f"""{HERE}
+sys.path.append({str(HELPERS)!r})
 import torch
 import accel
+from steps import begin_batch
 
 torch.set_num_threads(1)
 with accel.session(device="cpu") as ctx, accel.preempt.stop_requests(ctx) as requests:
     torch.manual_seed(0)
     model = accel.prepare_model(ctx, torch.nn.Linear(64, 64))
     optimizer = torch.optim.AdamW(model.parameters())
-    accum, scaler = accel.Accumulation(steps=2), accel.loss_scale(ctx)
+    state = accel.train_state(ctx, accumulation=2)
     while True:
-        accum = accum.next()
-        with accel.training.parts.accumulate(ctx, accum, model):
+        state = begin_batch(ctx, state)
+        with accel.accumulate(ctx, state, model):
             loss = model(torch.randn(8, 64)).square().mean()
-            accum = accel.training.parts.backward(ctx, loss, scaler, accum)
-        if accum.sync:
-            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+            state = accel.backward(ctx, loss, state)
+        if state.sync:
+            state = accel.optimizer_step(ctx, optimizer, state)
             with open(f"steps-{{rank}}", "a") as file:  # of which the size is the number of steps
                 file.write(".")
-            if accum.updates == 3:
+            if state.updates == 3:
                 here()
             if stop := accel.preempt.stop_agreed(ctx, requests):
-                items = {{"model": model, "optimizer": optimizer, "accum": accum}}
-                accel.save_state(ctx, "runs", items, step=accum.updates)
+                items = {{"model": model, "optimizer": optimizer, "state": state}}
+                accel.save_state(ctx, "runs", items, step=state.updates)
                 raise stop
 """
 STOPPED = "raise stop"

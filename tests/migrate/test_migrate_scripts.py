@@ -178,7 +178,7 @@ def test_a_function_that_saves_may_have_any_signature(text: str) -> None:
         "            optimizer.zero_grad()",
         "        accelerator.save_state(out)",
     ]
-    assert "accel.save_state(ctx, out" in migrated("\n".join(lines) + "\n").new.decode()
+    assert re.search(r"accel\.save_state\(\s*ctx, out", migrated("\n".join(lines) + "\n").new.decode())
 
 
 @pytest.mark.parametrize("path", SHORT)
@@ -521,3 +521,115 @@ def test_every_page_that_a_note_names_exists() -> None:
 if __name__ == "__main__":
     for pair in PAIRS:
         _ = pair.with_suffix(".after").write_bytes(migrated(pair.read_text()).new)
+
+
+WIDE = """\
+import torch
+from accelerate import Accelerator
+
+
+def main(args, dataset):
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model, optimizer = args.model, args.optimizer
+    training_loader = torch.utils.data.DataLoader(dataset, 16)
+    model, optimizer, training_loader = accelerator.prepare(
+        model, optimizer, training_loader
+    )
+    {}
+    for epoch in range(args.epochs):
+        for batch_index, training_batch in enumerate(training_loader):
+            with accelerator.accumulate(model):
+                loss = model(training_batch).square().mean()
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        values = accelerator.gather(loss.detach().repeat(args.batch))
+        accelerator.save_state(f"{args.output_directory}/epoch_{epoch}")
+
+
+main(None, None)
+"""
+
+
+@pytest.mark.parametrize("width", [79, 88, 100, 120])
+def test_a_script_keeps_its_width(width: int) -> None:
+    before = WIDE.replace("{}", f"text = {'x' * (width - 13)!r}" if width > 79 else "pass")
+    assert max(map(len, before.splitlines())) <= width
+    after = migrated(before).new.decode()
+    assert max(map(len, after.splitlines())) <= width
+    assert ("        for batch_index, training_batch in enumerate(\n" in after) == (width < 100)
+
+
+SHARED = """\
+from accelerate import Accelerator
+
+
+def main(args):
+    count = args.start
+    accelerator = Accelerator(mixed_precision=args.precision)
+    {}
+    print(1)
+    print(2)
+    print(3)
+    print(4)
+    print(5)
+    print(6)
+    print(7)
+    print(8)
+    print(9)
+    print(10)
+    print(11)
+    print(12)
+    print(accelerator.device, count)
+
+
+main(make())
+main(make())
+"""
+LIFTED = {
+    "del of a nested function": "def f(a):\n        b = a\n        del b",
+    "del": "value = 1\n    del value",
+    "generator": "def f():\n        yield 1",
+    "shared variable": "def f():\n        nonlocal count\n        count = 1",
+    "comprehension": "rows = [row for row in args.rows]",
+    "lambda": "f = lambda: count",
+}
+INDENTED = {
+    "yield": "yield 1",
+    "global": "global CACHE\n    CACHE = 1",
+    "locals": "print(locals())",
+}
+
+
+@pytest.mark.parametrize("name", [*LIFTED, *INDENTED])
+def test_lines_are_indented_only_where_they_cannot_be_a_function(name: str) -> None:
+    after = migrated(SHARED.replace("{}", (LIFTED | INDENTED)[name])).new.decode()
+    compile(after, "script.py", "exec")  # a `nonlocal` without a variable is an error
+    assert ("def run(ctx, args, count" in after or "def run(ctx, count" in after) == (name in LIFTED)
+    assert ("\n    print(10)\n" in after) == (name in LIFTED)
+    assert ("\n        print(10)\n" in after) == (name in INDENTED)
+
+
+HELPERS = """\
+from accelerate import Accelerator
+
+
+def d_step(accelerator, loss, optimizer):
+    accelerator.backward(loss)
+    optimizer.step()
+
+
+def main(gan, optimizer, loader):
+    accelerator = Accelerator()
+    gan, optimizer, loader = accelerator.prepare(gan, optimizer, loader)
+    for batch in loader:
+        {}
+"""
+
+
+@pytest.mark.parametrize(("line", "is_noted"), [("d_step(accelerator, gan(batch), optimizer)", True), ("pass", False)])
+def test_notes_name_the_callers_of_functions_that_step(line: str, is_noted: bool) -> None:
+    notes = [note.text for note in migrated(HELPERS.replace("{}", line)).notes]
+    assert any("the loop around backward: main calls d_step" in note for note in notes) == is_noted
+    assert any("which state this loop's batches move: d_step runs" in note for note in notes) == is_noted

@@ -51,7 +51,7 @@ def test_weights_add_up_whether_the_world_knows_them_or_only_this_rank(weights, 
     accum = Accumulation(steps=len(weights))
     for weight, world, number in zip(weights, known, read, strict=False):
         own = None if world else weight if number else torch.tensor(weight, dtype=torch.float64)
-        accum = accum.next().add(scale=4.0, unit=1.0, world=weight if world else 0.0, own=own)
+        accum = accum.next().add(scale=4.0, unit=1.0, world=weight if world else 0.0, local=own)
     mine = 0.0 if accum.own_weight is None else float(accum.own_weight)
     assert accum.world_weight + mine == pytest.approx(sum(weights))
     assert (accum.own_weight is None) == all(known[: len(weights)])

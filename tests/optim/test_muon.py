@@ -105,7 +105,7 @@ def fused_run(ctx: accel.DistContext, strategy: Any, fused: bool) -> Tensor:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for _ in range(3):
         model(x).square().sum().backward()
-        muon.share_ranks(ctx, apart=False)
+        muon.share_ranks(ctx, independent=False)
         muon.step()
         muon.zero_grad()
     return torch.cat([full_tensor(each) for each in accel.unwrap_model(model).parameters()])
@@ -181,7 +181,7 @@ def test_local_replicas_step_on_their_own(ranks: Simulator) -> None:
         model = accel.parallel.prepare_local_model(ctx, nn.Linear(4, 4, bias=False).double())
         muon = Muon(model, lr=0.02, dtype=None)
         model.weight.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(ctx.rank), dtype=torch.float64)
-        muon.share_ranks(ctx, apart=True)
+        muon.share_ranks(ctx, independent=True)
         muon.step()
         return model.weight.detach()
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pipelines import Trained
+from steps import begin_batch
 from torch import nn
 from torch.nn import functional
 
@@ -124,7 +125,7 @@ def train(ctx: accel.DistContext, case: Case, *, backend: str = "") -> Trained:
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=case.plan, example=batch_of(0, 4)[0])
     if backend:
         accel.compile_model(model, case.regions, backend=backend, fullgraph=True)  # raises where a graph breaks
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation(3)
+    state = accel.train_state(ctx, accumulation=3)
     share, shares = ctx.data_parallel
 
     def loss_of(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -137,16 +138,14 @@ def train(ctx: accel.DistContext, case: Case, *, backend: str = "") -> Trained:
         sums: list[torch.Tensor] = []
         for micro in range(3):
             ids, targets = (each[share::shares] for each in batch_of(100 * step + micro, size))
-            accum = accum.next()
+            state = begin_batch(ctx, state)
             weight = (targets != -100).sum()
-            given = (scaler, accum, ids)
-            loss, accum = accel.training.parts.forward_backward(
-                ctx, model, *given, targets=targets, loss_fn=loss_of, weight=weight
+            loss, state = accel.forward_backward(
+                ctx, model, state, ids, targets=targets, loss_fn=loss_of, weight=weight
             )
             sums.append(torch.stack([loss.double() * weight, weight.double()]))
-        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-        accum, scaler = result.accum, result.scaler
+        state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
         total = accel.reduce(ctx, torch.stack(sums).sum(0))
-        assert result.grad_norm is not None
-        figures += [float(total[0] / total[1]), float(result.grad_norm)]
+        assert state.grad_norm is not None
+        figures += [float(total[0] / total[1]), float(state.grad_norm)]
     return Trained(accel.get_state_dict(ctx, model, dst=None) or {}, figures)

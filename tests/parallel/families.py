@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from family_models import FAMILIES, Family
 from more_families import MORE
-from steps import ByState
+from steps import ByState, begin_batch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -317,7 +317,7 @@ def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, 
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
     starts = range(0, len(samples), batch)
     result = Result({}, [], [])
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation(accumulation)
+    state = accel.train_state(ctx, accumulation=accumulation)
     sums: list[Tensor] = []
     for at in starts:
         whole = samples[at : at + batch]
@@ -325,19 +325,18 @@ def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, 
         each = torch.utils.data.default_collate(own)
         target = each["target"]
         count = target.shape[:2].numel() if kind == "features" else int((target != IGNORED).sum())
-        accum = accum.next(last=at == starts[-1])
+        state = begin_batch(ctx, state, last=at == starts[-1])
         inputs = _given(kind, each)
         with _wider(name):
-            loss, accum = accel.training.parts.forward_backward(
-                ctx, model, scaler, accum, inputs, targets=target, loss_fn=_summed(kind), weight=count
+            loss, state = accel.forward_backward(
+                ctx, model, state, inputs, targets=target, loss_fn=_summed(kind), weight=count
             )
         sums.append(torch.stack([loss.double() * count, torch.tensor(float(count), dtype=torch.float64)]))
-        if accum.sync:
-            step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-            accum, scaler = step.accum, step.scaler
+        if state.sync:
+            state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
             total = accel.reduce(ctx, torch.stack(sums).sum(0))
             result.losses.append(float(total[0] / total[1]))
-            result.norms.append(float(cast(Tensor, step.grad_norm)))
+            result.norms.append(float(cast(Tensor, state.grad_norm)))
             sums = []
     return result._replace(parameters=cast(Any, accel.get_state_dict(ctx, model, dst=None)))
 

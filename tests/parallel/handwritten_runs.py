@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from handwritten import Handwritten, tensors_of
+from steps import begin_batch
 
 import accel
 from accel.parallel import Plan
@@ -55,13 +56,13 @@ def piped(
     optimizer: Any = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=LR)
     example = each.batch(6, rows).inputs
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation(1).next()
-    loss, accum = accel.training.parts.forward_backward(
-        ctx, model, scaler, accum, batch.inputs, targets=batch.targets, loss_fn=each.loss, weight=rows
+    state = begin_batch(ctx)
+    loss, state = accel.forward_backward(
+        ctx, model, state, batch.inputs, targets=batch.targets, loss_fn=each.loss, weight=rows
     )
     inner = accel.unwrap_model(model)
     trained = frozenset(name for name, one in inner.named_parameters() if one.grad is not None and one.grad.any())
-    norm = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1e9).grad_norm
+    norm = accel.optimizer_step(ctx, optimizer, state, max_norm=1e9).grad_norm
     assert norm is not None
     buffers = {name: one.detach().clone() for name, one in inner.named_buffers()}
     outputs = None

@@ -200,17 +200,15 @@ def make_objects(
 
 
 def forward_backward(
-    ctx: accel.DistContext, model: nn.Module, *records: Any, ids: Tensor, labels: Tensor
-) -> tuple[Tensor, Any]:
-    """Return the mean loss of a batch of sequences by tokens that count, and the next of the records."""
+    ctx: accel.DistContext, model: nn.Module, state: accel.TrainState, *, ids: Tensor, labels: Tensor
+) -> tuple[Tensor, accel.TrainState]:
+    """Return the mean loss of a batch of sequences by tokens that count, and the next state."""
     part = accel.parallel.split_sequence(ctx, {"ids": ids, "labels": labels})
     wanted = part.pop("labels")
-    carries_state = isinstance(records[0], accel.TrainState)
-    run: Any = accel.forward_backward if carries_state else accel.training.parts.forward_backward
-    return run(
+    return accel.forward_backward(
         ctx,
         model,
-        *records,
+        state,
         part,
         targets=wanted,
         loss_fn=lambda logits, targets: accel.parallel.vocab_cross_entropy(

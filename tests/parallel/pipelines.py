@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -90,24 +91,22 @@ def train(
     model: Any = make()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation(accumulation)
+    state = accel.train_state(ctx, accumulation=accumulation)
     share, shares = ctx.data_parallel
     figures: list[float] = []
     for step, size in enumerate(rows):
         for micro in range(accumulation):
             ids, targets = (each[share::shares] for each in batch_of(100 * step + micro, size))
-            accum = accum.next()
+            state = begin_batch(ctx, state)
             weight = (targets != -100).sum()
-            inputs = (scaler, accum, ids)
-            loss, accum = accel.training.parts.forward_backward(
-                ctx, model, *inputs, targets=targets, loss_fn=loss_sum, weight=weight
+            loss, state = accel.forward_backward(
+                ctx, model, state, ids, targets=targets, loss_fn=loss_sum, weight=weight
             )
             if shares == 1:
                 figures.append(float(loss))
-        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm)
-        accum, scaler = result.accum, result.scaler
-        if result.grad_norm is not None:
-            figures.append(float(result.grad_norm))
+        state = accel.optimizer_step(ctx, optimizer, state, max_norm=max_norm)
+        if state.grad_norm is not None:
+            figures.append(float(state.grad_norm))
     named = accel.unwrap_model(model).named_parameters(remove_duplicate=False)
     return Trained({name: whole_of(each) for name, each in named}, figures)
 

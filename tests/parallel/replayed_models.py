@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pipelines import Trained, whole_of
+from steps import begin_batch
 from torch import nn
 from torch.nn.functional import cross_entropy, relu
 
@@ -174,24 +175,22 @@ def train(
     if resume:
         _ = accel.load_state(ctx, resume, items)
     share, shares = ctx.data_parallel
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation(accumulation)
+    state = accel.train_state(ctx, accumulation=accumulation)
     figures: list[float] = []
     for step, size in enumerate(rows, begin):
         for micro in range(accumulation):
             inputs, targets = batch_of(size * shares, 100 * step + micro)
             inputs = {key: each[share::shares] for key, each in inputs.items()}
             targets = targets[share::shares]
-            accum = accum.next()
+            state = begin_batch(ctx, state)
             weight = (targets != -100).sum()
-            given = (scaler, accum, inputs)
-            loss, accum = accel.training.parts.forward_backward(
-                ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=weight
+            loss, state = accel.forward_backward(
+                ctx, model, state, inputs, targets=targets, loss_fn=loss_sum, weight=weight
             )
             figures += [float(loss)] if shares == 1 else []
-        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-        accum, scaler = result.accum, result.scaler
-        assert result.grad_norm is not None
-        figures.append(float(result.grad_norm))
+        state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
+        assert state.grad_norm is not None
+        figures.append(float(state.grad_norm))
     if save:
         _ = accel.save_state(ctx, save, items, step=begin + len(rows))
     inner = accel.unwrap_model(model)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -115,9 +116,8 @@ def test_each_stage_of_a_pipeline_logs_its_own(ranks: Simulator, caplog: pytest.
         ctx = accel.replace(ctx, mesh="pp=2,dp=2")
         model = accel.prepare_model(ctx, nn.Sequential(*(Running() for _ in range(4))))
         for _ in range(2):
-            accum = accel.Accumulation().next()
-            given = (accel.loss_scale(ctx), accum, torch.ones(4, WIDTH))
-            _ = accel.training.parts.forward_backward(ctx, model, *given, loss_fn=torch.sum, weight=4)
+            given = (begin_batch(ctx), torch.ones(4, WIDTH))
+            _ = accel.forward_backward(ctx, model, *given, loss_fn=torch.sum, weight=4)
             accel.training.clear_gradients(model)
 
     ranks.run(rank, 4, default_group=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import job, script_ranks
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -24,22 +25,20 @@ def make() -> nn.Module:
         return nn.Sequential(nn.Linear(24, 48), nn.BatchNorm1d(48), nn.Tanh(), nn.Linear(48, 24))
 
 
-def gradients(
-    ctx: accel.DistContext, steps: int = 1, *, accum: accel.Accumulation | None = None, **options: Any
-) -> torch.Tensor:
+def gradients(ctx: accel.DistContext, steps: int = 1, *, sync_each_batch: bool = False, **options: Any) -> torch.Tensor:
     """The gradients of the last of some steps; data differ by rank and not by step."""
     model = accel.prepare_model(ctx, make(), **options)
     inputs = torch.randn(6, 24, generator=torch.Generator().manual_seed(ctx.rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    accum, scaler = accum or accel.Accumulation(steps=2), accel.loss_scale(ctx)
+    state = accel.train_state(ctx, accumulation=2, sync_each_batch=sync_each_batch)
     got = torch.empty(0)
     for _ in range(2 * steps):
-        accum = accum.next()
-        with accel.training.parts.accumulate(ctx, accum, model):
-            accum = accel.training.parts.backward(ctx, model(inputs).square().mean(), scaler, accum)
-        if accum.sync:
+        state = begin_batch(ctx, state)
+        with accel.accumulate(ctx, state, model):
+            state = accel.backward(ctx, model(inputs).square().mean(), state)
+        if state.sync:
             got = torch.cat([each.grad.flatten().clone() for each in model.parameters() if each.grad is not None])
-            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+            state = accel.optimizer_step(ctx, optimizer, state)
     return got
 
 
@@ -85,7 +84,7 @@ def test_power_sgd_makes_up_for_what_it_lost(ranks: Simulator, hook: accel.paral
         inputs, sent = torch.randn(6, 24, generator=torch.Generator().manual_seed(ctx.rank)), []
         for _ in range(42):
             model.zero_grad()
-            accel.training.parts.backward(ctx, model(inputs).square().mean(), accel.loss_scale(ctx))
+            accel.backward(ctx, model(inputs).square().mean(), begin_batch(ctx))
             sent.append(
                 torch.cat([each.grad.flatten().clone() for each in model.parameters() if each.grad is not None])
             )
@@ -105,7 +104,7 @@ def test_gradients_of_zero_stay_zero(ranks: Simulator, wire: Any, batched: bool)
         model = accel.prepare_model(ctx, nn.Linear(24, 24), comm_hook=hook)
         for _ in range(4):
             model.zero_grad()
-            accel.training.parts.backward(ctx, model(torch.ones(2, 24)).sum() * 0, accel.loss_scale(ctx))
+            accel.backward(ctx, model(torch.ones(2, 24)).sum() * 0, begin_batch(ctx))
             assert not any(each.grad is None or each.grad.any() for each in model.parameters())
 
     ranks.run(rank, 2)
@@ -119,11 +118,12 @@ def regression(ctx: accel.DistContext, hook: Any) -> torch.Tensor:
     model = nn.Linear(16, 12, bias=False)
     nn.init.zeros_(model.weight)
     model = accel.prepare_model(ctx, model, comm_hook=hook)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), accel.loss_scale(ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    state = accel.train_state(ctx)
     for _ in range(60):
         loss = nn.functional.mse_loss(model(inputs), inputs @ truth.T)
-        accel.training.parts.backward(ctx, loss, scaler)
-        accel.training.parts.optimizer_step(ctx, optimizer, scaler)
+        state = accel.backward(ctx, loss, begin_batch(ctx, state))
+        state = accel.optimizer_step(ctx, optimizer, state)
     return next(model.parameters()).detach().clone()
 
 
@@ -154,7 +154,7 @@ def test_an_overflow_stays_in_its_step(ranks: Simulator, options: dict[str, Any]
         for step in range(7):
             model.zero_grad()
             inputs = torch.ones(6, 24) * (torch.inf if step == at and ctx.rank == 1 else 1.0 + ctx.rank)
-            accel.training.parts.backward(ctx, model(inputs).square().mean(), accel.loss_scale(ctx))
+            accel.backward(ctx, model(inputs).square().mean(), begin_batch(ctx))
             finite.append(all(each.grad is None or bool(each.grad.isfinite().all()) for each in model.parameters()))
         return finite
 
@@ -175,7 +175,7 @@ def test_a_static_graph_exchanges_gradients_in_every_backward(ranks: Simulator) 
     def rank(ctx: accel.DistContext) -> torch.Tensor:
         with pytest.raises(PrepareError, match=r"Leave static_graph out, or use .*sync_each_batch=True"):
             gradients(ctx, static_graph=True)
-        return gradients(ctx, 2, accum=accel.Accumulation(steps=2, sync_each_batch=True), static_graph=True)
+        return gradients(ctx, 2, sync_each_batch=True, static_graph=True)
 
     expected = ranks.run(gradients, 2)[0]
     for got in ranks.run(rank, 2):
@@ -275,7 +275,7 @@ def test_power_sgd_takes_parameters_of_any_kind(ranks: Simulator, batched: bool)
         inputs = torch.randn(6, 24, generator=torch.Generator().manual_seed(ctx.rank))
         for _ in range(3):
             model.zero_grad()
-            accel.training.parts.backward(ctx, model(inputs).square().mean(), accel.loss_scale(ctx))
+            accel.backward(ctx, model(inputs).square().mean(), begin_batch(ctx))
         real = [
             torch.view_as_real(each) if each.is_complex() else each for each in (p.grad for p in model.parameters())
         ]

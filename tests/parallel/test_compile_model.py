@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import Block, Stack
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -259,8 +260,8 @@ def test_a_real_backend_trains() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(5):
         loss = model(torch.ones(2, 8, dtype=torch.float64)).square().mean()
-        accel.training.parts.backward(ctx, loss, accel.loss_scale(ctx))
-        accel.training.parts.optimizer_step(ctx, optimizer, accel.loss_scale(ctx))
+        state = accel.backward(ctx, loss, begin_batch(ctx))
+        accel.optimizer_step(ctx, optimizer, state)
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     torch.compiler.reset()

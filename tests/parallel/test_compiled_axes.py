@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from steps import begin_batch
 from tensor_models import NORM_AND_MLP
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -107,17 +108,15 @@ def trained(ctx: accel.DistContext, case: Case, backend: str | None) -> tuple[li
         accel.compile_model(model, case.regions, backend=backend, fullgraph=True)  # raises where a graph breaks
     compiled = sum(map(is_compiled, accel.unwrap_model(model).modules()))
     found, graphs = list[Any](), list[int]()
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation()
+    state = accel.train_state(ctx)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         x = torch.linspace(-1, 1 + step, 64, dtype=torch.float64).view(4, 4, 4) * (1 + ctx.data_parallel[0])
-        accum = accum.next()
-        _, accum = accel.training.parts.forward_backward(
-            ctx, model, scaler, accum, x, loss_fn=lambda y: y.square().sum(), weight=4
-        )
+        state = begin_batch(ctx, state)
+        _, state = accel.forward_backward(ctx, model, state, x, loss_fn=lambda y: y.square().sum(), weight=4)
         named = accel.unwrap_model(model).named_parameters()
         found.append({name: full_tensor(each.grad) for name, each in named if each.grad is not None})
-        accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+        state = accel.optimizer_step(ctx, optimizer, state)
         accel.wait_for_everyone(ctx)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return found, compiled, graphs

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compiled_models import Between, Case, batch_of, train
 from pipelines import differences
+from steps import begin_batch
 
 import accel
 from accel.parallel import Plan
@@ -78,11 +79,11 @@ def test_each_kind_of_batch_has_one_graph(ranks: Simulator, name: str) -> None:
         model = accel.prepare_model(ctx, case.make().train(), plan=case.plan, example=batch_of(0, 4)[0])
         accel.compile_model(model, case.regions, backend="aot_eager", fullgraph=True)
         counts: list[int] = []
-        scaler = accel.loss_scale(ctx)
+        state = accel.train_state(ctx)
         for step in range(3 * len(kinds)):
             ids = batch_of(step, kinds[step % len(kinds)])[0][ctx.data_parallel[0] :: ctx.data_parallel[1]]
-            _ = accel.training.parts.forward_backward(
-                ctx, model, scaler, None, ids, loss_fn=lambda out: out.square().sum(), weight=len(ids)
+            _ = accel.forward_backward(
+                ctx, model, begin_batch(ctx, state), ids, loss_fn=lambda out: out.square().sum(), weight=len(ids)
             )
             model.zero_grad()
             with torch.no_grad(), accel.evaluating(model):

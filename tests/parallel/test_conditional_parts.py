@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
 from profiles import share
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -168,11 +169,11 @@ class Experts(nn.Module):
 def _expert_step(ctx: accel.DistContext, **how: Any) -> None:
     torch.manual_seed(0)
     model = accel.prepare_model(accel.replace(ctx, strategy="fsdp"), Experts(), **how)
-    accum, scaler = accel.Accumulation().next(), accel.loss_scale(ctx)
-    with accel.training.parts.accumulate(ctx, accum, model):
+    state = begin_batch(ctx)
+    with accel.accumulate(ctx, state, model):
         loss = model(torch.ones(2, 4), ["one", "two"] if ctx.rank else ["one"]).sum()
-        accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=2)
-    accel.training.parts.optimizer_step(ctx, torch.optim.SGD(model.parameters(), lr=0.1), scaler, accum)
+        state = accel.backward(ctx, loss, state, weight=2)
+    accel.optimizer_step(ctx, torch.optim.SGD(model.parameters(), lr=0.1), state)
 
 
 def test_experts_that_a_rank_never_calls_name_the_option(ranks: Simulator) -> None:
@@ -214,13 +215,14 @@ SCRIPT = """
 import sys, os
 sys.path.insert(0, {folder!r})
 import torch, accel
+from steps import begin_batch
 from test_conditional_parts import Vlm
 
 torch.set_num_threads(1)
 how = sys.argv[1]
 with accel.session(device="cpu", strategy="fsdp", timeout_s=6) as ctx:
     model = accel.prepare(ctx, Vlm())
-    accum, scaler = accel.Accumulation().next(), accel.loss_scale(ctx)
+    state = begin_batch(ctx)
     parts = frozenset(["vision"] if ctx.rank == 0 else [])
     try:
         if how == "evaluate":
@@ -228,9 +230,9 @@ with accel.session(device="cpu", strategy="fsdp", timeout_s=6) as ctx:
                 model(torch.ones(2, 4), parts)
                 model(torch.ones(3, 4), frozenset())
                 accel.gather(ctx, torch.ones(1))
-        with accel.accumulate(ctx, accum, model):
+        with accel.accumulate(ctx, state, model):
             loss = model(torch.ones(2, 4), parts)
-            accel.backward(ctx, loss.sum(), scaler, accum, weight=2)
+            accel.backward(ctx, loss.sum(), state, weight=2)
     except accel.errors.PeerError as error:
         print("told:", str(error).replace(chr(10), " "), flush=True)
         os._exit(0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from language_models import forward_backward, make_objects, plan_of, rows
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -44,9 +45,9 @@ def _step(ctx: accel.DistContext, model: nn.Module, optimizer: Any) -> dict[str,
     """Take one step on four sequences; return the parameters that this rank has a part of, whole."""
     share, shares = ctx.data_parallel
     batch = rows(4)[share::shares]
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-    _, accum = forward_backward(ctx, model, scaler, accum, ids=batch, labels=batch)
-    _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
+    state = begin_batch(ctx)
+    _, state = forward_backward(ctx, model, state, ids=batch, labels=batch)
+    _ = accel.optimizer_step(ctx, optimizer, state)
     return _whole(model)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pipelines import WIDTH, Trained, Words, by_hand, differences, loss_sum, train
+from steps import begin_batch
 from torch import Tensor, nn
 
 import accel
@@ -107,14 +108,14 @@ def test_each_stage_counts_the_tokens_of_its_experts() -> None:
         net = mixture()
         model, optimizer = accel.prepare(ctx, net, torch.optim.SGD(net.parameters(), lr=0.1), plan=plan)
         load = accel.training.ExpertLoad(model, experts={"blocks.*.experts": EXPERTS})
-        scaler, accum = accel.loss_scale(ctx), accel.Accumulation(1).next()
+        state = begin_batch(ctx)
         ids = torch.arange(12).reshape(4, 3) % 5
-        with load.counting(accum):
-            _, accum = accel.training.parts.forward_backward(
-                ctx, model, scaler, accum, (ids,), targets=ids, loss_fn=loss_sum, weight=ids.numel()
+        with load.counting(state):
+            _, state = accel.forward_backward(
+                ctx, model, state, (ids,), targets=ids, loss_fn=loss_sum, weight=ids.numel()
             )
-        step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
-        return {path: int(each.sum()) for path, each in load.update_(ctx, step).layers.items()}
+        state = accel.optimizer_step(ctx, optimizer, state)
+        return {path: int(each.sum()) for path, each in load.update_(ctx, state).layers.items()}
 
     second = {"blocks.2.experts": 48, "blocks.3.experts": 48}  # two ranks, 12 tokens, two experts each
     found = simulate(run, 4, default_group=True)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from families import FAMILIES, TOLERANCE, Family, Mesh, cell, loss_of, make, rows
+from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -253,9 +254,9 @@ def _trained(ctx: accel.DistContext, mesh: str, folder: Path, *, loads: bool) ->
     share, shares = ctx.data_parallel
     own = rows("own")[:8] if not loads else rows("own")[2:]
     loss, count = loss_of("own", model, torch.utils.data.default_collate(own[share::shares]))
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-    accum = accel.training.parts.backward(ctx, loss / count, scaler, accum, weight=count)
-    _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+    state = begin_batch(ctx)
+    state = accel.backward(ctx, loss / count, state, weight=count)
+    _ = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
     if not loads:
         assert accel.save_state(ctx, folder, items, step=1)
     return accel.get_state_dict(ctx, model, dst=None)

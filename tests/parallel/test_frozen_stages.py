@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -32,16 +33,16 @@ def _norm(ctx: accel.DistContext, dtype: torch.dtype, trained: Iterable[int], gi
     made: Any = accel.prepare(ctx, net, torch.optim.SGD(parameters, lr=0.1), plan=Plan(micro_batches=2))
     model, optimizer = made
     inputs = torch.linspace(-1, 2, 16).view(4, 4).to(dtype)
-    scale, window = accel.loss_scale(ctx), accel.Accumulation(1).next()
-    _, window = accel.training.parts.forward_backward(ctx, model, scale, window, inputs, loss_fn=_squares, weight=4)
+    state = begin_batch(ctx)
+    _, state = accel.forward_backward(ctx, model, state, inputs, loss_fn=_squares, weight=4)
     if way == "value":
-        accel.training.parts.clip_grad_value_(ctx, model.parameters(), 1e9, scale, window)
+        accel.clip_grad_value_(ctx, model.parameters(), 1e9, state)
     if way == "unscale":
-        window = accel.training.parts.unscale_gradients(ctx, optimizer, scale, window)
+        state = accel.unscale_gradients(ctx, optimizer, state)
     if way == "clip":
-        return accel.training.parts.clip_grad_norm_(ctx, model.parameters(), 1e9, scale, window)
+        return accel.clip_grad_norm_(ctx, model.parameters(), 1e9, state)
     options = {"each": {"max_norm": [1e9]}, "unread": {"max_norm": 1e9, "nonfinite": "ignore"}}.get(way, {})
-    norm = accel.training.parts.optimizer_step(ctx, optimizer, scale, window, **options).grad_norm
+    norm = accel.optimizer_step(ctx, optimizer, state, **options).grad_norm
     assert norm is not None
     return norm
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from catching import caught
-from steps import two_steps
+from steps import begin_batch, two_steps
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -227,13 +227,13 @@ def _train(ctx: accel.DistContext, block: Callable[[], nn.Module], mesh: str = "
 
 def _staged(ctx: accel.DistContext, model: nn.Module, optimizer: Any) -> list[tuple[float, float]]:
     figures: list[tuple[float, float]] = []
-    scaler = accel.loss_scale(ctx)
+    state = accel.train_state(ctx)
     for _ in range(2):
-        loss, accum = accel.training.parts.forward_backward(
-            ctx, model, scaler, None, IDS, targets=IDS.roll(-1), loss_fn=_loss, weight=IDS.numel()
+        loss, state = accel.forward_backward(
+            ctx, model, begin_batch(ctx, state), IDS, targets=IDS.roll(-1), loss_fn=_loss, weight=IDS.numel()
         )
-        step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-        figures.append((float(loss), float(step.grad_norm)))
+        state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
+        figures.append((float(loss), float(state.grad_norm)))
     return figures
 
 

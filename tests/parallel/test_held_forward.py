@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from steps import begin_batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,17 +45,18 @@ def train(ctx: accel.DistContext, steps: int, micros: int, *, bare: bool) -> tup
     cast(Any, model).bare = bare
     inner = accel.unwrap_model(model)
     assert isinstance(inner, Counting)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), accel.loss_scale(ctx)
-    accum, counts = accel.Accumulation(steps=steps), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = list[int]()
+    state = accel.train_state(ctx, accumulation=steps)
     for micro in range(micros):
         inner.get_buffer("count").add_(ctx.rank)  # drifts, until DDP sends rank 0's
-        accum = accum.next(last=micro == micros - 1)
-        with accel.training.parts.accumulate(ctx, accum, model):
-            accum = accel.training.parts.backward(ctx, model(inputs_of(ctx.rank, micro)).square().mean(), scaler, accum)
+        state = begin_batch(ctx, state, last=micro == micros - 1)
+        with accel.accumulate(ctx, state, model):
+            state = accel.backward(ctx, model(inputs_of(ctx.rank, micro)).square().mean(), state)
         counts.append(int(inner.get_buffer("count")))
         assert inner.callers[-1] is model
-        if accum.sync:
-            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+        if state.sync:
+            state = accel.optimizer_step(ctx, optimizer, state)
     return counts, inner.layer.weight.detach()
 
 
@@ -77,12 +79,12 @@ def test_ddp_does_nothing_in_it(ranks: Simulator, monkeypatch: pytest.MonkeyPatc
 
     def rank(ctx: accel.DistContext) -> int:
         model = accel.prepare_model(ctx, nn.Linear(3, 1))
-        accum, scaler = accel.Accumulation(steps=4), accel.loss_scale(ctx)
+        state = accel.train_state(ctx, accumulation=4)
         before = sum(each is model for each in calls)
         for _ in range(4):
-            accum = accum.next()
-            with accel.training.parts.accumulate(ctx, accum, model):
-                accum = accel.training.parts.backward(ctx, model(torch.ones(1, 3)).sum(), scaler, accum)
+            state = begin_batch(ctx, state)
+            with accel.accumulate(ctx, state, model):
+                state = accel.backward(ctx, model(torch.ones(1, 3)).sum(), state)
         return sum(each is model for each in calls) - before
 
     monkeypatch.setattr(DistributedDataParallel, "forward", forward)
@@ -104,8 +106,9 @@ def test_it_does_not_end_an_exchange_that_another_forward_began(ranks: Simulator
     """What the held backward gives would complete DDP's bucket, and travel to ranks that do not expect it."""
 
     def rank(ctx: accel.DistContext) -> float:
-        model, scaler = accel.prepare_model(ctx, Either()), accel.loss_scale(ctx)
-        accel.training.parts.backward(ctx, model(torch.ones(1, 2), which=0).sum(), scaler)
+        model = accel.prepare_model(ctx, Either())
+        state = accel.train_state(ctx)
+        accel.backward(ctx, model(torch.ones(1, 2), which=0).sum(), begin_batch(ctx, state))
         if ctx.rank == 0:
             with (
                 pytest.raises(RuntimeError, match="finished reduction in the prior iteration"),
@@ -123,17 +126,15 @@ def test_ranks_without_inputs_answer_windows_of_several(ranks: Simulator) -> Non
     def rank(ctx: accel.DistContext) -> torch.Tensor:
         torch.manual_seed(0)
         model = accel.prepare_model(ctx, nn.Linear(3, 1, bias=False).double())
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), accel.loss_scale(ctx)
-        accum = accel.Accumulation(steps=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = accel.train_state(ctx, accumulation=2)
         with accel.join_uneven_inputs(ctx, model):
             for micro in range(micros[ctx.rank]):
-                accum = accum.next()
-                with accel.training.parts.accumulate(ctx, accum, model):
-                    accum = accel.training.parts.backward(
-                        ctx, model(inputs_of(ctx.rank, micro)).square().mean(), scaler, accum
-                    )
-                if accum.sync:
-                    accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+                state = begin_batch(ctx, state)
+                with accel.accumulate(ctx, state, model):
+                    state = accel.backward(ctx, model(inputs_of(ctx.rank, micro)).square().mean(), state)
+                if state.sync:
+                    state = accel.optimizer_step(ctx, optimizer, state)
         return accel.unwrap_model(model).weight.detach()
 
     torch.manual_seed(0)

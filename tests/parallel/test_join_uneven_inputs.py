@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
 from profiles import share
+from steps import begin_batch
 from torch import distributed as dist, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
@@ -31,11 +32,12 @@ def batches(rank: int, steps: int) -> torch.Tensor:
 
 def train(ctx: accel.DistContext, steps: list[int], *, initial: bool) -> torch.Tensor:
     model = accel.prepare_model(ctx, make())
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), accel.loss_scale(ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = accel.train_state(ctx)
     with accel.join_uneven_inputs(ctx, model, divide_by_initial_world_size=initial):
         for inputs in batches(ctx.rank, steps[ctx.rank]):
-            accel.training.parts.backward(ctx, model(inputs).square().mean(), scaler)
-            accel.training.parts.optimizer_step(ctx, optimizer, scaler)
+            state = accel.backward(ctx, model(inputs).square().mean(), begin_batch(ctx, state))
+            state = accel.optimizer_step(ctx, optimizer, state)
     return accel.unwrap_model(model).weight.detach()
 
 
@@ -139,11 +141,11 @@ def test_other_joinables_join_beside_a_model_or_alone(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> tuple[int, int]:
         model = accel.prepare_model(ctx, make())
         counter = Counter(model.process_group, options := [])
-        scaler = accel.loss_scale(ctx)
+        state = accel.train_state(ctx)
         with accel.join_uneven_inputs(ctx, counter, model):
             for inputs in batches(ctx.rank, 2 + ctx.rank):
                 counter()
-                accel.training.parts.backward(ctx, model(inputs).square().mean(), scaler)
+                accel.backward(ctx, model(inputs).square().mean(), begin_batch(ctx, state))
         beside = counter.total
         with accel.join_uneven_inputs(ctx, counter, divide_by_initial_world_size=False):
             for _ in range(3 - ctx.rank):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import TOLERANCE, Family, Mesh, cell
 from processes import job, run_ranks
+from steps import begin_batch
 from torch import Tensor, nn
 
 import accel
@@ -146,17 +147,15 @@ def tokens_of(ctx: accel.DistContext, micro: int) -> Tensor:
 def steps(ctx: accel.DistContext, model: nn.Module, optimizer: Any, first: int = 0) -> list[float]:
     norms = []
     state = accel.train_state(ctx)
-    scaler, accum = state.scaler, state.accum
     for micro in range(first, first + 2):
-        accum = accum.next()
+        state = begin_batch(ctx, state)
         tokens = tokens_of(ctx, micro)
-        with accel.training.parts.accumulate(ctx, accum, model):
+        with accel.accumulate(ctx, state, model):
             loss = (model(tokens) - 1).square().sum() / max(len(tokens), 1)
-            accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=len(tokens))
-        step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-        accum, scaler = step.accum, step.scaler
-        assert step.grad_norm is not None
-        norms.append(float(step.grad_norm))
+            state = accel.backward(ctx, loss, state, weight=len(tokens))
+        state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
+        assert state.grad_norm is not None
+        norms.append(float(state.grad_norm))
     return norms
 
 
@@ -201,19 +200,15 @@ def test_experts_that_no_rank_calls_get_no_gradient(kind, moves, mesh, ranks):
         optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], weight_decay=0.5)
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=PLAN)
         state = accel.train_state(ctx)
-        scaler, accum = state.scaler, state.accum
         norms = []
         for micro in range(2):
-            accum = accum.next()
+            state = begin_batch(ctx, state)
             tokens = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(micro), dtype=torch.float64)
             at, count = ctx.data_parallel
-            with accel.training.parts.accumulate(ctx, accum, model):
-                accum = accel.training.parts.backward(
-                    ctx, (model(tokens.chunk(count)[at]) - 1).square().mean(), scaler, accum
-                )
-            step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-            accum, scaler = step.accum, step.scaler
-            norms.append(float(step.grad_norm))
+            with accel.accumulate(ctx, state, model):
+                state = accel.backward(ctx, (model(tokens.chunk(count)[at]) - 1).square().mean(), state)
+            state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
+            norms.append(float(state.grad_norm))
         return accel.get_state_dict(ctx, model, dst=None), norms
 
     expected, norms = run(accel.single(), "")
@@ -256,14 +251,15 @@ def test_each_expert_counts_its_rows():
     def run(ctx: accel.DistContext, mesh: str) -> dict[str, list[int]]:
         ctx, model, optimizer = prepared(ctx, mesh)
         load = accel.training.ExpertLoad(model, experts={"layers.*.experts": EXPERTS})
-        accum, tokens = accel.Accumulation(1).next(), tokens_of(ctx, 1)
-        with load.counting(accum):
-            accum = accel.training.parts.backward(ctx, model(tokens).square().mean(), accel.loss_scale(ctx), accum)
-        step = accel.training.parts.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum)
-        counts = load.update_(ctx, step).layers
+        tokens = tokens_of(ctx, 1)
+        state = begin_batch(ctx)
+        with load.counting(state):
+            state = accel.backward(ctx, model(tokens).square().mean(), state)
+        state = accel.optimizer_step(ctx, optimizer, state)
+        counts = load.update_(ctx, state).layers
         with (
             pytest.raises(ConfigError, match="do not show their tokens"),
-            load.counting(step.accum.next(), mask=tokens),
+            load.counting(begin_batch(ctx, state), mask=tokens),
         ):
             _ = model(tokens)
         return {path: each.tolist() for path, each in counts.items()}

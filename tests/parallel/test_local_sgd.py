@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from steps import begin_batch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,13 +44,14 @@ def train(ctx: accel.DistContext, steps: int, every: int) -> list[torch.Tensor]:
         nn.init.normal_(model[0].weight)  # rank 0's is the start for all
     model = accel.parallel.prepare_local_model(ctx, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    accum, scaler, local = accel.Accumulation(), accel.loss_scale(ctx), accel.parallel.LocalSgd(every)
+    local = accel.parallel.LocalSgd(every)
+    state = accel.train_state(ctx)
     for step in range(steps):
         inputs, targets = data(ctx.rank, step)
-        accum = accum.next()
-        with accel.training.parts.accumulate(ctx, accum):
-            accum = accel.training.parts.backward(ctx, mse_loss(model(inputs), targets), scaler, accum)
-        accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+        state = begin_batch(ctx, state)
+        with accel.accumulate(ctx, state):
+            state = accel.backward(ctx, mse_loss(model(inputs), targets), state)
+        state = accel.optimizer_step(ctx, optimizer, state)
         local = accel.parallel.local_sgd_step(ctx, model, local, last=step == steps - 1)
     assert local == accel.parallel.LocalSgd(every, averages=-(-steps // every))
     return values(model)
@@ -98,15 +100,15 @@ def test_averaging_after_every_step_of_plain_sgd_is_data_parallel(samples: int, 
         loader = accel.prepare_loader(ctx, DataLoader(dataset, batch_size=2))
         prepare = accel.prepare_model if local is None else accel.parallel.prepare_local_model
         model = prepare(ctx, model)
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), accel.loss_scale(ctx)
-        accum = accel.Accumulation(steps=steps)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = accel.train_state(ctx, accumulation=steps)
         for batch in accel.batches(ctx, loader, accel.Cursor()):
-            accum = accum.next(last=batch.is_last)
-            with accel.training.parts.accumulate(ctx, accum, *([model] if local is None else [])):
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, *([model] if local is None else [])):
                 loss = model(batch.data[0]).square().mean()
-                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
-            if accum.sync:
-                accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, nonfinite="ignore").accum
+                state = accel.backward(ctx, loss, state)
+            if state.sync:
+                state = accel.optimizer_step(ctx, optimizer, state, nonfinite="ignore")
                 local = local and accel.parallel.local_sgd_step(ctx, model, local)
         return torch.cat([each.detach().flatten() for each in model.parameters()])
 
@@ -192,19 +194,20 @@ def test_with_its_optimizer_averaged_a_run_resumes_exactly(tmp_path: Path) -> No
     def rank(ctx: accel.DistContext, steps: int) -> list[torch.Tensor]:
         model = accel.parallel.prepare_local_model(ctx, make())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        accum, local = accel.Accumulation(), accel.parallel.LocalSgd(every=2)
+        local = accel.parallel.LocalSgd(every=2)
+        state = accel.train_state(ctx)
 
         def items() -> dict[str, object]:
-            return {"model": model, "optimizer": optimizer, "accum": accum, "local": local}
+            return {"model": model, "optimizer": optimizer, "state": state, "local": local}
 
         if found := accel.latest_checkpoint(tmp_path / str(steps % 2)):
             loaded = accel.load_state(ctx, found, items())
-            accum, local = loaded["accum"], loaded["local"]  # type: ignore[assignment]
-        while accum.updates < steps:
-            inputs, targets = data(ctx.rank, accum.updates)
-            accum = accum.next()
-            accum = accel.training.parts.backward(ctx, mse_loss(model(inputs), targets), accel.loss_scale(ctx), accum)
-            accum = accel.training.parts.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum).accum
+            state, local = loaded["state"], loaded["local"]  # type: ignore[assignment]
+        while state.updates < steps:
+            inputs, targets = data(ctx.rank, state.updates)
+            state = begin_batch(ctx, state)
+            state = accel.backward(ctx, mse_loss(model(inputs), targets), state)
+            state = accel.optimizer_step(ctx, optimizer, state)
             local = accel.parallel.local_sgd_step(ctx, model, local, optimizer=optimizer)
             if local.taken:
                 with pytest.raises(ConfigError, match="ranks hold different models between two averages"):

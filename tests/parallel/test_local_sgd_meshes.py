@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from language_models import forward_backward, make_objects, plan_of, rows
+from steps import begin_batch
 
 import accel
 from accel.parallel import Axes, LocalSgd
@@ -32,26 +33,26 @@ def _train(ctx: accel.DistContext, axes: Axes, strategy: Any, out: Path | None =
     model, _ = make_objects(ctx, tied=True)
     model = accel.parallel.prepare_local_model(ctx, model, plan=plan_of())
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    accum, scaler, local = accel.Accumulation(), accel.loss_scale(ctx), LocalSgd(every=2)
+    local = LocalSgd(every=2)
+    state = accel.train_state(ctx)
 
     def items() -> dict[str, object]:
-        return {"model": model, "optimizer": optimizer, "accum": accum, "local": local}
+        return {"model": model, "optimizer": optimizer, "state": state, "local": local}
 
     if out is not None and (found := accel.latest_checkpoint(out)):
         loaded: Any = accel.load_state(ctx, found, items())
-        accum, local = loaded["accum"], loaded["local"]
+        state, local = loaded["state"], loaded["local"]
     share, shares = ctx.data_parallel
     figures: list[float] = []
-    while accum.updates < upto:
-        batch = rows(40)[8 * accum.updates :][:8][share::shares]
-        accum = accum.next()
-        _, accum = forward_backward(ctx, model, scaler, accum, ids=batch, labels=batch)
-        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-        accum = result.accum
-        figures.append(float(result.grad_norm))
-        local = accel.parallel.local_sgd_step(ctx, model, local, optimizer=optimizer, last=accum.updates == upto)
+    while state.updates < upto:
+        batch = rows(40)[8 * state.updates :][:8][share::shares]
+        state = begin_batch(ctx, state)
+        _, state = forward_backward(ctx, model, state, ids=batch, labels=batch)
+        state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
+        figures.append(float(state.grad_norm))
+        local = accel.parallel.local_sgd_step(ctx, model, local, optimizer=optimizer, last=state.updates == upto)
         if out is not None and not local.taken:
-            accel.save_state(ctx, out, items(), step=accum.updates)
+            accel.save_state(ctx, out, items(), step=state.updates)
     held = model.named_parameters(remove_duplicate=False)
     return share, {name: full_tensor(each).clone() for name, each in held}, figures
 

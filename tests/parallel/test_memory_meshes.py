@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from language_models import make_objects, plan_of, rows
+from steps import begin_batch
 
 import accel
 from accel.parallel import Axes
@@ -32,12 +33,12 @@ def _trained(ctx: accel.DistContext) -> tuple[Any, ...]:
     share, shares = ctx.data_parallel
     for step in range(2):
         part = accel.parallel.split_sequence(ctx, {"ids": rows(4)[share::shares]}, shift=())
-        scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-        _, accum = accel.training.parts.forward_backward(
-            ctx, model, scaler, accum, part, loss_fn=lambda logits: logits.square().sum(), weight=len(part["ids"])
+        state = begin_batch(ctx)
+        _, state = accel.forward_backward(
+            ctx, model, state, part, loss_fn=lambda logits: logits.square().sum(), weight=len(part["ids"])
         )
         if step == 0:
-            _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
+            _ = accel.optimizer_step(ctx, optimizer, state)
     gradients = [each.grad for each in accel.unwrap_model(model).parameters()]  # torch makes these objects when asked
     assert all(each is not None for each in gradients)
     return model, optimizer, gradients

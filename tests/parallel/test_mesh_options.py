@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from language_models import STYLES, Block, make_objects, plan_of, rows
+from steps import begin_batch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -139,11 +140,11 @@ def test_kept_outputs_are_those_of_one_process_by_any_method(ranks: Simulator, m
         plan = accel.parallel.Plan(tensor=STYLES, context=method)
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
         part = accel.parallel.split_sequence(ctx, {"ids": rows(4)}, shift=())
-        scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-        _, accum = accel.training.parts.forward_backward(
-            ctx, model, scaler, accum, part, loss_fn=lambda logits: logits.square().sum(), weight=part["ids"].numel()
+        state = begin_batch(ctx)
+        _, state = accel.forward_backward(
+            ctx, model, state, part, loss_fn=lambda logits: logits.square().sum(), weight=part["ids"].numel()
         )
-        return float(accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5).grad_norm)
+        return float(accel.optimizer_step(ctx, optimizer, state, max_norm=0.5).grad_norm)
 
     (expected,) = ranks.run(lambda ctx: rank(ctx, "dp=1"), 1, default_group=True)
     assert ranks.run(lambda ctx: rank(ctx, "cp=2"), 2, default_group=True) == pytest.approx([expected] * 2, rel=1e-12)

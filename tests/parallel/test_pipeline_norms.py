@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from catching import caught
+from steps import begin_batch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -57,10 +58,10 @@ def _prepared(ctx: accel.DistContext, model: nn.Module, plan: Plan | None) -> tu
 
 def _train(ctx: accel.DistContext, make: Make, plan: Plan | None, rows: int = 8) -> dict[str, torch.Tensor]:
     model, sgd = _prepared(ctx, make(), plan)
-    scale = accel.loss_scale(ctx)
+    state = accel.train_state(ctx)
     for step in range(2):
         given = torch.randn(rows, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        _ = accel.training.parts.forward_backward(ctx, model, scale, None, given, loss_fn=_squares, weight=rows)
+        _ = accel.forward_backward(ctx, model, begin_batch(ctx, state), given, loss_fn=_squares, weight=rows)
         sgd.step()
         sgd.zero_grad()
     return {name: each.detach().clone() for name, each in model.state_dict().items()}
@@ -124,9 +125,9 @@ def test_norms_that_train_later_and_batches_that_are_filled_up_are_refused(ranks
         with accel.evaluating(model):
             assert accel.training.forward(ctx, model, rows[:3]).shape == (3, 4)  # filled up
         _ = model.train()
-        scale = accel.loss_scale(ctx)
+        state = accel.train_state(ctx)
         return caught(
-            lambda: accel.training.parts.forward_backward(ctx, model, scale, None, rows, loss_fn=torch.sum, weight=4)
+            lambda: accel.forward_backward(ctx, model, begin_batch(ctx, state), rows, loss_fn=torch.sum, weight=4)
         )
 
     for error in ranks.run(later, 2, default_group=True):

@@ -21,6 +21,7 @@ import os, sys
 import torch, accel
 from torch import nn
 from pipelines import Words, batch_of, loss_sum
+from steps import begin_batch
 
 class Failing(nn.Module):
     def forward(self, hidden):
@@ -36,13 +37,13 @@ with accel.session(device="cpu", mesh="pp=-1", timeout_s=60) as ctx:
     whole.blocks[int(sys.argv[2])] = Failing()
     model = accel.prepare_model(ctx, whole, plan=accel.parallel.Plan(micro_batches=4))
     ids, targets = batch_of(0, 8)
-    scaler = accel.loss_scale(ctx)
+    state = accel.train_state(ctx)
     for step in range(4):
         if step == 2 and ctx.rank == 1:
             open("fail", "w").close()
         try:
-            given = (ctx, model, scaler, None, ids)
-            _ = accel.training.parts.forward_backward(*given, targets=targets, loss_fn=loss_sum, weight=20)
+            given = (ctx, model, begin_batch(ctx, state), ids)
+            _ = accel.forward_backward(*given, targets=targets, loss_fn=loss_sum, weight=20)
         except accel.AccelError as error:
             print("told:", step, type(error).__name__, str(error).replace(chr(10), " "), flush=True)
             os._exit(3)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -96,13 +97,13 @@ def _train(ctx: accel.DistContext, make: Any, mesh: str) -> tuple[dict[str, torc
     for step in range(2):
         ids = torch.randint(64, (5, 9), generator=torch.Generator().manual_seed(step))
         inputs = {"input_ids": ids[:, :-1], "attention_mask": torch.ones(5, 8, dtype=torch.int64)}
-        scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-        loss, accum = accel.training.parts.forward_backward(
-            ctx, model, scaler, accum, inputs, targets=ids[:, 1:], loss_fn=_loss_sum, weight=40
+        state = begin_batch(ctx)
+        loss, state = accel.forward_backward(
+            ctx, model, state, inputs, targets=ids[:, 1:], loss_fn=_loss_sum, weight=40
         )
-        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
-        assert result.grad_norm is not None
-        figures += [float(loss), float(result.grad_norm)]
+        state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.05)
+        assert state.grad_norm is not None
+        figures += [float(loss), float(state.grad_norm)]
     return {name: each.detach() for name, each in model.named_parameters(remove_duplicate=False)}, figures
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from catching import caught
 from pipelines import WORDS, Block, Words, batch_of, by_hand, differences, loss_sum, train
-from steps import one_sample_each
+from steps import begin_batch, one_sample_each
 from torch import nn
 
 import accel
@@ -373,9 +373,7 @@ def _forward_backward(ctx: accel.DistContext, make: Any, loss_fn: Any = loss_sum
     ctx = accel.replace(ctx, mesh="pp=2")
     model = accel.prepare_model(ctx, make(), plan=accel.parallel.Plan(micro_batches=2))
     ids, targets = batch_of(0, 4)
-    return accel.training.parts.forward_backward(
-        ctx, model, accel.loss_scale(ctx), None, ids, targets=targets, loss_fn=loss_fn, weight=1
-    )
+    return accel.forward_backward(ctx, model, begin_batch(ctx), ids, targets=targets, loss_fn=loss_fn, weight=1)
 
 
 @pytest.mark.parametrize(
@@ -428,9 +426,9 @@ def test_outputs_are_those_of_the_whole_model_on_every_rank(
         plan = accel.parallel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=micro)
         model = accel.prepare_model(ctx, Words(), plan=plan)
         before = accel.training.forward(ctx, model, {"ids": ids})
-        scaler = accel.loss_scale(ctx)
-        _ = accel.training.parts.forward_backward(
-            ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=1
+        state = accel.train_state(ctx)
+        _ = accel.forward_backward(
+            ctx, model, begin_batch(ctx, state), ids, targets=targets, loss_fn=loss_sum, weight=1
         )
         return [before, accel.training.forward(ctx, model, (ids[:5],), select=lambda output: output.argmax(-1))]
 
@@ -483,11 +481,10 @@ def test_outputs_may_be_of_any_kind_that_collectives_take(ranks: Simulator, kind
         ctx = accel.replace(ctx, mesh=mesh, containers=[OWN])
         model = accel.prepare_model(ctx, Packed(), plan=accel.parallel.Plan(micro_batches=2))
         outputs = accel.training.forward(ctx, model, ids)
-        loss, _ = accel.training.parts.forward_backward(
+        loss, _ = accel.forward_backward(
             ctx,
             model,
-            accel.loss_scale(ctx),
-            None,
+            begin_batch(ctx),
             ids,
             targets=targets,
             loss_fn=lambda out, targets: loss_sum(unpack(out), targets),
@@ -540,13 +537,13 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank(ranks: Simulator) 
         model: Any = Words()
         model, optimizer = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
         ids, targets = batch_of(0, 4)
-        scaler = accel.loss_scale(ctx)
-        _ = accel.training.parts.forward_backward(
-            ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=1
+        state = accel.train_state(ctx)
+        _, state = accel.forward_backward(
+            ctx, model, begin_batch(ctx, state), ids, targets=targets, loss_fn=loss_sum, weight=1
         )
         if ctx.rank == 1:
             model.head.weight.grad[0, 0] = torch.nan
-        return caught(lambda: accel.training.parts.optimizer_step(ctx, optimizer, scaler))
+        return caught(lambda: accel.optimizer_step(ctx, optimizer, state))
 
     for error in ranks.run(rank, 2, default_group=True):
         assert isinstance(error, accel.errors.NonFiniteError)
@@ -673,9 +670,7 @@ def test_a_batch_without_units_adds_nothing(ranks: Simulator, mesh: str) -> None
         ctx = accel.replace(ctx, mesh=mesh)
         model = accel.prepare_model(ctx, Words())
         ids, targets = batch_of(0, 4)
-        loss, _ = accel.training.parts.forward_backward(
-            ctx, model, accel.loss_scale(ctx), None, ids, targets=targets, loss_fn=loss_sum, weight=0
-        )
+        loss, _ = accel.forward_backward(ctx, model, begin_batch(ctx), ids, targets=targets, loss_fn=loss_sum, weight=0)
         return float(loss), max(float(each.grad.abs().max()) for each in model.parameters() if each.grad is not None)
 
     assert ranks.run(rank, 2 if mesh else 1, default_group=True) == [(0.0, 0.0)] * (2 if mesh else 1)

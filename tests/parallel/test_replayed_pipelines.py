@@ -13,6 +13,7 @@ import torch
 from catching import caught
 from pipelines import differences
 from replayed_models import FAMILIES, by_hand, family, loss_sum, train, widen
+from steps import begin_batch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,8 +108,8 @@ def _bf16(ctx: accel.DistContext, name: str, mesh: str) -> dict[str, torch.Tenso
     ctx = accel.replace(ctx, mesh=mesh, precision="bf16", strategy="fsdp")
     plan = accel.parallel.Plan(micro_batches=2)
     model = accel.prepare_model(ctx, made(0.0).float().train(), plan=plan, example=inputs)
-    given = (accel.loss_scale(ctx), None, inputs)
-    loss, _ = accel.training.parts.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
+    given = (begin_batch(ctx), inputs)
+    loss, _ = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
     named = accel.unwrap_model(model).named_parameters()
     found: dict[str, Any] = {key: each.grad for key, each in named if each.grad is not None}
     return {"loss": loss.detach()} | {
@@ -213,15 +214,15 @@ def test_the_data_of_a_parameter_is_changed_in_the_stage_that_holds_it(ranks: Si
         plan = accel.parallel.Plan(stages=STAGES, micro_batches=2)
         ctx = accel.replace(ctx, mesh="pp=2")
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=torch.ones(4, 4))
-        scale = accel.loss_scale(ctx)
+        state = accel.train_state(ctx)
         for rows in inputs.chunk(3):
             whole(rows).square().mean().backward()
             plain.step()
             plain.zero_grad()
-            _ = accel.training.parts.forward_backward(
-                ctx, model, scale, None, rows, loss_fn=lambda out: out.square().sum(), weight=rows.numel()
+            _, state = accel.forward_backward(
+                ctx, model, begin_batch(ctx, state), rows, loss_fn=lambda out: out.square().sum(), weight=rows.numel()
             )
-            _ = accel.training.parts.optimizer_step(ctx, optimizer, scale)
+            state = accel.optimizer_step(ctx, optimizer, state)
         found = accel.get_state_dict(ctx, model, dst=None)
         return max(float((found[key] - each).abs().max()) for key, each in whole.state_dict().items())
 
@@ -311,9 +312,8 @@ def test_gradients_of_weights_come_behind_those_of_inputs(ranks: Simulator, sche
             schedule=schedule, stages_per_rank=2, stages=(("a",), ("b",), ("d",), ("e",)), micro_batches=4
         )
         model = accel.prepare_model(ctx, model, plan=plan, example=inputs)
-        given = (accel.loss_scale(ctx), None, inputs)
-        _ = accel.training.parts.forward_backward(
-            ctx, model, *given, loss_fn=lambda output: output.square().sum(), weight=8
+        _ = accel.forward_backward(
+            ctx, model, begin_batch(ctx), inputs, loss_fn=lambda output: output.square().sum(), weight=8
         )
         return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
@@ -346,9 +346,9 @@ def _recomputed(ctx: accel.DistContext, name: str, how: str) -> tuple[dict[str, 
         _ = accel.checkpoint_activations(model)
     model = _prepared(ctx, model, batch_of(4, 0)[0], micro_batches=2)
     inputs, targets = batch_of(4, 1)
-    given = (accel.loss_scale(ctx), None, inputs)
+    given = (begin_batch(ctx), inputs)
     with accel.seeding.seeded(ctx, 1), Counting() as counting:
-        _ = accel.training.parts.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
+        _ = accel.forward_backward(ctx, model, *given, targets=targets, loss_fn=loss_sum, weight=5)
     named = accel.unwrap_model(model).named_parameters()
     return {key: each.grad.clone() for key, each in named if each.grad is not None}, counting.count
 

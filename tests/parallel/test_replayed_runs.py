@@ -12,6 +12,7 @@ import torch
 from catching import caught
 from handwritten import Handwritten, named
 from handwritten.manners import Words
+from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -45,12 +46,11 @@ def _trained(
     optimizer: Any = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.0)
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
     torch.manual_seed(0 if alike else ctx.rank)
-    scaler = accel.loss_scale(ctx)
     losses: list[float] = []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss, _ = accel.training.parts.forward_backward(
-            ctx, model, scaler, None, inputs, targets=targets, loss_fn=loss_fn, weight=1
+        loss, _ = accel.forward_backward(
+            ctx, model, begin_batch(ctx), inputs, targets=targets, loss_fn=loss_fn, weight=1
         )
         losses.append(float(loss))
     held = accel.unwrap_model(model).named_parameters()
@@ -174,17 +174,9 @@ def test_ranks_that_call_in_different_orders_are_told_before_a_message_is_sent(r
         ids, targets = _words(4)[0]
         pipeline: Any = vars(model)["accel_pipeline"]
         pipeline.replays._ghost.rank = ctx.rank
-        step = lambda: accel.training.parts.forward_backward(  # noqa: E731
-            accel.replace(ctx, mesh="pp=2"),
-            model,
-            accel.loss_scale(ctx),
-            None,
-            ids,
-            targets=targets,
-            loss_fn=LOSS,
-            weight=1,
-        )
-        return caught(step)
+        on = accel.replace(ctx, mesh="pp=2")
+        given = (on, model, begin_batch(on), ids)
+        return caught(lambda: accel.forward_backward(*given, targets=targets, loss_fn=LOSS, weight=1))
 
     for error in ranks.run(rank, 2, default_group=True):
         assert isinstance(error, StageError)

@@ -11,6 +11,7 @@ import pytest
 import replayed_models
 import torch
 from pipelines import WIDTH, WORDS, batch_of, by_hand, differences, train
+from steps import begin_batch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -183,9 +184,8 @@ def test_logits_of_each_rank_give_the_loss_of_all_words(
             assert output.logits.shape[-1] == replayed_models.WORDS // 2
             return accel.parallel.vocab_cross_entropy(ctx, output.logits, targets)
 
-        given = (accel.loss_scale(ctx), None)
-        loss, _ = accel.training.parts.forward_backward(
-            ctx, model, *given, inputs, targets=targets, loss_fn=loss_fn, weight=5
+        loss, _ = accel.forward_backward(
+            ctx, model, begin_batch(ctx), inputs, targets=targets, loss_fn=loss_fn, weight=5
         )
         alone = replayed_models.loss_sum(made(0.0)(**inputs), targets) / 5
         return float((loss - alone).detach())

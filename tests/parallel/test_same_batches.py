@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pipelines import Words, loss_sum
+from steps import begin_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -66,10 +67,10 @@ def _run(ctx: accel.DistContext, model: nn.Module, batch: Any, trains: bool) -> 
     if ctx.axis("pp").size == 1:
         _ = model.train(trains)({"x": ids[:, :4]})
     elif trains:
-        state = accel.Accumulation().next()
+        state = begin_batch(ctx)
         weight = float(targets.numel())
         more = {"targets": targets, "loss_fn": loss_sum, "weight": weight}
-        _ = accel.training.parts.forward_backward(ctx, model, accel.loss_scale(ctx), state, ids, **more)
+        _ = accel.forward_backward(ctx, model, state, ids, **more)
     else:
         _ = accel.training.forward(ctx, model, ids)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from steps import begin_batch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -138,17 +139,17 @@ def test_a_run_is_that_of_ddp_to_the_digits_of_the_format(ranks: Simulator, form
     def rank(ctx: accel.DistContext) -> Any:
         model = _net()
         model, optimizer = accel.prepare(ctx, model, SGD(model.parameters(), lr=0.1, momentum=0.9))
-        scaler, accum, losses = accel.loss_scale(ctx), accel.Accumulation(), []
+        losses = []
+        state = accel.train_state(ctx)
         for step in range(8):
-            ids, accum = _ids(ctx, step), accum.next()
-            with accel.training.parts.accumulate(ctx, accum, model):
+            ids, state = _ids(ctx, step), begin_batch(ctx, state)
+            with accel.accumulate(ctx, state, model):
                 with accel.autocast(ctx):
                     loss = nn.functional.cross_entropy(model(ids), ids)
-                accum = accel.training.parts.backward(ctx, loss, scaler, accum)
-            stepped = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
-            accum, scaler = stepped.accum, stepped.scaler
+                state = accel.backward(ctx, loss, state)
+            state = accel.optimizer_step(ctx, optimizer, state, max_norm=1.0)
             losses.append(float(loss.detach()))
-            assert stepped.stepped
+            assert state.stepped
         return torch.tensor(losses), _whole(model)
 
     expected, got = (_under(ranks, rank, strategy=strategy, precision=formats)[0] for strategy in ("ddp", "fsdp"))
@@ -160,13 +161,13 @@ def test_a_run_is_that_of_ddp_to_the_digits_of_the_format(ranks: Simulator, form
 def test_gradients_of_a_window_are_summed_in_fp32(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> Any:
         model = accel.prepare(ctx, nn.Linear(4, 2, bias=False))
-        accum, scaler = accel.Accumulation(9), accel.LossScale()
+        state = accel.train_state(ctx, accumulation=9)
         for micro in range(9):
-            accum = accum.next()
-            with accel.training.parts.accumulate(ctx, accum, model), accel.autocast(ctx):
+            state = begin_batch(ctx, state)
+            with accel.accumulate(ctx, state, model), accel.autocast(ctx):
                 # 256 and then eight times 1, which a sum in bf16 would lose
                 loss = model(torch.full((1, 4), 1.0 if micro else 256.0)).float().sum()
-                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=1)
+                state = accel.backward(ctx, loss, state, weight=1)
         return model.weight.grad.full_tensor()
 
     for grad in _under(ranks, rank):

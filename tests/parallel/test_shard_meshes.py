@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from steps import ByState
+from steps import ByState, begin_batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -183,7 +183,7 @@ def test_a_stage_is_sharded_over_its_own_ranks(ranks: Simulator) -> None:
         with torch.no_grad():
             model.seen += ctx.rank
         rows = torch.full((1, 4), 1.0 + ctx.rank, dtype=torch.float64)
-        with accel.training.parts.accumulate(ctx, accel.Accumulation().next(), model):
+        with accel.accumulate(ctx, begin_batch(ctx), model):
             model(rows).sum().backward()
         mesh = model.weight.device_mesh
         return sorted(mesh.mesh.tolist()), _whole([model.weight, model.weight.grad]), float(model.seen)

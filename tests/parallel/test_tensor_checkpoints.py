@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from safetensors.torch import load_file
+from steps import begin_batch
 from tensor_models import ENDS, IGNORED, loader, made, plans, total_loss, whole
 
 import accel
@@ -44,12 +45,12 @@ def _step(ctx: accel.DistContext, items: dict[str, Any]) -> None:
     mine, shares = ctx.data_parallel
     ids, labels = ids.chunk(shares)[mine], labels.chunk(shares)[mine]
     tokens = int((labels != IGNORED).sum())
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-    with accel.training.parts.accumulate(ctx, accum, items["model"]):
+    state = begin_batch(ctx)
+    with accel.accumulate(ctx, state, items["model"]):
         loss = total_loss(ctx, items["model"](ids), labels, divided=False) / tokens
-        accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=tokens)
-    step = accel.training.parts.optimizer_step(ctx, items["optimizer"], scaler, accum, max_norm=0.5)
-    items["ema"].update_(items["model"], step)
+        state = accel.backward(ctx, loss, state, weight=tokens)
+    state = accel.optimizer_step(ctx, items["optimizer"], state, max_norm=0.5)
+    items["ema"].update_(items["model"], state)
 
 
 def _numbers(items: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fake_ranks import Counted, fake_rank
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from steps import begin_batch
 from tensor_models import ENDS, TOKENS, WIDTH, loader, made, plans, total_loss, train, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -297,13 +298,13 @@ def test_gradients_of_whole_parameters_share_no_memory(ranks):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
         plan = accel.parallel.Plan(tensor={"up": "colwise", "down": "rowwise", "side": "rowwise"})
         net, optimizer = accel.prepare(ctx, net, optimizer, plan=plan)
-        scaler, accum = accel.loss_scale(ctx), accel.Accumulation(2)
+        state = accel.train_state(ctx, accumulation=2)
         for rows in torch.randn(2, 1, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64):
-            accum = accum.next()
-            with accel.training.parts.accumulate(ctx, accum, net):
-                accum = accel.training.parts.backward(ctx, net(rows).square().mean(), scaler, accum, weight=1)
-        result = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-        return [result.grad_norm], whole(net)
+            state = begin_batch(ctx, state)
+            with accel.accumulate(ctx, state, net):
+                state = accel.backward(ctx, net(rows).square().mean(), state, weight=1)
+        state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
+        return [state.grad_norm], whole(net)
 
     (expected,) = ranks.run(lambda ctx: rank(ctx, ""), 1)
     for found in ranks.run(lambda ctx: rank(ctx, "tp=2"), 2, default_group=True):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from catching import caught
-from steps import ByState
+from steps import ByState, begin_batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
@@ -210,7 +210,7 @@ def test_precision_and_compiled_blocks(ranks: Simulator) -> None:
             accel.compile_model(model, "repeated", backend="eager")
         accel.unwrap_model(model).uses = True
         loss = model(_rows(ctx, 0).float()).square().mean()
-        accel.training.parts.backward(ctx, loss, accel.loss_scale(ctx))
+        accel.backward(ctx, loss, begin_batch(ctx))
         return loss.detach(), [each.grad.full_tensor() for each in model.parameters() if each.grad is not None]
 
     plain, compiled = (_under(ranks, partial(run, compiled=each), ("fsdp", "")) for each in (False, True))
@@ -221,8 +221,8 @@ def test_a_rank_that_did_not_use_one_is_told(ranks: Simulator) -> None:
     def run(ctx: accel.DistContext) -> Any:
         model = _make(ctx, find_unused_parameters=False)
         model.uses = ctx.rank == 0
-        accel.training.parts.backward(ctx, model(_rows(ctx, 0)).square().mean(), accel.loss_scale(ctx))
-        return accel.training.parts.optimizer_step(ctx, _optimizer(model, HEAVY), accel.loss_scale(ctx))
+        state = accel.backward(ctx, model(_rows(ctx, 0)).square().mean(), begin_batch(ctx))
+        return accel.optimizer_step(ctx, _optimizer(model, HEAVY), state)
 
     error = caught(lambda: _under(ranks, run, ("fsdp", "")))
     assert isinstance(error, accel.errors.StepError)

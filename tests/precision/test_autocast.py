@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -208,6 +209,6 @@ def test_a_backward_runs_in_tf32_as_its_forward_did(gpu):
             return grad
 
     seen, weight = [], torch.ones((), requires_grad=True)
-    accel.training.parts.backward(gpu, Seen.apply(weight), accel.loss_scale(gpu))
+    accel.backward(gpu, Seen.apply(weight), begin_batch(gpu))
     assert seen == ["high"]
     assert torch.get_float32_matmul_precision() == "highest"

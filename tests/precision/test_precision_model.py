@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -89,8 +90,8 @@ def test_bf16_parameters_stay_the_optimizers_and_statistics_stay_fp32():
     assert full == {name for name in names if name.startswith(("body.1", "head")) and "num_batches" not in name}
     for name, each in model.state_dict().items():
         assert torch.equal(each, values[name].to(each.dtype))
-    accel.training.parts.backward(ctx, _run(ctx, model)["logits"].float().sum(), accel.loss_scale(ctx))
-    assert accel.training.parts.optimizer_step(ctx, optimizer, accel.loss_scale(ctx)).stepped
+    state = accel.backward(ctx, _run(ctx, model)["logits"].float().sum(), begin_batch(ctx))
+    assert accel.optimizer_step(ctx, optimizer, state).stepped
     assert optimizer.state[model.body[0].weight]["exp_avg"].dtype == torch.bfloat16
     assert not torch.equal(model.head.weight, values["head.weight"])
 
@@ -133,7 +134,7 @@ def test_ranks_train_a_converted_model_alike(ranks):
         torch.manual_seed(0)
         model = accel.prepare(ctx, Blocks())
         out = _run(ctx, model)["logits"]
-        accel.training.parts.backward(ctx, out.square().mean(), accel.loss_scale(ctx))
+        accel.backward(ctx, out.square().mean(), begin_batch(ctx))
         return out.dtype, [each.grad.clone() for each in model.parameters()]
 
     (dtype, first), (_, second) = ranks.run(rank, 2)

@@ -6,8 +6,10 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import statistics
 import struct
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -50,21 +52,28 @@ class ResizeObserver { observe() {} }
 """
 
 
-def run_script(runs: int, program: str) -> Any:
+def packed(values: Iterable[float]) -> str:
+    kept = list(values)
+    return f"d{base64.b64encode(struct.pack(f'<{len(kept)}d', *kept)).decode()}"
+
+
+def run_script(count: int, program: str, **changes: Any) -> Any:
+    """Run a program on the page's script, with runs of one curve; `changes` replace parts of the page's data."""
     steps = 200
-    numbers = base64.b64encode(struct.pack(f"<{steps}d", *range(steps))).decode()
-    curve = {"x": 0, "y": f"d{numbers}", "last": [1, 2]}
+    numbers = packed(range(steps))
+    curve = {"x": 0, "y": numbers, "last": [1, 2]}
     made = {"name": "a", "state": "finished", "params": {}, "marks": [], "extent": [0, steps - 1], "axes": {}}
     data = {
-        "runs": [{**made, "name": f"run{at}"} for at in range(runs)],
-        "metrics": [{"name": "loss", "curves": {str(at): curve for at in range(runs)}}],
-        "steps": [f"d{numbers}"],
+        "runs": [{**made, "name": f"run{at}"} for at in range(count)],
+        "metrics": [{"name": "loss", "curves": {str(at): curve for at in range(count)}}],
+        "steps": [numbers],
         "media": [],
         "matter": [0],
         "differing": [],
-    }
+    } | changes
     stubs = STUBS.replace("DATA_TEXT", json.dumps(json.dumps(data)))
-    scripts = [(ASSETS / name).read_text() for name in ("data.js", "charts.js", "export.js", "page.js")]
+    scripts = [(ASSETS / name).read_text() for name in ("data.js", "groups.js", "charts.js", "export.js", "page.js")]
+    scripts.append((ASSETS / "sweep.js").read_text().removesuffix("openSweep();\nstart();\n"))
     whole = "\n".join([stubs, *scripts, program]).encode()
     ended = subprocess.run(["node", "-"], input=whole, capture_output=True, check=False)
     assert ended.returncode == 0, ended.stderr.decode()
@@ -158,6 +167,24 @@ def test_a_link_keeps_filter_zoom_axis_and_hidden_runs() -> None:
     ]  # fmt: skip
 
 
+def test_a_link_keeps_colors_when_other_runs_came_first() -> None:
+    program = """
+    const location = { hash: "", search: "", pathname: "/x" };
+    const history = { replaceState(_, __, to) { location.hash = to; } };
+    state.hidden.add(1);
+    keepLink();
+    const before = RUNS.map((_, run) => colorOf(run));
+    RUNS.unshift({ ...RUNS[0], name: "earlier" });
+    state.hidden.clear();
+    openLink();
+    console.log(JSON.stringify([before, RUNS.map((_, run) => colorOf(run)), [...state.hidden]]));
+    """
+    before, after, hidden = run_script(3, program)
+    assert after[1:] == before
+    assert len(set(after)) == 4
+    assert hidden == [2]
+
+
 def test_a_chart_is_saved_as_svg_and_csv() -> None:
     program = """
     RUNS[1].name = '=<b>"1"';
@@ -177,3 +204,72 @@ def test_a_chart_is_saved_as_svg_and_csv() -> None:
     assert lines[1] == '"run0",0,0,0,0'
     assert len(lines) == 1 + 2 * 200
     assert lines[-1].startswith('"\'=<b>""1""",199,')
+
+
+GROUPED = """
+state.group = GROUP;
+regroup();
+const card = element("div");
+card.dataset.metric = 0;
+const chart = new Chart(card);
+charts.push(chart);
+chart.draw();
+const column = { ...columnOfMetric(0, "last"), better: "min" };
+const seeds = columnOfSetting("seed");
+table.columns = [column];
+table.sort = column.key;
+const rows = sortedGroups();
+console.log(JSON.stringify({
+  labels: grouping.groups.map(({ label }) => label),
+  lines: chart.drawn.lines.map(({ run, curve: { label, runs, mean, low, counts } }) =>
+    [run, label, runs, [...mean], [...low], [...counts]]),
+  colors: RUNS.map((_, run) => colorOf(run)),
+  rows: rows.map(({ label, runs }) => [label, valueIn(column, runs), valueIn(seeds, runs)]),
+  best: bestGroup(column, rows).label,
+  csv: csvOf(chart).split("\\r\\n").slice(0, 2),
+}));
+"""
+
+
+def grouped(group: str, hidden: str = "") -> Any:
+    """Six runs of two learning rates and three seeds; the last run is shorter."""
+    made = {"state": "finished", "marks": [[1, "resumed", "resumed"]], "extent": [0, 2], "axes": {}}
+    places = [(lr, seed) for lr in ("0.1", "0.01") for seed in ("1", "2", "3")]
+    curves = {str(at): {"x": 0, "y": packed([at, at * at, 3 * at]), "last": [2, 3 * at]} for at in range(5)}
+    curves["5"] = {"x": 1, "y": packed([5, 15]), "last": [2, 15]}
+    return run_script(
+        6,
+        GROUPED.replace("GROUP", json.dumps(group)).replace("regroup();", f"{hidden}regroup();"),
+        runs=[
+            {**made, "name": f"run{at}", "params": {"train.lr": lr, "seed": seed, "out": f"runs/run{at}"}}
+            for at, (lr, seed) in enumerate(places)
+        ],
+        metrics=[{"name": "loss", "better": "min", "curves": curves}],
+        steps=[packed([0, 1, 2]), packed([0, 2])],
+        differing=["train.lr", "seed", "out"],
+    )
+
+
+@pytest.mark.parametrize("group", ["*", "train.lr"])
+def test_groups_have_the_mean_and_the_deviation_of_their_runs(group: str) -> None:
+    found = grouped(group)
+    assert found["labels"] == ["train.lr=0.1", "train.lr=0.01"]
+    values = [[[0, 0, 0], [1, 1, 3], [2, 4, 6]], [[3, 9, 9], [4, 16, 12], [5, 10, 15]]]  # the last between its steps
+    for line, runs, members in zip(found["lines"], values, ((0, 1, 2), (3, 4, 5)), strict=True):
+        run, label, shown, mean, low, counts = line
+        columns = list(zip(*runs, strict=True))
+        assert (run, label, shown) == (members[0], found["labels"][members[0] // 3], list(members))
+        assert mean == pytest.approx([statistics.mean(each) for each in columns])
+        assert low == pytest.approx([statistics.mean(each) - statistics.stdev(each) for each in columns])
+        assert counts == [3, 3, 3]
+    assert found["rows"] == [["train.lr=0.1", 3, "3 values"], ["train.lr=0.01", 12, "3 values"]]
+    assert found["best"] == "train.lr=0.1"
+    assert len(set(found["colors"])) == 2
+    assert found["csv"] == ["group,step,mean,mean - deviation,mean + deviation", '"train.lr=0.1",0,1,0,2']
+
+
+def test_hidden_runs_are_no_part_of_a_mean_and_each_seed_may_be_a_group() -> None:
+    found = grouped("train.lr", hidden="state.hidden.add(2);")
+    assert found["lines"][0][2:4] == [[0, 1], [0.5, 0.5, 1.5]]
+    assert grouped("seed")["labels"] == ["seed=1", "seed=2", "seed=3"]
+    assert [line[2] for line in grouped("seed")["lines"]] == [[0, 3], [1, 4], [2, 5]]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
@@ -26,8 +27,7 @@ class Run(NamedTuple):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: StepLR
-    scaler: accel.LossScale
-    accum: accel.Accumulation
+    state: accel.TrainState
 
     def loss(self) -> torch.Tensor:
         return self.model(torch.full((4, 3), self.ctx.rank + 1.0)).square().mean()
@@ -40,18 +40,17 @@ def _begin(ctx: accel.DistContext) -> Run:
             parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) * 0.1 + i)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
     model, optimizer, scheduler = accel.prepare(ctx, plain, optimizer, StepLR(optimizer, 1, 0.5))
-    run = Run(ctx, plain, model, optimizer, scheduler, accel.loss_scale(ctx), accel.Accumulation(steps=2).next())
-    with accel.training.parts.accumulate(ctx, run.accum, model):
-        return run._replace(accum=accel.training.parts.backward(ctx, run.loss(), run.scaler, run.accum, weight=2.0))
+    begun = begin_batch(ctx, accel.train_state(ctx, accumulation=2))
+    run = Run(ctx, plain, model, optimizer, scheduler, begun)
+    with accel.accumulate(ctx, begun, model):
+        return run._replace(state=accel.backward(ctx, run.loss(), begun, weight=2.0))
 
 
-def _end(run: Run) -> accel.training.parts.StepResult:
-    accum = run.accum.next()
-    with accel.training.parts.accumulate(run.ctx, accum, run.model):
-        accum = accel.training.parts.backward(run.ctx, run.loss(), run.scaler, accum, weight=3.0)
-    return accel.training.parts.optimizer_step(
-        run.ctx, run.optimizer, run.scaler, accum, scheduler=run.scheduler, max_norm=1.0
-    )
+def _end(run: Run) -> accel.TrainState:
+    state = begin_batch(run.ctx, run.state)
+    with accel.accumulate(run.ctx, state, run.model):
+        state = accel.backward(run.ctx, run.loss(), state, weight=3.0)
+    return accel.optimizer_step(run.ctx, run.optimizer, state, scheduler=run.scheduler, max_norm=1.0)
 
 
 def _state(run: Run) -> dict[str, Any]:
@@ -60,17 +59,18 @@ def _state(run: Run) -> dict[str, Any]:
     return {"grads": grads, "state": state, "rng": torch.get_rng_state()}
 
 
-def _step(run: Run, **changes: Any) -> accel.training.parts.StepResult:
-    given = {"optimizer": run.optimizer, "scaler": run.scaler, "accum": run.accum} | changes
-    return accel.training.parts.optimizer_step(run.ctx, **given)
+def _step(run: Run, **changes: Any) -> accel.TrainState:
+    return accel.optimizer_step(run.ctx, **({"optimizer": run.optimizer, "state": run.state} | changes))
 
 
-def _ended(run: Run) -> accel.Accumulation:
-    return run.accum.next(last=True).add(scale=run.scaler.scale, unit=1.0, world=1.0)
+def _ended(run: Run, **changes: Any) -> accel.TrainState:
+    begun = begin_batch(run.ctx, run.state, last=True)
+    accum = begun.accum.add(scale=run.state.scaler.scale, unit=1.0, world=1.0)
+    return msgspec.structs.replace(begun, accum=accum, **changes)
 
 
 def _backward(run: Run, loss: torch.Tensor, **changes: Any) -> object:
-    return accel.training.parts.backward(run.ctx, loss, **({"scaler": run.scaler, "accum": run.accum.next()} | changes))
+    return accel.backward(run.ctx, loss, **({"state": begin_batch(run.ctx, run.state)} | changes))
 
 
 def _enter(block: Any) -> None:
@@ -81,106 +81,97 @@ def _enter(block: Any) -> None:
 MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
     "step within the window": (_step, StepError, "micro-batch 1 of 2"),
     "step with a plateau": (
-        lambda run: _step(run, accum=_ended(run), scheduler=[run.scheduler, ReduceLROnPlateau(run.optimizer)]),
+        lambda run: _step(run, state=_ended(run), scheduler=[run.scheduler, ReduceLROnPlateau(run.optimizer)]),
         ConfigError,
         r"scheduler.step\(metric\)",
     ),
-    "no norm": (lambda run: _step(run, accum=_ended(run), max_norm=0.0), ConfigError, "above 0"),
-    "negative norm": (lambda run: _step(run, accum=_ended(run), max_norm=-1.0), ConfigError, "above 0"),
-    "norm of NaN": (lambda run: _step(run, accum=_ended(run), max_norm=math.nan), ConfigError, "above 0"),
+    "no norm": (lambda run: _step(run, state=_ended(run), max_norm=0.0), ConfigError, "above 0"),
+    "negative norm": (lambda run: _step(run, state=_ended(run), max_norm=-1.0), ConfigError, "above 0"),
+    "norm of NaN": (lambda run: _step(run, state=_ended(run), max_norm=math.nan), ConfigError, "above 0"),
     "no norm of that kind": (
-        lambda run: _step(run, accum=_ended(run), norm_type=0.0),
+        lambda run: _step(run, state=_ended(run), norm_type=0.0),
         ConfigError,
         "p above 0, or inf",
     ),
     "more norms than optimizers": (
-        lambda run: _step(run, accum=_ended(run), max_norm=[1.0, 2.0]),
+        lambda run: _step(run, state=_ended(run), max_norm=[1.0, 2.0]),
         ConfigError,
         "got 2",
     ),
-    "one norm of none": (lambda run: _step(run, accum=_ended(run), max_norm=[0.0]), ConfigError, "above 0"),
-    "no value": (lambda run: _step(run, accum=_ended(run), max_value=0.0), ConfigError, "above 0"),
+    "one norm of none": (lambda run: _step(run, state=_ended(run), max_norm=[0.0]), ConfigError, "above 0"),
+    "no value": (lambda run: _step(run, state=_ended(run), max_value=0.0), ConfigError, "above 0"),
     "norm and value": (
-        lambda run: _step(run, accum=_ended(run), max_norm=1.0, max_value=1.0),
+        lambda run: _step(run, state=_ended(run), max_norm=1.0, max_value=1.0),
         ConfigError,
         "max_norm or max_value",
     ),
-    "unknown policy": (lambda run: _step(run, accum=_ended(run), nonfinite="warn"), ConfigError, "raise, skip, ignore"),
-    "other scale": (lambda run: _step(run, accum=_ended(run), scaler=accel.LossScale(8.0)), StepError, "8.0"),
-    "no optimizer": (lambda run: _step(run, accum=_ended(run), optimizer=[]), StepError, "no gradients"),
+    "unknown policy": (lambda run: _step(run, state=_ended(run), nonfinite="warn"), ConfigError, "raise, skip, ignore"),
+    "other scale": (lambda run: _step(run, state=_ended(run, scaler=accel.LossScale(8.0))), StepError, "8.0"),
+    "no optimizer": (lambda run: _step(run, state=_ended(run), optimizer=[]), StepError, "no gradients"),
     "optimizer without gradients": (
-        lambda run: _step(run, accum=_ended(run), optimizer=torch.optim.SGD(nn.PReLU().parameters())),
+        lambda run: _step(run, state=_ended(run), optimizer=torch.optim.SGD(nn.PReLU().parameters())),
         StepError,
         "no gradients",
     ),
     "clipping within the window": (
-        lambda run: accel.training.parts.clip_grad_norm_(run.ctx, run.plain.parameters(), 1.0, run.scaler, run.accum),
+        lambda run: accel.clip_grad_norm_(run.ctx, run.plain.parameters(), 1.0, run.state),
         StepError,
         "micro-batch 1 of 2",
     ),
     "clipping to nothing": (
-        lambda run: accel.training.parts.clip_grad_norm_(run.ctx, run.plain.parameters(), 0.0, run.scaler, _ended(run)),
+        lambda run: accel.clip_grad_norm_(run.ctx, run.plain.parameters(), 0.0, _ended(run)),
         ConfigError,
         "above 0",
     ),
     "clipping no gradients": (
-        lambda run: accel.training.parts.clip_grad_norm_(
-            run.ctx, nn.PReLU().parameters(), 1.0, run.scaler, _ended(run)
-        ),
+        lambda run: accel.clip_grad_norm_(run.ctx, nn.PReLU().parameters(), 1.0, _ended(run)),
         StepError,
         "no gradients",
     ),
     "clipping values to nothing": (
-        lambda run: accel.training.parts.clip_grad_value_(
-            run.ctx, run.plain.parameters(), 0.0, run.scaler, _ended(run)
-        ),
+        lambda run: accel.clip_grad_value_(run.ctx, run.plain.parameters(), 0.0, _ended(run)),
         ConfigError,
         "above 0",
     ),
     "clipping values within the window": (
-        lambda run: accel.training.parts.clip_grad_value_(run.ctx, run.plain.parameters(), 1.0, run.scaler, run.accum),
+        lambda run: accel.clip_grad_value_(run.ctx, run.plain.parameters(), 1.0, run.state),
         StepError,
         "micro-batch 1 of 2",
     ),
     "dividing within the window": (
-        lambda run: accel.training.parts.unscale_gradients(run.ctx, run.optimizer, run.scaler, run.accum),
+        lambda run: accel.unscale_gradients(run.ctx, run.optimizer, run.state),
         StepError,
         "micro-batch 1 of 2",
     ),
     "another scheduler's kind": (
-        lambda run: _step(run, accum=_ended(run), scheduler="cosine"),
+        lambda run: _step(run, state=_ended(run), scheduler="cosine"),
         ConfigError,
         "a torch LRScheduler, got str",
     ),
     "a model for an optimizer": (
-        lambda run: _step(run, accum=_ended(run), optimizer=run.plain),
+        lambda run: _step(run, state=_ended(run), optimizer=run.plain),
         ConfigError,
         "a torch Optimizer, got Linear",
     ),
     "an optimizer twice": (
-        lambda run: _step(run, accum=_ended(run), optimizer=[run.optimizer] * 2),
+        lambda run: _step(run, state=_ended(run), optimizer=[run.optimizer] * 2),
         ConfigError,
         "each Optimizer once",
     ),
     "a scheduler twice": (
-        lambda run: _step(run, accum=_ended(run), scheduler=[run.scheduler] * 2),
+        lambda run: _step(run, state=_ended(run), scheduler=[run.scheduler] * 2),
         ConfigError,
         "each LRScheduler once",
     ),
-    "the accumulation for the scale of a step": (
-        lambda run: _step(run, scaler=_ended(run), accum=None),
+    "the accumulation for the state of a step": (
+        lambda run: _step(run, state=_ended(run).accum),
         ConfigError,
-        "got Accumulation, NoneType",
+        "a TrainState, from",
     ),
-    "the accumulation for the scale of a backward": (
-        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), scaler=run.accum.next(), accum=None),
+    "the loss scale for the state of a backward": (
+        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), state=run.state.scaler),
         ConfigError,
-        "got Accumulation, NoneType",
-    ),
-    "records in the other order": (
-        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), scaler=run.accum.next(), accum=run.scaler),
-        ConfigError,
-        "a LossScale, then an Accumulation or None, got Accumulation, LossScale",
+        "a TrainState, from",
     ),
     "weights in a list": (
         lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=[2, 3]),
@@ -203,9 +194,9 @@ MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
         "from its second backward on",
     ),
     "a window without its last backward": (
-        lambda run: _step(run, accum=msgspec.structs.replace(run.accum.next(), backwards=1)),
+        lambda run: _step(run, state=begin_batch(run.ctx, run.state)),
         StepError,
-        "2 backward passes, one in each micro-batch, got 1",
+        "the state does not know of the backward of this batch",
     ),
     "loss of two dimensions": (
         lambda run: _backward(run, run.plain(torch.zeros(4, 3))),
@@ -223,28 +214,32 @@ MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
         ConfigError,
         "got nan",
     ),
-    "weight without accum": (
-        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=2, accum=None),
-        ConfigError,
-        "an Accumulation with weight= or retain_graph=",
-    ),
     "scale changed within the window": (
-        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=2, scaler=accel.LossScale(8.0)),
+        lambda run: _backward(
+            run,
+            run.plain(torch.zeros(3)).sum(),
+            weight=2,
+            state=msgspec.structs.replace(begin_batch(run.ctx, run.state), scaler=accel.LossScale(8.0)),
+        ),
         StepError,
         "got 8.0",
     ),
     "backward between windows": (
-        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), accum=accel.Accumulation()),
+        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), state=accel.train_state(run.ctx)),
         StepError,
         "between two windows",
     ),
     "accumulate between windows": (
-        lambda run: _enter(accel.training.parts.accumulate(run.ctx, accel.Accumulation(), run.model)),
+        lambda run: _enter(accel.accumulate(run.ctx, accel.train_state(run.ctx), run.model)),
         StepError,
-        "no micro-batch was begun",
+        "no batch was begun",
     ),
-    "another window before the step": (lambda run: _ended(run).next(), StepError, "Call optimizer_step"),
-    "a checkpoint within the window": (lambda run: run.accum.check_saveable(), ConfigError, "Save after"),
+    "another window before the step": (
+        lambda run: begin_batch(run.ctx, _ended(run)),
+        StepError,
+        "Keep the result: state = accel.optimizer_step",
+    ),
+    "a checkpoint within the window": (lambda run: run.state.check_saveable(), ConfigError, "Save after"),
 }
 
 
@@ -261,7 +256,7 @@ def test_a_refused_call_changes_nothing_and_the_right_one_goes_on(ranks, name, w
         torch.testing.assert_close(_state(run), before, rtol=0, atol=0)
         step, expected = _end(run), _end(reference)
         assert step.stepped
-        assert step.accum == expected.accum
+        assert step == expected
         torch.testing.assert_close(_state(run), _state(reference), rtol=0, atol=0)
         assert not torch.equal(run.plain.weight, before["state"][0]["weight"])
         return True
@@ -273,13 +268,13 @@ def test_a_refused_call_changes_nothing_and_the_right_one_goes_on(ranks, name, w
 def test_a_gradient_that_is_not_finite_reaches_no_parameter_on_any_rank(ranks, value):
     def rank(ctx):
         run = _begin(ctx)
-        accum = run.accum.next()
-        with accel.training.parts.accumulate(ctx, accum, run.model):
+        state = begin_batch(ctx, run.state)
+        with accel.accumulate(ctx, state, run.model):
             loss = run.loss() * (value if ctx.rank == 1 else 1.0)
-            accum = accel.training.parts.backward(ctx, loss, run.scaler, accum, weight=3.0)
+            state = accel.backward(ctx, loss, state, weight=3.0)
         before = _state(run)
         with pytest.raises(NonFiniteError, match=r"a gradient of step 0 is not finite"):
-            _step(run, accum=accum, scheduler=run.scheduler)
+            _step(run, state=state, scheduler=run.scheduler)
         torch.testing.assert_close(_state(run), before, rtol=0, atol=0, equal_nan=True)
         assert bool(torch.isfinite(run.plain.weight).all())
         return True
@@ -291,8 +286,8 @@ def test_a_gradient_that_is_not_finite_reaches_no_parameter_on_any_rank(ranks, v
     "block",
     [
         accel.no_sync,
-        lambda ctx, model: accel.training.parts.accumulate(ctx, _micro(1), model),
-        lambda ctx, model: accel.training.parts.accumulate(ctx, _micro(2), model),
+        lambda ctx, model: accel.accumulate(ctx, _micro(ctx, 1), model),
+        lambda ctx, model: accel.accumulate(ctx, _micro(ctx, 2), model),
     ],
 )
 def test_a_model_that_was_not_prepared_is_refused_where_ranks_would_drift_apart(ranks, block):
@@ -306,5 +301,5 @@ def test_a_model_that_was_not_prepared_is_refused_where_ranks_would_drift_apart(
         pass
 
 
-def _micro(steps: int) -> accel.Accumulation:
-    return accel.Accumulation(steps=steps).next()
+def _micro(ctx: accel.DistContext, steps: int) -> accel.TrainState:
+    return begin_batch(ctx, accel.train_state(ctx, accumulation=steps))

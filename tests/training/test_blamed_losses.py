@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import WAYS, ByState
+from steps import WAYS, ByState, begin_batch
 from torch import nn
 from torch.distributed import HashStore
 
@@ -29,9 +29,9 @@ def _refused(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if way is None:
         [factor] = factors
-        accum = accel.training.parts.backward(ctx, model(X).square().mean() * factor, accel.LossScale())
+        state = accel.backward(ctx, model(X).square().mean() * factor, begin_batch(ctx))
         with pytest.raises(NonFiniteError) as caught:
-            accel.training.parts.optimizer_step(ctx, optimizer, accel.LossScale(), accum, **options)
+            accel.optimizer_step(ctx, optimizer, state, **options)
         return str(caught.value)
     run = way(ctx, len(factors))
     for factor in factors:

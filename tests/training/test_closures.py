@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -288,7 +289,11 @@ def _with_keyword(ctx: accel.DistContext, optimizer: Any, state: accel.TrainStat
 
 
 def _scaled(ctx: accel.DistContext, optimizer: Any, _state: accel.TrainState, loss_of: Any) -> None:
-    optimizer.step(lambda: accel.training.parts.backward(ctx, loss_of(), accel.LossScale(scale=8.0)))
+    optimizer.step(
+        lambda: accel.backward(
+            ctx, loss_of(), begin_batch(ctx, accel.train_state(ctx, scaler=accel.LossScale(scale=8.0)))
+        )
+    )
 
 
 def _without_closure(ctx: accel.DistContext, optimizer: Any, state: accel.TrainState, loss_of: Any) -> None:
@@ -363,11 +368,10 @@ def test_two_plain_passes_and_closures_without_weights_stay_accepted(ranks: Simu
         optimizer: Any
         model, optimizer = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
         inputs, targets = data().tensors
-        scaler, accum = accel.loss_scale(ctx), accel.Accumulation()
+        state = accel.train_state(ctx)
         for _ in range(2):
-            accum = accel.training.parts.backward(ctx, mse_loss(model(inputs), targets), scaler, accum.next())
-            step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
-            accum, scaler = step.accum, step.scaler
+            state = accel.backward(ctx, mse_loss(model(inputs), targets), begin_batch(ctx, state))
+            state = accel.optimizer_step(ctx, optimizer, state)
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
@@ -379,7 +383,7 @@ def test_two_plain_passes_and_closures_without_weights_stay_accepted(ranks: Simu
         if ctx.world_size == 1:
             optimizer = accel.prepare_optimizer(ctx, torch.optim.LBFGS(model.parameters(), max_iter=2))
             optimizer.step(closure)
-        return accum.updates
+        return state.updates
 
     assert set(ranks.run(rank, world, default_group=True)) == {2}
 

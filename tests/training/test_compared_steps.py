@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
@@ -20,7 +21,7 @@ X = torch.linspace(-1, 1, 12).view(3, 4)
 
 
 class Loop:
-    """Steps of a model by the parts of the state, under fp16."""
+    """Steps of a model under fp16."""
 
     def __init__(self, ctx: accel.DistContext, prepare: Any = accel.prepare_model, **settings: Any) -> None:
         self.ctx = accel.replace(ctx, precision="fp16", **settings)
@@ -28,19 +29,18 @@ class Loop:
             torch.manual_seed(0)
             self.model = prepare(self.ctx, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.scaler, self.accum = accel.loss_scale(self.ctx), accel.Accumulation()
+        self.state = accel.train_state(self.ctx)
 
     def step(self, *, bad: bool = False, before: bool = False, weight: float | None = None) -> bool:
         """Take a step; a gradient of this rank may become bad before the exchange or after."""
-        self.accum = self.accum.next()
-        with accel.training.parts.accumulate(self.ctx, self.accum, self.model):
+        self.state = begin_batch(self.ctx, self.state)
+        with accel.accumulate(self.ctx, self.state, self.model):
             loss = self.model(X * (math.nan if bad and before else 1)).square().mean()
-            self.accum = accel.training.parts.backward(self.ctx, loss, self.scaler, self.accum, weight=weight)
+            self.state = accel.backward(self.ctx, loss, self.state, weight=weight)
         if bad and not before:
             next(iter(self.model.parameters())).grad.mul_(math.nan)
-        done = accel.training.parts.optimizer_step(self.ctx, self.optimizer, self.scaler, self.accum)
-        self.scaler, self.accum = done.scaler, done.accum
-        return done.stepped
+        self.state = accel.optimizer_step(self.ctx, self.optimizer, self.state)
+        return bool(self.state.stepped)
 
 
 def _gather(loop: Loop, _: Path) -> None:
@@ -48,7 +48,7 @@ def _gather(loop: Loop, _: Path) -> None:
 
 
 def _save(loop: Loop, folder: Path) -> None:
-    items = {"model": loop.model, "accum": loop.accum, "scaler": loop.scaler}
+    items = {"model": loop.model, "state": loop.state}
     _ = accel.save_state(loop.ctx, folder, items, step=1)
 
 

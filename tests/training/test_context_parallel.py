@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
@@ -171,10 +172,10 @@ def test_loaders_give_ranks_of_one_sequence_one_batch_and_metrics_count_it_once(
 
 def _step(ctx: accel.DistContext, model: nn.Module, inputs: Any) -> bool:
     loss = model(*inputs).square().mean()
-    accum = accel.training.parts.backward(ctx, loss, accel.LossScale(), accel.Accumulation().next(last=True))
+    state = accel.backward(ctx, loss, begin_batch(ctx, last=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        return accel.training.parts.optimizer_step(ctx, optimizer, accel.LossScale(), accum).stepped
+        return accel.optimizer_step(ctx, optimizer, state).stepped
     finally:
         accel.training.clear_gradients(model)
 

@@ -50,6 +50,7 @@ print("equal", flush=True)
 DIES = """
 import os, sys, time
 import torch, accel
+from steps import begin_batch
 import accel.parallel.axes.context._ring as ring
 
 torch.set_num_threads(1)
@@ -72,7 +73,7 @@ with accel.session(device="cpu", timeout_s=60) as ctx:
     began = time.monotonic()
     try:
         out = accel.parallel.context_attention(ctx, x, x, x, method="ring")
-        accel.training.parts.backward(ctx, out.sum(), accel.LossScale(), accel.Accumulation().next())
+        accel.backward(ctx, out.sum(), begin_batch(ctx))
     except accel.errors.PeerError as error:
         print(f"told after {time.monotonic() - began:.1f} s:", error, flush=True)
         os._exit(0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -123,7 +124,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     index, count = ctx.data_parallel
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(context=method, sequence=sequence))
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation()
+    state = accel.train_state(ctx)
     for ids in IDS:
         rows = ids.chunk(count)[index]
         batch = {"ids": rows, "labels": rows}
@@ -131,13 +132,12 @@ def train(
             batch["position_ids"] = PACKED[: len(rows)]
         part = accel.parallel.split_sequence(ctx, batch, multiple_of=ctx.axis("tp").size)
         tokens = (part["labels"] != -100).sum()
-        accum = accum.next()
-        with accel.training.parts.accumulate(ctx, accum, model):
+        state = begin_batch(ctx, state)
+        with accel.accumulate(ctx, state, model):
             logits = model(input_ids=part["ids"], position_ids=part["position_ids"], use_cache=False).logits
             loss = cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="sum") / tokens
-            accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=tokens)
-        step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-        scaler, accum = step.scaler, step.accum
+            state = accel.backward(ctx, loss, state, weight=tokens)
+        state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
     return {name: each.clone() for name, each in accel.get_state_dict(ctx, model, dst=None).items()}
 
 
@@ -615,22 +615,20 @@ def train_stages(ctx: accel.DistContext, mesh: str, plan: accel.parallel.Plan) -
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     index, count = ctx.data_parallel
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation()
+    state = accel.train_state(ctx)
     for ids in IDS:
         rows = ids.chunk(count)[index]
         part = accel.parallel.split_sequence(ctx, {"ids": rows, "labels": rows})
-        _, accum = accel.training.parts.forward_backward(
+        _, state = accel.forward_backward(
             ctx,
             model,
-            scaler,
-            accum.next(),
+            begin_batch(ctx, state),
             {"input_ids": part["ids"], "position_ids": part["position_ids"], "use_cache": False},
             loss_fn=lambda out, labels: cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum"),
             targets=part["labels"],
             weight=(part["labels"] != -100).sum(),
         )
-        step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-        scaler, accum = step.scaler, step.accum
+        state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
     return {name: each.clone() for name, each in accel.get_state_dict(ctx, model, dst=None).items()}
 
 
@@ -662,10 +660,10 @@ def test_encoders_cross_the_ranks(ranks: Simulator, kind: str) -> None:
         logits = model(input_ids=part["ids"], position_ids=part["position_ids"]).logits
         loss = cross_entropy(logits.flatten(0, 1), part["targets"].flatten(), reduction="sum")
         optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters()))
-        scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
+        state = begin_batch(ctx)
         weight = part["targets"].numel()
-        accum = accel.training.parts.backward(ctx, loss / weight, scaler, accum, weight=weight)
-        _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
+        state = accel.backward(ctx, loss / weight, state, weight=weight)
+        _ = accel.optimizer_step(ctx, optimizer, state)
         return float(accel.reduce(ctx, loss.detach())), accel.get_state_dict(ctx, model, dst=None)
 
     loss, expected = ranks.run(lambda ctx: rank(ctx, "dp=1"), 1, default_group=True)[0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from steps import begin_batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -192,13 +193,13 @@ def test_a_step_that_overflowed_leaves_the_average_alone_on_all_ranks(ranks):
         model = _model()[0]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = accel.prepare(ctx, model, optimizer)
-        ema, scaler, counts = Ema(model, decay=0.5), accel.loss_scale(ctx, initial=2.0), []
+        ema, counts = Ema(model, decay=0.5), []
+        state = accel.train_state(ctx, scaler=accel.loss_scale(ctx, initial=2.0))
         for at in range(4):
             scale = float("inf") if at == 1 and ctx.rank == 1 else 1.0
-            accel.training.parts.backward(ctx, model(torch.ones(2, 3)).mean() * scale, scaler)
-            step = accel.training.parts.optimizer_step(ctx, optimizer, scaler)
-            scaler = step.scaler
-            ema.update_(model, step)
+            state = accel.backward(ctx, model(torch.ones(2, 3)).mean() * scale, begin_batch(ctx, state))
+            state = accel.optimizer_step(ctx, optimizer, state)
+            ema.update_(model, state)
             counts.append(int(ema.updates))
         return counts, [each.clone() for each in ema.weights.parameters()]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -73,18 +74,19 @@ def test_schedule_free_optimizers_train_evaluate_and_resume(name: str, tmp_path:
         optimizer = getattr(schedulefree, name)(model.parameters(), lr=0.05)
         optimizer.train()
         model, optimizer = accel.prepare(ctx, model, optimizer)
-        accum, scaler, losses = accel.Accumulation(), accel.loss_scale(ctx), []
+        losses = []
+        state = accel.train_state(ctx)
         if found := accel.latest_checkpoint(tmp_path / out):
-            loaded = accel.load_state(ctx, found, {"model": model, "optimizer": optimizer, "accum": accum})
-            accum = loaded["accum"]
-        while accum.updates < steps:
-            accum = accum.next()
-            with accel.training.parts.accumulate(ctx, accum, model):
-                accum = accel.training.parts.backward(ctx, (model(inputs) - targets).square().mean(), scaler, accum)
-            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=10.0).accum
+            loaded = accel.load_state(ctx, found, {"model": model, "optimizer": optimizer, "state": state})
+            state = loaded["state"]
+        while state.updates < steps:
+            state = begin_batch(ctx, state)
+            with accel.accumulate(ctx, state, model):
+                state = accel.backward(ctx, (model(inputs) - targets).square().mean(), state)
+            state = accel.optimizer_step(ctx, optimizer, state, max_norm=10.0)
             with torch.no_grad(), accel.evaluating(model, optimizer):
                 losses.append((model(inputs) - targets).square().mean().item())
-        items = {"model": model, "optimizer": optimizer, "accum": accum}
+        items = {"model": model, "optimizer": optimizer, "state": state}
         accel.save_state(ctx, tmp_path / out, items, step=steps)
         return losses, model.weight.detach()
 

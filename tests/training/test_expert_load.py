@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -348,12 +349,12 @@ def test_the_host_reads_no_count():
     net = net.to("meta")
     load = load_of(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    accum, scaler = accel.Accumulation(1).next(), accel.LossScale(scale=1.0)
+    state = begin_batch(ctx, accel.train_state(ctx, scaler=accel.LossScale(scale=1.0)))
     data = torch.ones(2, TOKENS, WIDTH, dtype=torch.float64, device="meta")
-    with load.counting(accum, mask=torch.ones(2, TOKENS)):
-        accum = accel.training.parts.backward(ctx, net(data).square().mean(), scaler, accum)
-    step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, nonfinite="ignore")
-    figures = load.update_(ctx, step).values()
+    with load.counting(state, mask=torch.ones(2, TOKENS)):
+        state = accel.backward(ctx, net(data).square().mean(), state)
+    state = accel.optimizer_step(ctx, optimizer, state, nonfinite="ignore")
+    figures = load.update_(ctx, state).values()
     assert all(each.is_meta for each in figures["all"].values())
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
         _ = float(figures["all"]["idle"])
@@ -431,10 +432,9 @@ def test_models_of_transformers_balance_by_their_own_bias(kind, layers):
         ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp") if mesh else ctx
         model = accel.prepare_model(ctx, copy.deepcopy(net))
         load = accel.training.ExpertLoad(model, speed=0.5 if layers else None)
-        accum = accel.Accumulation(1).next()
         ids = torch.arange(24).reshape(4, 6) % 12
         at, count = ctx.data_parallel
-        with load.counting(accum, mask=torch.ones(4 // count, 6)):
+        with load.counting(begin_batch(ctx), mask=torch.ones(4 // count, 6)):
             _ = model(input_ids=ids.chunk(count)[at], use_cache=False)
         counts = load.update_(ctx, _Stepped())
         biases = accel.get_state_dict(ctx, model, dst=None)

@@ -42,24 +42,21 @@ def train(ctx, out, epochs):
     loader = accel.prepare_loader(ctx, DataLoader(TensorDataset(rows, rows[:, :1]), 16, shuffle=True), global_batch=16)
     model, optimizer = accel.prepare(ctx, model, optimizer)
     model.eval()  # batch norms depend on how samples are divided
-    cursor, accum, scaler = accel.Cursor(seed=3), accel.Accumulation(2), accel.loss_scale(ctx)
+    state = accel.train_state(ctx, seed=3, accumulation=2)
 
     def items():
-        return {"model": model, "optimizer": optimizer, "cursor": cursor, "accum": accum, "scaler": scaler}
+        return {"model": model, "optimizer": optimizer, "state": state}
 
     if found := accel.latest_checkpoint(out):
-        loaded = accel.load_state(ctx, found, items())
-        cursor, accum, scaler = loaded["cursor"], loaded["accum"], loaded["scaler"]
-    while cursor.epoch < epochs:
-        for batch in accel.batches(ctx, loader, cursor):
-            accum = accum.next(last=batch.is_last)
-            with accel.training.parts.accumulate(ctx, accum, model):
+        state = accel.load_state(ctx, found, items())["state"]
+    while state.epoch < epochs:
+        for batch in accel.batches(ctx, loader, state):
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, model):
                 loss = nn.functional.mse_loss(model(batch.data[0]), batch.data[1])
-                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
-            if accum.sync:
-                step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
-                accum, scaler = step.accum, step.scaler
-            cursor = batch.next
+                state = accel.backward(ctx, loss, state)
+            if state.sync:
+                state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
     accel.save_state(ctx, out, items(), step=epochs)
     accel.save_model(ctx, model, out + "-model")
 

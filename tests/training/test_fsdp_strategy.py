@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from steps import begin_batch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
@@ -97,16 +98,16 @@ def _train(
     ctx: accel.DistContext, model: nn.Module, optimizer: Optimizer, updates: int = 2, **window: Any
 ) -> list[Any]:
     """Clipped steps on ragged micro-batches: the norms before clipping."""
-    accum, scaler, norms = accel.Accumulation(**window), accel.loss_scale(ctx), []
-    for micro in range(updates * accum.steps):
-        accum = accum.next()
+    norms = []
+    state = accel.train_state(ctx, **window)
+    for micro in range(updates * state.accum.steps):
+        state = begin_batch(ctx, state)
         inputs = _inputs(ctx.rank, micro, 2 + (ctx.rank + micro) % 3)
-        with accel.training.parts.accumulate(ctx, accum, model):
-            accum = accel.training.parts.backward(ctx, model(inputs).square().mean(), scaler, accum, weight=len(inputs))
-        if accum.sync:
-            step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
-            accum = step.accum
-            norms.append(step.grad_norm)
+        with accel.accumulate(ctx, state, model):
+            state = accel.backward(ctx, model(inputs).square().mean(), state, weight=len(inputs))
+        if state.sync:
+            state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.05)
+            norms.append(state.grad_norm)
     return norms
 
 
@@ -139,7 +140,7 @@ def test_a_run_is_that_of_ddp(ranks: Simulator, world: Any, name: str, made: str
         optimizer = OPTIMIZERS[made](model.parameters())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
-        norms = _train(ctx, model, optimizer, steps=steps, sync_each_batch=each)
+        norms = _train(ctx, model, optimizer, accumulation=steps, sync_each_batch=each)
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert sharded == (ctx.world_size > 1 and (ctx.strategy == "fsdp" or ctx.axis("tp").size > 1))
         return norms, _whole(model.parameters()), [each.clone() for each in model.buffers() if ctx.is_main_process]
@@ -187,13 +188,13 @@ def test_an_optimizer_of_before_that_nobody_prepared_is_refused_at_its_first_ste
         stale = SGD(model.parameters(), lr=0.1)
         model, other = accel.prepare(ctx, model, other)
         good = SGD(other.parameters(), lr=0.1)
-        scaler = accel.loss_scale(ctx)
+        state = accel.train_state(ctx)
         loss = model(_inputs(0, 0, 2)).square().mean() + other(_inputs(0, 0, 2)).square().mean()
-        accel.training.parts.backward(ctx, loss, scaler)
+        state = accel.backward(ctx, loss, begin_batch(ctx, state))
         for optimizers in (stale, [good, stale]):
             with pytest.raises(PrepareError, match=r"no longer.*such as first\.weight.*accel.prepare\(ctx, model, opt"):
-                accel.training.parts.optimizer_step(ctx, optimizers, scaler)
-        assert accel.training.parts.optimizer_step(ctx, [good, accel.prepare(ctx, stale)], scaler).stepped
+                state = accel.optimizer_step(ctx, optimizers, state)
+        assert accel.optimizer_step(ctx, [good, accel.prepare(ctx, stale)], state).stepped
         return True
 
     assert _under(ranks, "fsdp", rank) == [True, True]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 from torch.nn.functional import softplus
 
@@ -109,19 +110,18 @@ def test_a_shared_step_is_one_decision(ranks, spoilt):
     def rank(ctx):
         models = [accel.prepare_model(ctx, model) for model in _models()]
         optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-        before, accum, scaler = _flat(*models), accel.Accumulation().next(), accel.LossScale(scale=8.0, dynamic=True)
+        before = _flat(*models)
+        state = begin_batch(ctx, accel.train_state(ctx, scaler=accel.LossScale(scale=8.0, dynamic=True)))
         real, noise = _draws(0, 0, ctx.rank)
-        with accel.training.parts.accumulate(ctx, accum, *models):
+        with accel.accumulate(ctx, state, *models):
             losses = [models[0](noise).square().mean(), models[1](real).square().mean()]
             if spoilt is not None and ctx.rank == 1:
                 losses[spoilt] = losses[spoilt] * math.inf
             for loss in losses:
-                accum = accel.training.parts.backward(
-                    ctx, loss, scaler, accum, weight=len(real), same_units=loss is losses[1]
-                )
-        step = accel.training.parts.optimizer_step(ctx, optimizers, scaler, accum, max_norm=[0.1, 0.2])
+                state = accel.backward(ctx, loss, state, weight=len(real), same_units=loss is losses[1])
+        state = accel.optimizer_step(ctx, optimizers, state, max_norm=[0.1, 0.2])
         moves = [(_flat(model) - old).norm() for model, old in zip(models, before.split([27, 21]), strict=True)]
-        return step.stepped, step.scaler.scale, step.grad_norm, moves
+        return state.stepped, state.scaler.scale, state.grad_norm, moves
 
     def by_hand():
         draws = [_draws(0, 0, rank) for rank in range(2)]

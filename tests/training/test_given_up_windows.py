@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ByState, both_ways
+from steps import ByState, begin_batch, both_ways
 from torch import nn
 from torch.optim import SGD
 
@@ -371,8 +371,8 @@ def test_without_accumulate_nothing_is_looked_for():
     ctx = accel.single()
     model, optimizer = _prepared(ctx)
     for _ in range(2):  # the second adds to the first, as torch's own loop would
-        accel.training.parts.backward(ctx, model(_inputs(ctx)).square().mean(), accel.LossScale())
-    assert accel.training.parts.optimizer_step(ctx, optimizer, accel.LossScale()).stepped
+        state = accel.backward(ctx, model(_inputs(ctx)).square().mean(), begin_batch(ctx))
+    assert accel.optimizer_step(ctx, optimizer, state).stepped
 
 
 def test_lbfgs_calls_backward_within_its_step():
@@ -383,7 +383,7 @@ def test_lbfgs_calls_backward_within_its_step():
     def closure() -> float:
         optimizer.zero_grad()
         loss = model(_inputs(ctx)).square().mean()
-        accel.training.parts.backward(ctx, loss, accel.LossScale())
+        accel.backward(ctx, loss, begin_batch(ctx))
         return loss.item()
 
     first = closure()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD
@@ -28,12 +29,12 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
 
 
-def _step(ctx: accel.DistContext, steps: int | None, model: nn.Module | None = None) -> Any:
-    """A step after one backward; None for one without an accumulation."""
+def _step(ctx: accel.DistContext, steps: int, model: nn.Module | None = None) -> Any:
+    """A step after one backward, in a window of `steps` micro-batches that ends with its first."""
     model = accel.prepare_model(ctx, _model()) if model is None else model
-    accum = None if steps is None else accel.Accumulation(steps=steps).next(last=True)
-    accum = accel.training.parts.backward(ctx, model(torch.ones(3, 2)).square().mean(), accel.LossScale(), accum)
-    return accel.training.parts.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), accel.LossScale(), accum)
+    state = begin_batch(ctx, accel.train_state(ctx, accumulation=steps), last=True)
+    state = accel.backward(ctx, model(torch.ones(3, 2)).square().mean(), state)
+    return accel.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), state)
 
 
 def _sessions(environ: dict[str, str], **arguments: Any) -> Iterator[accel.DistContext]:
@@ -41,13 +42,13 @@ def _sessions(environ: dict[str, str], **arguments: Any) -> Iterator[accel.DistC
         yield ctx
 
 
-@pytest.mark.parametrize("steps", [None, 1, 3])
+@pytest.mark.parametrize("steps", [1, 3])
 def test_another_accumulation_than_the_one_asked_for_is_refused_with_both_numbers(steps):
     for ctx in _sessions(FOUR):
         with pytest.raises(ConfigError) as caught:
             _step(ctx, steps)
         assert caught.value.expected == "accumulation=4 (ACCEL_ACCUMULATION)"
-        assert str(steps or 1) in caught.value.got
+        assert str(steps) in caught.value.got
         assert _step(ctx, 4).stepped
 
 
@@ -71,7 +72,7 @@ def test_the_state_takes_the_accumulation_asked_for():
 def test_a_second_loop_may_have_a_number_of_its_own():
     for ctx in _sessions(FOUR):
         own = accel.replace(ctx, accumulation=1)
-        assert _step(own, None).stepped
+        assert _step(own, 1).stepped
         assert _step(own, 3).stepped
         with pytest.raises(ConfigError):
             _step(accel.replace(ctx, precision="fp32"), 3)
@@ -86,8 +87,8 @@ def test_an_argument_of_the_script_is_no_order_to_itself(environ):
 def _half(ctx: accel.DistContext, model: nn.Module, *, autocast: bool) -> Any:
     with accel.autocast(ctx) if autocast else torch.autocast("cpu", enabled=False):
         loss = model(torch.ones(3, 2)).float().square().mean()
-    accel.training.parts.backward(ctx, loss, accel.LossScale())
-    return accel.training.parts.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), accel.LossScale())
+    state = accel.backward(ctx, loss, begin_batch(ctx))
+    return accel.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), state)
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -143,12 +144,10 @@ def test_a_precision_that_needs_no_autocast_is_not_asked_for_one(precision):
 def test_a_model_of_that_precision_needs_no_autocast():
     for ctx in _sessions(HALF):
         model = accel.prepare_model(ctx, _model().bfloat16())
-        accum = accel.Accumulation().next()
+        state = begin_batch(ctx)
         loss = model(torch.ones(3, 2, dtype=torch.bfloat16)).square().mean()
-        accum = accel.training.parts.backward(ctx, loss, accel.LossScale(), accum)
-        assert accel.training.parts.optimizer_step(
-            ctx, SGD(model.parameters(), lr=0.1), accel.LossScale(), accum
-        ).stepped
+        state = accel.backward(ctx, loss, state)
+        assert accel.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), state).stepped
 
 
 def test_a_precision_of_the_script_is_not_asked_for():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -61,9 +62,8 @@ def test_a_setting_that_prepare_never_saw_is_refused_at_the_first_step(name, tex
     with accel.session(variables, device="cpu") as ctx:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = accel.loss_scale(ctx)
-        accum = accel.training.parts.backward(ctx, model(torch.ones(1, 2)).mean(), scaler)
+        state = accel.backward(ctx, model(torch.ones(1, 2)).mean(), begin_batch(ctx))
         with pytest.raises(ConfigError, match=rf"{name} of this run has no effect.*ACCEL_{name.upper()}"):
-            accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
+            accel.optimizer_step(ctx, optimizer, state)
         ctx = accel.replace(ctx, **{name: Plan() if name == "plan" else "off"})  # the script's own word
-        accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
+        accel.optimizer_step(ctx, optimizer, state)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
@@ -150,8 +151,8 @@ def test_a_criterion_with_parameters_is_prepared_along(ranks: Simulator, world: 
         }
         exec(line, scope)
         loss = scope["criterion"](scope["model"](INPUTS + ctx.rank))
-        accel.training.parts.backward(ctx, loss, accel.LossScale())
-        assert accel.training.parts.optimizer_step(ctx, optimizer, accel.LossScale()).stepped
+        state = accel.backward(ctx, loss, begin_batch(ctx))
+        assert accel.optimizer_step(ctx, optimizer, state).stepped
         return criterion.scale.detach()
 
     found = ranks.run(rank, world, default_group=True)
@@ -168,8 +169,8 @@ def test_a_lone_parameter_goes_into_a_module(ranks: Simulator, world: int) -> No
         exec(error.fix.partition("before prepare: ")[2], scope)
         prepared, optimizer = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
         loss = (prepared(INPUTS + ctx.rank) * model.scale).square().mean()
-        accel.training.parts.backward(ctx, loss, accel.LossScale())
-        assert accel.training.parts.optimizer_step(ctx, optimizer, accel.LossScale()).stepped
+        state = accel.backward(ctx, loss, begin_batch(ctx))
+        assert accel.optimizer_step(ctx, optimizer, state).stepped
         return float(model.scale.detach())
 
     assert len(set(ranks.run(rank, world, default_group=True))) == 1
@@ -179,8 +180,8 @@ def test_a_parameter_that_only_the_optimizer_has_is_told_the_same_at_the_step(ra
     def rank(ctx: accel.DistContext) -> str:
         model, parameter = accel.prepare_model(ctx, nn.Linear(2, 1)), nn.Parameter(torch.ones(()))
         optimizer = torch.optim.SGD([*model.parameters(), parameter], lr=0.1)
-        accel.training.parts.backward(ctx, (model(INPUTS) * parameter).sum(), accel.LossScale())
-        return error_of(lambda: accel.training.parts.optimizer_step(ctx, optimizer, accel.LossScale())).fix
+        state = accel.backward(ctx, (model(INPUTS) * parameter).sum(), begin_batch(ctx))
+        return error_of(lambda: accel.optimizer_step(ctx, optimizer, state)).fix
 
     for fix in ranks.run(rank, 2, default_group=True):
         assert 'model.register_parameter("scale", parameter)' in fix
@@ -217,7 +218,7 @@ def test_reentrant_checkpoints_of_a_shared_block_are_told_the_other_kind(ranks: 
 
     def rank(ctx: accel.DistContext) -> torch.Tensor:
         model = accel.prepare_model(ctx, Shared(written))
-        accel.training.parts.backward(ctx, model(INPUTS + ctx.rank).square().mean(), accel.LossScale())
+        accel.backward(ctx, model(INPUTS + ctx.rank).square().mean(), begin_batch(ctx))
         return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
 
     first, second = ranks.run(rank, 2, default_group=True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from catching import caught
+from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, one_hot
 
@@ -45,8 +46,8 @@ def _run(
     ctx, count = accel.single(), rows if weight is None else weight
     inputs, _ = _batch(rows)
     with accel.seeding.seeded(ctx, seed):
-        loss, _ = accel.training.parts.forward_backward(
-            ctx, _model(**plan), accel.LossScale(), None, inputs, targets=targets, loss_fn=loss_fn, weight=count
+        loss, _ = accel.forward_backward(
+            ctx, _model(**plan), begin_batch(ctx), inputs, targets=targets, loss_fn=loss_fn, weight=count
         )
     return loss
 
@@ -136,11 +137,10 @@ def test_looking_changes_no_number_and_no_random_stream() -> None:
     def run(model: nn.Module) -> tuple[Tensor, list[Tensor], Tensor]:
         inputs, targets = _batch()
         with accel.seeding.seeded(accel.single(), 3):
-            found, _ = accel.training.parts.forward_backward(
+            found, _ = accel.forward_backward(
                 accel.single(),
                 model,
-                accel.LossScale(),
-                None,
+                begin_batch(accel.single()),
                 inputs,
                 targets=targets.double(),
                 loss_fn=loss,
@@ -166,8 +166,8 @@ def test_a_function_is_looked_at_once_though_a_loop_makes_it_anew(fresh: bool) -
         return loss
 
     def step(model: nn.Module, loss_fn: Any) -> None:
-        accel.training.parts.forward_backward(
-            accel.single(), model, accel.LossScale(), None, _batch()[0], loss_fn=loss_fn, weight=12
+        accel.forward_backward(
+            accel.single(), model, begin_batch(accel.single()), _batch()[0], loss_fn=loss_fn, weight=12
         )
 
     model, kept = _model(), make("sum")
@@ -187,8 +187,8 @@ def test_the_last_stage_of_a_pipeline_looks_too(ranks: Simulator) -> None:
         model = accel.prepare_model(ctx, model, plan=accel.parallel.Plan(micro_batches=2))
         inputs, targets = _batch()
         loss_fn = functools.partial(cross_entropy, reduction=reduction)
-        return accel.training.parts.forward_backward(
-            ctx, model, accel.LossScale(), None, inputs.float(), targets=targets, loss_fn=loss_fn, weight=12
+        return accel.forward_backward(
+            ctx, model, begin_batch(ctx), inputs.float(), targets=targets, loss_fn=loss_fn, weight=12
         )[0].item()
 
     first, second = ranks.run(lambda ctx: rank(ctx, "sum"), 2, default_group=True)

@@ -14,6 +14,7 @@ from accel.comm import peer_error
 SCRIPT = """
 import os, sys
 import torch, accel
+from steps import begin_batch
 from torch import nn
 
 layout, moment = sys.argv[1:]
@@ -27,19 +28,19 @@ with accel.session(device="cpu", timeout_s=20) as ctx:
         fully_shard(model, mesh=init_device_mesh("cpu", (ctx.world_size,)))
     model = accel.prepare_model(ctx, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = accel.loss_scale(ctx)
+    state = accel.train_state(ctx)
     try:
         for at in range(3):
-            accum = accel.Accumulation().next()
+            state = begin_batch(ctx, state)
             if ctx.rank == 1 and (at, moment) == (1, "forward"):
                 os._exit(0)
-            with accel.training.parts.accumulate(ctx, accum, model):
+            with accel.accumulate(ctx, state, model):
                 loss = model(torch.randn(4, 300)).square().mean()
                 if ctx.rank == 1 and (at, moment) == (1, "backward"):
                     os._exit(0)
                 weight = 4 if at == 1 else torch.tensor(4)
-                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=weight)
-            accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
+                state = accel.backward(ctx, loss, state, weight=weight)
+            state = accel.optimizer_step(ctx, optimizer, state)
     except accel.errors.PeerError as error:
         print("told:", at, str(error).replace(chr(10), " "), flush=True)
         os._exit(0)  # the group is broken, and closing it is another matter

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from profiles import share
-from steps import ByState
+from steps import ByState, begin_batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -150,9 +150,9 @@ def prepared(
 
 
 def step(ctx: accel.DistContext, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
-    scaler = accel.loss_scale(ctx)
-    accel.training.parts.backward(ctx, model(options.pop("x", inputs(0, 0))).float(), scaler)
-    return accel.training.parts.optimizer_step(ctx, optimizer, scaler, **options)
+    state = accel.train_state(ctx)
+    state = accel.backward(ctx, model(options.pop("x", inputs(0, 0))).float(), begin_batch(ctx, state))
+    return accel.optimizer_step(ctx, optimizer, state, **options)
 
 
 def test_small_steps_add_up_where_bf16_alone_stands_still() -> None:
@@ -232,10 +232,10 @@ def test_a_step_that_fails_over_a_copy_loses_no_state() -> None:
                 raise MemoryError
             return func(*args, **(kwargs or {}))
 
-    scaler = accel.loss_scale(ctx)
-    accel.training.parts.backward(ctx, model(inputs(0, 0)).float(), scaler)
+    state = accel.train_state(ctx)
+    state = accel.backward(ctx, model(inputs(0, 0)).float(), begin_batch(ctx, state))
     with pytest.raises(MemoryError), Failing():
-        accel.training.parts.optimizer_step(ctx, optimizer, scaler)
+        state = accel.optimizer_step(ctx, optimizer, state)
     after = {id(each): dict(state) for each, state in optimizer.state.items()}
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 

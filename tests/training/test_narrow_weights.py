@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -225,8 +226,8 @@ def test_parameters_made_float32_train_as_those_loaded_so(ranks: Simulator) -> N
         for _ in range(3):
             with accel.autocast(ctx):
                 loss = model(torch.ones(2, 4)).float().square().mean()
-            accel.training.parts.backward(ctx, loss, accel.loss_scale(ctx))
-            _ = accel.training.parts.optimizer_step(ctx, optimizer, accel.loss_scale(ctx))
+            state = accel.backward(ctx, loss, begin_batch(ctx))
+            _ = accel.optimizer_step(ctx, optimizer, state)
         return accel.get_state_dict(ctx, model, dst=None)["weight"]
 
     made = ranks.run(lambda ctx: weights(ctx, loaded=torch.bfloat16, precision=WAY_OUT), 2, default_group=True)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from steps import one_sample_each
 from torch import nn
 
 import accel
-from accel.errors import ConfigError
+from accel.errors import ConfigError, StepError
 
 VERBS: Any = accel  # calls that type checkers refuse
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -105,6 +106,91 @@ def test_the_parts_have_the_verbs_options_and_no_parameter_named_after_another_r
                 assert str(parameters[each].annotation).removesuffix(" | None") == kinds[each], (name, each)
         options = [each for each in ours if each not in ("state", "closure")]
         assert sorted(options) == sorted(each for each in theirs if each not in ("scaler", "accum")), name
+
+
+def _parts(verb: str, *records: object, **options: Any) -> None:
+    ctx = accel.single()
+    model = accel.prepare_model(ctx, nn.Linear(4, 1))
+    call: Any = getattr(accel.training.parts, verb)
+    if verb == "backward":
+        call(ctx, model(X).square().mean(), *records, **options)
+    elif verb == "accumulate":
+        call(ctx, *records, model)
+    else:
+        call(ctx, torch.optim.SGD(model.parameters(), lr=0.1), *records, **options)
+
+
+SCALE, WINDOW = accel.LossScale(), accel.Accumulation  # a window of each call: guards know records by identity
+MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "step, an accumulation": (lambda: _parts("optimizer_step", WINDOW()), ConfigError, "got Accumulation, NoneType"),
+    "backward, an accumulation": (lambda: _parts("backward", WINDOW()), ConfigError, "got Accumulation, NoneType"),
+    "the other order": (
+        lambda: _parts("backward", WINDOW().next(), SCALE),
+        ConfigError,
+        "a LossScale, then an Accumulation or None, got Accumulation, LossScale",
+    ),
+    "a weight that nothing remembers": (
+        lambda: _parts("backward", SCALE, weight=3),
+        ConfigError,
+        "a weight, or a graph that is kept, needs an accumulation",
+    ),
+    "backward before next": (lambda: _parts("backward", SCALE, WINDOW()), StepError, r"accum = accum\.next"),
+    "accumulate before next": (lambda: _parts("accumulate", WINDOW()), StepError, "no micro-batch was begun"),
+    "next after a window": (lambda: WINDOW().next().next(), StepError, r"step\.accum"),
+    "step within a window": (
+        lambda: _parts("optimizer_step", SCALE, WINDOW(2).next()),
+        StepError,
+        "micro-batch 1 of 2",
+    ),
+    "step with a window that backward was given": (
+        lambda: _parts("optimizer_step", SCALE, WINDOW().next()),
+        StepError,
+        "Keep what backward returns",
+    ),
+    "step without one of the backwards": (
+        lambda: _parts("optimizer_step", SCALE, accel.Accumulation(micro=2, backwards=1, latest=2, sync=True)),
+        StepError,
+        r"2 backward passes.*got 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_with_the_parts_is_refused(name: str) -> None:
+    mistake, error, said = MISTAKES[name]
+    with pytest.raises(error, match=said):
+        mistake()
+
+
+# Tests whose subject is the parts, and those that need a device which this machine may lack.
+BY_PARTS = {
+    "benchmarks/engine_overhead.py",
+    "benchmarks/fsdp.py",
+    "benchmarks/step_overhead.py",
+    "gpu/test_cuda.py",
+    "gpu/test_cuda_launching.py",
+    "gpu/test_cuda_precision.py",
+    "gpu/test_cuda_steps.py",
+    "helpers/steps.py",
+    "parallel/test_pipelines.py",
+    "training/test_closures.py",
+    "training/test_dropped_records.py",
+    "training/test_gan.py",
+    "training/test_naming.py",
+    "training/test_parts.py",
+    "training/test_passes.py",
+    "training/test_refused_steps.py",
+    "training/test_repeated_runs.py",
+    "training/test_train_state.py",
+    "typing/reveal_functions.py",
+    "xla/trains.py",
+}
+
+
+def test_other_tests_call_what_users_call() -> None:
+    root = Path(__file__).parent.parent
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if "training.parts." in path.read_text()}
+    assert found == BY_PARTS
 
 
 def test_both_ways_train_to_the_same_bits() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ByParts, ByState, both_ways
+from steps import ByParts, ByState, begin_batch, both_ways
 from torch import nn
 
 import accel
@@ -129,11 +129,11 @@ def test_without_weights_a_micro_batch_counts_once_whatever_its_passes():
     torch.testing.assert_close(_divided(model, run), _expected(world=1), **TOLERANCE)
 
 
-def test_several_passes_without_accumulation_are_added(ranks):
+def test_several_passes_of_one_batch_are_added(ranks):
     def rank(ctx):
-        model, scaler = accel.prepare_model(ctx, _heads()), accel.LossScale()
-        accel.training.parts.backward(ctx, _losses(model, _inputs(0))[0], scaler)
-        accel.training.parts.backward(ctx, _losses(model, _inputs(0))[1], scaler)
+        model = accel.prepare_model(ctx, _heads())
+        state = accel.backward(ctx, _losses(model, _inputs(0))[0], begin_batch(ctx))
+        accel.backward(ctx, _losses(model, _inputs(0))[1], state, same_units=True)
         return _gradient(model)
 
     for gradient in ranks.run(rank, WORLD):
@@ -164,16 +164,12 @@ def test_a_parameter_without_a_gradient_is_found_without_an_accumulate_block(ran
     """DDP exchanges nothing then, so each rank would step by its own gradient."""
 
     def rank(ctx):
-        model, scaler = accel.prepare_model(ctx, _heads()), accel.LossScale()
+        model = accel.prepare_model(ctx, _heads())
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        accum = None if weight is None else accel.Accumulation().next()
         loss = model(_inputs(ctx.rank))[0].mean()
-        if accum is None:
-            accel.training.parts.backward(ctx, loss, scaler)
-        else:
-            accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=weight)
+        state = accel.backward(ctx, loss, begin_batch(ctx), weight=weight)
         with pytest.raises(StepError, match=r"no gradient for second\.weight, second\.bias.*find_unused_parameters"):
-            accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)
+            state = accel.optimizer_step(ctx, optimizer, state)
         torch.testing.assert_close(list(accel.unwrap_model(model).parameters()), list(_heads().parameters()))
         return True
 
@@ -189,8 +185,8 @@ def test_a_parameter_that_is_frozen_or_unused_on_purpose_is_none(ranks):
         stepped = []
         for model, head in ((frozen, 1), (unused, 0)):
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            accel.training.parts.backward(ctx, model(_inputs(ctx.rank))[head].mean(), accel.LossScale())
-            stepped.append(accel.training.parts.optimizer_step(ctx, optimizer, accel.LossScale()).stepped)
+            state = accel.backward(ctx, model(_inputs(ctx.rank))[head].mean(), begin_batch(ctx))
+            stepped.append(accel.optimizer_step(ctx, optimizer, state).stepped)
         return stepped
 
     assert ranks.run(rank, WORLD) == [[True, True]] * WORLD
@@ -240,7 +236,7 @@ def test_unused_parameters_are_found_by_the_loss_that_triggers(ranks):
         ):
             pytest.fail("the block was entered")
         with accel.trigger_sync_in_backward(ctx, model, loss):
-            accel.training.parts.backward(ctx, loss, accel.LossScale())
+            accel.backward(ctx, loss, begin_batch(ctx))
         assert accel.unwrap_model(model).second.weight.grad is None
         return accel.gather(ctx, accel.unwrap_model(model).first.weight.grad)
 
@@ -254,7 +250,7 @@ def test_buffers_are_synchronised_after_a_triggered_exchange_as_after_any(ranks)
         with accel.no_sync(ctx, model):
             loss = model(torch.randn(4, 2) + ctx.rank).sum()
         with accel.trigger_sync_in_backward(ctx, model):
-            accel.training.parts.backward(ctx, loss, accel.LossScale())
+            accel.backward(ctx, loss, begin_batch(ctx))
         model.eval()(torch.zeros(1, 2))
         return accel.unwrap_model(model).running_mean
 
@@ -264,7 +260,7 @@ def test_buffers_are_synchronised_after_a_triggered_exchange_as_after_any(ranks)
 
 
 def _exchanging(ctx: accel.DistContext, model: nn.Module) -> Any:
-    return accel.training.parts.accumulate(ctx, accel.Accumulation().next(), model)
+    return accel.accumulate(ctx, begin_batch(ctx), model)
 
 
 @pytest.mark.parametrize("block", [accel.trigger_sync_in_backward, _exchanging])
@@ -274,7 +270,7 @@ def test_a_block_that_exchanges_checks_that_all_took_part(ranks, block):
         with accel.no_sync(ctx, model):
             loss = model(_inputs(ctx.rank))[0].mean()
         with pytest.raises(StepError, match=r"no gradient for second\.weight"), block(ctx, model):
-            accel.training.parts.backward(ctx, loss, accel.LossScale())
+            accel.backward(ctx, loss, begin_batch(ctx))
         return True
 
     assert ranks.run(rank, WORLD) == [True] * WORLD
@@ -328,12 +324,12 @@ def test_gradients_go_to_the_inputs_alone(ranks, world):
 def test_a_part_of_a_models_parameters_is_not_stepped_unexchanged(ranks):
     def rank(ctx):
         model, optimizer = accel.prepare(ctx, net := _heads(), torch.optim.SGD(net.parameters(), lr=0.1))
-        scaler = accel.loss_scale(ctx)
-        accel.training.parts.backward(
-            ctx, _losses(model, _inputs(ctx.rank))[0], scaler, inputs=list(net.first.parameters())
+        state = accel.train_state(ctx)
+        state = accel.backward(
+            ctx, _losses(model, _inputs(ctx.rank))[0], begin_batch(ctx, state), inputs=list(net.first.parameters())
         )
         with pytest.raises(StepError, match=r"gradients were not exchanged.*trunk.weight"):
-            accel.training.parts.optimizer_step(ctx, optimizer, scaler)
+            state = accel.optimizer_step(ctx, optimizer, state)
         return True
 
     assert ranks.run(rank, 2) == [True] * 2
@@ -367,9 +363,7 @@ def test_a_graph_behind_exchanged_gradients_is_refused(ranks):
     def rank(ctx):
         model = accel.prepare_model(ctx, _heads())
         with pytest.raises(ConfigError, match=r"no graph behind them.*strategy ddp on 2 ranks.*torch.autograd.grad"):
-            accel.training.parts.backward(
-                ctx, _losses(model, _inputs(ctx.rank))[0], accel.loss_scale(ctx), create_graph=True
-            )
+            accel.backward(ctx, _losses(model, _inputs(ctx.rank))[0], begin_batch(ctx), create_graph=True)
         return True
 
     assert ranks.run(rank, 2) == [True] * 2
@@ -382,7 +376,7 @@ def test_sharded_parameters_are_no_inputs():
         leaves = list(model.parameters())
         loss = _losses(model, _inputs(ctx.rank))[0]
         with pytest.raises(ConfigError, match=r"no leaves of the graph.*strategy fsdp.*requires_grad_\(False\)"):
-            accel.training.parts.backward(ctx, loss, accel.loss_scale(ctx), inputs=leaves)
+            accel.backward(ctx, loss, begin_batch(ctx), inputs=leaves)
         return True
 
     assert simulate(rank, world_size=2, default_group=True) == [True] * 2

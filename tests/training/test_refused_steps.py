@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ByState, both_ways
+from steps import ByState, begin_batch, both_ways
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, OneCycleLR, SequentialLR
@@ -19,7 +19,6 @@ import accel
 from accel.errors import ConfigError, StepError
 
 HUGE = 10**400  # no float holds it
-ACCUMS = accel.Accumulation(steps=2)
 
 
 def _model() -> nn.Module:
@@ -79,7 +78,7 @@ def test_a_bad_weight_on_a_device_is_refused_where_it_is_read(bad):
 def test_a_window_has_weights_in_all_backward_passes_or_in_none(ranks, first, second, same_batch):
     def rank(ctx):
         model = accel.prepare_model(ctx, _model())
-        accum = ACCUMS.next()
+        accum = accel.Accumulation(steps=2).next()
         with accel.training.parts.accumulate(ctx, accum, model):
             accum = accel.training.parts.backward(ctx, _loss(model), accel.LossScale(), accum, weight=first)
         before = [each.grad.clone() for each in model.parameters()]
@@ -164,13 +163,13 @@ def test_complex_gradients_have_no_order_to_be_cut_in():
 def test_complex_parameters_step_beside_those_of_any_precision(other, norm_type):
     ctx, model = accel.single(), Mixed(other)
     twin = copy.deepcopy(model)
-    accel.training.parts.backward(ctx, model(), accel.LossScale())
-    step = accel.training.parts.optimizer_step(
-        ctx, SGD(model.parameters(), lr=0.25), accel.LossScale(), max_norm=1e6, norm_type=norm_type
-    )
+    state = accel.backward(ctx, model(), begin_batch(ctx))
+    state = accel.optimizer_step(ctx, SGD(model.parameters(), lr=0.25), state, max_norm=1e6, norm_type=norm_type)
     twin().backward()
     wide = [each.grad.to(torch.complex128).flatten() for each in twin.parameters()]
-    assert float(step.grad_norm) == pytest.approx(float(torch.linalg.vector_norm(torch.cat(wide), norm_type)), rel=1e-5)
+    assert float(state.grad_norm) == pytest.approx(
+        float(torch.linalg.vector_norm(torch.cat(wide), norm_type)), rel=1e-5
+    )
     SGD(twin.parameters(), lr=0.25).step()
     torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import job, script_ranks
 from safetensors.torch import load_file
-from steps import ByState
+from steps import ByState, begin_batch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -67,7 +67,7 @@ def test_a_parameter_unfrozen_after_preparing_is_named(ranks: Simulator) -> None
         plain.first.weight.requires_grad_(True)
         with (
             pytest.raises(PrepareError, match=r"first\.weight as well"),
-            accel.training.parts.accumulate(ctx, accel.Accumulation().next(), model),
+            accel.accumulate(ctx, begin_batch(ctx), model),
         ):
             pass
 
@@ -175,23 +175,20 @@ with accel.session(device="cpu") as ctx:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(TensorDataset(data, data[:, :4]), batch_size=7, shuffle=True)
     model, optimizer, loader = accel.prepare(ctx, model, optimizer, loader)
-    cursor, accum, scaler = accel.Cursor(seed=3), accel.Accumulation(steps=2), accel.loss_scale(ctx)
-    items = lambda: dict(model=model, optimizer=optimizer, cursor=cursor, accum=accum, scaler=scaler)
+    state = accel.train_state(ctx, seed=3, accumulation=2)
+    items = lambda: dict(model=model, optimizer=optimizer, state=state)
     if found := accel.latest_checkpoint(out):
-        loaded = accel.load_state(ctx, found, items())
-        cursor, accum, scaler = loaded["cursor"], loaded["accum"], loaded["scaler"]
-    while cursor.epoch < 2:
-        for batch in accel.batches(ctx, loader, cursor):
+        state = accel.load_state(ctx, found, items())["state"]
+    while state.epoch < 2:
+        for batch in accel.batches(ctx, loader, state):
             inputs, targets = batch.data
-            accum = accum.next(last=batch.is_last)
-            with accel.training.parts.accumulate(ctx, accum, model):
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, model):
                 loss = nn.functional.mse_loss(model(inputs), targets)
-                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=batch.valid)
-            cursor = batch.next
-            if accum.sync:
-                step = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
-                accum, scaler = step.accum, step.scaler
-                if accum.updates == stop:
+                state = accel.backward(ctx, loss, state)
+            if state.sync:
+                state = accel.optimizer_step(ctx, optimizer, state, max_norm=1.0)
+                if state.updates == stop:
                     accel.save_state(ctx, out, items(), step=stop)
                     os._exit(0)
     accel.save_state(ctx, out, items(), step=1000)

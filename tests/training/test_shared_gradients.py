@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -116,14 +117,14 @@ def train(
         WAYS[way](net, backend=backend)
     loss = torch.compile(loss_of, backend=backend) if way == "a loss function" else loss_of
     model, optimizer = accel.prepare(ctx, model, torch.optim.SGD(net.parameters(), lr=RATE))
-    scaler, accum = accel.loss_scale(ctx), accel.Accumulation(micros)
+    state = accel.train_state(ctx, accumulation=micros)
     for micro in range(micros):
-        accum = accum.next()
-        block = accel.training.parts.accumulate(ctx, accum, model) if accumulates else torch.enable_grad()
+        state = begin_batch(ctx, state)
+        block = accel.accumulate(ctx, state, model) if accumulates else torch.enable_grad()
         with block:
             output = model(batch_of(ctx, micro, rows), late or micro > 0)
-            accum = accel.training.parts.backward(ctx, loss(output), scaler, accum)
-    _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=LIMIT)
+            state = accel.backward(ctx, loss(output), state)
+    _ = accel.optimizer_step(ctx, optimizer, state, max_norm=LIMIT)
     return {
         name.replace("_orig_mod.", "").removeprefix("module."): (
             each.full_tensor() if hasattr(each, "full_tensor") else each
@@ -206,24 +207,22 @@ def test_further_backward_passes_of_a_batch_and_micro_batches_of_a_plan(ranks):
         plan = accel.parallel.Plan(micro_batches=3)
         model, optimizer = accel.prepare(ctx, net, torch.optim.SGD(net.parameters(), lr=RATE), plan=plan)
         inputs = torch.cat([batch_of(ctx, micro) for micro in range(3)])
-        scaler, accum = accel.loss_scale(ctx), accel.Accumulation(1).next()
-        given = (scaler, accum, inputs)
 
         def loss_sum(output: torch.Tensor) -> torch.Tensor:
             return output.square().mean((1, 2)).sum()
 
-        _, accum = accel.training.parts.forward_backward(ctx, model, *given, loss_fn=loss_sum, weight=3)
-        _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=LIMIT)
+        _, state = accel.forward_backward(ctx, model, begin_batch(ctx), inputs, loss_fn=loss_sum, weight=3)
+        _ = accel.optimizer_step(ctx, optimizer, state, max_norm=LIMIT)
         split = {name: each.detach() for name, each in net.named_parameters()}
 
         net = Net()
         accel.compile_model(net, backend="aot_eager")
         model, optimizer = accel.prepare(ctx, net, torch.optim.SGD(net.parameters(), lr=RATE))
-        accum = accel.Accumulation(1).next()
+        state = begin_batch(ctx)
         for micro in range(3):  # three losses of one batch
             loss = loss_of(model(batch_of(ctx, micro))) / 3
-            accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=1.0, same_units=micro > 0)
-        _ = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum, max_norm=LIMIT)
+            state = accel.backward(ctx, loss, state, weight=1.0, same_units=micro > 0)
+        _ = accel.optimizer_step(ctx, optimizer, state, max_norm=LIMIT)
         return split, {name: each.detach() for name, each in net.named_parameters()}
 
     split, added = ranks.run(rank, 1)[0]
@@ -242,12 +241,12 @@ def test_no_graph_is_walked_before_torch_has_compiled_something(monkeypatch):
     model = accel.prepare_model(ctx, net)
     torch.compiler.reset()
     assert not has_compiled()
-    accel.training.parts.backward(ctx, loss_of(model(batch_of(ctx, 0))), accel.loss_scale(ctx))
+    accel.backward(ctx, loss_of(model(batch_of(ctx, 0))), begin_batch(ctx))
     accel.compile_model(net, backend="aot_eager")
     loss = loss_of(model(batch_of(ctx, 0)))
     assert has_compiled()
     with pytest.raises(AssertionError, match="the graph was walked"):
-        accel.training.parts.backward(ctx, loss, accel.loss_scale(ctx))
+        accel.backward(ctx, loss, begin_batch(ctx))
 
 
 def test_the_graph_of_a_compiled_function_is_recognized():

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
 from profiles import share
+from steps import begin_batch
 from torch import nn
 
 import accel
@@ -104,27 +105,25 @@ class Outcome(NamedTuple):
 def train(ctx: accel.DistContext, case: Case) -> Outcome:
     model = accel.prepare_model(ctx, make_model(), comm_hook=gather_sparse if case.gathers else None)
     optimizers = make_optimizers(model, case.optimizer)
-    scaler, outcome = accel.LossScale(scale=case.scale, dynamic=True), Outcome([], [], [])
-    accum = accel.Accumulation(steps=3, sync_each_batch=case.sync_each_batch)
+    outcome = Outcome([], [], [])
+    scaler = accel.LossScale(scale=case.scale, dynamic=True)
+    state = accel.train_state(ctx, accumulation=3, sync_each_batch=case.sync_each_batch, scaler=scaler)
     for at, window in enumerate(case.units):
         for micro, counts in enumerate(window):
             count = counts[ctx.rank]
-            accum = accum.next(last=micro == len(window) - 1)
-            with accel.training.parts.accumulate(ctx, accum, model):
+            state = begin_batch(ctx, state, last=micro == len(window) - 1)
+            with accel.accumulate(ctx, state, model):
                 loss = model(words(at, micro, ctx.rank, count)).square().sum() / max(count, 1)
                 if case.overflow == at and ctx.rank == 0 and micro == 0:
                     loss = loss * math.inf
-                accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=count)
+                state = accel.backward(ctx, loss, state, weight=count)
         if case.divided:
-            accum = accel.training.parts.unscale_gradients(ctx, optimizers, scaler, accum)
-        step = accel.training.parts.optimizer_step(
-            ctx, optimizers, scaler, accum, max_norm=case.max_norm, max_value=case.max_value
-        )
-        accum, scaler = step.accum, step.scaler
-        outcome.stepped.append(step.stepped)
+            state = accel.unscale_gradients(ctx, optimizers, state)
+        state = accel.optimizer_step(ctx, optimizers, state, max_norm=case.max_norm, max_value=case.max_value)
+        outcome.stepped.append(state.stepped)
         outcome.parameters.append(flat(model))
-        if step.stepped and step.grad_norm is not None:
-            outcome.norms.append(step.grad_norm)
+        if state.stepped and state.grad_norm is not None:
+            outcome.norms.append(state.grad_norm)
     assert all(each.grad is None for each in model.parameters())
     return outcome
 
@@ -179,8 +178,8 @@ def test_any_split_is_one_process_with_one_batch(ranks: Simulator, case: Case, s
 
 def one_step(ctx: accel.DistContext, model: nn.Module, **options: object) -> torch.Tensor:
     model = accel.prepare_model(ctx, model, **options)
-    model(words(0, 0, ctx.rank, 3)).square().mean().backward()
-    _ = accel.training.parts.optimizer_step(ctx, make_optimizers(model, "SparseAdam"), accel.LossScale(), max_norm=0.2)
+    state = accel.backward(ctx, model(words(0, 0, ctx.rank, 3)).square().mean(), begin_batch(ctx))
+    _ = accel.optimizer_step(ctx, make_optimizers(model, "SparseAdam"), state, max_norm=0.2)
     return flat(model)
 
 
@@ -223,8 +222,8 @@ def test_a_nan_in_a_row_is_named(world: int) -> None:
     def spoil(ctx: accel.DistContext) -> None:
         model = accel.prepare_model(ctx, make_model())
         accel.unwrap_model(model).table.weight.data[3] = math.nan
-        model(torch.tensor([[1, 3, 3]])).square().mean().backward()
-        _ = accel.training.parts.optimizer_step(ctx, make_optimizers(model, "SGD"), accel.LossScale())
+        state = accel.backward(ctx, model(torch.tensor([[1, 3, 3]])).square().mean(), begin_batch(ctx))
+        _ = accel.optimizer_step(ctx, make_optimizers(model, "SGD"), state)
 
     with pytest.raises(NonFiniteError, match=r"table\.weight"):
         _ = simulate(spoil, world)
@@ -341,7 +340,7 @@ def test_gradients_that_ddp_does_not_expect_are_told(use: str, text: str) -> Non
     def step(ctx: accel.DistContext) -> None:
         model = accel.prepare_model(ctx, Other(use), find_unused_parameters=use == "none")
         with pytest.raises(StepError, match=f"{text}.*only by its forward"):
-            accel.training.parts.backward(ctx, model(torch.tensor([1, 2])).mean(), accel.LossScale())
+            accel.backward(ctx, model(torch.tensor([1, 2])).mean(), begin_batch(ctx))
 
     _ = simulate(step, 2)
 
@@ -350,9 +349,9 @@ def test_gradients_that_stayed_on_their_rank_are_refused() -> None:
     def step(ctx: accel.DistContext) -> None:
         model = accel.prepare_model(ctx, make_model())
         with accel.no_sync(ctx, model):
-            accel.training.parts.backward(ctx, model(words(0, 0, ctx.rank, 3)).mean(), accel.LossScale())
+            state = accel.backward(ctx, model(words(0, 0, ctx.rank, 3)).mean(), begin_batch(ctx))
         with pytest.raises(StepError, match=r"not exchanged.*table\.weight"):
-            _ = accel.training.parts.optimizer_step(ctx, torch.optim.SparseAdam(tables_of(model)), accel.LossScale())
+            _ = accel.optimizer_step(ctx, torch.optim.SparseAdam(tables_of(model)), state)
 
     _ = simulate(step, 2)
 
@@ -361,16 +360,16 @@ def test_gradients_that_stayed_on_their_rank_are_refused() -> None:
 def test_a_kept_graph(world: int) -> None:
     def step(ctx: accel.DistContext) -> None:
         model = accel.prepare_model(ctx, make_model())
-        accum, scaler = accel.Accumulation().next(), accel.LossScale()
-        with accel.training.parts.accumulate(ctx, accum, model):
+        state = begin_batch(ctx)
+        with accel.accumulate(ctx, state, model):
             loss = model(words(0, 0, ctx.rank, 3)).square().mean()
-            accum = accel.training.parts.backward(ctx, loss, scaler, accum, retain_graph=True)
+            state = accel.backward(ctx, loss, state, retain_graph=True)
         optimizers = make_optimizers(model, "SparseAdam")
         if ctx.world_size == 1:
-            assert accel.training.parts.optimizer_step(ctx, optimizers, scaler, accum).stepped
+            assert accel.optimizer_step(ctx, optimizers, state).stepped
             return
         with pytest.raises(StepError, match="retain_graph"):
-            _ = accel.training.parts.optimizer_step(ctx, optimizers, scaler, accum)
+            _ = accel.optimizer_step(ctx, optimizers, state)
 
     _ = simulate(step, world)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ByState
+from steps import ByState, begin_batch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -84,7 +84,8 @@ def test_a_micro_batch_takes_the_memory_of_the_first_one(ranks: Simulator, polic
 
     def rank(ctx: accel.DistContext) -> list[set[int]]:
         model = accel.prepare_model(ctx, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
-        optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), accel.LossScale()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        state = accel.train_state(ctx)
         inputs, found = torch.zeros(2, 4), list[set[int]]()
         captured: list[torch.Tensor] = []
         for step in range(STEPS):
@@ -92,11 +93,11 @@ def test_a_micro_batch_takes_the_memory_of_the_first_one(ranks: Simulator, polic
             for parameter, grad in zip(model.parameters(), captured, strict=False):
                 parameter.grad = grad.zero_()
             with OutsideMemory() as outside:
-                accel.training.parts.backward(ctx, model(inputs).square().mean(), scaler)
+                state = accel.backward(ctx, model(inputs).square().mean(), begin_batch(ctx, state))
             if step:  # the first makes the gradients
                 found.append(outside.places)
             captured = [each.grad for each in model.parameters() if each.grad is not None]
-            accel.training.parts.optimizer_step(ctx, optimizer, scaler, max_norm=1.0, nonfinite=policy)
+            state = accel.optimizer_step(ctx, optimizer, state, max_norm=1.0, nonfinite=policy)
         expected = {_place(inputs), *map(_place, model.parameters()), *map(_place, captured)}
         assert expected <= found[0]
         return found

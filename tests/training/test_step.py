@@ -7,12 +7,13 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
 from profiles import share
-from steps import WAYS, ByState, both_ways
+from steps import WAYS, ByState, begin_batch, both_ways
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
@@ -254,14 +255,12 @@ def test_micro_batches_of_one_and_three_tokens_weigh_one_to_three(way: type[BySt
     assert (before - flat(model)).item() == 6.5
 
 
-def test_a_step_without_accumulation_averages_ranks() -> None:
+def test_a_step_averages_ranks() -> None:
     def rank(ctx: accel.DistContext) -> float:
         model, optimizer = one_weight(ctx)
-        scaler = accel.loss_scale(ctx)
-        accel.training.parts.backward(
-            ctx, model(torch.full((1, 1), float(ctx.rank), dtype=torch.float64)).mean(), scaler
-        )
-        assert accel.training.parts.optimizer_step(ctx, optimizer, scaler).stepped
+        loss = model(torch.full((1, 1), float(ctx.rank), dtype=torch.float64)).mean()
+        state = accel.backward(ctx, loss, begin_batch(ctx))
+        assert accel.optimizer_step(ctx, optimizer, state).stepped
         return -flat(model).item()
 
     with Simulator() as simulator:
@@ -421,107 +420,88 @@ class TestCallsOutOfOrder:
 
     def test_backward_before_next(self) -> None:
         model, _ = one_weight(self.ctx)
-        with pytest.raises(StepError, match=r"accum = accum\.next"):
-            _ = accel.training.parts.backward(self.ctx, flat_loss(model), accel.LossScale(), accel.Accumulation())
+        with pytest.raises(StepError, match=r"state = state\.next\(batch\)"):
+            _ = accel.backward(self.ctx, flat_loss(model), accel.train_state(self.ctx))
 
     def test_accumulate_before_next(self) -> None:
         with (
-            pytest.raises(StepError, match="no micro-batch was begun"),
-            accel.training.parts.accumulate(self.ctx, accel.Accumulation()),
+            pytest.raises(StepError, match="no batch was begun"),
+            accel.accumulate(self.ctx, accel.train_state(self.ctx)),
         ):
             pass
 
-    def test_next_without_a_step_after_a_window(self) -> None:
-        with pytest.raises(StepError, match=r"step\.accum"):
-            _ = accel.Accumulation().next().next()
-
     def test_step_within_a_window(self) -> None:
         model, optimizer = one_weight(self.ctx)
-        accum = accel.training.parts.backward(
-            self.ctx, flat_loss(model), accel.LossScale(), accel.Accumulation(steps=2).next()
-        )
+        begun = begin_batch(self.ctx, accel.train_state(self.ctx, accumulation=2))
+        state = accel.backward(self.ctx, flat_loss(model), begun)
         with pytest.raises(StepError, match="micro-batch 1 of 2"):
-            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale(), accum)
+            _ = accel.optimizer_step(self.ctx, optimizer, state)
         assert flat(model).item() == 0.0
 
-    def test_step_with_the_accum_that_backward_was_given(self) -> None:
+    def test_step_with_the_state_that_backward_was_given(self) -> None:
         model, optimizer = one_weight(self.ctx)
-        stale = accel.Accumulation().next()
-        _ = accel.training.parts.backward(self.ctx, flat_loss(model), accel.LossScale(), stale)
-        with pytest.raises(StepError, match="Keep what backward returns"):
-            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale(), stale)
-
-    def test_step_without_one_of_the_backwards(self) -> None:
-        model, optimizer = one_weight(self.ctx)
-        accum = accel.Accumulation(steps=2)
-        for _ in range(2):
-            accum = accum.next()
-            kept = accel.training.parts.backward(self.ctx, flat_loss(model), accel.LossScale(), accum)
-        with pytest.raises(StepError, match=r"2 backward passes.*got 1"):
-            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale(), kept)
-        assert flat(model).item() == 0.0
+        stale = begin_batch(self.ctx)
+        _ = accel.backward(self.ctx, flat_loss(model), stale)
+        with pytest.raises(StepError, match=r"Keep the result: state = accel\.backward"):
+            _ = accel.optimizer_step(self.ctx, optimizer, stale)
 
     def test_a_loss_without_a_gradient(self) -> None:
         with pytest.raises(StepError, match="requires_grad=False"):
-            accel.training.parts.backward(self.ctx, torch.ones(()), accel.LossScale())
+            accel.backward(self.ctx, torch.ones(()), begin_batch(self.ctx))
         with pytest.raises(StepError, match=r"got float.*without \.item\(\)"):
-            accel.training.parts.backward(self.ctx, 1.0, accel.LossScale())  # type: ignore[call-overload]
+            accel.backward(self.ctx, 1.0, begin_batch(self.ctx))  # type: ignore[arg-type]
 
     def test_optimizers_that_need_more_than_a_step(self) -> None:
         model, _ = one_weight(self.ctx)
-        flat_loss(model).backward()
+        state = accel.backward(self.ctx, flat_loss(model), begin_batch(self.ctx))
         with pytest.raises(ConfigError, match="closure"):
-            _ = accel.training.parts.optimizer_step(self.ctx, torch.optim.LBFGS(model.parameters()), accel.LossScale())
+            _ = accel.optimizer_step(self.ctx, torch.optim.LBFGS(model.parameters()), state)
 
     def test_step_with_another_scale_than_the_gradients(self) -> None:
         model, optimizer = one_weight(self.ctx)
-        accum = accel.training.parts.backward(
-            self.ctx, flat_loss(model), accel.LossScale(scale=4.0), accel.Accumulation().next()
-        )
+        begun = begin_batch(self.ctx, accel.train_state(self.ctx, scaler=accel.LossScale(scale=4.0)))
+        state = accel.backward(self.ctx, flat_loss(model), begun)
+        other = msgspec.structs.replace(state, scaler=accel.LossScale(scale=2.0))
         with pytest.raises(StepError, match="in one call"):
-            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale(scale=2.0), accum)
+            _ = accel.optimizer_step(self.ctx, optimizer, other)
 
     def test_step_without_backward(self) -> None:
         _, optimizer = one_weight(self.ctx)
         with pytest.raises(StepError, match="no gradients"):
-            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale())
+            _ = accel.optimizer_step(self.ctx, optimizer, counted(self.ctx))
 
     def test_a_loss_that_is_no_scalar(self) -> None:
         model, _ = one_weight(self.ctx)
         with pytest.raises(StepError, match=r"shape \[3, 1\]"):
-            accel.training.parts.backward(self.ctx, model(torch.ones(3, 1, dtype=torch.float64)), accel.LossScale())
+            accel.backward(self.ctx, model(torch.ones(3, 1, dtype=torch.float64)), begin_batch(self.ctx))
 
     @pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
     def test_a_weight_that_is_none(self, weight: float) -> None:
         model, _ = one_weight(self.ctx)
         with pytest.raises(ConfigError, match="not a weight"):
-            _ = accel.training.parts.backward(
-                self.ctx, flat_loss(model), accel.LossScale(), accel.Accumulation().next(), weight=weight
-            )
-
-    def test_a_weight_that_nothing_remembers(self) -> None:
-        model, _ = one_weight(self.ctx)
-        with pytest.raises(ConfigError, match="a weight, or a graph that is kept, needs an accumulation"):
-            accel.training.parts.backward(self.ctx, flat_loss(model), accel.LossScale(), weight=3)  # type: ignore[call-overload]
+            _ = accel.backward(self.ctx, flat_loss(model), begin_batch(self.ctx), weight=weight)
 
     @pytest.mark.parametrize("steps", [0, -3, 2.5, True, "4"])
     def test_an_accumulation_that_is_no_number_of_micro_batches(self, steps: int) -> None:
         with pytest.raises(ConfigError, match="not a number of micro-batches: expected an integer from 1"):
-            _ = accel.Accumulation(steps=steps)
+            _ = accel.train_state(self.ctx, accumulation=steps)
 
     def test_a_scheduler_that_needs_a_metric(self) -> None:
         _, optimizer = one_weight(self.ctx)
         with pytest.raises(ConfigError, match="metric"):
-            _ = accel.training.parts.optimizer_step(
-                self.ctx, optimizer, accel.LossScale(), scheduler=ReduceLROnPlateau(optimizer)
-            )
+            _ = accel.optimizer_step(self.ctx, optimizer, counted(self.ctx), scheduler=ReduceLROnPlateau(optimizer))
 
     def test_options_outside_their_range(self) -> None:
         _, optimizer = one_weight(self.ctx)
         with pytest.raises(ConfigError, match="above 0"):
-            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale(), max_norm=0.0)
+            _ = accel.optimizer_step(self.ctx, optimizer, counted(self.ctx), max_norm=0.0)
         with pytest.raises(ConfigError, match="Did you mean `skip`"):
-            _ = accel.training.parts.optimizer_step(self.ctx, optimizer, accel.LossScale(), nonfinite="skipp")  # type: ignore[arg-type]
+            _ = accel.optimizer_step(self.ctx, optimizer, counted(self.ctx), nonfinite="skipp")  # type: ignore[arg-type]
+
+
+def counted(ctx: accel.DistContext) -> accel.TrainState:
+    """A state that waits for its step, though no parameter has a gradient: its loss was of other leaves."""
+    return accel.backward(ctx, torch.ones((), requires_grad=True) * 1.0, begin_batch(ctx))
 
 
 def flat_loss(model: nn.Module) -> torch.Tensor:
@@ -548,17 +528,17 @@ def test_an_optimizer_that_clears_gradients_in_its_own_way_does() -> None:
         def zero_grad(self, set_to_none: bool = False) -> None:
             super().zero_grad(set_to_none=False)
 
-    ctx, model, scaler = accel.single(), make_model(), accel.LossScale()
+    ctx, model = accel.single(), make_model()
     for kind in (torch.optim.SGD, Keeping):
-        accel.training.parts.backward(ctx, model(torch.ones(1, 5, dtype=torch.float64)).sum(), scaler)
-        accel.training.parts.optimizer_step(ctx, kind(model.parameters(), lr=0.1), scaler)
+        state = accel.backward(ctx, model(torch.ones(1, 5, dtype=torch.float64)).sum(), begin_batch(ctx))
+        accel.optimizer_step(ctx, kind(model.parameters(), lr=0.1), state)
         left = [each.grad for each in model.parameters() if each.grad is not None]
         assert len(left) == (4 if kind is Keeping else 0)
         assert not any(grad.any() for grad in left)
 
 
 def test_gradients_are_cleared_by_a_method_set_on_the_optimizer() -> None:
-    ctx, model, scaler = accel.single(), make_model(), accel.LossScale()
+    ctx, model = accel.single(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain, calls = optimizer.zero_grad, list[str]()
 
@@ -567,15 +547,15 @@ def test_gradients_are_cleared_by_a_method_set_on_the_optimizer() -> None:
         plain(set_to_none)
 
     optimizer.zero_grad = zero_grad
-    accel.training.parts.backward(ctx, model(torch.ones(1, 5, dtype=torch.float64)).sum(), scaler)
-    accel.training.parts.optimizer_step(ctx, optimizer, scaler)
+    state = accel.backward(ctx, model(torch.ones(1, 5, dtype=torch.float64)).sum(), begin_batch(ctx))
+    accel.optimizer_step(ctx, optimizer, state)
     assert calls == ["zero_grad"]
     assert all(each.grad is None for each in model.parameters())
 
 
 def test_an_unprepared_model_is_refused_where_ranks_would_drift_apart() -> None:
     def rank(ctx: accel.DistContext) -> None:
-        with accel.training.parts.accumulate(ctx, accel.Accumulation().next(), nn.Linear(1, 1)):
+        with accel.accumulate(ctx, begin_batch(ctx), nn.Linear(1, 1)):
             pass
 
     with Simulator() as simulator, pytest.raises(PrepareError, match="prepare_model"):

@@ -11,7 +11,7 @@ import math
 
 import pytest
 import torch
-from steps import ByState, both_ways
+from steps import ByState, begin_batch, both_ways
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
@@ -43,9 +43,7 @@ def test_a_second_context_and_accumulation_leave_the_first_alone(way):
     syncs = []
     for _ in range(4):
         other = accel.single()
-        accel.training.parts.backward(
-            other, _output(_one_weight(other)[0]), accel.loss_scale(other), accel.Accumulation().next()
-        )
+        accel.backward(other, _output(_one_weight(other)[0]), begin_batch(other))
         run.begin()
         run.backward(_output(model))
         syncs.append(run.sync)

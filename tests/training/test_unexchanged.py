@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,13 +74,14 @@ def test_a_gradient_that_stayed_on_its_rank_is_refused(ranks, mistake, call):
 
     def rank(ctx):
         plain = _model()
-        forward, scaler, accum = mistake(ctx, plain), accel.LossScale(), accel.Accumulation().next()
+        forward = mistake(ctx, plain)
+        state = begin_batch(ctx)
         optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
-        accum = accel.training.parts.backward(ctx, forward(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler, accum)
+        state = accel.backward(ctx, forward(torch.full((1, 2), ctx.rank + 1.0)).sum(), state)
         calls = {
-            "step": lambda: accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum),
-            "clip": lambda: accel.training.parts.clip_grad_norm_(ctx, plain.parameters(), 1.0, scaler, accum),
-            "unscale": lambda: accel.training.parts.unscale_gradients(ctx, optimizer, scaler, accum),
+            "step": lambda: accel.optimizer_step(ctx, optimizer, state),
+            "clip": lambda: accel.clip_grad_norm_(ctx, plain.parameters(), 1.0, state),
+            "unscale": lambda: accel.unscale_gradients(ctx, optimizer, state),
         }
         with pytest.raises(kind, match=said):
             calls[call]()
@@ -102,10 +104,11 @@ def test_a_gradient_that_stayed_on_its_rank_is_refused(ranks, mistake, call):
 def test_gradients_that_travelled_are_taken_with_any_option(ranks, options):
     def rank(ctx):
         model = accel.prepare_model(ctx, _model(), **options)
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), accel.LossScale()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = accel.train_state(ctx)
         for _ in range(3):
-            accel.training.parts.backward(ctx, model(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler)
-            accel.training.parts.optimizer_step(ctx, optimizer, scaler)
+            state = accel.backward(ctx, model(torch.full((1, 2), ctx.rank + 1.0)).sum(), begin_batch(ctx, state))
+            state = accel.optimizer_step(ctx, optimizer, state)
         return accel.unwrap_model(model)[0].weight.detach()
 
     first, other = ranks.run(rank, 2)
@@ -116,16 +119,17 @@ def test_a_gradient_of_ones_own_is_put_into_ddps(ranks):
     """As methods do that change gradients before the step."""
 
     def rank(ctx):
-        model, scaler = accel.prepare_model(ctx, nn.Linear(2, 1, bias=False)), accel.LossScale()
+        model = accel.prepare_model(ctx, nn.Linear(2, 1, bias=False))
+        state = accel.train_state(ctx)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         weight = accel.unwrap_model(model).weight
         nn.init.zeros_(weight)
-        accel.training.parts.backward(ctx, model(torch.ones(1, 2)).sum(), scaler)
+        state = accel.backward(ctx, model(torch.ones(1, 2)).sum(), begin_batch(ctx, state))
         own, weight.grad = weight.grad, torch.full((1, 2), 7.0)
         with pytest.raises(StepError, match=r"parameter\.grad\.copy_"):
-            accel.training.parts.optimizer_step(ctx, optimizer, scaler)
+            state = accel.optimizer_step(ctx, optimizer, state)
         weight.grad = own.copy_(weight.grad)
-        accel.training.parts.optimizer_step(ctx, optimizer, scaler)
+        state = accel.optimizer_step(ctx, optimizer, state)
         return weight.detach().tolist()
 
     assert ranks.run(rank, 2) == [[[-7.0, -7.0]]] * 2
@@ -134,15 +138,17 @@ def test_a_gradient_of_ones_own_is_put_into_ddps(ranks):
 def test_what_somebody_else_has_wrapped_is_adopted_by_preparing_it(ranks):
     def rank(ctx):
         wrapped = DistributedDataParallel(_model(), process_group=ctx.comm.group)
-        optimizer, scaler = torch.optim.SGD(wrapped.parameters(), lr=0.1), accel.LossScale()
-        accel.training.parts.backward(ctx, wrapped(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        state = accel.train_state(ctx)
+        state = accel.backward(ctx, wrapped(torch.full((1, 2), ctx.rank + 1.0)).sum(), begin_batch(ctx, state))
         with pytest.raises(PrepareError, match="not prepared"):
-            accel.training.parts.optimizer_step(ctx, optimizer, scaler)
+            state = accel.optimizer_step(ctx, optimizer, state)
         assert accel.prepare_model(ctx, wrapped) is wrapped
-        assert accel.training.parts.optimizer_step(ctx, optimizer, scaler).stepped
-        accel.training.parts.backward(ctx, wrapped.module[0](torch.ones(1, 2)).sum(), scaler)
+        state = accel.optimizer_step(ctx, optimizer, state)
+        assert state.stepped
+        state = accel.backward(ctx, wrapped.module[0](torch.ones(1, 2)).sum(), begin_batch(ctx, state))
         with pytest.raises(StepError, match=r"no gradient for 1\.weight, 1\.bias"):
-            accel.training.parts.optimizer_step(ctx, optimizer, scaler)
+            state = accel.optimizer_step(ctx, optimizer, state)
         return True
 
     assert ranks.run(rank, 2) == [True] * 2
@@ -155,14 +161,13 @@ def test_a_static_graph_may_leave_parameters_out(ranks):
         plain = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
         plain.forward = plain["used"].forward
         model = accel.prepare_model(ctx, plain, static_graph=True)
-        optimizer, scaler, accum = torch.optim.SGD(model.parameters()), accel.LossScale(), accel.Accumulation()
+        optimizer = torch.optim.SGD(model.parameters())
+        state = accel.train_state(ctx)
         for _ in range(3):
-            accum = accum.next()
-            with accel.training.parts.accumulate(ctx, accum, model):
-                accum = accel.training.parts.backward(
-                    ctx, model(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler, accum
-                )
-            accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+            state = begin_batch(ctx, state)
+            with accel.accumulate(ctx, state, model):
+                state = accel.backward(ctx, model(torch.full((1, 2), ctx.rank + 1.0)).sum(), state)
+            state = accel.optimizer_step(ctx, optimizer, state)
         return plain["used"].weight.detach()
 
     first, other = ranks.run(rank, 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ByState
+from steps import ByState, begin_batch
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -117,13 +117,11 @@ def test_a_pass_that_was_cleared_used_nothing(ranks: Simulator, clear: Any) -> N
     def train(ctx: accel.DistContext) -> Any:
         model, optimizer = _prepared(ctx, _blocks(ctx))
         for at in range(3):
-            accel.training.parts.backward(ctx, model(_rows(ctx, at), 3, other=True).square().mean(), accel.LossScale())
+            state = accel.backward(ctx, model(_rows(ctx, at), 3, other=True).square().mean(), begin_batch(ctx))
             if at:
                 clear(model, optimizer)
-                accel.training.parts.backward(
-                    ctx, model(_rows(ctx, at), 1, other=False).square().mean(), accel.LossScale()
-                )
-            _ = accel.training.parts.optimizer_step(ctx, optimizer, accel.LossScale())
+                state = accel.backward(ctx, model(_rows(ctx, at), 1, other=False).square().mean(), begin_batch(ctx))
+            _ = accel.optimizer_step(ctx, optimizer, state)
         return _values(ctx, model)
 
     _same_everywhere(ranks, train)
@@ -211,16 +209,16 @@ def test_gradients_of_some_micro_batches_are_summed_in_bf16_too(ranks: Simulator
         ctx = accel.replace(ctx, strategy="fsdp", mesh=mesh, precision="bf16")
         model = accel.prepare_model(ctx, _blocks(ctx), find_unused_parameters=True)
         optimizer = HEAVY(model.parameters())
-        scaler, accum = accel.loss_scale(ctx), accel.Accumulation(2, sync_each_batch=each)
+        state = accel.train_state(ctx, accumulation=2, sync_each_batch=each)
         for batch in range(4):
-            accum = accum.next()
+            state = begin_batch(ctx, state)
             rows = _rows(ctx, batch).float()
-            with accel.training.parts.accumulate(ctx, accum, model):
+            with accel.accumulate(ctx, state, model):
                 with accel.autocast(ctx):
                     loss = model(rows, 1 if batch % 2 == 0 else 3, other=False).square().mean()
-                accum = accel.training.parts.backward(ctx, loss, scaler, accum)
-            if accum.sync:
-                accum = accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum).accum
+                state = accel.backward(ctx, loss, state)
+            if state.sync:
+                state = accel.optimizer_step(ctx, optimizer, state)
         return _values(ctx, model)
 
     size = 4 if "replicate" in mesh else 2

@@ -229,7 +229,7 @@ def _read(
                 twins += plan_comparison(twin, memory, lambda note=note: differing.append(note))
     try:
         with byte_progress("load", sum(job.nbytes for job in jobs)) if show else nullcontext() as bar:
-            source.ranges.read(jobs, partial(_tell, [each for each in (bar, advance) if each is not None]))
+            source.ranges.read(jobs, partial(_report_bytes, [each for each in (bar, advance) if each is not None]))
         source.ranges.read(twins)
         if differing:
             raise CheckpointError(
@@ -244,7 +244,7 @@ def _read(
     return made
 
 
-def _tell(listeners: Sequence[Callable[[int], object]], nbytes: int) -> None:
+def _report_bytes(listeners: Sequence[Callable[[int], object]], nbytes: int) -> None:
     for each in listeners:
         _ = each(nbytes)
 

@@ -203,14 +203,16 @@ def infer_device_map(
     if mapped is not None:
         runs = dict.fromkeys((segment.name for segment in skeleton.segments), HOST)
         places = msgspec.structs.replace(places, homes={"mmap": places.homes["mmap"]})
-        return _told(_finished(skeleton, places, runs, mapped, _SLOTS[0] if slots is None else slots, placement))
+        return _map_or_error(
+            _finished(skeleton, places, runs, mapped, _SLOTS[0] if slots is None else slots, placement)
+        )
     units = {each: Units(skeleton, each) for each in (_SLOTS if slots is None else (slots,))}
     fills: Sequence[Fill] = _fills(places) if fill is None else (fill,)
     first = next(iter(units))
     cuts = divide_resident(units[first], places.devices, fills[0])
     if cuts is not None:
         chosen = f"All segments fit on their devices: {_named(fills[0])}." if len(fills) > 1 else ""
-        return _told(_filled(units[first], skeleton, places, cuts, first, placement, chosen))
+        return _map_or_error(_filled(units[first], skeleton, places, cuts, first, placement, chosen))
     return _streamed(units, fills, skeleton, places, placement)
 
 
@@ -245,7 +247,7 @@ def _fills(places: Places) -> Sequence[Fill]:
     return get_args(Fill) if len(places.devices) > 1 else get_args(Fill)[:1]
 
 
-def _told(found: DeviceMap | Homeless) -> DeviceMap:
+def _map_or_error(found: DeviceMap | Homeless) -> DeviceMap:
     if isinstance(found, Homeless):
         raise found.error
     return found

@@ -102,8 +102,8 @@ def _tensors(
     packed: PackedBatches, dtypes: Sequence[torch.dtype], shapes: Sequence[list[int]]
 ) -> Iterator[torch.Tensor]:
     """View the tensors of packed batches: the large ones beside the buffer, if there are any, and the others in it."""
-    apart = bool(packed.large)
-    beside = [apart and is_large(dtype, math.prod(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    has_large = bool(packed.large)
+    beside = [has_large and is_large(dtype, math.prod(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
     listed = list(zip(dtypes, shapes, beside, strict=True))
     inside = [(dtype, shape) for dtype, shape, alone in listed if not alone]
     inside_dtypes = [torch.uint8, *(dtype for dtype, _ in inside)]
@@ -123,7 +123,7 @@ def _describe(node: Any, path: str, tensors: list[torch.Tensor], values: list[An
             raise _unsendable(node, path)
         values.append(node)
         return []
-    kind, keys, children = _taken_apart(node, path)
+    kind, keys, children = _node_parts(node, path)
     steps = [f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in keys or range(len(children))]
     inner = [_describe(child, path + step, tensors, values) for child, step in zip(children, steps, strict=True)]
     return [kind, keys, inner]
@@ -138,7 +138,7 @@ def _is_plain(value: object) -> bool:
     return True
 
 
-def _taken_apart(node: Any, path: str) -> tuple[str, list[Any], Sequence[Any]]:
+def _node_parts(node: Any, path: str) -> tuple[str, list[Any], Sequence[Any]]:
     """Return a container's kind, keys and children."""
     kind = cast(Any, type(node))
     if kind in (list, tuple):

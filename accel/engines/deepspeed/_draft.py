@@ -145,11 +145,11 @@ def _asks_nothing(draft: Draft, name: str, keys: list[Key]) -> bool:
     return False
 
 
-_STEPS_APART: Key = (ZERO, "offload_optimizer")
-_DEVICE: Key = (*_STEPS_APART, "device")
+_OFFLOADED_STEP: Key = (ZERO, "offload_optimizer")
+_DEVICE: Key = (*_OFFLOADED_STEP, "device")
 _PREDIVIDES: Key = ("gradient_predivide_factor",)
 _ACCUMULATES: Key = ("data_types", "grad_accum_dtype")
-_STATE_APART = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's names of it
+_FP32 = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's names of it
 
 
 class _Refused(NamedTuple):
@@ -162,8 +162,8 @@ class _Refused(NamedTuple):
 
 _TABLE = (
     _Refused((ZERO, "zenflow"), ({},), "a second optimizer steps a part of the weights outside of the step"),
-    _Refused((*_STEPS_APART, "ratio"), (1,), "a second optimizer has a part of the state, which is not saved"),
-    _Refused((*_STEPS_APART, "super_offload"), (False,), "another process has the state, which is not saved"),
+    _Refused((*_OFFLOADED_STEP, "ratio"), (1,), "a second optimizer has a part of the state, which is not saved"),
+    _Refused((*_OFFLOADED_STEP, "super_offload"), (False,), "another process has the state, which is not saved"),
     _Refused((ZERO, "legacy_stage1"), (False,), "DeepSpeed has it no longer"),
     _Refused(
         (ZERO, "compute_grad_norm"),
@@ -179,7 +179,7 @@ _TABLE = (
 )
 
 
-def check_apart(draft: Draft, facts: RunFacts, stage: int) -> None:
+def check_conflicts(draft: Draft, facts: RunFacts, stage: int) -> None:
     """Note the keys of the table that ask for something, and what a stage does with a key of its own accord."""
     for key, idle, why in _TABLE:
         for own in [own for own in draft.rows if own[: len(key)] == key]:
@@ -193,7 +193,7 @@ def check_apart(draft: Draft, facts: RunFacts, stage: int) -> None:
             "would be shorter. Leave it out."
         )
     narrow = facts.precision.compute == "bf16" and facts.precision.params is None
-    if stage == 1 and narrow and draft.said(_DEVICE) in (None, "none") and draft.said(_ACCUMULATES) in _STATE_APART:
+    if stage == 1 and narrow and draft.said(_DEVICE) in (None, "none") and draft.said(_ACCUMULATES) in _FP32:
         draft.problem(
             f"{draft.shown(_ACCUMULATES)}, for which stage 1 takes another optimizer of DeepSpeed's, whose gradients "
             "cannot be cleared between windows. Leave it out, or take stage 2."

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accel.engines.deepspeed._draft import Draft, check_apart, check_foreign, check_known, check_names, dotted
+from accel.engines.deepspeed._draft import Draft, check_conflicts, check_foreign, check_known, check_names, dotted
 from accel.engines.deepspeed._options import (
     FIELD_KEYS,
     ZERO,
@@ -162,7 +162,7 @@ def resolve(config: DeepSpeed, facts: RunFacts, *, imposed: Mapping[str, Any] | 
     _settle_batch(draft, facts)
     clipping = _settle_clipping(draft, facts)
     _settle_precision(draft, facts)
-    check_apart(draft, facts, config.stage)
+    check_conflicts(draft, facts, config.stage)
     settle_zero(draft, config, facts)
     settle_optimizer(draft, facts)
     for name, value in (imposed or {}).items():

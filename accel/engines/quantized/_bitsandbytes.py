@@ -154,11 +154,11 @@ def _make_four(facts: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> n
 
 
 def _four_constants(facts: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    told = dict(facts)
-    width = len(json.dumps(told)) + _ROOM  # the same for two weights of one format
+    stored = dict(facts)
+    width = len(json.dumps(stored)) + _ROOM  # the same for two weights of one format
     if (offset := parts.get(_OFFSET)) is not None:
-        told["nested_offset"] = 0.0 if offset.is_meta else offset.item()
-    text = json.dumps(told).ljust(width).encode()
+        stored["nested_offset"] = 0.0 if offset.is_meta else offset.item()
+    text = json.dumps(stored).ljust(width).encode()
     return {f"weight.quant_state.bitsandbytes__{facts['quant_type']}": torch.tensor(list(text), dtype=torch.uint8)}
 
 

@@ -95,12 +95,12 @@ def find_weights(
             dtype = weight_dtype_name(layer.dtype)
             wanted.append(TensorFacts((f"{layer.name}.weight",), dtype, tuple(layer.module.weight.shape)))
             continue
-        template, told, problem = _template(layer, source, config, constants)
+        template, constants_here, problem = _template(layer, source, config, constants)
         problems += [problem] if problem else []
         templates[layer.name] = template
-        known |= {f"{layer.name}.{name}": tensor for name, tensor in told.items()}
+        known |= {f"{layer.name}.{name}": tensor for name, tensor in constants_here.items()}
         for name, part in template.parts.items():
-            if name not in told:
+            if name not in constants_here:
                 wanted.append(TensorFacts((f"{layer.name}.{name}",), weight_dtype_name(part.dtype), tuple(part.shape)))
     others = _others(model, plan)
     wanted += [TensorFacts(each.names, weight_dtype_name(each.dtype), tuple(each.tensor.shape)) for each in others]
@@ -368,7 +368,7 @@ def load_quantized(
         for layer, weight in zip(plan.layers, made, strict=True):
             _ = replace_layer(model, layer.module, empty_layer(layer.module, config), weight)
         commit_others(model, others, places)
-        _tell_peft(model, config)
+        _set_peft_flags(model, config)
     return model
 
 
@@ -378,9 +378,9 @@ def _read_layers(
     return [made_layer(layer, found, source, config, places) for layer in layers]
 
 
-def _tell_peft(model: nn.Module, config: Quantization) -> None:
+def _set_peft_flags(model: nn.Module, config: Quantization) -> None:
     """Set the attributes by which peft knows a model of bitsandbytes."""
     if isinstance(config, Bitsandbytes):
-        told: Mapping[str, bool] = {"is_loaded_in_4bit": config.bits == 4, "is_loaded_in_8bit": config.bits == 8}
-        for name, value in told.items():
+        flags: Mapping[str, bool] = {"is_loaded_in_4bit": config.bits == 4, "is_loaded_in_8bit": config.bits == 8}
+        for name, value in flags.items():
             setattr(model, name, value)

@@ -220,7 +220,7 @@ def begin_step(group: ReplicaGroup, state: TrainState, items: Mapping[str, objec
         if manager.num_participants() >= group.min_replicas:
             break
         if time.perf_counter() - began > group.quorum_timeout_s:  # the lighthouse itself lets fewer pass
-            raise _apart(group, f"min_replicas={group.min_replicas} groups", f"{manager.num_participants()}")
+            raise _group_changed(group, f"min_replicas={group.min_replicas} groups", f"{manager.num_participants()}")
         time.sleep(_AGAIN_S)
     return Turn(
         step=manager.current_step(),
@@ -240,10 +240,10 @@ def _meet(group: ReplicaGroup) -> None:
         raise
     except (RuntimeError, TimeoutError) as error:
         expected = "a lighthouse that answers, and enough groups before quorum_timeout_s"
-        raise _apart(group, expected, str(error)) from error
+        raise _group_changed(group, expected, str(error)) from error
 
 
-def _apart(group: ReplicaGroup, expected: str, got: str) -> PeerError:
+def _group_changed(group: ReplicaGroup, expected: str, got: str) -> PeerError:
     return PeerError(
         "too few replica groups joined the step",
         expected=expected,

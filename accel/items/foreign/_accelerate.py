@@ -192,8 +192,8 @@ def _loss_scale(path: Path, live: LossScale) -> LossScale:
     fields = {"scale": "scale", "growth_factor": "growth_factor", "backoff_factor": "backoff_factor"}
     fields |= {"growth_interval": "growth_interval", "good_steps": "_growth_tracker"}
     try:
-        told = {mine: state[theirs] for mine, theirs in fields.items()}
-        return msgspec.convert(msgspec.structs.asdict(live) | told, LossScale)
+        renamed = {mine: state[theirs] for mine, theirs in fields.items()}
+        return msgspec.convert(msgspec.structs.asdict(live) | renamed, LossScale)
     except (KeyError, msgspec.ValidationError) as error:
         raise CheckpointError(f"not the state of a gradient scaler: {error}", where=str(path)) from error
 

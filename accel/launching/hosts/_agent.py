@@ -106,13 +106,13 @@ class Rendezvous:
         alone = ", which only launchers on this machine can reach" if ip_address(self._address).is_loopback else ""
         endpoint, patience_s = f"{self._config.rdzv_endpoint}{alone}", self._config.rdzv_timeout_s
         began_s = time.monotonic()
-        is_told = False
+        is_logged = False
         joined = in_background(lambda: self._join(is_first=is_first))
         while not joined.done():
             if stopped := signals.stop(_POLL_S):
                 return LaunchEnd(128 + stopped, stop_report(stopped, [], []), stopped=stopped)
-            if not is_told and time.monotonic() - began_s >= _SILENT_S:
-                is_told = True
+            if not is_logged and time.monotonic() - began_s >= _SILENT_S:
+                is_logged = True
                 notify(f"accel: waiting for other hosts at {endpoint}, up to {patience_s:g} s (--rdzv-timeout-s)\n")
         try:
             self._round, address, port = joined.result()

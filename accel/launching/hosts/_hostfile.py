@@ -110,7 +110,7 @@ def host_commands(
     """Return the command of each host's launcher, in order of rank; fields in `given` become its flags."""
     _check(hosts, config, given)
     endpoint = config.rdzv_endpoint or f"{hosts[0].name}:{PORT}"
-    told = [
+    options = [
         f"{field.flag}={to_text(getattr(config, field.name))}"
         for field in FIELDS
         if field.name in given and field.name not in _SETTLED_HERE
@@ -121,7 +121,7 @@ def host_commands(
         place = [f"--nnodes={len(hosts)}"]
         place += [f"--node-rank={rank}", f"--rdzv-endpoint={endpoint}"] if len(hosts) > 1 else []
         place += [f"--nproc-per-node={_count(host, config)}", *_gpus(host, config, given)]
-        words = [python, "-m", "accel.cli", "launch", *place, *told, *kind, "--", target.name, *target.args]
+        words = [python, "-m", "accel.cli", "launch", *place, *options, *kind, "--", target.name, *target.args]
         variables = [f"{name}={value}" for name, value in exports.items()]
         # By `env`, as sshd drops most variables that its client sends.
         command = shlex.join(["env", *variables, *words] if variables else words)

@@ -168,8 +168,8 @@ def batch_script(
     ]
     lines += ["#SBATCH --no-kill"] if fewest != most else []  # the job outlives a node that dies
     lines += [f"#SBATCH {config.slurm_options}"] if config.slurm_options else []
-    told = ["--config=/dev/null"] if has_file else []
-    told += [
+    options = ["--config=/dev/null"] if has_file else []
+    options += [
         f"{field.flag}={to_text(getattr(config, field.name))}"
         for field in FIELDS
         if field.name in given and field.name not in _SETTLED_THERE
@@ -182,7 +182,7 @@ def batch_script(
         f"endpoint={endpoint}",
         "exec srun --kill-on-bad-exit=0 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK} \\",
         f'    {shlex.join([python, "-m", "accel.cli", "launch"])} --nnodes="{nodes}" --rdzv-endpoint="$endpoint" \\',
-        f"    {shlex.join([*told, *kind, '--', target.name, *target.args])}",
+        f"    {shlex.join([*options, *kind, '--', target.name, *target.args])}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -137,10 +137,10 @@ def main(folder: str) -> None:
     try:
         value = _call(receive_call(folder))
     except BaseException as error:
-        told = traceback.TracebackException(
+        raised = traceback.TracebackException(
             type(error), error, frames_below(error.__traceback__, __file__), compact=True
         )
-        send_error(folder, rank, error, "".join(told.format()))
+        send_error(folder, rank, error, "".join(raised.format()))
         raise
     # After the session: a rank that fails while it closes has returned nothing.
     send_value(folder, rank, value)

@@ -73,7 +73,7 @@ class Watch:
         self._children = children
         self._relay = relay
         self._after_s = after_s
-        self._told_s = 0.0
+        self._logged_s = 0.0
         self._looks = 0  # in this silence
         self._places: dict[int, str] = {}
 
@@ -81,16 +81,16 @@ class Watch:
         """Return the seconds until the next look; None for never."""
         if self._after_s is None or self._relay is None:
             return None
-        return max(0.0, max(self._relay.last_s, self._told_s) + self._after_s - time.monotonic())
+        return max(0.0, max(self._relay.last_s, self._logged_s) + self._after_s - time.monotonic())
 
     def look(self) -> str:
         """Return a report of where the ranks are after a silence; empty if none has moved since the last."""
         if self._relay is None or self._after_s is None or self.left_s() != 0:
             return ""
         # There was output since the last report: this silence is another.
-        if self._told_s <= self._relay.last_s:
+        if self._logged_s <= self._relay.last_s:
             self._looks, self._places = 0, {}
-        self._told_s = time.monotonic()
+        self._logged_s = time.monotonic()
         self._looks += 1
         heard = self.ask()
         places = {rank: _place(each) for rank, each in heard.items()}
@@ -136,8 +136,8 @@ def hang_report(heard: Mapping[int, RankAnswer], after_s: float) -> str:
     for rank, each in heard.items():
         places.setdefault(_place(each), []).append(rank)
     lines = [f"accel: no output for {after_s:g} s", *map("accel: {}".format, _waits(heard)[:_MOST_PLACES])]
-    told = [f"accel: {_subject(ranks)}: {place}" for place, ranks in places.items()]
-    lines += told[:_MOST_LINES] + [f"accel: and {len(told) - _MOST_LINES} more places"] * (len(told) > _MOST_LINES)
+    shown = [f"accel: {_subject(ranks)}: {place}" for place, ranks in places.items()]
+    lines += shown[:_MOST_LINES] + [f"accel: and {len(shown) - _MOST_LINES} more places"] * (len(shown) > _MOST_LINES)
     for ranks in list(places.values())[:_MOST_PLACES]:
         stack = heard[ranks[0]].stack
         frames = [line for line in stack.splitlines() if _FRAME.match(line) and not _HIDDEN.search(line)]
@@ -167,10 +167,10 @@ def absent_report(whereabouts: Iterable[Whereabouts], hosts: Mapping[int, str] =
         (f"never reached the collective: {place}", rank) for each in found for rank, place in each.elsewhere.items()
     ]
     facts += [(f"waited: {place}", rank) for each in found for rank, place in each.waiting.items()]
-    told: dict[str, list[int]] = {}
+    by_text: dict[str, list[int]] = {}
     for text, rank in facts:
-        told.setdefault(text, []).append(rank)
-    lines = [f"accel: {_subject(ranks, hosts)} {text}\n" for text, ranks in told.items()]
+        by_text.setdefault(text, []).append(rank)
+    lines = [f"accel: {_subject(ranks, hosts)} {text}\n" for text, ranks in by_text.items()]
     return "".join(lines[: 1 + _MOST_PLACES])
 
 
@@ -186,7 +186,7 @@ def _is_waiting(heard: RankAnswer) -> bool:
 def _waits(heard: Mapping[int, RankAnswer]) -> list[str]:
     """Return a line for each group: ranks that wait in a collective, and known ranks that are missing in it."""
     answers = {rank: each.calls for rank, each in heard.items() if each.calls is not None}
-    told: list[str] = []
+    groups: list[str] = []
     for group, of_all in dict.fromkeys((each.group, each.of_all) for calls in answers.values() for each in calls):
         found = {rank: next((each for each in calls if each.group == group), None) for rank, calls in answers.items()}
         entered = [each for each in found.values() if each is not None and each.waiting]
@@ -200,13 +200,13 @@ def _waits(heard: Mapping[int, RankAnswer]) -> list[str]:
             if (of_all if each is None else not each.waiting and each.number < number)
         ]
         wait = "waits" if len(present) == 1 else "wait"
-        told.append(
+        groups.append(
             f"{_subject(absent)} {'is' if len(absent) == 1 else 'are'} not in collective {number} of {group}; "
             f"{_subject(present)} {wait} in it"
             if absent
             else f"{_subject(present)} {wait} in collective {number} of {group}"
         )
-    return told
+    return groups
 
 
 def _place(heard: RankAnswer) -> str:

@@ -166,8 +166,8 @@ def count_chips(devices: Path = Path("/sys/bus/pci/devices")) -> int:
 def on_pod(resolved: Resolved, environ: Mapping[str, str]) -> LaunchConfig:
     """Return a configuration with the hosts of this host's TPU slice, unless hosts are set already."""
     config, sources = resolved.config, resolved.sources
-    told = any(sources[name].kind != "default" for name in ("nnodes", "node_rank", "rdzv_endpoint"))
-    pod = read_pod(environ) if _on_xla(config) and not told else None
+    is_set = any(sources[name].kind != "default" for name in ("nnodes", "node_rank", "rdzv_endpoint"))
+    pod = read_pod(environ) if _on_xla(config) and not is_set else None
     if pod is None:
         return config
     # The port would else be read as the last part of an IPv6 address.

@@ -208,14 +208,14 @@ class Orphans:
         `wait` pauses for some seconds at most, and returns whether there is no time left."""
         named: dict[int, str] = {}
         asked_s = time.monotonic()
-        is_told = hurry = False
+        is_logged = hurry = False
         while (found := self._find(own)) and not hurry and time.monotonic() < asked_s + self._grace_s:
             for pid in found.keys() - named.keys():
                 _signal(pid, signal.SIGTERM)
             named |= found
-            if not is_told and time.monotonic() > asked_s + _SILENT_S:
+            if not is_logged and time.monotonic() > asked_s + _SILENT_S:
                 notify(f"accel: waiting up to {self._grace_s:g} s for what ranks have left behind: {_listed(found)}\n")
-                is_told = True
+                is_logged = True
             hurry = wait(_POLL_S)
         killed = found
         deadline = time.monotonic() + _KILLED_GRACE_S

@@ -345,8 +345,8 @@ def _summary(plan: LaunchPlan, peers: Peers, ending: LaunchEnd, checkpoint: str,
     ranks = len(plan.processes) * max(1, len(peers.hosts))
     # One rank has this process's own streams, and without a stack its report is as short as that of a stop.
     is_short = ending.first is None or not has_stack(ending.first)
-    is_told = (ranks == 1 and is_short) or (ending.stopped and not checkpoint)
-    if (is_told and not plan.log_dir) or (plan.quiet and not ending.status):
+    is_explained = (ranks == 1 and is_short) or (ending.stopped and not checkpoint)
+    if (is_explained and not plan.log_dir) or (plan.quiet and not ending.status):
         return ""
     return last_line(
         ending.status,

@@ -148,14 +148,14 @@ def describe_failure(rank: int, error: BaseException) -> FailureRecord:
     trace = frames_below(error.__traceback__, __file__)
     kind = type(error)
     name = kind.__qualname__
-    told = traceback.TracebackException(kind, error, trace, compact=True)
+    raised = traceback.TracebackException(kind, error, trace, compact=True)
     return FailureRecord(
         rank=rank,
         host=os.uname().nodename,
         exception=name if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{name}",
-        message=_encodable(bounded(str(told), _MOST_TEXT)),
+        message=_encodable(bounded(str(raised), _MOST_TEXT)),
         location=_encodable(_location(error, trace)),
-        traceback=_encodable(bounded("".join(told.format()), _MOST_TEXT)),
+        traceback=_encodable(bounded("".join(raised.format()), _MOST_TEXT)),
         time_s=time.time(),
     )
 

@@ -12,7 +12,7 @@ from accel.errors._base import escaped
 from accel.errors._checks import is_users
 from accel.launching.reports._failure import WORKER, Failure, FailureRecord, without_own
 from accel.run_folder import bounded, found_stranger
-from accel.system import current_folder, tell
+from accel.system import current_folder, write_error
 from accel.terminal import show_clock
 
 _MOST_OTHERS = 8
@@ -28,7 +28,7 @@ _HINTS = (
 
 def notify(text: str) -> None:
     """Write to stderr, at once; what terminals would act on is escaped, as an exception may hold anything."""
-    tell(escaped(text.expandtabs(4)))
+    write_error(escaped(text.expandtabs(4)))
 
 
 def warn_of_surroundings() -> None:
@@ -51,16 +51,16 @@ def failure_report(
 ) -> str:
     """Return the report of a failed run: a line for the culprit, lines for other ranks, the culprit's traceback."""
 
-    def told(failure: Failure) -> str:
+    def line_of(failure: Failure) -> str:
         host = (hosts or {}).get(failure.rank)
         return f"rank {failure.rank}{f' on {host}' if host else ''} {describe_end(failure)}"
 
-    lines = [f"accel: {told(first)}"]
+    lines = [f"accel: {line_of(first)}"]
     lines += [f"accel: {hint}" for number, hint in _HINTS if first.status == -number]
     lines += [f"accel: its output is in {log}"] if log else []
     lines += [f"accel: {where}"] if where else []
     after = [
-        f"rank {other.rank} failed with the same error{_place(other)}" if _is_same(first, other) else told(other)
+        f"rank {other.rank} failed with the same error{_place(other)}" if _is_same(first, other) else line_of(other)
         for other in sorted(others, key=lambda other: other.time_s)
     ]
     lines += [f"accel: after it, {text}" for text in after[:_MOST_OTHERS]]
@@ -148,7 +148,7 @@ def has_stack(failure: Failure) -> bool:
 
 def last_message(first: Failure) -> str:
     """Return a line with the error if the traceback leaves a long message out; else nothing."""
-    is_left_out = first.record is not None and _is_told(first.record)
+    is_left_out = first.record is not None and _is_plain_message(first.record)
     return f"accel: rank {first.rank} {describe_end(first)}\n" if is_left_out else ""
 
 
@@ -180,10 +180,10 @@ def _is_same(first: Failure, other: Failure) -> bool:
 def _raised(record: FailureRecord) -> str:
     """Return a traceback without accel's own frames, and without a long message, which the first line has."""
     end = f": {record.message}\n"
-    return without_own(f"{record.traceback.removesuffix(end)}\n" if _is_told(record) else record.traceback)
+    return without_own(f"{record.traceback.removesuffix(end)}\n" if _is_plain_message(record) else record.traceback)
 
 
-def _is_told(record: FailureRecord) -> bool:
+def _is_plain_message(record: FailureRecord) -> bool:
     """Whether the traceback leaves out the message, as the first line and the last have all of it."""
     is_line = _LONG <= len(record.message) <= _MOST_MESSAGE and len(record.message.splitlines()) == 1
     return is_line and record.traceback.endswith(f": {record.message}\n")

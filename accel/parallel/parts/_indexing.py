@@ -128,8 +128,8 @@ def _place_after(entries: Sequence[Any], place: int) -> int:
         return kept
     advanced = [at for at, each in enumerate(entries) if isinstance(each, Tensor | list) or type(each) is int]
     widths = [torch.as_tensor(entries[at]).dim() if not _is_mask(entries[at]) else 1 for at in tensors]
-    is_apart = advanced[-1] - advanced[0] + 1 != len(advanced)
-    return kept + (max(widths) if is_apart or advanced[0] < place else 0)
+    is_split = advanced[-1] - advanced[0] + 1 != len(advanced)
+    return kept + (max(widths) if is_split or advanced[0] < place else 0)
 
 
 def _is_mask(entry: Any) -> bool:

@@ -45,10 +45,8 @@ class Chart {
     const [from, to] = currentView();
     const pixels = Math.max(20, this.plot.right - this.plot.left);
     const found = [];
-    const shown = this.runs.filter(isShown);
-    for (const run of shown) {
-      const curve = curveOf(this.metric, run);
-      const xs = placesOf(curve);
+    const shown = shownCurves(this.metric, this.runs);
+    for (const { run, curve, xs } of shown) {
       if (!xs.length && !curve.marks.length) continue;
       found.push({ run, curve, part: partOf(curve, xs, from, to, pixels / (shown.length <= MOST_BANDS ? 3 : 6)) });
     }
@@ -116,7 +114,7 @@ class Chart {
     this.drawn = { lines, toX, toY, from, to };
     this.drawAxes(pen, domain, toX);
     this.clipped(pen, () => this.drawLines(pen, lines, this.isCrowded ? null : state.lit));
-    if (!this.isCrowded) this.drawMarks(pen, lines, toX); // whole ones at both ends, too
+    if (!this.isCrowded && !grouping.groups) this.drawMarks(pen, lines, toX); // whole ones at both ends, too
   }
 
   clipped(pen, paint) {

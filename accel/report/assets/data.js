@@ -5,12 +5,16 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
 // Okabe and Ito's colours, some made lighter or darker to read on light and dark; later runs take hues that are far apart
 const COLORS = ["#2185d0", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c00", "#9467bd"];
-const colorOf = (run) => (run < COLORS.length ? COLORS[run] : `hsl(${(run * 137.508) % 360} 62% 50%)`);
+const hues = []; // number of each run's colour, where a link gives it another than the run's own
+function colorOf(run) {
+  const at = hues[leaderOf(run)] ?? leaderOf(run);
+  return at < COLORS.length ? COLORS[at] : `hsl(${(at * 137.508) % 360} 62% 50%)`;
+}
 
 // What a reader has chosen. A run is shown unless it was clicked away or the filter leaves it out.
 const state = {
   axis: "step", log: false, smooth: 0, view: null, hidden: new Set(), matching: new Set(RUNS.keys()), lit: null,
-  hover: null,
+  hover: null, group: "",
 };
 const isShown = (run) => state.matching.has(run) && !state.hidden.has(run);
 const shownRuns = () => RUNS.map((_, run) => run).filter(isShown);
@@ -31,6 +35,7 @@ function takeData(fresh) {
   RUNS.splice(0, RUNS.length, ...runs);
   Object.assign(DATA, rest);
   for (const made of [decoded, curves, places]) made.clear();
+  regroup();
 }
 
 const decoded = new Map();

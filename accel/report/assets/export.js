@@ -57,8 +57,8 @@ function svgOf(chart) {
   const pen = new SvgPen((text) => canvas.measureText(text));
   chart.drawBelow(pen, 1);
   const { width, height } = chart.size;
-  const names = chart.drawn.lines.slice(0, 30).map(({ run }, at) => `<text x="6" y="${height + 16 + 15 * at}" fill="${
-    escaped(colorOf(run))}">${escaped(RUNS[run].name)}</text>`);
+  const names = chart.drawn.lines.slice(0, 30).map(({ run, curve }, at) => `<text x="6" y="${height + 16 + 15 * at}" fill="${
+    escaped(colorOf(run))}">${escaped(curve.label ?? RUNS[run].name)}</text>`);
   const whole = height + 24 + 15 * names.length;
   return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${width} ${whole}" width="${width}" height="${whole}" ` +
     `font-family="sans-serif" font-size="11"><title>${escaped(DATA.metrics[chart.metric].name)}</title>` +
@@ -68,12 +68,10 @@ function svgOf(chart) {
 // A name that a spreadsheet would take for a formula gets a quote in front.
 const cell = (text) => `"${(/^[=+\-@\t\r]/.test(text) ? `'${text}` : text).replaceAll('"', '""')}"`;
 function csvOf(chart) {
-  const lines = ["run,step,mean,least,most"];
-  for (const run of chart.runs.filter(isShown)) {
-    const curve = curveOf(chart.metric, run);
-    const steps = placesOf(curve, "step");
+  const lines = [grouping.groups ? "group,step,mean,mean - deviation,mean + deviation" : "run,step,mean,least,most"];
+  for (const { run, curve, xs: steps } of shownCurves(chart.metric, chart.runs, "step")) {
     for (let at = 0; at < steps.length; at += 1) {
-      lines.push([cell(RUNS[run].name), steps[at], curve.mean[at], curve.low[at], curve.high[at]].join(","));
+      lines.push([cell(curve.label ?? RUNS[run].name), steps[at], curve.mean[at], curve.low[at], curve.high[at]].join(","));
     }
   }
   return `${lines.join("\r\n")}\r\n`;

@@ -4,10 +4,10 @@
 
 const POLL_MS = 2000;
 const place = document.querySelector("main");
-const told = make("p", { id: "live", role: "status", hidden: true });
+const notice = make("p", { id: "live", role: "status", hidden: true });
 const live = { version: place.dataset.version, heard: new Date(), asks: false };
 // filled by the script, or by the reader
-const OWN = new Set(["legend", "count", "smooth-value", "rows", "columns", "against", "parallel", "media-at", "media-step"]);
+const OWN = new Set(["legend", "count", "group", "smooth-value", "rows", "columns", "against", "parallel", "media-at", "media-step"]);
 const cards = new Map();
 
 const titleOf = (card) => `card ${card.dataset.kind ?? ""} ${card.querySelector("h3").textContent}`;
@@ -130,8 +130,8 @@ function changedBy(old, change) {
 }
 
 function say(text) {
-  told.textContent = text;
-  told.hidden = !text;
+  notice.textContent = text;
+  notice.hidden = !text;
 }
 
 async function ask() {
@@ -185,7 +185,7 @@ function forgetMedia() {
   for (const key of shelf.contents?.keys() ?? []) if (!used.has(key)) shelf.contents.delete(key);
 }
 
-document.body.append(told);
+document.body.append(notice);
 document.documentElement.style.overflowAnchor = "none"; // `take` holds what is in sight, elements that move included
 document.addEventListener("visibilitychange", ask);
 setInterval(ask, POLL_MS);

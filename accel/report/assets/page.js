@@ -20,7 +20,8 @@ function toggle(run, isAlone) {
   changed("runs");
 }
 
-function light(run) {
+function light(one) {
+  const run = one === null ? null : leaderOf(one);
   if (state.lit === run) return;
   state.lit = run;
   changed("lit");
@@ -47,7 +48,8 @@ function updateLegend() {
   chips.forEach((chip, run) => {
     chip.hidden = !state.matching.has(run);
     chip.setAttribute("aria-pressed", String(!state.hidden.has(run)));
-    chip.classList.toggle("lit", state.lit === run);
+    chip.classList.toggle("lit", state.lit === leaderOf(run));
+    chip.firstChild.style.background = colorOf(run);
   });
   const shown = shownRuns().length;
   const count = document.getElementById("count");
@@ -132,6 +134,14 @@ function buildControls() {
     state.hover = null;
     changed("axis");
   });
+  buildGroups();
+  listen("group", "change", (select) => {
+    state.group = select.value;
+    regroup();
+    fillDots();
+    setHover(null);
+    changed("runs");
+  });
   listen("log", "change", (log) => { state.log = log.checked; changed("scale"); });
   listen("smooth", "input", (smooth) => {
     state.smooth = smooth.value ** 2 / 1e4 * 0.3; // fine steps at the beginning
@@ -163,10 +173,12 @@ function fillTip(hover, found) {
     const dot = make("i", { className: "dot" });
     dot.style.background = colorOf(each.run);
     const show = (value) => showMetric(hover.chart.metric, value);
-    const band = each.hasBand ? ` (${show(each.low)} to ${show(each.high)})` : "";
+    const { runs, label } = each.curve;
+    const spread = runs && ` ± ${show((each.high - each.low) / 2)}, ${runs.length} run${runs.length > 1 ? "s" : ""}`;
+    const band = spread ?? (each.hasBand ? ` (${show(each.low)} to ${show(each.high)})` : "");
     const values = [make("b", {}, show(each.mean)), make("span", { className: "soft" }, band)];
     return make("div", { className: each.run === state.lit ? "lit" : "" }, dot,
-      make("span", { className: "name" }, RUNS.length > 1 ? RUNS[each.run].name : ""), ...values);
+      make("span", { className: "name" }, label ?? (RUNS.length > 1 ? RUNS[each.run].name : "")), ...values);
   });
   const unit = { step: "step ", time: "" }[state.axis] ?? `${state.axis} `;
   const near = found.length ? found[0].x : hover.place;
@@ -183,6 +195,7 @@ function fillTip(hover, found) {
 }
 
 function notesAt(hover, run, curve) {
+  if (curve.runs) return [];
   const x = hover.chart.drawn.toX(hover.place);
   const isNear = (step) => Math.abs(hover.chart.drawn.toX(placeOf(run, step)) - x) < 5;
   const name = RUNS.length > 1 ? `${RUNS[run].name}: ` : "";
@@ -227,7 +240,7 @@ function fillDots() {
 }
 
 // What a reader chose is part of the page's address, so that a link shows the same.
-const CONTROLS = ["filter", "search", "axis", "log", "smooth", "against"];
+const CONTROLS = ["filter", "search", "axis", "group", "log", "smooth", "against"];
 function linkOf() {
   const kept = new URLSearchParams();
   for (const id of CONTROLS) {
@@ -237,9 +250,21 @@ function linkOf() {
   }
   if (state.view) kept.set("view", state.view.map((each) => Number(each.toPrecision(12))).join(","));
   for (const run of [...state.hidden].slice(0, MOST_HIDDEN)) kept.append("hide", RUNS[run].name);
+  if (kept.size && RUNS.length > 1) for (const name of namesByColor()) kept.append("color", name);
   return kept.size ? `#${kept}` : "";
 }
 const MOST_HIDDEN = 200;
+const MOST_COLORS = 24; // of a link: more are hard to tell from each other
+function namesByColor() {
+  const runs = [...RUNS.keys()].sort((one, other) => (hues[one] ?? one) - (hues[other] ?? other));
+  return runs.slice(0, MOST_COLORS).map((run) => RUNS[run].name);
+}
+// The runs of a link keep its colours, though others came before them; the rest take those that are left.
+function takeColors(names) {
+  const known = names.map((name) => RUNS.findIndex((run) => run.name === name));
+  const left = [...RUNS.keys()].filter((hue) => !(known[hue] >= 0));
+  RUNS.forEach((_, run) => { hues[run] = known.includes(run) ? known.indexOf(run) : left.shift(); });
+}
 function keepLink() {
   const link = linkOf();
   if (link !== location.hash) history.replaceState(null, "", link || location.pathname + location.search);
@@ -256,6 +281,7 @@ function openLink() {
   }
   const hidden = new Set(kept.getAll("hide"));
   RUNS.forEach(({ name }, run) => { if (hidden.has(name)) state.hidden.add(run); });
+  if (kept.has("color")) { takeColors(kept.getAll("color")); fillDots(); }
   const view = (kept.get("view") ?? "").split(",").map(Number);
   if (view.length === 2 && view.every(Number.isFinite) && view[0] < view[1]) setView(view);
 }

@@ -40,22 +40,33 @@ function compareValues(one, other) {
   return String(one) < String(other) ? -1 : String(one) > String(other) ? 1 : 0;
 }
 
-function sortedRuns() {
-  const runs = [...RUNS.keys()];
-  const column = table.columns.find((each) => each.key === table.sort);
-  if (!column) return runs;
-  const isEmpty = (value) => value === null || value === undefined || typeof value === "string" && value === "nan";
-  const known = runs.filter((run) => !isEmpty(column.value(run)));
-  known.sort((one, other) => compareValues(column.value(one), column.value(other)) * (table.falls ? -1 : 1) || one - other);
-  return [...known, ...runs.filter((run) => isEmpty(column.value(run)))];
+// The value of a group in a column: of several runs a metric's mean, or the setting that they share.
+function valueIn(column, runs) {
+  const values = runs.map((run) => column.value(run));
+  if (values.length === 1) return values[0];
+  if (column.isMetric) return spreadOf(values).mean;
+  const distinct = [...new Set(values)];
+  return distinct.length === 1 ? distinct[0] : `${distinct.length} values`;
 }
 
-function bestRun(column, runs) {
+function sortedGroups() {
+  const groups = groupsOfRuns();
+  const column = table.columns.find((each) => each.key === table.sort);
+  if (!column) return groups;
+  const value = ({ runs }) => valueIn(column, runs);
+  const isEmpty = (each) => each === null || each === undefined || typeof each === "string" && each === "nan";
+  const known = groups.filter((each) => !isEmpty(value(each)));
+  known.sort((one, other) => compareValues(value(one), value(other)) * (table.falls ? -1 : 1) || one.run - other.run);
+  return [...known, ...groups.filter((each) => isEmpty(value(each)))];
+}
+
+function bestGroup(column, groups) {
   if (!column.isMetric || !column.better) return null;
-  const known = runs.filter((run) => typeof column.value(run) === "number");
+  const value = ({ runs }) => valueIn(column, runs);
+  const known = groups.filter((each) => typeof value(each) === "number");
   if (known.length < 2) return null;
   const sign = column.better === "min" ? 1 : -1;
-  return known.reduce((best, run) => (sign * column.value(run) < sign * column.value(best) ? run : best));
+  return known.reduce((best, each) => (sign * value(each) < sign * value(best) ? each : best));
 }
 
 function head(column) {
@@ -76,31 +87,36 @@ function head(column) {
 
 function buildTable() {
   const place = document.getElementById("rows");
-  const name = { key: "name", title: "run", value: (run) => RUNS[run].name, better: "" };
+  const name = { key: "name", title: grouping.groups ? "group" : "run", value: (run) => RUNS[run].name, better: "" };
   const kind = { key: "state", title: "state", value: (run) => RUNS[run].state, better: "" };
   const shown = [name, kind, ...table.columns];
   table.columns = shown;
-  const order = sortedRuns();
+  const order = sortedGroups();
   table.columns = shown.slice(2);
-  const matching = order.filter((run) => state.matching.has(run));
-  const best = table.columns.map((column) => bestRun(column, matching));
+  const matching = order.filter(({ runs }) => runs.some((run) => state.matching.has(run)));
+  const best = table.columns.map((column) => bestGroup(column, matching));
   table.rows = [];
   const body = make("tbody");
-  for (const run of order) {
+  for (const group of order) {
+    const { run, runs } = group;
     const dot = make("button", { type: "button", className: "dot", title: "Show or hide the curve" });
     dot.style.background = colorOf(run);
-    dot.addEventListener("click", () => toggle(run, false));
+    dot.addEventListener("click", () => runs.forEach((each) => toggle(each, false)));
     const cells = table.columns.map((column, at) => {
-      const value = column.value(run);
+      const value = valueIn(column, runs);
       const number = asNumber(value);
-      const text = number === null ? String(value ?? "–") : showValue(number);
+      const { deviation, count } = spreadOf(runs.map((each) => column.value(each)));
+      const spread = column.isMetric && count > 1 ? ` ± ${showValue(deviation)}` : "";
+      const text = number === null ? String(value ?? "–") : showValue(number) + spread;
       const cell = make("td", { className: number === null && !column.isMetric ? "" : "number" }, text);
       if (number !== null) cell.title = String(value);
-      if (best[at] === run) cell.classList.add("best");
+      if (best[at] === group) cell.classList.add("best");
       return cell;
     });
-    const row = make("tr", {}, make("th", { scope: "row" }, dot, RUNS[run].name),
-      make("td", {}, make("span", { className: `badge ${RUNS[run].state}` }, RUNS[run].state)), ...cells);
+    const title = grouping.groups ? `${group.label} (${runs.length})` : group.label;
+    const states = [...new Set(runs.map((each) => RUNS[each].state))];
+    const badges = states.map((each) => make("span", { className: `badge ${each}` }, each));
+    const row = make("tr", {}, make("th", { scope: "row" }, dot, title), make("td", {}, ...badges), ...cells);
     row.addEventListener("pointerenter", () => light(run));
     row.addEventListener("pointerleave", () => light(null));
     table.rows[run] = row;
@@ -111,11 +127,11 @@ function buildTable() {
 }
 
 function updateRows() {
-  for (const run of RUNS.keys()) {
+  for (const { run, runs } of groupsOfRuns()) {
     const row = table.rows[run];
     if (!row) continue;
-    row.hidden = !state.matching.has(run);
-    row.classList.toggle("off", state.hidden.has(run));
+    row.hidden = !runs.some((each) => state.matching.has(each));
+    row.classList.toggle("off", runs.every((each) => state.hidden.has(each)));
     row.classList.toggle("lit", state.lit === run);
   }
 }
@@ -124,9 +140,7 @@ function updateRows() {
 function buildChooser() {
   const place = document.getElementById("columns");
   const isFirst = table.chosen === null;
-  // a folder that ends with the run's name, say, tells no more than the name
-  const told = DATA.differing.filter((name) => !RUNS.every((run) => run.params[name]?.endsWith?.(run.name)));
-  const chosen = (table.chosen ??= new Set([...told.slice(0, 8).map((name) => `s ${name}`),
+  const chosen = (table.chosen ??= new Set([...tellingSettings().slice(0, 8).map((name) => `s ${name}`),
     ...DATA.matter.flatMap((metric) => ["last", "best"].map((way) => `m ${metric} ${way}`))]));
   const all = [...DATA.differing.map(columnOfSetting),
     ...DATA.metrics.flatMap((each, metric) => WAYS.filter((way) => way !== "best" || each.better)
@@ -274,8 +288,8 @@ function buildParallel() {
 function updateParallel() {
   parallel.lines.forEach((line, run) => {
     line.classList.toggle("off", !isShown(run));
-    line.classList.toggle("lit", state.lit === run);
-    line.classList.toggle("dim", state.lit !== null && state.lit !== run);
+    line.classList.toggle("lit", state.lit === leaderOf(run));
+    line.classList.toggle("dim", state.lit !== null && state.lit !== leaderOf(run));
   });
   if (state.lit !== null && parallel.lines[state.lit]) parallel.top.replaceChildren(parallel.lines[state.lit].cloneNode());
   else parallel.top?.replaceChildren();

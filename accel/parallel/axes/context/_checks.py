@@ -239,7 +239,7 @@ def check_mixers(model: nn.Module, whole: Sequence[nn.Module] = (), towers: Sequ
 
     `whole`: models that get whole sequences; their blocks alone work on own positions. `towers`: modules of images.
     """
-    apart = {id(module) for each in [*whole, *towers] for module in each.modules()}
+    excluded = {id(module) for each in [*whole, *towers] for module in each.modules()}
     cut: set[int] = set()
     for stack in [stack for each in whole for stack in stacks_of(each)]:
         cut |= {id(module) for block in stack.blocks for module in block.modules()}
@@ -247,7 +247,7 @@ def check_mixers(model: nn.Module, whole: Sequence[nn.Module] = (), towers: Sequ
     for name, module in named_modules(model):
         problem = _mixing(module)
         plane = isinstance(module, nn.Conv2d | nn.Conv3d)  # outside of blocks of tokens it works on images
-        if not problem or (id(module) not in cut and (id(module) in apart or plane)):
+        if not problem or (id(module) not in cut and (id(module) in excluded or plane)):
             continue
         raise PrepareError(
             problem,
@@ -267,16 +267,16 @@ def towers_of(model: Any) -> list[nn.Module]:
     return [each for _, each in outermost(model, lambda one: not any(id(inner) in inside for inner in one.modules()))]
 
 
-def multihead_attentions(model: nn.Module, apart: Sequence[nn.Module]) -> dict[str, nn.MultiheadAttention]:
-    """Return torch's modules of attention by path; none of those inside of the models `apart`."""
-    known = {id(module) for each in apart for module in each.modules()}
+def multihead_attentions(model: nn.Module, excluded: Sequence[nn.Module]) -> dict[str, nn.MultiheadAttention]:
+    """Return torch's modules of attention by path; none of those inside of the models `excluded`."""
+    known = {id(module) for each in excluded for module in each.modules()}
     found = [each for each in named_modules(model) if id(each[1]) not in known]
     return {name: module for name, module in found if isinstance(module, nn.MultiheadAttention)}
 
 
-def check_multihead(model: nn.Module, apart: Sequence[nn.Module], method: str) -> None:
+def check_multihead(model: nn.Module, excluded: Sequence[nn.Module], method: str) -> None:
     """Raise `PrepareError` for torch's modules of attention beside another method than "gather"."""
-    found = multihead_attentions(model, apart)
+    found = multihead_attentions(model, excluded)
     if found and method != "gather":
         raise PrepareError(
             f"an attention that the method {method!r} does not reach",

@@ -217,7 +217,7 @@ def _all_around(own: list[Tensor], group: dist.ProcessGroup) -> Iterator[tuple[i
         arriving = start_shift([flat], 1, group)
         yield (rank - step) % size, held
         (flat,) = arriving()
-        held = _apart(flat, own)
+        held = _unflattened(flat, own)
         del arriving  # it has what was sent
     yield (rank + 1) % size, held
 
@@ -225,12 +225,12 @@ def _all_around(own: list[Tensor], group: dist.ProcessGroup) -> Iterator[tuple[i
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return the elements of tensors side by side, in one copy of each."""
     flat = tensors[0].new_empty(sum(each.numel() for each in tensors))
-    for part, each in zip(_apart(flat, tensors), tensors, strict=True):
+    for part, each in zip(_unflattened(flat, tensors), tensors, strict=True):
         _ = part.copy_(each)
     return flat
 
 
-def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return views of the shapes of other tensors on the elements that `_joined` put side by side."""
     parts = torch.split(flat, [each.numel() for each in like])
     return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
@@ -280,7 +280,7 @@ class _Passed:
             self.sums = _joined(shares)
             return
         (self.sums,) = self.wait()
-        for total, share in zip(_apart(self.sums, self.held), shares, strict=True):
+        for total, share in zip(_unflattened(self.sums, self.held), shares, strict=True):
             total[:, :, columns] += share
 
     def send(self, source: int) -> None:
@@ -291,7 +291,7 @@ class _Passed:
     def received(self) -> list[Tensor]:
         """Return the gradients of the own keys and values."""
         assert self.wait is not None
-        return _apart(self.wait()[0], self.held)
+        return _unflattened(self.wait()[0], self.held)
 
 
 class _Straight:

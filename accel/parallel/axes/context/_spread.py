@@ -123,13 +123,13 @@ def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions, *, is_e
     return model
 
 
-def use_multihead(ctx: DistContext, model: nn.Module, apart: Sequence[nn.Module]) -> None:
-    """Let torch's modules of attention outside of the models `apart` see all keys. Mutates them, by hooks."""
-    found = multihead_attentions(model, apart)
+def use_multihead(ctx: DistContext, model: nn.Module, excluded: Sequence[nn.Module]) -> None:
+    """Let torch's modules of attention outside of the models `excluded` see all keys. Mutates them, by hooks."""
+    found = multihead_attentions(model, excluded)
     proof = _Proof(ctx)
     for module in found.values():
         _ = module.register_forward_pre_hook(_AllKeys(proof), with_kwargs=True)
-    if use_torch_attention(proof, model, apart) or found:
+    if use_torch_attention(proof, model, excluded) or found:
         _ = model.register_forward_pre_hook(proof, prepend=True, with_kwargs=True)
     for module in model.modules():
         if found and isinstance(module, nn.TransformerEncoder):
@@ -295,10 +295,10 @@ def _names_in(kind: type) -> set[str]:
     return found
 
 
-def use_torch_attention(proof: _Proof, model: nn.Module, apart: Sequence[nn.Module]) -> bool:
+def use_torch_attention(proof: _Proof, model: nn.Module, excluded: Sequence[nn.Module]) -> bool:
     """Let modules that call torch's attention function see all keys; return whether there are some. Mutates them."""
     ctx = proof.ctx
-    found = {} if ctx.axis("pp").size > 1 or apart else attending_modules(model)
+    found = {} if ctx.axis("pp").size > 1 or excluded else attending_modules(model)
     for module in found.values():
         vars(module)[_PROOF] = proof
     add_within(found.values(), _Crosses)

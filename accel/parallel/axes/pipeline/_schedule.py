@@ -237,10 +237,10 @@ class StageSchedule:
         try:
             self._schedule.step(*inputs, return_outputs=False, micro=self._indices, **target)
         except Exception as error:
-            raise self._told(error) from error
+            raise self._explained(error) from error
         return losses
 
-    def _told(self, error: Exception) -> Exception:
+    def _explained(self, error: Exception) -> Exception:
         """The error of a stage inside what torch puts around it."""
         causes = _causes(error)
         for cause in causes:

@@ -220,14 +220,14 @@ class Layout(NamedTuple):
         ranks: number of ranks along the pipeline.
         stages: number of stages, of all ranks.
         micro_batches: number of micro-batches of a batch.
-        is_told: whether the plan says that number, so that one process makes as many.
+        is_set: whether the plan says that number, so that one process makes as many.
     """
 
     schedule: str
     ranks: int
     stages: int
     micro_batches: int
-    is_told: bool = True
+    is_set: bool = True
 
     @property
     def owners(self) -> Mapping[int, int]:
@@ -311,7 +311,7 @@ def check_norms(norms: Norms, layout: Layout, kind: type[AccelError], where: str
                 where=where,
                 fix=f"{_OTHER_NORMS}; or pass convert_sync_batchnorm a process_group, such as that of ranks along dp.",
             )
-        if not layout.is_told and layout.micro_batches > 1:
+        if not layout.is_set and layout.micro_batches > 1:
             raise kind(
                 "a batch norm takes the statistics of each micro-batch, and the mesh decides how many there are",
                 expected="norms of single samples or in eval mode, or a plan with the number of micro-batches",

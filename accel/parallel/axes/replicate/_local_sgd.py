@@ -19,7 +19,7 @@ from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.errors._checks import check_count
 from accel.parallel._empty import move_model
-from accel.parallel._labels import APART, is_local, label_parameters, mark_local, note_micro_batches
+from accel.parallel._labels import STEPPED_ALONE, is_local, label_parameters, mark_local, note_micro_batches
 from accel.parallel._modules import is_pipelined, unwrap_model
 from accel.parallel._prepare_model import check_axes, compile_as_set, composition, own_options
 from accel.parallel._refused import check_devices, check_sparse
@@ -178,7 +178,7 @@ def _average(ctx: DistContext, tensors: list[torch.Tensor]) -> None:
 
 def _means(ctx: DistContext, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the means over the ranks with the same parts of a model and other samples."""
-    names = [name for name, axis in ctx.position.axes if dimension_of(name) in APART and axis.size > 1]
+    names = [name for name, axis in ctx.position.axes if dimension_of(name) in STEPPED_ALONE and axis.size > 1]
     if ctx.data_parallel[1] == ctx.world_size:
         return reduce(ctx, tensors, "mean")
     group = group_of(ctx, *names) if names else None

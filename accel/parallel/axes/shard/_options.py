@@ -16,7 +16,7 @@ from accel.context import DistContext
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.formats import Precision
 from accel.mixins import KeepsFormat, Mixin, add_mixin
-from accel.parallel._labels import APART, is_local
+from accel.parallel._labels import STEPPED_ALONE, is_local
 from accel.parallel._sharded import MODEL_DIMENSIONS
 from accel.parallel._spread import SpreadOptions
 from accel.parallel.axes.experts import is_expert_parameter
@@ -175,8 +175,10 @@ def _parts(ctx: DistContext, model: nn.Module, taken: Iterable[str]) -> Parts:
             where=f"{_WHERE}, mesh=",
         )
     names, sizes = ctx.mesh.mesh_dim_names, ctx.mesh.shape
-    apart = [name for name in names or () if is_local(model) and dimension_of(name) in APART]
-    replicas, shards = shard_axes(names, sizes, (*taken, *apart), whole=data_dimension(ctx.strategy) == "replicate")
+    local_names = [name for name in names or () if is_local(model) and dimension_of(name) in STEPPED_ALONE]
+    replicas, shards = shard_axes(
+        names, sizes, (*taken, *local_names), whole=data_dimension(ctx.strategy) == "replicate"
+    )
     if not replicas and not shards:
         return ()
     parts = (replicas, shards) if replicas else (shards,)

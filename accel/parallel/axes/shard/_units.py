@@ -121,7 +121,7 @@ _WHERE = "prepare_model, strategy fsdp"
 
 def plan_units(
     model: nn.Module,
-    apart: Sequence[str] = (),
+    leaves: Sequence[str] = (),
     *,
     units: Literal["auto"] | Sequence[str] | int = "auto",
     wide: frozenset[int] = frozenset(),
@@ -130,18 +130,18 @@ def plan_units(
 ) -> tuple[str, ...]:
     """Return the names of the modules to shard, inner ones first and the model itself, "", last. No communication.
 
-    `apart`: further units, with no unit inside. `wide`, `ignored`: the `id` of parameters in wider formats, and of
+    `leaves`: further units, with no unit inside. `wide`, `ignored`: the `id` of parameters in wider formats, and of
     those not sharded. `together`: the `id` of modules that are no units.
     """
     _check_model(model, ignored)
     paths = _paths(model, wide)
-    apart_ids = ignored | {id(each) for each in model.parameters() if each.ndim == 0}
-    inside = tuple(f"{name}." for name in apart)
+    unsharded = ignored | {id(each) for each in model.parameters() if each.ndim == 0}
+    inside = tuple(f"{name}." for name in leaves)
     chosen = [name for name in _chosen(model, units, paths, together) if not name.startswith(inside)]
-    blocks = [name for name in chosen if _parameter_ids(model, name) - apart_ids]
+    blocks = [name for name in chosen if _parameter_ids(model, name) - unsharded]
     # gradients of a unit travel together, in one dtype
-    inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, (*blocks, *apart), paths)]
-    names = {*inner, *blocks, *apart} - {""}
+    inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, (*blocks, *leaves), paths)]
+    names = {*inner, *blocks, *leaves} - {""}
     _check_together(model, names, together)
     return (*sorted(names, key=lambda name: (-name.count("."), name)), "")
 

@@ -178,7 +178,7 @@ _MIXINS: Mapping[Mark, type[_Marked]] = {
 }  # fmt: skip
 
 
-def drop_apart(model: nn.Module, rules: Mapping[str, Rule], streams: Streams) -> None:
+def use_rank_streams(model: nn.Module, rules: Mapping[str, Rule], streams: Streams) -> None:
     """Let ranks along tp draw apart where they hold different features or tokens. Mutates the model."""
     marks = dropout_marks(model, rules)
     marked = {path: model.get_submodule(path) for path in marks}

@@ -294,7 +294,7 @@ class StyleSearch:
         outputs = {path: self._features(path, 0) for path in self._linear}
         outputs |= {path: each.embedding_dim for path, each in self._modules.items() if isinstance(each, nn.Embedding)}
         found = candidates(self._trace, outputs, {path: self._features(path, 1) for path in self._linear})
-        apart = {each.unit: sorted(self._trace.read.intersection(each.layers)) for each in found}
+        read_here = {each.unit: sorted(self._trace.read.intersection(each.layers)) for each in found}
         found = [each for each in found if self._trace.read.isdisjoint(each.layers)]
         found = sorted([*found, *self._torch_attentions()], key=lambda each: each.at)
         found = [each for each in found if any(is_in(each.unit, path) for path in within)]
@@ -312,7 +312,7 @@ class StyleSearch:
             plain |= more
             banned |= wrong
         left |= banned
-        left |= {unit: f"{read[0]}: its weight is read without a call" for unit, read in apart.items() if read}
+        left |= {unit: f"{read[0]}: its weight is read without a call" for unit, read in read_here.items() if read}
         return {path: style for each in proved for path, style in each.styles.items()}, left
 
     def read(self, within: Sequence[str]) -> dict[str, TensorStyle]:

@@ -30,7 +30,7 @@ from accel.parallel._modules import example_of, is_pipelined, named_modules, sta
 from accel.parallel._private import is_compiled
 from accel.parallel._refused import check_quantized, refuse_changes
 from accel.parallel._spread import Spread, SpreadOptions, compare_models, stage_comm
-from accel.parallel.axes.tensor._dropout import Streams, drop_apart
+from accel.parallel.axes.tensor._dropout import Streams, use_rank_streams
 from accel.parallel.axes.tensor._layers import Layer
 from accel.parallel.axes.tensor._overlap import with_overlap
 from accel.parallel.axes.tensor._pairs import guard_pairs
@@ -212,7 +212,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
     for root in (inner, *_stage_views(inner)):
         own = {path: rule for path, rule in rules.items() if root is inner or _is_copied(root, inner, path)}
         install(root, own, lambda rule: Layer(rule, mesh))
-    drop_apart(inner, rules, Streams(mesh.get_local_rank(), ctx.device))
+    use_rank_streams(inner, rules, Streams(mesh.get_local_rank(), ctx.device))
     guard_pairs(inner, pairs, patterns_of(pairs, styles))
     for module in inner.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):

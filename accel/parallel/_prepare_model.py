@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -45,6 +46,7 @@ from accel.parallel.axes.replicate._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel.axes.replicate._ddp import REPLICATE, Replica, replica_of
 from accel.parallel.axes.shard import SHARD
 from accel.parallel.axes.tensor import TENSOR
+from accel.parallel.axes.tensor._deferred import deferral_after
 from accel.topology import Dimension, Plan, data_dimension, dimension_of
 
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
@@ -172,6 +174,26 @@ def prepare_model(
         _check_for_engine(ctx, model, plan, keywords)
         compile_as_set(ctx, model)
         return engine.prepare(ctx, [model])[0]
+    with _deferral(ctx, model, plan, keywords):
+        prepared = _spread_alike(ctx, model, plan, keywords, example, allocate=allocate)
+    compile_as_set(ctx, prepared)
+    return prepared
+
+
+def _deferral(
+    ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions
+) -> AbstractContextManager[None]:
+    """Keep a model's deferred logits in front of what this block puts before the class of its head."""
+    passes = keywords.find_unused_parameters or keywords.static_graph
+    replicated = ctx.world_size > 1 and composition(ctx)[-1] is REPLICATE
+    obstacle = "DDP with find_unused_parameters or static_graph, which reads outputs" if passes and replicated else ""
+    return deferral_after(model, asked=_checked_plan(plan).logits == "deferred", obstacle=obstacle)
+
+
+def _spread_alike(
+    ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions, example: Any, *, allocate: bool
+) -> nn.Module:
+    """Spread a model along every dimension, or adopt one that is spread. A collective."""
     spreads = composition(ctx)
     options = [own_options(each, plan, keywords, example) for each in spreads]
     _check_used(ctx, keywords, spreads)
@@ -194,7 +216,6 @@ def prepare_model(
     if plan is not None and plan.micro_batches is not None:
         note_micro_batches(prepared, plan.micro_batches)
     _watch(ctx, prepared)
-    compile_as_set(ctx, prepared)
     return prepared
 
 

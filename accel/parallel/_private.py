@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -167,7 +168,8 @@ def user_hooks(module: nn.Module) -> bool:
 
 def is_library_hook(hook: Any) -> bool:
     """Return whether a hook is of torch.distributed or of this package, which wait for a forward or a gradient."""
-    function = getattr(hook, "func", hook)  # of a partial
+    function: Any = inspect.unwrap(hook)  # torch.compiler.disable
+    function = getattr(function, "func", function)  # of a partial
     return str(getattr(function, "__module__", "")).startswith(("torch.distributed.", "accel."))
 
 

@@ -13,12 +13,14 @@ import pytest
 import torch
 from family_models import FAMILIES
 from more_families import MORE
+from recorded_ranks import Collective, recorded
 from torch import Tensor, nn
 from torch.nn import functional
 
 import accel
 from accel.errors import PrepareError
 from accel.parallel.axes.tensor._logits import DeferredLogits
+from accel.tensors import full_tensor
 from accel.testing import Simulator
 
 ONE = accel.single("cpu")
@@ -249,6 +251,75 @@ def test_meshes_train_as_with_logits(
         for name, each in run.parameters.items():
             assert (each - plain.parameters[name]).abs().max() < 1e-10, name
     assert not made
+
+
+class WithLoss(Words):
+    """Computes its loss in the forward, where targets are given."""
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = super().forward(ids)
+        return logits if targets is None else functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def step(ctx: accel.DistContext, *, is_inside: bool = False, **fields: Any) -> list[Tensor]:
+    """Return the loss in training and evaluation of a sharded model in float64, and its whole gradients."""
+    ctx = accel.replace(ctx, mesh="dp=2", strategy="fsdp")
+    with accel.seeding.seeded(ctx, 0):
+        made: Any = WithLoss(tied=fields.pop("tied", False)).double()
+    model: Any = accel.prepare_model(ctx, made, plan=accel.parallel.Plan(**fields))
+    loss = model(IDS, TARGETS) if is_inside else of_rows(model(IDS))
+    loss.backward()
+    with torch.no_grad():
+        logits = model(IDS)
+        assert isinstance(logits, DeferredLogits) == (fields.get("logits") == "deferred")
+        evaluated = of_rows(logits)
+        assert logits.argmax(-1).shape == IDS.shape
+    return [loss.detach(), evaluated, *[full_tensor(each.grad) for each in model.parameters()]]
+
+
+def test_sharded_heads_and_evaluation(ranks: Simulator) -> None:
+    """A head of the model's own unit and one that is a unit, its loss in the forward and after it; then an evaluation,
+    whose loss and metric read the head after its parameters were resharded."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"tied": True},
+        {"units": ("head",)},
+        {"is_inside": True, "reshard_after_forward": True},
+    ]
+    for way in ways:
+        for got, want in zip(
+            ranks.run(lambda ctx, way=way: step(ctx, logits="deferred", **way), 2, default_group=True),
+            ranks.run(lambda ctx, way=way: step(ctx, **way), 2, default_group=True),
+            strict=True,
+        ):
+            for one, other in zip(got, want, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_after_the_head_was_resharded_is_refused_with_two_ways_out(ranks: Simulator) -> None:
+    def refused(ctx: accel.DistContext) -> str:
+        with pytest.raises(PrepareError) as caught:
+            _ = step(ctx, logits="deferred", reshard_after_forward=True)
+        return str(caught.value)
+
+    for message in ranks.run(refused, 2, default_group=True):
+        assert 'accel.parallel.Plan(logits="deferred")' in message  # the other test runs both ways
+        assert "in the forward" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_messages_are_those_with_logits(ranks: Simulator, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `fsdp` the same collectives; along tp one all-gather in place of the loss's two all-reduces."""
+
+    def messages(**fields: Any) -> list[str]:
+        with recorded(monkeypatch) as steps:
+            plan = lm.plan_of(**fields)
+            _ = ranks.run(lambda ctx: lm.train(ctx, mesh, strategy="fsdp", plan=plan), 2, default_group=True)
+        return [each.what for items in steps[0] for each in items if isinstance(each, Collective)]
+
+    found, expected = messages(logits="deferred"), messages()
+    assert found == expected if mesh == "dp=2" else len(found) < len(expected)
 
 
 SOME = ("BART", "Cohere", "Gemma 2", "GPT-2")  # a bias behind the head, a scale, a soft cap, older code

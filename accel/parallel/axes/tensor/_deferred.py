@@ -74,7 +74,7 @@ def defer_logits(model: M, head: str | None = None) -> M:
     The layer that gives the logits is called only when a loss asks for it. `torch.nn.functional.cross_entropy`,
     `nn.CrossEntropyLoss`, `accel.parallel.vocab_cross_entropy` and the `labels=` of models of transformers then compute
     the loss by chunks of rows, as `accel.parallel.linear_cross_entropy` does, with the same values and gradients. Rows,
-    views, conversions to float32, factors, soft caps and a bias may stand between. Any other use makes the logits, and
+    views, conversions to float32, factors, soft caps and a bias may come between. Any other use makes the logits, and
     logs the line once. Whole-model torch.compile and users' hooks on the head get logits.
 
     Call it before or after `prepare`, or set `Plan(logits="deferred")`. No communication.

@@ -179,8 +179,7 @@ def loss_of_rows(
     chunk_size: int | None = None,
     recompute: bool | None = None,
 ) -> Tensor:
-    """Return what `linear_cross_entropy` does, from this rank's part of the weight and bias; along tp, the backward of
-    `input` sums its gradient over ranks. A collective where `words` has a communicator."""
+    """Return the loss from this rank's part of the head. A collective where `words` has a communicator."""
     rows = _in_autocast(input.reshape(-1, input.shape[-1]))
     again = _recomputes(recompute, rows, words, reduction)
     if chunk_size is None:

@@ -28,8 +28,8 @@ _TOLD = "accel_logits_told"  # attribute of a head whose logits were made once
 
 
 class LogitParts(NamedTuple):
-    """What logits are made of: `raw = hidden @ weight.T + bias`, then `cap * tanh(scale * raw / cap)`, or
-    `scale * raw` without a cap.
+    """Parts of logits. With `raw = hidden @ weight.T + bias` these are `cap * tanh(scale * raw / cap)`; without a cap
+    `scale * raw`.
 
     Attributes:
         hidden: shape [..., features]; its backward sums gradients over the ranks along tp that split the classes.

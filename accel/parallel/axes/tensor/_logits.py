@@ -236,8 +236,8 @@ class DeferredLogits(Tensor):
             "dtype": self.dtype,
             "is_moved": self.is_moved,
         }
-        call = changes.pop("call", self.call)
-        return DeferredLogits(call, classes=self.classes, step=(self, step), **cast(Any, own | changes))
+        made = {"call": self.call, "classes": self.classes, "step": (self, step), **own, **changes}
+        return cast(Any, DeferredLogits)(**made)
 
     def _cross_entropy(
         self,

@@ -21,6 +21,7 @@ from accel.parallel._engines import engine_of
 from accel.parallel._entries import add_entries, check_methods, lead_entries
 from accel.parallel._labels import label_parameters, name_of, note_micro_batches, watch_autocast
 from accel.parallel._modules import unwrap_model
+from accel.parallel._offload import use_streams
 from accel.parallel._private import is_compiled
 from accel.parallel._refused import (
     check_absent,
@@ -224,6 +225,7 @@ def _watch(ctx: DistContext, model: nn.Module) -> None:
     if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
         watch_autocast(model, ctx.device.type, ctx.precision.compute)
     tell_changed_buffers(ctx, model)
+    use_streams(model, ctx.streams)
 
 
 def _check_for_engine(ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions) -> None:

@@ -26,10 +26,10 @@ from accel.tensors import local_part
 
 M = TypeVar("M", bound=nn.Module)
 
-_PLACE = "accel_offload"  # attribute of a block: its `_Place`
+_PLACE = "accel_offload"  # attribute of a block: its `_BlockPlace`
 
 
-class _Pool:
+class _PinnedPool:
     """Pinned memory by size; a buffer comes with the event of the copy that read it last."""
 
     def __init__(self, streams: DeviceStreams, most: int | None) -> None:
@@ -52,10 +52,10 @@ class _Pool:
         self._free[count].append((buffer, read))
 
 
-class _Stored:
+class _HostStorage:
     """A storage on the host; its buffer goes back to the pool with the last saved tensor of it."""
 
-    def __init__(self, call: _Call, count: int, buffer: Tensor, read: Any) -> None:
+    def __init__(self, call: _BlockRun, count: int, buffer: Tensor, read: Any) -> None:
         self._pool = call.by.pool
         self.call = call
         self.count = count
@@ -67,32 +67,33 @@ class _Stored:
         self._pool.give(self.count, self.buffer, self.read)
 
 
-class _Packed(NamedTuple):
+class _HostTensor(NamedTuple):
     """A saved tensor: its storage, and its place in it."""
 
-    stored: _Stored
+    stored: _HostStorage
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class _Call:
+class _BlockRun:
     """One forward of a block.
 
     Args:
         by: streams and memory.
-        weights: addresses of storages that stay, and shapes of weights.
+        weights: tensors that stay.
         before: the call of the block before; None for the first.
         name: of the block's class, for errors.
     """
 
-    def __init__(self, by: _Running, weights: _Weights, before: _Call | None, name: str) -> None:
+    def __init__(self, by: _OffloadState, weights: _StayingTensors, before: _BlockRun | None, name: str) -> None:
         self.by = by
         self.before = before
         self._weights = weights
+        self._addresses = weights.addresses()
         self._name = name
-        self._stored: dict[int, weakref.ref[_Stored]] = {}
+        self._stored: dict[int, weakref.ref[_HostStorage]] = {}
         self._kept: list[Tensor] = []  # storages that are being copied, and so must not be reused
         self._versions: list[tuple[Tensor, int]] = []
         self._copied: Any = None
@@ -103,22 +104,24 @@ class _Call:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_conj():
             return tensor
         storage = tensor.untyped_storage()
-        if storage.nbytes() < by.min_bytes or not by.streams.holds(tensor) or self._weights.has(tensor):
+        if storage.nbytes() < by.min_bytes or not by.streams.holds(tensor) or self._weights.has_shape(tensor):
+            return tensor
+        if storage.data_ptr() in self._addresses:
             return tensor
         stored = self._known(storage.data_ptr()) or self._copy_out(storage)
         if stored is None:
             return tensor
         self._versions.append((tensor, tensor._version))
-        return _Packed(stored, tensor.dtype, tensor.shape, tensor.stride(), cast(int, tensor.storage_offset()))
+        return _HostTensor(stored, tensor.dtype, tensor.shape, tensor.stride(), cast(int, tensor.storage_offset()))
 
-    def _known(self, address: int) -> _Stored | None:
+    def _known(self, address: int) -> _HostStorage | None:
         for call in (self, self.before):
             # an address is a storage's as long as the call keeps it
             if call is not None and call._kept and (found := call._stored.get(address)) is not None:
                 return found()
         return None
 
-    def _copy_out(self, storage: torch.UntypedStorage) -> _Stored | None:
+    def _copy_out(self, storage: torch.UntypedStorage) -> _HostStorage | None:
         by = self.by
         count = storage.nbytes()
         taken = by.pool.take(count)
@@ -126,7 +129,7 @@ class _Call:
             return None
         buffer, read = taken
         flat = _view(storage, storage.device, torch.uint8, (count,), (1,), 0)
-        stored = _Stored(self, count, buffer, read)
+        stored = _HostStorage(self, count, buffer, read)
         self._stored[storage.data_ptr()] = weakref.ref(stored)
         self._kept.append(flat)
         by.streams.wait(by.out, by.streams.record(by.streams.current()))
@@ -169,7 +172,7 @@ class _Call:
 
     def unpack(self, packed: Any) -> Tensor:
         """Return a saved tensor, and begin to fetch those of the blocks before."""
-        if not isinstance(packed, _Packed):
+        if not isinstance(packed, _HostTensor):
             return packed
         by = self.by
         stored = packed.stored
@@ -192,7 +195,7 @@ def _view(
     return torch.empty(0, dtype=dtype, device=device).set_(cast(Any, storage), offset, shape, stride)
 
 
-class _Weights:
+class _StayingTensors:
     """Tensors that stay on the device: parameters, buffers, and what is computed from parameters alone.
 
     torch shows a hook no history. A tensor of a weight's shape counts as a weight: a copy in autocast's dtype, or one
@@ -201,21 +204,27 @@ class _Weights:
 
     def __init__(self, block: nn.Module) -> None:
         held = [local_part(each) for each in (*block.parameters(), *block.buffers())]
-        self._addresses = {each.untyped_storage().data_ptr() for each in held}
         self._shapes = {tuple(each.shape) for each in held if each.ndim > 1}
+        self._owners: list[tuple[nn.Module, str]] = []
         for each in block.modules():
+            own = (*each.named_parameters(recurse=False), *each.named_buffers(recurse=False))
+            self._owners += [(each, name) for name, _ in own]
             sizes = (getattr(each, "out_features", None), getattr(each, "in_features", None))
             if all(isinstance(size, int) for size in sizes):
                 self._shapes.add(cast("tuple[int, ...]", sizes))
 
-    def has(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is one, or a transposed one."""
+    def addresses(self) -> set[int]:
+        """Return those of the tensors that the block holds now, gathered ones among them."""
+        held = (local_part(getattr(each, name)) for each, name in self._owners)
+        return {each.untyped_storage().data_ptr() for each in held}
+
+    def has_shape(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has the shape of a weight, or of a transposed one."""
         shape = tuple(tensor.shape)
-        known = shape in self._shapes or (*shape[:-2], *shape[:-3:-1]) in self._shapes
-        return known or tensor.untyped_storage().data_ptr() in self._addresses
+        return shape in self._shapes or (*shape[:-2], *shape[:-3:-1]) in self._shapes
 
 
-class _Running:
+class _OffloadState:
     """Streams and pinned memory of a model's blocks. Copies of the model have their own.
 
     Attributes:
@@ -227,10 +236,11 @@ class _Running:
         self.prefetch = prefetch
         self._most = max_pinned_bytes
         self._streams: DeviceStreams | None = None
-        self.last: _Call | None = None
+        self.last: _BlockRun | None = None
+        self._staying: weakref.WeakKeyDictionary[nn.Module, _StayingTensors] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Running, (self.min_bytes, self._most, self.prefetch)
+        return _OffloadState, (self.min_bytes, self._most, self.prefetch)
 
     @property
     def is_ready(self) -> bool:
@@ -243,18 +253,25 @@ class _Running:
         assert self._streams is not None
         return self._streams
 
+    def staying(self, block: nn.Module) -> _StayingTensors:
+        """Return the tensors of a block that stay, from its first forward on."""
+        if block not in self._staying:
+            self._staying[block] = _StayingTensors(block)
+        return self._staying[block]
+
     def use(self, streams: DeviceStreams) -> None:
-        """Take the streams of a device."""
+        """Take the streams of a device, before the first forward of a model that is spread."""
+        self._staying.clear()
         self._streams = streams
         self.out = streams.side()
         self.back = streams.side()
-        self.pool = _Pool(streams, self._most)
+        self.pool = _PinnedPool(streams, self._most)
 
 
-class _Place(NamedTuple):
+class _BlockPlace(NamedTuple):
     """A block's place among those of its model."""
 
-    by: _Running
+    by: _OffloadState
     is_first: bool
     is_last: bool
 
@@ -265,7 +282,7 @@ class Offloaded(Mixin, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward in hooks of saved tensors."""
-        place: _Place = vars(self)[_PLACE]
+        place: _BlockPlace = vars(self)[_PLACE]
         by = place.by
         if not torch.is_grad_enabled() or runs_in_backward():
             return super().forward(*args, **kwargs)
@@ -275,7 +292,9 @@ class Offloaded(Mixin, nn.Module):
         if place.is_last:  # the backward wants its activations at once
             output = super().forward(*args, **kwargs)
         else:
-            by.last = call = _Call(by, _Weights(self), None if place.is_first else before, written_class(self).__name__)
+            by.last = call = _BlockRun(
+                by, by.staying(self), None if place.is_first else before, written_class(self).__name__
+            )
             with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
                 output = super().forward(*args, **kwargs)
         if before is not None:
@@ -318,10 +337,10 @@ def offload_activations(
             where = f"offload_activations, {name}="
             raise ConfigError(f"{name} is out of its range", expected=f"at least {least}", got=str(value), where=where)
     chosen = list(selected(unwrap_model(model), select, "offload_activations").values())
-    by = _Running(min_bytes, max_pinned_bytes, prefetch)
+    by = _OffloadState(min_bytes, max_pinned_bytes, prefetch)
     add_mixin(chosen, Offloaded)
     for at, each in enumerate(chosen):
-        vars(each)[_PLACE] = _Place(by, is_first=at == 0, is_last=at == len(chosen) - 1)
+        vars(each)[_PLACE] = _BlockPlace(by, is_first=at == 0, is_last=at == len(chosen) - 1)
     return model
 
 
@@ -336,11 +355,11 @@ def put_outside(blocks: Iterable[nn.Module]) -> None:
 
 def use_streams(model: nn.Module, streams: DeviceStreams) -> None:
     """Let the blocks of a model copy by the streams of a context. Mutates the model."""
-    seen: Collection[_Running] = {each: None for each in map(_running, model.modules()) if each is not None}
+    seen: Collection[_OffloadState] = {each: None for each in map(_running, model.modules()) if each is not None}
     for each in seen:
         each.use(streams)
 
 
-def _running(module: nn.Module) -> _Running | None:
-    place: _Place | None = vars(module).get(_PLACE)
+def _running(module: nn.Module) -> _OffloadState | None:
+    place: _BlockPlace | None = vars(module).get(_PLACE)
     return None if place is None else place.by

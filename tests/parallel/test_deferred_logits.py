@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import accel
-from accel.errors import PrepareError
+from accel.errors import ConfigError, PrepareError
 from accel.parallel.axes.tensor._logits import DeferredLogits
 from accel.tensors import full_tensor
 from accel.testing import Simulator
@@ -182,6 +182,20 @@ def test_a_gradient_never_gets_lost() -> None:
     logits = model(IDS)
     Total.apply(logits + 0).backward()  # pyright: ignore
     assert model.head.weight.grad is not None
+
+
+def test_a_retained_graph_needs_logits_made_again() -> None:
+    loss = of_rows(accel.defer_logits(Words())(IDS))
+    loss.backward(retain_graph=True)
+    with pytest.raises(ConfigError, match=r"recompute=True to linear_cross_entropy, or to accel\.defer_logits"):
+        loss.backward()
+    model = accel.prepare_model(ONE, accel.defer_logits(Words(), recompute=True))
+    loss = of_rows(model(IDS))
+    loss.backward(retain_graph=True)
+    once = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    loss.backward()
+    for each, grad in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(each.grad, 2 * grad)
 
 
 def test_users_hooks_on_the_head_get_logits() -> None:

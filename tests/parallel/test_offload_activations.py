@@ -143,8 +143,8 @@ def test_each_missing_wait_is_a_race(expected: list[Tensor], stream: str, monkey
             streams, lambda each: each is missing if missing is not None else each not in sides.values()
         )
 
-    used = _offload._Running.use
-    monkeypatch.setattr(_offload._Running, "use", use)
+    used = _offload._OffloadState.use
+    monkeypatch.setattr(_offload._OffloadState, "use", use)
     with pytest.raises(StreamRace):
         _ = on_device(SimulatedDevice())
 
@@ -184,13 +184,13 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from accel.parallel import _offload
 
     found: list[int] = []
-    copies = _offload._Call._copy_out
+    copies = _offload._BlockRun._copy_out
 
     def count(self: Any, storage: Any) -> Any:
         found.append(storage.nbytes())
         return copies(self, storage)
 
-    monkeypatch.setattr(_offload._Call, "_copy_out", count)
+    monkeypatch.setattr(_offload._BlockRun, "_copy_out", count)
     return found
 
 

@@ -19,7 +19,7 @@ from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin, remove_mixin
 from accel.parallel._modules import is_elsewhere, named_modules, unwrap_model, written_class
 from accel.parallel._private import user_hooks
-from accel.parallel.axes.tensor._head_calls import COMPUTE, WHERE, HeadCall, is_resharded, is_unit
+from accel.parallel.axes.tensor._head_calls import COMPUTE, RECOMPUTE, WHERE, HeadCall, is_resharded, is_unit
 from accel.parallel.axes.tensor._layers import Colwise, Layer
 from accel.parallel.axes.tensor._logits import DeferredLogits
 from accel.tensors import word_layers
@@ -68,7 +68,7 @@ def _is_plain(head: nn.Module) -> bool:
     return replicated or (divided and layer.exchange is None)
 
 
-def defer_logits(model: M, head: str | None = None) -> M:
+def defer_logits(model: M, head: str | None = None, *, recompute: bool | None = None) -> M:
     """Let a model return placeholders of logits, from which losses are computed without them. Mutates the model.
 
     The layer that gives the logits is called only when a loss asks for it. `torch.nn.functional.cross_entropy`,
@@ -83,6 +83,7 @@ def defer_logits(model: M, head: str | None = None) -> M:
         model: with one linear layer that gives the logits, in wrappers or not.
         head: path of that layer; None for the one that the model names, or ties to its embedding, or that has as many
             outputs as an embedding has rows.
+        recompute: as for `linear_cross_entropy`: True makes logits again in the backward, which can run several times.
 
     Returns:
         The same model.
@@ -103,7 +104,9 @@ def defer_logits(model: M, head: str | None = None) -> M:
         ((1, 2, 10), True)
     """
     inner = unwrap_model(model)
-    place_deferral(inner, head_path(inner, head))
+    path = head_path(inner, head)
+    vars(inner.get_submodule(path))[RECOMPUTE] = recompute
+    place_deferral(inner, path)
     return model
 
 

@@ -17,6 +17,7 @@ from accel.parallel.axes.tensor._layers import LocalParameters
 from accel.tensors import is_dtensor, split_dims
 
 COMPUTE = "accel_compute"  # attribute of a head while it is called: what for; None for its logits
+RECOMPUTE = "accel_recomputes_logits"  # attribute of a head: as `linear_cross_entropy` has it
 WHERE = "defer_logits"
 
 

@@ -367,7 +367,7 @@ class _Head(torch.autograd.Function):
                 "a second backward through one loss",
                 "one backward, as gradients are made in the forward",
                 "a graph that was retained",
-                "Pass recompute=True to linear_cross_entropy.",
+                "Pass recompute=True to linear_cross_entropy, or to accel.defer_logits.",
             )
         ctx.is_used = True
         made = ctx.saved_tensors

@@ -17,7 +17,7 @@ from accel.comm import adopt, copied
 from accel.comm._units import users_line
 from accel.errors import PrepareError
 from accel.parallel._private import is_library_hook, without_subclasses, wrapper_of
-from accel.parallel.axes.tensor._head_calls import WHERE, HeadCall, parameters_of
+from accel.parallel.axes.tensor._head_calls import RECOMPUTE, WHERE, HeadCall, parameters_of
 from accel.parallel.axes.tensor._head_loss import Words, loss_of_rows
 from accel.parallel.axes.tensor._layers import Layer
 
@@ -173,7 +173,9 @@ class DeferredLogits(Tensor):
 
         def of_rows(parts: LogitParts) -> Tensor:
             hidden, weight, bias, scale, cap, words = parts
-            return loss_of_rows(hidden, weight, targets, words, bias=bias, scale=scale, softcap=cap, **options)
+            again: bool | None = vars(self.call.head).get(RECOMPUTE)
+            made = {"bias": bias, "scale": scale, "softcap": cap, "recompute": again, **options}
+            return loss_of_rows(hidden, weight, targets, words, **cast(Any, made))
 
         return self.call.hooked(self.compute(of_rows))
 

@@ -173,9 +173,9 @@ class DeferredLogits(Tensor):
 
         def of_rows(parts: LogitParts) -> Tensor:
             hidden, weight, bias, scale, cap, words = parts
-            again: bool | None = vars(self.call.head).get(RECOMPUTE)
-            made = {"bias": bias, "scale": scale, "softcap": cap, "recompute": again, **options}
-            return loss_of_rows(hidden, weight, targets, words, **cast(Any, made))
+            made: dict[str, Any] = {"bias": bias, "scale": scale, "softcap": cap, **options}
+            made["recompute"] = cast(dict[str, Any], vars(self.call.head)).get(RECOMPUTE)
+            return loss_of_rows(hidden, weight, targets, words, **made)
 
         return self.call.hooked(self.compute(of_rows))
 

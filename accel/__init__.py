@@ -113,9 +113,11 @@ if TYPE_CHECKING:
     from accel.optim._accumulation import Accumulation as Accumulation
     from accel.parallel._compile import checkpoint_activations as checkpoint_activations, compile_model as compile_model
     from accel.parallel._modules import unwrap_model as unwrap_model
+    from accel.parallel._offload import offload_activations as offload_activations
     from accel.parallel._prepare_model import prepare_model as prepare_model
     from accel.parallel._sync import no_sync as no_sync, trigger_sync_in_backward as trigger_sync_in_backward
     from accel.parallel.axes.replicate._ddp import join_uneven_inputs as join_uneven_inputs
+    from accel.parallel.axes.tensor._deferred import defer_logits as defer_logits
     from accel.precision._amp import LossScale as LossScale, autocast as autocast, loss_scale as loss_scale
     from accel.process import (
         any_rank as any_rank,
@@ -232,12 +234,14 @@ _HOMES = {
         "compile_model",
     ),
     "parallel._modules": ("unwrap_model",),
+    "parallel._offload": ("offload_activations",),
     "parallel._prepare_model": ("prepare_model",),
     "parallel._sync": (
         "no_sync",
         "trigger_sync_in_backward",
     ),
     "parallel.axes.replicate._ddp": ("join_uneven_inputs",),
+    "parallel.axes.tensor._deferred": ("defer_logits",),
     "precision._amp": ("LossScale", "autocast", "loss_scale"),
     "process": (
         "any_rank",

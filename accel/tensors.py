@@ -354,3 +354,39 @@ def _holds_fakes(cache: object) -> bool:
             return True
         held = [each for each in held if isinstance(each, dict | list | tuple)]
     return False
+
+
+class WordLayers(NamedTuple):
+    """The layers of a model that map words to vectors and back, by path.
+
+    Attributes:
+        tables: embeddings.
+        heads: the layer that the model's `get_output_embeddings` returns; else the linear layers that share a table's
+            weight; else those with as many outputs as a table has rows.
+        sized: all linear layers with as many outputs as a table has rows.
+    """
+
+    tables: Mapping[str, nn.Module]
+    heads: Mapping[str, nn.Module]
+    sized: Mapping[str, nn.Module]
+
+
+def word_layers(model: nn.Module) -> WordLayers:
+    """Return the embeddings of a model, and the layers that give its logits. No communication."""
+    modules: dict[str, nn.Module] = dict(cast(Any, model).named_modules())
+    tables = {path: each for path, each in modules.items() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+    weights = {id(each.weight) for each in tables.values()}
+    rows = {each.weight.shape[0] for each in tables.values()}
+    linear = {path: each for path, each in modules.items() if isinstance(each, nn.Linear)}
+    sized = {path: each for path, each in linear.items() if each.weight.shape[0] in rows}
+    tied = {path: each for path, each in linear.items() if id(each.weight) in weights}
+    ask: Any = getattr(model, "get_output_embeddings", None)
+    named: object = ask() if callable(ask) else None
+    declared = {path: each for path, each in modules.items() if each is named and _has_matrix(each)}
+    return WordLayers(tables, declared or tied or sized, sized)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether a module has a `weight` of two dimensions itself, unlike an adapter around a layer."""
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return weight is not None and weight.ndim == 2

@@ -135,10 +135,11 @@ def way_out(places: Mapping[int, RankPlace]) -> str:
     return ""
 
 
-def users_line(error: BaseException) -> str:
+def users_line(error: BaseException | None = None) -> str:
     """Return " at file:line in function" of the user's innermost frame in an error, else on the stack; empty without
     one."""
-    for frame, line in itertools.chain(reversed(list(traceback.walk_tb(error.__traceback__))), _stack()):
+    raised = [] if error is None else list(traceback.walk_tb(error.__traceback__))
+    for frame, line in itertools.chain(reversed(raised), _stack()):
         if is_users(frame.f_code.co_filename):
             return f" at {os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
     return ""

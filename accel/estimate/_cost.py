@@ -217,16 +217,17 @@ def _along_tp_at_ends(
     if held.is_first and model.divided_ends:
         yield _message("tp", axes.tp, "all-reduce", calls, whole)
     if plan.sequence:
-        yield _message(
-            "tp", axes.tp, "all-gather", (held.is_first + held.is_last) * calls, whole * (held.is_first + held.is_last)
-        )
+        ends = held.is_first + held.is_last
+        yield _message("tp", axes.tp, "all-gather", ends * calls, whole * ends)
     if held.is_last and model.divided_ends:
         yield _message("tp", axes.tp, "all-reduce", calls, whole)
-        if divides_logits(plan):
+        if plan.logits == "deferred":
+            yield _message("tp", axes.tp, "all-gather", calls, 8 * tokens * axes.tp)
+        elif divides_logits(plan):
             yield _message("tp", axes.tp, "all-reduce", 2 * calls, 3 * (tokens + calls) * 4)
         else:
-            padded = -(-model.vocabulary // axes.tp) * axes.tp  # to messages of one length
-            yield _message("tp", axes.tp, "all-gather", calls, tokens * padded * step.compute_bytes)
+            padded = -(-model.vocabulary // axes.tp) * axes.tp * step.compute_bytes  # to messages of one length
+            yield _message("tp", axes.tp, "all-gather", calls, tokens * padded)
 
 
 def _along_cp(

@@ -38,6 +38,9 @@ class KeptBlock(NamedTuple):
     products: int = 0
 
 
+_LEAST_ROWS = 256  # of a chunk of deferred logits
+
+
 class Kept(NamedTuple):
     """Bytes of a micro-batch.
 
@@ -98,18 +101,35 @@ def _kept_by_sizes(model: Transformer, axes: Axes, plan: Plan, step: EstimatedSt
     stream = stream_bytes(step, engine)
     block = _block(model, axes, plan, own, tokens, stream, size)
     dense = _block(model, axes, plan, own, tokens, stream, size, dense=True) if model.dense else block
-    vocabulary = -(-model.vocabulary // (axes.tp if divides_logits(plan) else 1))
-    logits = 0 if model.compared else tokens * vocabulary * _FP32
+    logits, peak = _loss(model, axes, plan, step, tokens)
     return Kept(
         block=block,
         dense=dense,
         ends=_norm(model, own, tokens, stream, size, 0 if model.compared else 1),
         logits=logits,
-        peak=2 * logits,
+        peak=peak,
         inside=_inside(model, axes, own, tokens, size),
         tower=_of_tower(model.tower, axes, step, stream),
         around=_around_tower(model.tower, step, stream),
     )
+
+
+def _loss(model: Transformer, axes: Axes, plan: Plan, step: EstimatedStep, tokens: int) -> tuple[int, int]:
+    """Return bytes that head and loss keep until their backward, and the bytes beside them at the peak."""
+    if model.compared:
+        return 0, 0
+    if plan.logits == "full":
+        logits = tokens * -(-model.vocabulary // (axes.tp if divides_logits(plan) else 1)) * _FP32
+        return logits, 2 * logits
+    split = axes.tp if model.divided_ends else 1
+    vocabulary = -(-model.vocabulary // split)
+    rows = min(tokens, max(_LEAST_ROWS, -(-tokens * model.width // vocabulary)))  # of a chunk
+    weight = vocabulary * model.width
+    beside = weight * _FP32 + 3 * rows * vocabulary * _FP32
+    if split > 1:  # logits are made again in the backward
+        return 0, beside
+    gradients = (weight + tokens * model.width) * step.compute_bytes
+    return gradients, beside - weight * step.compute_bytes
 
 
 def _of_tower(tower: Tower | None, axes: Axes, step: EstimatedStep, stream: int) -> tuple[int, KeptBlock] | None:

@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw as adamw_
 
 from accel.errors import ConfigError
 from accel.optim._matrices import Matrix, RankedOptimizer, Spec, Where, loss_of, plan_matrices, put, through_owners
-from accel.tensors import local_part, mesh_of, placements_of
+from accel.tensors import local_part, mesh_of, placements_of, word_layers
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 
@@ -293,13 +293,10 @@ def _refuse_pattern(pattern: str, kinds: _Kinds) -> None:
 
 
 def _embeddings_and_head(model: nn.Module) -> set[int]:
-    """Identities of the weights of embeddings, and of linear layers with as many outputs as one has rows."""
-    tables = [each.weight for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-    rows = {each.shape[0] for each in tables}
-    heads = [each.weight for each in model.modules() if isinstance(each, nn.Linear) and each.weight.shape[0] in rows]
-    ask: Any = getattr(model, "get_output_embeddings", None)
-    named: Any = ask() if callable(ask) else None
-    return {*map(id, tables), *map(id, heads), id(getattr(named, "weight", None))}
+    """Identities of the weights of embeddings, and of layers that may give logits."""
+    every = word_layers(model)
+    layers = [*every.tables.values(), *every.sized.values(), *every.heads.values()]
+    return {id(getattr(each, "weight", None)) for each in layers}
 
 
 def _packs(kinds: _Kinds, packs: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:

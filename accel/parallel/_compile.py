@@ -31,6 +31,7 @@ from accel.parallel._modules import (
     unwrap_model,
     written_class,
 )
+from accel.parallel._offload import put_outside
 from accel.parallel._private import REGION
 from accel.parallel._recomputed_run import RecomputedRun
 
@@ -155,6 +156,7 @@ def add_within(modules: Iterable[nn.Module], mixin: type[Mixin]) -> None:
     add_mixin(modules, mixin)
     for kept in dict.fromkeys(kept for _, kept in again):
         add_mixin([each for each, own in again if own == kept], Recomputed, kept=kept)
+    put_outside(modules)
 
 
 def checkpoint_activations(model: M, select: Select = "repeated", *, keep: Keep = ()) -> M:
@@ -194,6 +196,7 @@ def checkpoint_activations(model: M, select: Select = "repeated", *, keep: Keep 
                 fix="Choose the blocks of each call separately, by select=.",
             )
     add_mixin(chosen.values(), Recomputed, kept=kept)
+    put_outside(chosen.values())
     _mark_inside(unwrap_model(model))
     return model
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from accel.parallel._engines import engine_of
 from accel.parallel._entries import add_entries, check_methods, lead_entries
 from accel.parallel._labels import label_parameters, name_of, note_micro_batches, watch_autocast
 from accel.parallel._modules import unwrap_model
+from accel.parallel._offload import use_streams
 from accel.parallel._private import is_compiled
 from accel.parallel._refused import (
     check_absent,
@@ -45,6 +47,7 @@ from accel.parallel.axes.replicate._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel.axes.replicate._ddp import REPLICATE, Replica, replica_of
 from accel.parallel.axes.shard import SHARD
 from accel.parallel.axes.tensor import TENSOR
+from accel.parallel.axes.tensor._deferred import deferral_after
 from accel.topology import Dimension, Plan, data_dimension, dimension_of
 
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
@@ -172,6 +175,26 @@ def prepare_model(
         _check_for_engine(ctx, model, plan, keywords)
         compile_as_set(ctx, model)
         return engine.prepare(ctx, [model])[0]
+    with _deferral(ctx, model, plan, keywords):
+        prepared = _spread_alike(ctx, model, plan, keywords, example, allocate=allocate)
+    compile_as_set(ctx, prepared)
+    return prepared
+
+
+def _deferral(
+    ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions
+) -> AbstractContextManager[None]:
+    """Keep a model's deferred logits in front of what this block puts before the class of its head."""
+    passes = keywords.find_unused_parameters or keywords.static_graph
+    replicated = ctx.world_size > 1 and composition(ctx)[-1] is REPLICATE
+    obstacle = "DDP with find_unused_parameters or static_graph, which reads outputs" if passes and replicated else ""
+    return deferral_after(model, asked=_checked_plan(plan).logits == "deferred", obstacle=obstacle)
+
+
+def _spread_alike(
+    ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions, example: Any, *, allocate: bool
+) -> nn.Module:
+    """Spread a model along every dimension, or adopt one that is spread. A collective."""
     spreads = composition(ctx)
     options = [own_options(each, plan, keywords, example) for each in spreads]
     _check_used(ctx, keywords, spreads)
@@ -194,7 +217,6 @@ def prepare_model(
     if plan is not None and plan.micro_batches is not None:
         note_micro_batches(prepared, plan.micro_batches)
     _watch(ctx, prepared)
-    compile_as_set(ctx, prepared)
     return prepared
 
 
@@ -203,6 +225,7 @@ def _watch(ctx: DistContext, model: nn.Module) -> None:
     if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
         watch_autocast(model, ctx.device.type, ctx.precision.compute)
     log_changed_buffers(ctx, model)
+    use_streams(model, ctx.streams)
 
 
 def _check_for_engine(ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Generator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -27,7 +28,7 @@ PRIVATE = {
     # the replica whose forward runs, at whose buckets torch.compile cuts its graphs; sets and resets it
     "torch.nn.parallel.DistributedDataParallel": ("_active_ddp_module", "_inside_ddp_forward"),
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
-    "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
     "torch": ("_disable_dynamo", "_weight_norm"),  # torch.compiler.disable, without importing the compiler at once
     "torch.nn.Module": (
@@ -146,6 +147,28 @@ def hooks_with_keywords(module: nn.Module) -> Collection[int]:
 def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:
     """Return the hooks that see a module's inputs, of this module alone."""
     return cast(Any, module)._forward_pre_hooks
+
+
+def user_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks, except for those of torch.distributed and of this package."""
+    each = cast(Any, module)
+    kinds = (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks)
+    return any(not is_library_hook(hook) for kind in kinds for hook in kind.values())
+
+
+def is_library_hook(hook: Any) -> bool:
+    """Return whether a hook is of torch.distributed or of this package, which wait for a forward or a gradient."""
+    function: Any = inspect.unwrap(hook)  # torch.compiler.disable
+    function = getattr(function, "func", function)  # of a partial
+    return str(getattr(function, "__module__", "")).startswith(("torch.distributed.", "accel."))
+
+
+def wrapper_of(
+    kind: type[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, requires_grad: bool
+) -> Any:
+    """Return a tensor of a subclass, without memory."""
+    make: Any = cast(Any, torch.Tensor)._make_wrapper_subclass
+    return make(kind, shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def asks_for_values(error: Exception) -> bool:

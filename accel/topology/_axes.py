@@ -211,6 +211,7 @@ TensorStyle = Literal[
     "sequence_parallel_gather_output",
 ]
 HeadStyle = Literal["colwise", "colwise_gather_output"]
+Logits = Literal["full", "deferred"]
 ExpertStyle = Literal["dispatch", "local", "sorted"]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -232,6 +233,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         head: style of the layer that gives the logits, beside `tensor="model"`. With "colwise" no rank gathers them:
             each returns those of its words, for `vocab_cross_entropy`, by which a model of transformers computes the
             loss of its `labels=`.
+        logits: "deferred" lets losses be computed without logits, by `defer_logits`; "full" makes them.
         sequence: whether ranks along tp share the tokens between the layers that they share (sequence parallelism);
             beside `tensor="model"`; styles of one's own include it.
         overlap: whether layers that ranks along tp divide send the messages of their inputs and outputs in chunks, each
@@ -263,6 +265,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor: Mapping[str, TensorStyle] | FromModel = "model"
     head: HeadStyle | None = None
+    logits: Logits = "full"
     sequence: bool = False
     overlap: bool = False
     context: ContextMethod = "gather"
@@ -286,6 +289,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         check_styles(self.tensor, get_args(TensorStyle), where="plan.tensor")
         if self.head is not None:
             check_choice(self.head, get_args(HeadStyle), "not a style of a head", where="plan.head")
+        check_choice(self.logits, get_args(Logits), "not a way of logits", where="plan.logits")
         check_styles(self.experts, get_args(ExpertStyle), where="plan.experts")
         check_choice(
             self.context, get_args(ContextMethod), "unknown method of context parallelism", where="plan.context"

@@ -175,7 +175,7 @@ class LossSums:
         """Return the sum of a micro-batch's losses; rows that fill it up are left out."""
         containers = self._ctx.containers
         if not batch.rows.real:
-            found = first_tensor(output, containers).flatten()[:0].sum()
+            found = torch.atleast_1d(first_tensor(output, containers))[:0].sum()
         else:
             trees = (output,) if batch.targets is None else (output, batch.targets)
             given = tuple(first_rows(each, batch.rows, containers) for each in trees)

@@ -90,7 +90,8 @@ class Wide(TorchFunctionMode):
         return func(*map(_wide, args), **named)
 
 
-def _wider(name: str) -> contextlib.AbstractContextManager[object]:
+def wider(name: str) -> contextlib.AbstractContextManager[object]:
+    """Return a block in which a family's forward computes in float64."""
     return Wide() if family(name).casts else contextlib.nullcontext()
 
 
@@ -178,7 +179,7 @@ def loss_of(name: str, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[T
     kind = family(name).kind
     if kind == "features":
         given["target"] = target
-    with _wider(name):
+    with wider(name):
         output = model(**given)
     return loss_sum(kind, output, target)
 
@@ -313,7 +314,7 @@ def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, 
     example = _given(kind, torch.utils.data.default_collate(samples[:4]))
     micro_batches = max(ctx.axis("pp").size * mesh.plan.get("stages_per_rank", 1), size // 2)
     plan = accel.parallel.Plan(**{"micro_batches": micro_batches, **mesh.plan})
-    with _wider(name):
+    with wider(name):
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
     starts = range(0, len(samples), batch)
     result = Result({}, [], [])
@@ -327,7 +328,7 @@ def on_stages(ctx: accel.DistContext, name: str, mesh: Mesh, accumulation: int, 
         count = target.shape[:2].numel() if kind == "features" else int((target != IGNORED).sum())
         state = begin_batch(ctx, state, last=at == starts[-1])
         inputs = _given(kind, each)
-        with _wider(name):
+        with wider(name):
             loss, state = accel.forward_backward(
                 ctx, model, state, inputs, targets=target, loss_fn=_summed(kind), weight=count
             )

@@ -28,7 +28,7 @@ _LEAST_ROWS = 256  # of a chunk by default: fewer make matmuls slow
 _BLOCK_BYTES = 2**24  # of the part of a gradient in 16 bits that is added to its sum at a time
 
 
-class _Words(NamedTuple):
+class Words(NamedTuple):
     """The classes of this rank.
 
     Attributes:
@@ -140,24 +140,64 @@ def linear_cross_entropy(
     part = _part_of(linear_weight, group)
     own_bias = None if linear_bias is None else _part_of(linear_bias, group)
     words = _words_of(ctx, linear_weight, part, group)
-    rows = input.reshape(-1, input.shape[-1])
-    kind = rows.device.type
-    if torch.is_autocast_enabled(kind):
-        rows = rows.to(torch.get_autocast_dtype(kind))
-    again = _recomputes(recompute, rows, words, reduction)
     if words.comm is not None:
-        rows = copied(rows, cast("dist.ProcessGroup", group))
+        input = copied(_in_autocast(input), cast("dist.ProcessGroup", group))
+    return loss_of_rows(
+        input,
+        part,
+        target,
+        words,
+        bias=own_bias,
+        weight=weight,
+        reduction=reduction,
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        scale=scale,
+        z_loss=z_loss,
+        token_weights=token_weights,
+        chunk_size=chunk_size,
+        recompute=recompute,
+    )
+
+
+def loss_of_rows(
+    input: Tensor,
+    part: Tensor,
+    target: Tensor,
+    words: Words,
+    *,
+    bias: Tensor | None,
+    weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    z_loss: float = 0.0,
+    token_weights: Tensor | None = None,
+    chunk_size: int | None = None,
+    recompute: bool | None = None,
+) -> Tensor:
+    """Return the loss from this rank's part of the head. A collective where `words` has a communicator."""
+    rows = _in_autocast(input.reshape(-1, input.shape[-1]))
+    again = _recomputes(recompute, rows, words, reduction)
     if chunk_size is None:
         chunk_size = max(_LEAST_ROWS, -(-rows.numel() // max(part.shape[0], 1)))
     by = _Settings(chunk_size, softcap, float(scale), float(z_loss), again)
-    ignored = -100 if ignore_index is None else ignore_index
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
     with torch.no_grad():
         times = torch.ones_like(target, dtype=wide) if token_weights is None else token_weights.to(wide)
         classes = (None if weight is None else weight.to(wide), label_smoothing)
-        factors = _factors(target.flatten(), ignored, times.flatten(), classes, reduction, words, part.shape[0])
-    losses = cast(Any, _Head).apply(rows, part, own_bias, *factors, words.comm, by)
+        factors = _factors(target.flatten(), ignore_index, times.flatten(), classes, reduction, words, part.shape[0])
+    losses = cast(Any, _Head).apply(rows, part, bias, *factors, words.comm, by)
     return losses.view(target.shape) if reduction == "none" else losses.sum()
+
+
+def _in_autocast(tensor: Tensor) -> Tensor:
+    """Return a tensor in the dtype of autocast, where it is on."""
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
 def _check(input: Tensor, linear_weight: Tensor, target: Tensor, token_weights: Tensor | None) -> None:
@@ -200,7 +240,7 @@ def _error(what: str, expected: str, got: str, fix: str = "") -> ConfigError:
     return ConfigError(what, expected=expected, got=got, where="linear_cross_entropy", fix=fix)
 
 
-def _recomputes(recompute: bool | None, rows: Tensor, words: _Words, reduction: str) -> bool:
+def _recomputes(recompute: bool | None, rows: Tensor, words: Words, reduction: str) -> bool:
     """Whether gradients are made in the backward."""
     reasons = {
         "classes that ranks along tp split": words.comm is not None,
@@ -232,16 +272,16 @@ def _part_of(weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return local_of(weight, summands=False, fresh=True)
 
 
-def _words_of(ctx: DistContext, weight: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> _Words:
+def _words_of(ctx: DistContext, weight: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> Words:
     """Return the classes of this rank. A collective for plain weights along tp, of one number."""
     if group is None or (is_dtensor(weight) and not split_dims(weight)):
-        return _Words(0, part.shape[0], None)
+        return Words(0, part.shape[0], None)
     comm = adopt(group, ctx.device)
     if is_dtensor(weight):
         total = weight.shape[0]
-        return _Words(min(-(-total // comm.size) * comm.rank, total), total, comm)
+        return Words(min(-(-total // comm.size) * comm.rank, total), total, comm)
     sizes = all_gather_flat(comm, torch.tensor([part.shape[0]], device=part.device))
-    return _Words(sizes[0, 0] * comm.rank, sizes.sum(), comm)
+    return Words(sizes[0, 0] * comm.rank, sizes.sum(), comm)
 
 
 def _factors(
@@ -250,7 +290,7 @@ def _factors(
     times: Tensor,
     classes: tuple[Tensor | None, float],
     reduction: str,
-    words: _Words,
+    words: Words,
     count: int,
 ) -> _Factors:
     """Return the factors; `classes`: those of the call, and the label smoothing; `count`: of classes on this rank."""
@@ -327,7 +367,7 @@ class _Head(torch.autograd.Function):
                 "a second backward through one loss",
                 "one backward, as gradients are made in the forward",
                 "a graph that was retained",
-                "Pass recompute=True to linear_cross_entropy.",
+                "Pass recompute=True to linear_cross_entropy, or to accel.defer_logits.",
             )
         ctx.is_used = True
         made = ctx.saved_tensors

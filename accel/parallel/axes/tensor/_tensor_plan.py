@@ -21,6 +21,7 @@ from accel.parallel.axes.tensor._found_plan import FoundPlan, found_plan
 from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
 from accel.parallel.axes.tensor._rules import is_in, modules_around, passed_over
 from accel.parallel.axes.tensor._styles import COLWISE, is_linear
+from accel.tensors import word_layers
 from accel.topology import HeadStyle, TensorStyle
 
 
@@ -29,7 +30,7 @@ def with_head(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadSty
     `PrepareError` for no head, or several."""
     check_choice(head, get_args(HeadStyle), "not a style of a head", where="tensor_plan(head=)")
     modules = dict(named_modules(model))
-    paths = _declared(model, modules) or _of_as_many_outputs(modules)
+    paths = [path for path, each in word_layers(model).heads.items() if is_linear(each)]
     if len(paths) != 1:
         raise PrepareError(
             "the head of the model is not known",
@@ -44,22 +45,6 @@ def with_head(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadSty
     weight = modules[path].get_parameter("weight")
     tied = [name for name, each in modules.items() if isinstance(each, nn.Embedding) and each.weight is weight]
     return {**styles, **dict.fromkeys(tied, "embedding_rowwise"), path: head}
-
-
-def _declared(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
-    """The path of the head that a model of transformers names."""
-    ask: Any = getattr(model, "get_output_embeddings", None)
-    named: object = ask() if callable(ask) else None
-    return [path for path, each in modules.items() if each is named and is_linear(each)]
-
-
-def _of_as_many_outputs(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Paths of linear layers with as many outputs as an embedding has rows; tied ones alone, where there are any."""
-    weights = [each.weight for each in modules.values() if isinstance(each, nn.Embedding)]
-    rows = {len(each) for each in weights}
-    linear = {path: each.weight for path, each in modules.items() if isinstance(each, nn.Linear)}
-    tied = [path for path, own in linear.items() if any(own is each for each in weights)]
-    return tied or [path for path, own in linear.items() if len(own) in rows]
 
 
 def with_sequence(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from accel.comm import Comm, adopt, all_reduce_flat
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
+from accel.parallel.axes.tensor._logits import DeferredLogits
 
 _MANY = 32_000  # words from which a gathered head is worth a line
 
@@ -54,11 +55,16 @@ def vocab_cross_entropy(
             got=f"shape {list(targets.shape)}",
             where="vocab_cross_entropy",
         )
+    group = group_of(ctx, "tp")
+    if isinstance(logits, DeferredLogits):
+        total = logits.loss(targets, is_split=group is not None, ignore_index=ignore_index, reduction="sum")
+        if total is not None:
+            return total
+        logits = logits.made()
     rows = logits.flatten(0, -2)
     flat = targets.flatten()
     if rows.dtype in (torch.float16, torch.bfloat16):
         rows = rows.float()
-    group = group_of(ctx, "tp")
     if group is None:
         return functional.cross_entropy(rows, flat, ignore_index=ignore_index, reduction="sum")
     counted = flat != ignore_index

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from accel.comm import mark_recording
@@ -48,6 +49,36 @@ def random_like(value: Any) -> Any:
     if value.is_floating_point():
         return torch.randn(value.shape, dtype=value.dtype, device=value.device) * 0.1
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+
+class LikelyValues:
+    """Values of fake tensors where Python reads them. They follow from random numbers in tensors of unknown origin, so
+    that `isfinite(hidden).all()` is true, and `isnan(hidden).any()` is not."""
+
+    def __init__(self) -> None:
+        self._makers: dict[
+            int, tuple[tuple[Any, Any, Any], int]
+        ] = {}  # operators by tensor, and the place of its output
+        self._values: dict[int, Any] = {}
+        self._alive: list[object] = []  # so that no `id` is used twice
+
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note the operator that makes tensors."""
+        for place, each in enumerate(pytree.tree_leaves(out)):
+            if is_fake(each):
+                self._makers[id(each)] = (func, args, kwargs), place
+                self._alive.append(each)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on values."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for each in leaves:
+            if is_fake(each) and id(each) not in self._values:
+                made, place = self._makers.get(id(each), (None, 0))
+                self._values[id(each)] = pytree.tree_leaves(self.run(*made))[place] if made else random_like(each)
+                self._alive.append(each)
+        args, kwargs = pytree.tree_unflatten([self._values.get(id(each), each) for each in leaves], spec)
+        return func(*args, **kwargs)
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:

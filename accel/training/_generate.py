@@ -20,18 +20,9 @@ from accel.errors import ConfigError
 from accel.errors._checks import with_article
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import micro_batches_of
+from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor, split_batch
 from accel.parallel._modules import stage_modules, unwrap_model
-from accel.parallel.axes.pipeline import (
-    ByStage,
-    MicroBatch,
-    Pipeline,
-    ReplayedModule,
-    Work,
-    first_rows,
-    first_tensor,
-    pipeline_of,
-    split_batch,
-)
+from accel.parallel.axes.pipeline import ByStage, Pipeline, ReplayedModule, Work, pipeline_of
 from accel.precision._amp import autocast
 from accel.random import Key
 from accel.seeding import rank_key

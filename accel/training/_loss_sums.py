@@ -13,8 +13,8 @@ from torch import nn
 
 from accel.context import DistContext
 from accel.errors import StepError
+from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor
 from accel.parallel._private import is_view
-from accel.parallel.axes.pipeline import MicroBatch, first_rows, first_tensor
 from accel.random import isolated_rng
 from accel.training._backward import check_loss, rooted
 from accel.tree import map_tensors

@@ -267,7 +267,7 @@ class Counted(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("name", "operators", "share"),
-    [("nano_gpt", 24, 0.02), ("residuals_between", 57, 0.06), ("t5", 24, 0.01), ("unet", 37, 0.6)],
+    [("nano_gpt", 24, 0.02), ("residuals_between", 63, 0.06), ("t5", 24, 0.01), ("unet", 37, 0.6)],
 )
 def test_operators_beyond_those_of_one_process_are_few(name: str, operators: int, share: float) -> None:
     """Four stages make placeholders, and compute residuals between modules on them; widths are tiny here."""

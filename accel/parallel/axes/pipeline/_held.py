@@ -8,10 +8,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import FREED, named_modules, shallow_copy
+from accel.parallel._private import without_subclasses, written_arguments
 
 _ABSENT = "accel_absent"
 
@@ -44,9 +47,56 @@ class Elsewhere(Mixin):
         return {} if destination is None else destination
 
 
+class StandIn(torch.Tensor):
+    """A tensor of another stage, without its memory. Code that changes it, or a view of it, in place leaves it as it
+    is: the stage with the tensor changes it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch; views stay stand-ins."""
+        if not all(issubclass(each, StandIn) for each in types):
+            return NotImplemented  # a subclass that computes with plain tensors decides
+        with without_subclasses():
+            given = pytree.tree_leaves((args, kwargs or {}))
+            own = frozenset(_memory(each) for each in given if isinstance(each, StandIn))
+            with _Unwritten(own):
+                out = func(*args, **(kwargs or {}))
+            return pytree.tree_map_only(torch.Tensor, lambda each: _again(each, own), out)
+
+    def __deepcopy__(self, memo: object) -> StandIn:
+        return self
+
+
+class _Unwritten(TorchDispatchMode):
+    """Leaves tensors in some memory as they are."""
+
+    def __init__(self, memory: frozenset[int]) -> None:
+        cast(Any, super()).__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, unless it would change such a tensor."""
+        written = written_arguments(func, args, kwargs or {})
+        if any(_memory(each) in self._memory for each in written):
+            returned = len(func._schema.returns)
+            return written[0] if returned == 1 else tuple(written[:returned]) or None
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _again(tensor: torch.Tensor, memory: frozenset[int]) -> torch.Tensor:
+    is_view = not isinstance(tensor, StandIn) and _memory(tensor) in memory
+    return tensor.as_subclass(StandIn) if is_view else tensor
+
+
 def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the same shape and dtype in the memory of one element: NaN, or 0 for integers."""
-    one = placeholder(tensor.dtype, tensor.shape, device)
+    one = placeholder(tensor.dtype, tensor.shape, device).as_subclass(StandIn)
     return nn.Parameter(one, requires_grad=False) if isinstance(tensor, nn.Parameter) else one
 
 
@@ -87,23 +137,27 @@ def drop_others(
     return [each for each in before if id(each) not in live]
 
 
-def view_of(model: nn.Module, kept: Collection[str], units: Collection[str], device: torch.device) -> nn.Module:
-    """Return a copy of a model with the parameters of one stage, which it shares; it is not pipelined itself.
+def view_of(
+    model: nn.Module, kept: Collection[str], units: Collection[str], device: torch.device, *, shards: bool
+) -> nn.Module:
+    """Return a copy of a model with the tensors of one stage, which it shares; it is not pipelined itself.
 
-    A module with parameters of its own inside and outside of `kept` is a `PrepareError`.
+    A module with parameters inside and outside of `kept` is whole; a `PrepareError` where stages are sharded apart.
     """
 
     def view(path: str, module: nn.Module) -> nn.Module:
-        if path and all(_joined(path, name) in kept for name, _ in module.named_parameters(remove_duplicate=False)):
+        inside = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        if path and all(_joined(path, name) in kept for name, _ in inside):
             return module
         found: Any = shallow_copy(module)
         children = cast("Mapping[str, nn.Module | None]", found._modules)
-        found._parameters, absent = _part(found._parameters, path, kept, device)
+        found._parameters, absent = _part(found._parameters, path, kept, device, shards=shards)
+        found._buffers, others = _part(found._buffers, path, kept, device, shards=False)
         found._modules = {
             key: None if child is None else view(_joined(path, key), child) for key, child in children.items()
         }
-        if absent:
-            _lack(found, absent)
+        if absent or others:
+            _lack(found, {**absent, **others})
         if path in units and not any(True for _ in found.parameters()):
             _mark_elsewhere(path, found)
         return found
@@ -112,13 +166,13 @@ def view_of(model: nn.Module, kept: Collection[str], units: Collection[str], dev
 
 
 def _part(
-    tensors: dict[str, torch.Tensor | None], path: str, kept: Collection[str], device: torch.device
+    tensors: dict[str, torch.Tensor | None], path: str, kept: Collection[str], device: torch.device, *, shards: bool
 ) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor]]:
     """The tensors of a module where all are kept, else nothing and stand-ins; whatever replaces a tensor of the first
     table replaces it in the model."""
     held = {name: each for name, each in tensors.items() if each is not None}
     own = [name for name in held if _joined(path, name) in kept]
-    if len(own) == len(held):
+    if len(own) == len(held) or (own and not shards):
         return tensors, {}
     if not own:
         return {}, {name: stand_in(each, device) for name, each in held.items()}

@@ -272,7 +272,7 @@ WRITES: tuple[Callable[[Tensor], object], ...] = (
 
 
 class WritingWeights(Short):
-    """Changes weights and buffers of all blocks in place, once in each mode, as a model that is scaled for evaluation."""
+    """Changes weights and buffers of all blocks in place, once in each mode, as models scaled for evaluation do."""
 
     mode: bool | None = None
 

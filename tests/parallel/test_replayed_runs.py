@@ -191,6 +191,38 @@ def test_ranks_that_call_in_different_orders_are_told_before_a_message_is_sent(r
         assert "different forwards" in str(error) or "another order" in str(error)
 
 
+class SkipsOnOne(Skips):
+    """Calls its blocks in another order on rank 1, for some words."""
+
+    rank = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids * (1 - self.rank))
+
+
+def test_an_order_that_one_rank_alone_follows_is_told_before_a_message_is_sent(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> BaseException | None:
+        ctx = accel.replace(ctx, mesh="pp=2")
+        model = accel.prepare_model(ctx, _made(SkipsOnOne), plan=CUTS[0][1], example=_words(4)[0][0])
+        pipeline: Any = vars(model)["accel_pipeline"]
+
+        def step(first: int) -> None:
+            ids, targets = _words(4)[0]
+            ids = torch.full_like(ids, first)
+            accum = accel.Accumulation(1).next()
+            _ = accel.training.parts.forward_backward(
+                ctx, model, accel.loss_scale(ctx), accum, ids, targets=targets, loss_fn=LOSS, weight=1
+            )
+
+        step(0)
+        pipeline.replays._ghost.rank = ctx.rank
+        return caught(lambda: step(1))
+
+    for error in ranks.run(rank, 2, default_group=True):
+        assert isinstance(error, StageError)
+        assert "different forwards" in str(error)
+
+
 class Fails(nn.Module):
     """Fails wherever tensors have values, and not where the forward is recorded."""
 

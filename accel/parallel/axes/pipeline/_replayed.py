@@ -19,11 +19,11 @@ from accel.comm import peer_error
 from accel.errors import AccelError, StageError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._calls import Growing, Plain, add_to, added_to, grow_cache, growing_in, take_apart, tapped
+from accel.parallel._fakes import placeholder
 from accel.parallel._micro_batches import MicroBatch
 from accel.parallel._private import forward_hooks, hook_count, hooks_with_keywords, is_view
 from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
-from accel.parallel.axes.pipeline._held import placeholder
 from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, detachable, of_stage
 from accel.random import Key, torch_rng_scope
 from accel.tree._walk import Containers

@@ -75,21 +75,29 @@ class Replays:
 
     def of_micro_batches(self, comm: Comm, key: object, model: nn.Module, work: Work) -> list[Replay]:
         """Return the replay of each micro-batch. Where the forward reads values of its inputs, they may differ, and an
-        order of calls that is new is recorded: a collective along the pipeline then, whose ranks see the same inputs.
-        """
-        known = self._known[key]
+        order of calls that is new is recorded: a collective along the pipeline then, and a `StageError` on all its
+        ranks where they follow different orders."""
+        known = list(self._known[key])
         if not known[0].record.branches or known[0].record.decisions or work.probe is not None:
             return [known[0]] * len(work.micro_batches)
+
+        def fitting(batch: MicroBatch) -> int:
+            fits = (at for at, old in enumerate(known) if is_followed(old, self._ghost, self._calls, batch, work))
+            return next(fits, -1)
+
+        orders = agreed_values(
+            comm, Call("forward_backward: orders of calls"), lambda: list(map(fitting, work.micro_batches)), list[int]
+        )
+        if any(each != orders[0] for each in orders):
+            raise _differing(known[0])
         found: list[Replay] = []
-        for each in work.micro_batches:
-            fits = (old for old in known if is_followed(old, self._ghost, self._calls, each, work))
-            replay = next(fits, None)
-            if replay is None:
+        for each, first in zip(work.micro_batches, orders[0], strict=True):
+            at = first if first >= 0 else fitting(each)
+            if at < 0:
                 own = work._replace(micro_batches=[each])
-                replay = with_facts(agreed_replay(comm, lambda own=own: self.record(model, own)), known[0])
-                known.append(replay)
-                del known[1 : max(1, len(known) - _MOST_REPLAYS)]
-            found.append(replay)
+                known.append(with_facts(agreed_replay(comm, lambda own=own: self.record(model, own)), known[0]))
+            found.append(known[at])
+        self._known[key] = [known[0], *known[1:][-_MOST_REPLAYS:]]
         return found
 
     def streams_of(self, replay: Replay) -> Key | None:
@@ -163,14 +171,18 @@ def agreed_replay(comm: Comm, make: Callable[[], Replay]) -> Replay:
 
     found = agreed_values(comm, Call("forward_backward: record"), work, tuple[str, int])
     if len({digest for digest, _ in found}) > 1:
-        raise StageError(
-            "ranks along the pipeline record different forwards",
-            expected="the same calls of modules on all of them, by the same inputs",
-            got=", ".join(made[0].record.paths[:20]),
-            fix="Pass the same batch on all ranks along pp.",
-        )
+        raise _differing(made[0])
     draws = [drawn for _, drawn in found]
     return made[0] if len(set(draws)) == 1 else made[0]._replace(seed=draws[0])
+
+
+def _differing(replay: Replay) -> StageError:
+    return StageError(
+        "ranks along the pipeline run different forwards",
+        expected="the same calls of modules on all of them, by the same inputs",
+        got=", ".join(replay.record.paths[:20]),
+        fix="Pass the same batch on all ranks along pp.",
+    )
 
 
 def _digest(replay: Replay) -> str:

@@ -90,6 +90,12 @@ def example_batch(example: Any, containers: Containers = ()) -> MicroBatch:
     return split_batch(example, None, 1, equal=True, containers=containers)[0]
 
 
+def first_device(batch: MicroBatch) -> torch.device:
+    """Return the device of the first tensor with values in a micro-batch; the CPU without one."""
+    found = [each.device for _, each in tensors((batch.args, dict(batch.kwargs))) if not each.is_meta]
+    return found[0] if found else torch.device("cpu")
+
+
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return inputs as positional and keyword arguments."""
     if isinstance(inputs, Mapping):

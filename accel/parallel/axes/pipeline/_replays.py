@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from accel.comm import Call, Comm, agreed_values
 from accel.errors import StageError
-from accel.parallel._calls import let_answer, take_apart, tensors_in, unchanged
-from accel.parallel._micro_batches import MicroBatch, first_tensor
+from accel.parallel._calls import let_answer, take_apart, unchanged
+from accel.parallel._micro_batches import MicroBatch, first_device, first_tensor
 from accel.parallel._modules import named_modules
 from accel.parallel._private import called_eagerly
 from accel.parallel._record import ForwardRecord, Label
@@ -44,6 +44,9 @@ class Replays:
         ghost: the whole model without memory.
         planned: its stages. Without their starts, each begins where the forward first calls a module of its own.
         device: of the stages.
+
+    Attributes:
+        known: replays by the kind of batch, the first one of each with the order of its example.
     """
 
     def __init__(self, ghost: nn.Module, planned: Planned, device: torch.device) -> None:
@@ -52,7 +55,7 @@ class Replays:
         self._starts = planned.starts
         self._holds = planned.holds
         self._device = device
-        self._known: dict[object, list[Replay]] = {}
+        self.known: dict[object, list[Replay]] = {}
         self._batches = 0
         self._calls = Calls()
         for path in planned.units:
@@ -69,15 +72,11 @@ class Replays:
             cast_to = tuple(torch.get_autocast_dtype(each) for each in kinds if torch.is_autocast_enabled(each))
         return spec, facts, model.training, trains, cast_to
 
-    def find(self, key: object) -> Replay | None:
-        """Return the replay of a kind of batch; None if it is to be made."""
-        return self._known[key][0] if key in self._known else None
-
     def of_micro_batches(self, comm: Comm, key: object, model: nn.Module, work: Work) -> list[Replay]:
         """Return the replay of each micro-batch. Where the forward reads values of its inputs, they may differ, and an
         order of calls that is new is recorded: a collective along the pipeline then, and a `StageError` on all its
         ranks where they follow different orders."""
-        known = list(self._known[key])
+        known = list(self.known[key])
         if not known[0].record.branches or known[0].record.decisions or work.probe is not None:
             return [known[0]] * len(work.micro_batches)
 
@@ -97,7 +96,7 @@ class Replays:
                 own = work._replace(micro_batches=[each])
                 known.append(with_facts(agreed_replay(comm, lambda own=own: self.record(model, own)), known[0]))
             found.append(known[at])
-        self._known[key] = [known[0], *known[1:][-_MOST_REPLAYS:]]
+        self.known[key] = [known[0], *known[1:][-_MOST_REPLAYS:]]
         return found
 
     def streams_of(self, replay: Replay) -> Key | None:
@@ -112,9 +111,9 @@ class Replays:
 
     def keep(self, key: object, replay: Replay) -> None:
         """Keep a replay; the ones made last are kept."""
-        self._known[key] = [replay]
-        while len(self._known) > _MOST_REPLAYS:
-            _ = self._known.pop(next(iter(self._known)))
+        self.known[key] = [replay]
+        while len(self.known) > _MOST_REPLAYS:
+            _ = self.known.pop(next(iter(self.known)))
 
     def record(self, model: nn.Module, work: Work) -> Replay:
         """Record and cut the forward of a micro-batch; `StageError` where the stages lack what it needs."""
@@ -203,12 +202,6 @@ def is_followed(replay: Replay, model: Callable[..., Any], calls: Calls, batch: 
     except StageError:
         return False
     return True
-
-
-def first_device(batch: MicroBatch) -> torch.device:
-    """Return the device of the first tensor of a micro-batch; the CPU without one."""
-    found = tensors_in((batch.args, dict(batch.kwargs)))
-    return found[0].device if found else torch.device("cpu")
 
 
 def with_facts(replay: Replay, known: Replay) -> Replay:

@@ -16,11 +16,11 @@ from accel.context import DistContext, group_of
 from accel.errors import PrepareError
 from accel.errors._checks import check_count, with_article
 from accel.mixins import add_mixin
-from accel.parallel._calls import let_answer, tensors_in
+from accel.parallel._calls import let_answer
 from accel.parallel._empty import make_room, move_model
 from accel.parallel._fakes import without_memory
 from accel.parallel._labels import drop_parameter, label_parameters
-from accel.parallel._micro_batches import MicroBatch, example_batch
+from accel.parallel._micro_batches import MicroBatch, example_batch, first_device
 from accel.parallel._modules import aliases_of, example_of, is_pipelined, named_tensors, unwrap_model, wrapped_name
 from accel.parallel._private import is_compiled
 from accel.parallel._spread import Spread, SpreadOptions, begin_with_rank_0_, compare_models
@@ -282,8 +282,7 @@ def stage_plan(
     """
     check_count(stages, "not a number of stages", where="stages=")
     batch = _example(model, example, ())
-    given = [] if batch is None else tensors_in((batch.args, dict(batch.kwargs)))
-    device = next((each.device for each in given if not each.is_meta), torch.device("cpu"))
+    device = torch.device("cpu") if batch is None else first_device(batch)
     ghost = without_memory(model, device)
     return planned(ghost, batch and _on_device(batch, device), stages, (), balance, costs).own
 

@@ -18,7 +18,7 @@ def divide(costs: Sequence[float], parts: int, prices: Sequence[float] = ()) -> 
     Args:
         costs: cost of each entry.
         parts: number of parts, at most the number of entries.
-        prices: what a part that begins at each entry adds to the sum, where a part of equal cost adds 1; infinity for
+        prices: addition to the sum for a part that begins at each entry, if a part of equal cost adds 1; infinity for
             an entry at which no part begins. None by default.
     """
     total = sum(costs) or 1.0

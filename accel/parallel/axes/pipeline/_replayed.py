@@ -372,7 +372,7 @@ class ReplayedModule(nn.Module):
         key: of the random streams of its batch; None for a batch without.
         before_batch: run once before the micro-batches of a batch; None for nothing.
         looks: whether the stage notes what its calls return.
-        seen: what they returned in its latest run.
+        seen: dtypes and shapes of the results in its latest run.
         runs: by number of the micro-batch, those whose backward has not come.
     """
 

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import accel
 from accel.errors import StageError
 from accel.parallel import Plan
+from accel.parallel.axes.pipeline._replayed import Calls, ReplayedModule, causes_of
+from accel.parallel.axes.pipeline._work import Work
 from accel.testing import Simulator
 
 
@@ -257,6 +259,27 @@ def test_an_error_of_a_forward_names_its_place(ranks: Simulator, kind: Any, told
     with pytest.raises(StageError, match=told) as error:
         ranks.run(rank, 2, default_group=True)
     assert where in error.value.where
+
+
+def _raised_from(error: Exception) -> None:
+    raise RuntimeError("torch's") from error
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_typed_error_with_a_place_stays_as_it_is(wrapped: bool) -> None:
+    stage = ReplayedModule(nn.Linear(2, 2), Calls(), 0, 0, 1, ())
+    stage.work = Work([], lambda output, _batch: output)
+    given = StageError("no such thing", where="there")
+
+    def fails() -> None:
+        with stage._named("a pipeline stage", 0):
+            if wrapped:
+                _raised_from(given)
+            raise given
+
+    found = caught(fails)
+    assert found is given
+    assert causes_of(found) == [given]
 
 
 def test_a_stage_holds_nothing_but_its_own(ranks: Simulator) -> None:

@@ -61,7 +61,11 @@ def drop_others(
     before = list(model.parameters())
     for path, module in list(named_modules(model)):
         absent: dict[str, torch.Tensor] = {}
-        for name, each in _own_tensors(module).items():
+        own = (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for name, each in own:
             if _joined(path, name) not in kept:
                 absent[name] = stand_in(each, device)
                 setattr(module, name, None)
@@ -122,11 +126,6 @@ def _part(
         where="prepare_model, plan=, stages",
         fix="Leave stages_per_rank out, or begin the stages at other modules: Plan(stages=[[...], [...]]).",
     )
-
-
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    return parameters | dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
 def _lack(module: nn.Module, absent: Mapping[str, torch.Tensor]) -> None:

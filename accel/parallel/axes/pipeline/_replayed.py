@@ -462,8 +462,12 @@ class ReplayedModule(nn.Module):
             if isinstance(known, StageError) and not known.where:
                 place = StageError(known.problem, expected=known.expected, got=known.got, where=where, fix=known.fix)
                 raise place from error
-            if known is not None or lost is not None:
-                raise known or lost or error from error
+            if known is error:
+                raise
+            if known is not None:
+                raise known from known.__cause__  # it is a cause of the error itself
+            if lost is not None:
+                raise lost from error
             own = causes[-1]
             raise StageError(f"{what} failed: {type(own).__name__}: {str(own).strip()}", where=where) from error
 

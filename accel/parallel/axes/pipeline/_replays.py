@@ -171,8 +171,8 @@ def agreed_replay(comm: Comm, make: Callable[[], Replay]) -> Replay:
     found = agreed_values(comm, Call("forward_backward: record"), work, tuple[str, int])
     if len({digest for digest, _ in found}) > 1:
         raise _differing(made[0])
-    draws = [drawn for _, drawn in found]
-    return made[0] if len(set(draws)) == 1 else made[0]._replace(seed=draws[0])
+    are_alike = len({drawn for _, drawn in found}) == 1
+    return made[0] if are_alike else made[0]._replace(seed=found[0][1])
 
 
 def _differing(replay: Replay) -> StageError:

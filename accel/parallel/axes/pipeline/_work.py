@@ -64,11 +64,10 @@ def detachable(output: torch.Tensor) -> torch.Tensor:
 
 def noise(like: Boundary, device: torch.device) -> torch.Tensor:
     """Return random numbers in the place of a tensor that a stage passes on; zeros for integers."""
-    dtype: torch.dtype = getattr(torch, like.dtype)
+    dtype = like.torch_dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(like.shape, dtype=dtype, device=device)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(like.shape, generator=generator).to(device, dtype)
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
 
 class ByStage:

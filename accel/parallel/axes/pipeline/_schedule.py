@@ -181,7 +181,7 @@ class StageSchedule:
             made.append(stage)
         kind = get_schedule_class(layout.schedule)
         stage_or_stages = made[0] if issubclass(kind, PipelineScheduleSingle) else made
-        loss: Any = (lambda output, _target: output) if trains else None  # the last stage returns the loss itself
+        loss: Callable[[Any, Any], Any] | None = (lambda output, _: output) if trains else None  # it is the loss
         self._schedule = cast(Any, kind)(
             stage_or_stages, n_microbatches=layout.micro_batches, loss_fn=loss, scale_grads=False
         )

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.mixins import Mixin, add_mixin, remove_mixin
 from accel.parallel._blocks import block_groups, is_called
 from accel.parallel._modules import named_modules
+from accel.parallel._private import written_arguments
 from accel.tree._walk import Container, Containers
 
 # --- which calls ------------------------------------------------------------------------------------------------------
@@ -159,6 +161,57 @@ def tapped(modules: Mapping[str, nn.Module]) -> Generator[list[tuple[str, Any]]]
     finally:
         for each in handles:
             each.remove()
+
+
+_VALUES = (int, float, str, type(None), torch.Tensor)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Generator[None]:
+    """Put parameters, buffers, and attributes of modules, back behind a forward that is none of the user's."""
+    modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
+    kept = _KeptValues([*model.parameters(), *model.buffers()])
+    try:
+        with kept:
+            yield
+    finally:
+        for each, attributes, buffers in modules:
+            # new objects stay, as they note hooks and gathered parameters
+            for name in [name for name, value in vars(each).items() if isinstance(value, _VALUES)]:
+                if name not in attributes:
+                    del vars(each)[name]
+            vars(each).update(attributes)
+            for name, buffer in buffers.items():
+                if each.get_buffer(name) is not buffer:
+                    setattr(each, name, buffer)
+        with torch.no_grad():
+            for tensor, before in kept.before:
+                _ = tensor.copy_(before)
+
+
+class _KeptValues(TorchDispatchMode):
+    """Copies tensors before an operator changes them in place.
+
+    Attributes:
+        before: the changed tensors with their values before.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        cast(Any, super()).__init__()
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._storages = [each.untyped_storage() for each in tensors]  # alive, so that no `id` is used twice
+        self._whole: dict[int, list[torch.Tensor]] = {}
+        for each, storage in zip(tensors, self._storages, strict=True):
+            self._whole.setdefault(id(storage), []).append(each)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, behind copies of what it changes."""
+        for each in written_arguments(func, args, kwargs or {}):
+            for tensor in self._whole.pop(id(each.untyped_storage()), ()):
+                self.before.append((tensor, tensor.detach().clone()))
+        return func(*args, **(kwargs or {}))
 
 
 # --- trees of arguments and results -----------------------------------------------------------------------------------

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models without memory, random numbers for their tensors, and the FLOPs of operators."""
+"""Models and tensors without memory, random numbers for them, and the FLOPs of operators."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from accel.comm import mark_recording
 from accel.mixins import add_mixin
 from accel.parallel._modules import KeepsParameters, copied_model, has_parameters
+from accel.parallel._private import without_subclasses, written_arguments
 from accel.tensors import fake_mode, is_fake
 
 
@@ -50,9 +54,99 @@ def random_like(value: Any) -> Any:
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
+class LikelyValues:
+    """Values of fake tensors where Python reads them. They follow from random numbers in tensors of unknown origin, so
+    that `isfinite(hidden).all()` is true, and `isnan(hidden).any()` is not."""
+
+    def __init__(self) -> None:
+        self._makers: dict[
+            int, tuple[tuple[Any, Any, Any], int]
+        ] = {}  # operators by tensor, and the place of its output
+        self._values: dict[int, Any] = {}
+        self._alive: list[object] = []  # so that no `id` is used twice
+
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note the operator that makes tensors."""
+        for place, each in enumerate(pytree.tree_leaves(out)):
+            if is_fake(each):
+                self._makers[id(each)] = (func, args, kwargs), place
+                self._alive.append(each)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on values."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for each in leaves:
+            if is_fake(each) and id(each) not in self._values:
+                made, place = self._makers.get(id(each), (None, 0))
+                self._values[id(each)] = pytree.tree_leaves(self.run(*made))[place] if made else random_like(each)
+                self._alive.append(each)
+        args, kwargs = pytree.tree_unflatten([self._values.get(id(each), each) for each in leaves], spec)
+        return func(*args, **kwargs)
+
+
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     """FLOPs of an operator by torch's formulas."""
     count = flop_registry.get(func.overloadpacket)
     if count is None and "flash_attention_for_cpu" in func.name():
         count = flop_registry.get(torch.ops.aten._scaled_dot_product_flash_attention)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
+
+
+class StandIn(torch.Tensor):
+    """A tensor of another stage, without its memory. Code that changes it, or a view of it, in place leaves it as it
+    is: the stage with the tensor changes it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch; views stay stand-ins."""
+        if not all(issubclass(each, StandIn) or each in (torch.Tensor, nn.Parameter) for each in types):
+            return NotImplemented  # a subclass that computes with plain tensors decides
+        with without_subclasses():
+            given = pytree.tree_leaves((args, kwargs or {}))
+            own = frozenset(_memory(each) for each in given if isinstance(each, StandIn))
+            with _Unwritten(own):
+                out = func(*args, **(kwargs or {}))
+            return pytree.tree_map_only(torch.Tensor, lambda each: _again(each, own), out)
+
+    def __deepcopy__(self, memo: object) -> StandIn:
+        return self
+
+
+class _Unwritten(TorchDispatchMode):
+    """Leaves tensors in some memory as they are."""
+
+    def __init__(self, memory: frozenset[int]) -> None:
+        cast(Any, super()).__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, unless it would change such a tensor."""
+        written = written_arguments(func, args, kwargs or {})
+        if any(_memory(each) in self._memory for each in written):
+            returned = len(func._schema.returns)
+            return written[0] if returned == 1 else tuple(written[:returned]) or None
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _again(tensor: torch.Tensor, memory: frozenset[int]) -> torch.Tensor:
+    is_view = not isinstance(tensor, StandIn) and _memory(tensor) in memory
+    return tensor.as_subclass(StandIn) if is_view else tensor
+
+
+def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the same shape and dtype in the memory of one element: NaN, or 0 for integers."""
+    one = placeholder(tensor.dtype, tensor.shape, device).as_subclass(StandIn)
+    return nn.Parameter(one, requires_grad=False) if isinstance(tensor, nn.Parameter) else one
+
+
+def placeholder(dtype: torch.dtype, shape: Sequence[int], device: torch.device, *, dense: bool = False) -> torch.Tensor:
+    """Return a tensor of NaN, or of 0 for integers, in the memory of one element; `dense` in memory of its own."""
+    is_number = dtype.is_floating_point or dtype.is_complex
+    one = torch.full((), float("nan") if is_number else 0, dtype=dtype, device=device).expand(tuple(shape))
+    return one.clone() if dense else one

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from accel.parallel._calls import CacheGrowth, GivenCaches, take_apart
+from accel.parallel._modules import aliases_of
 
 # --- the record -------------------------------------------------------------------------------------------------------
 
@@ -281,3 +282,42 @@ class ForwardRecord(msgspec.Struct, frozen=True):
         """Return the tensor of an output or argument."""
         call = self.calls[label.call]
         return call.leaves[label.leaf] if label.kind == "output" else call.arguments[label.leaf].leaf
+
+
+def held_tensors(model: nn.Module) -> tuple[HeldTensor, ...]:
+    """Return the parameters and buffers of a model."""
+    return tuple(
+        HeldTensor(names, each.numel() * each.element_size(), isinstance(each, nn.Parameter))
+        for each, names in aliases_of(model)
+    )
+
+
+def record_in_order(model: nn.Module, units: Sequence[str]) -> ForwardRecord:
+    """Return a record of calls in the order of registration, for a model without an example. No tensor is known.
+
+    The FLOPs of a unit are those of its matmuls for one token, without their factor of two. A parameter outside of
+    units may be read by every call.
+
+    Args:
+        units: paths of the modules that are called, such as those of `units_of`.
+    """
+    held = held_tensors(model)
+    inside = tuple(f"{path}." for path in units)
+    outside = frozenset(
+        Label("tensor", name=each.names[0])
+        for each in held
+        if each.is_parameter and not any(name.startswith(inside) for name in each.names)
+    )
+    nothing = take_apart(None)
+    calls = tuple(
+        UnitCall(path, nothing.rebuild, 1, (Leaf(),), {}, outside, flops=_weights(model.get_submodule(path)))
+        for path in units
+    )
+    return ForwardRecord(calls, frozenset(), (), held, (0.0,) * (len(calls) + 1), units=tuple(units))
+
+
+def _weights(module: nn.Module) -> float:
+    """The number of elements of a module's weights that are no table of an embedding."""
+    tables = [each for each in module.modules() if isinstance(each, nn.Embedding)]
+    rows = {id(each) for table in tables for each in table.parameters()}
+    return float(sum(each.numel() for each in module.parameters() if each.ndim > 1 and id(each) not in rows))

@@ -31,16 +31,16 @@ from accel.parallel._calls import (
     take_apart,
     tapped,
     tensors_in,
+    unchanged,
 )
-from accel.parallel._fakes import flops_of, random_like
-from accel.parallel._modules import aliases_of, named_modules, named_tensors
+from accel.parallel._fakes import LikelyValues, flops_of, random_like
+from accel.parallel._modules import named_modules, named_tensors
 from accel.parallel._private import asks_for_values, forward_hooks, written_arguments
 from accel.parallel._record import (
     Argument,
     Decision,
     ForwardRecord,
     Growth,
-    HeldTensor,
     Label,
     Labels,
     Leaf,
@@ -48,6 +48,7 @@ from accel.parallel._record import (
     Stash,
     Tap,
     Write,
+    held_tensors,
 )
 from accel.tensors import emptied_caches, is_fake
 from accel.tree._walk import Containers
@@ -79,18 +80,13 @@ def record_forward(
         StageError: the model does what another stage could not play back; the module and the reason are named.
     """
     recorder = Recorder(model, units, containers)
-    buffers = [(each, each.detach().clone()) for each in model.buffers()]
     devices = sorted({each.device for each in model.buffers() if each.device.type not in ("cpu", "meta")}, key=str)
     kind = devices[0].type if devices else "cpu"
-    try:
-        with recorder.answering(), emptied_caches(), cast(Any, torch.random).fork_rng(devices, device_type=kind):
-            _ = cast(Any, torch).manual_seed(0)
-            with recorder:
-                output = model(*args, **kwargs)
-    finally:
-        with torch.no_grad():
-            for each, value in buffers:
-                _ = each.copy_(value)
+    streams = cast(Any, torch.random).fork_rng(devices, device_type=kind)
+    with recorder.answering(), emptied_caches(), unchanged(model), streams:
+        _ = cast(Any, torch).manual_seed(0)
+        with recorder:
+            output = model(*args, **kwargs)
     return recorder.finish(output)
 
 
@@ -116,9 +112,9 @@ class Recorder(TorchDispatchMode):
         self._outputs: dict[int, tuple[RunningCall, int]] = {}  # by storage
         self._constant: set[int] = set()  # storages that a call makes of nothing
         self._alive: list[object] = []  # so that no `id` is used twice
+        self._values = LikelyValues()
         self._handed: list[tuple[RunningCall, int, torch.Tensor]] = []
         self._names: dict[int, str] = {}  # by storage
-        self._held = aliases_of(model)
         for name, each in named_tensors(model):
             is_own = isinstance(each, nn.Parameter) or name.startswith(tuple(f"{path}." for path in units))
             _ = (self._names if is_own else self._buffers).setdefault(self._key(each), name)
@@ -156,6 +152,8 @@ class Recorder(TorchDispatchMode):
             sources = self._within(self._now, func, given, made, sources)
         for each in written:
             self._note_write(each, sources)
+        if self._now is None and sources and not written:
+            self._values.note(func, args, kwargs, out)
         known = {self._key(each): each for each in given}
         for each in made:
             base = known.get(self._key(each))
@@ -177,9 +175,7 @@ class Recorder(TorchDispatchMode):
         except Exception as error:
             if self._now is not None or not asks_for_values(error):
                 raise
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            args, kwargs = pytree.tree_unflatten([random_like(each) for each in leaves], spec)
-            return func(*args, **kwargs)
+            return self._values.run(func, args, kwargs)
 
     def _note_flops(self, flops: float, sources: Labels) -> None:
         if self._now is not None:
@@ -476,15 +472,12 @@ class Recorder(TorchDispatchMode):
                     where=WHERE,
                     fix="Return the tensor, or let an attribute of the module hold it.",
                 )
-        held = [
-            HeldTensor(names, each.numel() * each.element_size(), isinstance(each, nn.Parameter))
-            for each, names in self._held
-        ]
         calls = tuple(each.frozen() for each in self._calls)
         between = tuple(self._between)
         decisions = tuple(self._decisions)
         updates = tuple(sorted(self._updates))
-        found = ForwardRecord(calls, end, decisions, tuple(held), between, self._outside, self._units, self._draws)
+        held = held_tensors(self._model)
+        found = ForwardRecord(calls, end, decisions, held, between, self._outside, self._units, self._draws)
         return msgspec.structs.replace(found, updates=updates, branches=self._branches)
 
 

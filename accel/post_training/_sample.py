@@ -15,9 +15,9 @@ from accel.comm import Call, all_reduce_flat, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.errors._checks import check_count
+from accel.parallel._micro_batches import first_tensor
 from accel.parallel._modules import is_pipelined
 from accel.parallel._sharded import is_sharded
-from accel.parallel.axes.pipeline import first_tensor
 from accel.post_training._samples import FinishReason, SampleRow, Samples, Version
 from accel.random import Key
 from accel.tensors import integers

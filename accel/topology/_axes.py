@@ -241,7 +241,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         context: method by which ranks along cp see each other's keys and values: "gather" all at once, "ring" one
             rank's after another's, or "heads" of the whole sequence for some of the heads each.
         stages: paths of modules of each pipeline stage, which begins where the forward first calls one of them; None
-            for a division by the FLOPs of a recorded forward, or by the blocks that `stage_plan` finds in the model.
+            for a division by the FLOPs of a recorded forward, or of an unknown one behind the model's blocks.
         cut: refused, as there is one way to cut a model.
         schedule: order in which a pipeline runs its stages and micro-batches.
         stages_per_rank: number of stages on each rank along pp.

@@ -3,32 +3,40 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
+_EQUAL = 1e-9  # differences of sums below this are rounding
 
-def divide(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Return the ends of contiguous, non-empty parts of a list so that the costliest part costs least; ties make
-    earlier parts longer."""
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[n]: highest cost of a part, and sum of squares, of the first n costs in the parts so far
-    best: list[tuple[float, float]] = [(sums[n], sums[n] ** 2) if n else (math.inf, math.inf) for n in range(len(sums))]
-    ends: list[list[int]] = []
-    for part in range(1, parts):
-        chosen = [0] * len(sums)
-        following = [(math.inf, math.inf)] * len(sums)
-        for n in range(part + 1, len(sums)):
-            for begin in range(part, n):
-                own = sums[n] - sums[begin]
-                found = (max(best[begin][0], own), best[begin][1] + own**2)
-                if found <= following[n]:
-                    following[n] = found
-                    chosen[n] = begin
-        best = following
-        ends.append(chosen)
-    cuts = [len(costs)]
-    for chosen in reversed(ends):
-        cuts.append(chosen[cuts[-1]])
-    return tuple(reversed(cuts))
+
+def divide(costs: Sequence[float], parts: int, prices: Sequence[float] = ()) -> tuple[int, ...]:
+    """Return the ends of contiguous, non-empty parts of a list, with the least sum of squares of their costs.
+
+    Ties make earlier parts longer.
+
+    Args:
+        costs: cost of each entry.
+        parts: number of parts, at most the number of entries.
+        prices: addition to the sum for a part that begins at each entry, if a part of equal cost adds 1; infinity for
+            an entry at which no part begins. None by default.
+    """
+    total = sum(costs) or 1.0
+    sums = [0.0, *itertools.accumulate(cost * parts / total for cost in costs)]
+    begin_prices = prices or [0.0] * len(costs)
+    least = [0.0, *[math.inf] * len(costs)]  # of the first n entries in the parts so far
+    chosen: list[list[int]] = []
+    for _ in range(parts):
+        found = [math.inf] * len(sums)
+        begins = [0] * len(sums)
+        for end in range(1, len(sums)):
+            for begin in reversed(range(end)):
+                cost = least[begin] + begin_prices[begin] + (sums[end] - sums[begin]) ** 2
+                if cost < found[end] - _EQUAL:
+                    found[end], begins[end] = cost, begin
+        least = found
+        chosen.append(begins)
+    ends = [len(costs)]
+    for begins in reversed(chosen[1:]):
+        ends.append(begins[ends[-1]])
+    return tuple(reversed(ends))

@@ -18,19 +18,10 @@ from accel.errors import ConfigError
 from accel.optim import Accumulation, check_scale
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import micro_batches_of
+from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor, split_batch
 from accel.parallel._modules import unwrap_model
 from accel.parallel._sync import no_sync
-from accel.parallel.axes.pipeline import (
-    MicroBatch,
-    Pipeline,
-    Work,
-    first_rows,
-    first_tensor,
-    pipeline_of,
-    split_batch,
-    sum_tied_gradients,
-    take_summed,
-)
+from accel.parallel.axes.pipeline import Pipeline, Work, pipeline_of, sum_tied_gradients, take_summed
 from accel.precision._amp import LossScale, autocast, matmul_precision
 from accel.storage import dtype_name
 from accel.training._backward import on_device, own_weight, run_backward, start_sharing, weigh, window_block

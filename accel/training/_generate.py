@@ -16,8 +16,9 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.errors._checks import with_article
 from accel.parallel._engines import engine_of
+from accel.parallel._micro_batches import first_tensor
 from accel.parallel._modules import unwrap_model
-from accel.parallel.axes.pipeline import first_tensor, pipeline_of
+from accel.parallel.axes.pipeline import pipeline_of
 from accel.random import Key
 from accel.tensors import integers
 from accel.training._decoding import (

@@ -13,8 +13,8 @@ from torch import nn
 
 from accel.context import DistContext
 from accel.errors import StepError
+from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor
 from accel.parallel._private import is_view
-from accel.parallel.axes.pipeline import MicroBatch, first_rows, first_tensor
 from accel.random import isolated_rng
 from accel.training._backward import check_loss, rooted
 from accel.tree import map_tensors
@@ -175,7 +175,8 @@ class LossSums:
         """Return the sum of a micro-batch's losses; rows that fill it up are left out."""
         containers = self._ctx.containers
         if not batch.rows.real:
-            found = torch.atleast_1d(first_tensor(output, containers))[:0].sum()
+            first = first_tensor(output, containers)
+            found = (first if first.ndim else first[None])[:0].sum()
         else:
             trees = (output,) if batch.targets is None else (output, batch.targets)
             given = tuple(first_rows(each, batch.rows, containers) for each in trees)

@@ -156,7 +156,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
 
     def _block(self, sizes: Transformer) -> nn.Module:
-        found = nn.Module()
+        found = nn.Identity()
         for at, each in enumerate(sizes.block()):
             found.register_parameter(f"p{at}", nn.Parameter(torch.empty(each.shape)))
         return found

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from accel.parallel._calls import let_answer
 from accel.parallel._fakes import without_memory
+from accel.parallel._micro_batches import MicroBatch, example_batch
 from accel.parallel._record import ForwardRecord
 from accel.parallel._recorder import record_forward
-from accel.parallel.axes.pipeline._boundaries import working
 from accel.parallel.axes.pipeline._cut import Cut, begins_of, cut_record
 from accel.parallel.axes.pipeline._held import drop_others
-from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, replaying
-from accel.parallel.axes.pipeline._replays import planned
-from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work, example_batch
+from accel.parallel.axes.pipeline._planned import planned
+from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, running
+from accel.parallel.axes.pipeline._work import Work
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def run_stages(given: Example, plan: Cut) -> tuple[Tensor, dict[str, Tensor | No
     replay = Replay(given.record, plan, {}, draws=False)
     stages = [stage_at(given, plan, at) for at in range(len(plan.stages))]
     work = Work([given.batch], lambda output, batch: given.entry.loss(output, batch.targets))
-    with working(stages, work), replaying(stages, [replay], None):
+    with running(stages, work, [replay], None):
         return _run(stages)
 
 

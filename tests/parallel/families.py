@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -77,6 +77,8 @@ MESHES: Mapping[str, Mesh] = {  # columns of the table
     "cp=2": Mesh("cp=2"),
     "pp=2": Mesh("pp=2"),
     "pp=2,tp=2": Mesh("pp=2,tp=2"),
+    "pp=4": Mesh("pp=4"),
+    "dp=2,pp=2": Mesh("dp=2,pp=2"),
 }
 
 
@@ -99,10 +101,20 @@ def _wide(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value is torch.float32 else value
 
 
+@contextlib.contextmanager
+def _one_thread() -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def make(name: str) -> nn.Module:
     """Return a family's model in float64 and train, without dropout, its parameters moved off initial zeros."""
     given = family(name)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _one_thread():  # as on simulated ranks: draws differ by the number of threads
         torch.manual_seed(3)
         if isinstance(given.model, str):
             transformers: Any = importlib.import_module("transformers")

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import accel
 from accel.bigmodel import describe
-from accel.errors import PrepareError
 from accel.parallel._blocks import blocks_of, selected
 from accel.parallel.axes.shard._units import plan_units
 
@@ -149,8 +148,9 @@ def test_blocks_of_two_towers_are_those_in_them(names: tuple[str, str]) -> None:
     for name in names:
         setattr(attributes, name, Tower())
     assert paths(attributes) == expected
-    with pytest.raises(PrepareError, match="several lists"):
-        accel.parallel.stage_plan(attributes, 2)
+    assert [[path[:-2] for path in stage] for stage in accel.parallel.stage_plan(attributes, 2)] == [
+        [f"{name}.blocks"] * 3 for name in names
+    ]
     assert paths(nn.ModuleDict({"text": Tower(), "image": Tower()})) == [
         f"{name}.blocks.{at}" for name in ("text", "image") for at in range(3)
     ]

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 import accel
 from accel.errors import PrepareError
 from accel.parallel._compile import Recomputed
+from accel.parallel._micro_batches import split_batch
 from accel.parallel._modules import is_elsewhere
 from accel.parallel._private import is_compiled
-from accel.parallel.axes.pipeline._stage_module import split_batch
 from accel.tensors import full_tensor
 from accel.testing import Simulator
 

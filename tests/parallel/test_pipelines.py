@@ -572,7 +572,8 @@ def test_a_pipelined_model_is_not_called(ranks: Simulator) -> None:
     ("plan", "told"),
     [
         (accel.parallel.Plan(stages=[["embed"]]), "another number of stages"),
-        (accel.parallel.Plan(stages=[["embed"], ["blocks.0"]]), "head.weight is in no stage"),
+        (accel.parallel.Plan(stages=[["embed"], ["blocks.99"]]), "'blocks.99' is no module of the model"),
+        (accel.parallel.Plan(stages=[["blocks.1"], ["blocks.0"]]), "modules of the stages in their order"),
         (accel.parallel.Plan(schedule="ZBVZeroBubble"), "stages_per_rank"),
         (accel.parallel.Plan(micro_batches=1), "micro_batches"),
     ],

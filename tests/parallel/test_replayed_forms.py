@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -255,6 +255,76 @@ class FailingBackward(Short):
         return self.head(torch.tanh(y).mul_(2).exp_().add_(1))
 
 
+WRITES: tuple[Callable[[Tensor], object], ...] = (
+    lambda tensor: tensor.div_(2),
+    lambda tensor: tensor.data.mul_(0.75),
+    lambda tensor: tensor.__setitem__(0, 0.25),
+    lambda tensor: tensor.__setitem__((1, 2), 0.5),
+    lambda tensor: tensor.t().add_(0.01),
+    lambda tensor: tensor.detach().view(-1)[3:5].fill_(0.3),
+    lambda tensor: torch.add(tensor, 0.01, out=tensor),
+    lambda tensor: tensor.__iadd__(0.01),
+    lambda tensor: torch._foreach_mul_([tensor], 0.9),
+    lambda tensor: tensor.copy_(torch.full_like(tensor, 0.5) * tensor),
+    lambda tensor: F.relu(tensor, inplace=True),
+    lambda tensor: nn.init.constant_(tensor[:1], 0.1),
+)
+
+
+class WritingWeights(Short):
+    """Changes weights and buffers of all blocks in place, once in each mode, as models scaled for evaluation do."""
+
+    mode: bool | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_buffer("seen", torch.zeros(3, 3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.mode is not self.training:
+            with torch.no_grad():
+                for block in self.blocks:
+                    for write in WRITES:
+                        write(block.out.weight)
+                        write(block.seen)
+            self.mode = self.training
+        return super().forward(ids)
+
+
+READS: tuple[Callable[[Tensor], object], ...] = (
+    lambda x: bool(torch.isfinite(x).all()),
+    lambda x: not torch.isnan(x).any().item(),
+    lambda x: not torch.isnan(x.sum()),
+    lambda x: x.abs().max() < 1e9,
+    lambda x: torch.allclose(x, x),
+    lambda x: len(torch.nonzero(x > -1e9)),
+)
+
+
+class ReadingValues(Short):
+    """Reads values of hidden states in Python, to check them and to compute with them."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+            for read in READS:
+                assert read(x.detach())
+            x = x / (1 + abs(x.detach().mean().item()))
+        assert torch.isfinite(x).all()
+        return self.head(self.norm(x))
+
+
+class Formatting(Short):
+    """Formats a hidden value, which a placeholder does not have."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(ids))
+        self.text = f"{x.mean():.2f}"
+        return self.head(self.norm(self.blocks[1](x)))
+
+
 def _ids(generator: torch.Generator, rows: int, length: int) -> Batch:
     drawn = torch.randint(32, (rows, length), generator=generator)
     return Batch(drawn, drawn)
@@ -270,7 +340,7 @@ def _run(ranks: Simulator, kind: type[nn.Module], containers: Sequence[Container
     each = Handwritten(kind.__name__, kind, _ids, _loss)
 
     def run(ctx: accel.DistContext) -> Any:
-        evaluates = kind is Padded
+        evaluates = kind in (Padded, WritingWeights)
         ctx = accel.replace(ctx, containers=containers)
         return piped(ctx, each, "pp=2", Plan(micro_batches=2), rows=4, evaluates=evaluates)
 
@@ -278,7 +348,19 @@ def _run(ranks: Simulator, kind: type[nn.Module], containers: Sequence[Container
 
 
 @pytest.mark.parametrize(
-    "kind", [Changed, Hooked, Catching, Composed, ReadingWeights, ReplacingBuffer, HookedInside, Padded]
+    "kind",
+    [
+        Changed,
+        Hooked,
+        Catching,
+        Composed,
+        ReadingWeights,
+        ReplacingBuffer,
+        HookedInside,
+        Padded,
+        WritingWeights,
+        ReadingValues,
+    ],
 )
 def test_a_form_runs_in_stages_as_it_is(ranks: Simulator, kind: type[nn.Module]) -> None:
     assert _run(ranks, kind) == []
@@ -292,6 +374,7 @@ def test_a_form_runs_in_stages_as_it_is(ranks: Simulator, kind: type[nn.Module])
         (Collecting, "reaches code outside by another way", "blocks.0", CollectingBetween, []),
         (HookedBetween, "registers a hook on a tensor that several stages have", "blocks.0", HookedInside, []),
         (Bare, "fewer calls of modules than stages", "got none", Divided, []),
+        (Formatting, "the forward fails where it is recorded: TypeError", "test_replayed_forms.py:", ReadingValues, []),
     ],
 )
 def test_a_form_that_cannot_be_replayed_is_refused_with_what_helps(
@@ -308,4 +391,11 @@ def test_an_error_of_a_backward_names_the_stage_and_the_reason(ranks: Simulator)
     told = "the backward of a pipeline stage failed: RuntimeError: one of the variables needed"
     with pytest.raises(StageError, match=told) as caught:
         _ = _run(ranks, FailingBackward)
-    assert "stage 1 of 2, micro-batch 1, rank 1" in str(caught.value)
+    assert "stage 1 of 2, micro-batch 1 of 2, rank 1" in str(caught.value)
+
+
+def test_changes_of_weights_count_once_for_stages_of_one_rank(ranks: Simulator) -> None:
+    each = Handwritten("WritingWeights", WritingWeights, _ids, _loss)
+    plan = Plan(schedule="Interleaved1F1B", stages_per_rank=2, micro_batches=4)
+    found = ranks.run(lambda ctx: piped(ctx, each, "pp=2", plan, rows=4), 2, default_group=True)
+    assert compare(found, plain(each, 4, rows=4)) == []

@@ -3,9 +3,10 @@
 
 Begin with `_pipeline.py`. `_stages.py` cuts a model: `_replays.py` records its forward, `_cut.py` cuts the record,
 `_held.py` drops the parameters of other stages. `_schedule.py` runs a batch through the stages of `_replayed.py`, which
-replay the model's own forward. `_stage_plan.py` has plans without a record, and the ranks of stages.
+replay the model's own forward. `_layout.py` has the ranks of stages.
 """
 
+from accel.parallel.axes.pipeline._layout import SPLIT_BACKWARDS as SPLIT_BACKWARDS
 from accel.parallel.axes.pipeline._pipeline import (
     Pipeline as Pipeline,
     is_tied_copy as is_tied_copy,
@@ -14,13 +15,5 @@ from accel.parallel.axes.pipeline._pipeline import (
     take_summed as take_summed,
 )
 from accel.parallel.axes.pipeline._replayed import ReplayedModule as ReplayedModule
-from accel.parallel.axes.pipeline._stage_module import (
-    ByStage as ByStage,
-    MicroBatch as MicroBatch,
-    Work as Work,
-    first_rows as first_rows,
-    first_tensor as first_tensor,
-    split_batch as split_batch,
-)
-from accel.parallel.axes.pipeline._stage_plan import SPLIT_BACKWARDS as SPLIT_BACKWARDS
 from accel.parallel.axes.pipeline._stages import PIPELINE as PIPELINE, stage_plan as stage_plan
+from accel.parallel.axes.pipeline._work import ByStage as ByStage, Work as Work

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import get_args
 
 import msgspec
 
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice, did_you_mean
 from accel.parallel._record import ForwardRecord, Label, Labels
+from accel.topology import Balance, divide
 
 
 class StageCut(msgspec.Struct, frozen=True):
@@ -47,33 +51,66 @@ class Cut(msgspec.Struct, frozen=True):
     dense: Labels
 
 
-# Weights of what a place to begin a stage at costs, beside the square of each stage's distance from an equal load.
+# Weights of what a place to begin a stage at costs, where the load of an equal stage costs 1.
 _TRAFFIC, _TWICE, _REPEATED = 0.03, 0.3, 2.0
 MOST_TWICE = 0.05  # share of a forward's FLOPs that stages may compute once more
 
 
-def begins_of(record: ForwardRecord, stages: int) -> tuple[int, ...]:
-    """Return the first call of each stage: near equal FLOPs, where little is sent, with few modules in two stages.
+def begins_of(
+    record: ForwardRecord, stages: int, costs: Sequence[float] = (), blocks: Collection[str] = ()
+) -> tuple[int, ...]:
+    """Return the first call of each stage: near equal costs, where little is sent, with few modules in two stages.
 
-    `stages` is at most the number of calls.
+    Args:
+        record: of at least as many calls as `stages`.
+        costs: of each call; its FLOPs by default.
+        blocks: paths of modules behind which stages begin, if there are enough; by default they begin anywhere.
     """
-    loads = [0.0, *itertools.accumulate(each.flops + 1 for each in record.calls)]
-    count = len(record.calls)
+    loads = costs or [each.flops for each in record.calls]
     prices = _prices(record)
+    whole = [at for at, path in enumerate(record.paths) if path in blocks]
+    if len(whole) >= stages:
+        allowed = {0, *(at + 1 for at in whole[:-1])}
+        prices = [price if at in allowed else math.inf for at, price in enumerate(prices)]
+    ends = divide(loads if any(loads) else [1.0] * len(record.calls), stages, prices)
+    return (0, *ends[:-1])
 
-    def stage_cost(begin: int, end: int) -> float:
-        return prices[begin] + (stages * (loads[end] - loads[begin]) / loads[-1] - 1) ** 2
 
-    nothing: tuple[float, tuple[int, ...]] = (math.inf, ())
-    best: list[tuple[float, tuple[int, ...]]] = [nothing] * (count + 1)  # by the end of a stage
-    best[0] = (0.0, ())
-    for stage in range(1, stages + 1):
-        found: list[tuple[float, tuple[int, ...]]] = [nothing] * (count + 1)
-        for end in range(stage, count - (stages - stage) + 1):
-            ways = ((best[begin][0] + stage_cost(begin, end), (*best[begin][1], begin)) for begin in range(end))
-            found[end] = min(ways)
-        best = found
-    return best[count][1]
+def costs_of(
+    record: ForwardRecord, balance: Balance, blocks: Collection[str] = (), given: Mapping[str, float] | None = None
+) -> list[float]:
+    """Return what each call of a record costs by a balance. Pure.
+
+    Args:
+        record: of a forward.
+        balance: "blocks" for 1 a block and 0 for other modules; "memory" for the bytes of parameters; "time" for FLOPs.
+        blocks: paths of the model's blocks; without any among the calls, each call is one.
+        given: cost of modules by path, in the place of the balance's; another path or cost is a `ConfigError`.
+    """
+    check_choice(balance, get_args(Balance), "unknown balance of stages", where="stage_plan, balance=")
+    known = set(blocks) & set(record.paths) or set(record.paths)
+    found: list[float] = []
+    for each in record.calls:
+        if balance == "time":
+            found.append(each.flops)
+        elif balance == "memory":
+            held = [one.bytes for one in record.held if one.is_parameter and _within(one.names, [each.path])]
+            found.append(float(sum(held)))
+        else:
+            found.append(float(each.path in known))
+    for path, cost in (given or {}).items():
+        if path not in record.paths:
+            raise ConfigError(
+                "a cost of something else than a module that stages divide",
+                expected="a path such as " + record.paths[0],
+                got=repr(path),
+                where="costs=",
+                fix=did_you_mean(path, record.paths),
+            )
+        if not isinstance(cost, int | float) or not 0 <= cost < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError("not a cost", expected="a number from 0", got=repr(cost), where=f"costs=, {path}")
+        found = [cost if each == path else old for each, old in zip(record.paths, found, strict=True)]
+    return found
 
 
 def _prices(record: ForwardRecord) -> list[float]:

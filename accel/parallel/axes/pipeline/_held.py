@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
+from accel.parallel._fakes import stand_in
 from accel.parallel._modules import FREED, named_modules, shallow_copy
 
 _ABSENT = "accel_absent"
@@ -44,19 +45,6 @@ class Elsewhere(Mixin):
         return {} if destination is None else destination
 
 
-def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the same shape and dtype in the memory of one element: NaN, or 0 for integers."""
-    one = placeholder(tensor.dtype, tensor.shape, device)
-    return nn.Parameter(one, requires_grad=False) if isinstance(tensor, nn.Parameter) else one
-
-
-def placeholder(dtype: torch.dtype, shape: Sequence[int], device: torch.device, *, dense: bool = False) -> torch.Tensor:
-    """Return a tensor of NaN, or of 0 for integers, in the memory of one element; `dense` in memory of its own."""
-    is_number = dtype.is_floating_point or dtype.is_complex
-    one = torch.full((), float("nan") if is_number else 0, dtype=dtype, device=device).expand(tuple(shape))
-    return one.clone() if dense else one
-
-
 def drop_others(
     model: nn.Module, kept: Collection[str], units: Collection[str], device: torch.device
 ) -> list[nn.Parameter]:
@@ -73,7 +61,11 @@ def drop_others(
     before = list(model.parameters())
     for path, module in list(named_modules(model)):
         absent: dict[str, torch.Tensor] = {}
-        for name, each in _own_tensors(module).items():
+        own = (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for name, each in own:
             if _joined(path, name) not in kept:
                 absent[name] = stand_in(each, device)
                 setattr(module, name, None)
@@ -87,23 +79,27 @@ def drop_others(
     return [each for each in before if id(each) not in live]
 
 
-def view_of(model: nn.Module, kept: Collection[str], units: Collection[str], device: torch.device) -> nn.Module:
-    """Return a copy of a model with the parameters of one stage, which it shares; it is not pipelined itself.
+def view_of(
+    model: nn.Module, kept: Collection[str], units: Collection[str], device: torch.device, *, shards: bool
+) -> nn.Module:
+    """Return a copy of a model with the tensors of one stage, which it shares; it is not pipelined itself.
 
-    A module with parameters of its own inside and outside of `kept` is a `PrepareError`.
+    A module with parameters inside and outside of `kept` is whole; a `PrepareError` where stages are sharded apart.
     """
 
     def view(path: str, module: nn.Module) -> nn.Module:
-        if path and all(_joined(path, name) in kept for name, _ in module.named_parameters(remove_duplicate=False)):
+        inside = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        if path and all(_joined(path, name) in kept for name, _ in inside):
             return module
         found: Any = shallow_copy(module)
         children = cast("Mapping[str, nn.Module | None]", found._modules)
-        found._parameters, absent = _part(found._parameters, path, kept, device)
+        found._parameters, absent = _part(found._parameters, path, kept, device, shards=shards)
+        found._buffers, others = _part(found._buffers, path, kept, device, shards=False)
         found._modules = {
             key: None if child is None else view(_joined(path, key), child) for key, child in children.items()
         }
-        if absent:
-            _lack(found, absent)
+        if absent or others:
+            _lack(found, {**absent, **others})
         if path in units and not any(True for _ in found.parameters()):
             _mark_elsewhere(path, found)
         return found
@@ -112,13 +108,13 @@ def view_of(model: nn.Module, kept: Collection[str], units: Collection[str], dev
 
 
 def _part(
-    tensors: dict[str, torch.Tensor | None], path: str, kept: Collection[str], device: torch.device
+    tensors: dict[str, torch.Tensor | None], path: str, kept: Collection[str], device: torch.device, *, shards: bool
 ) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor]]:
     """The tensors of a module where all are kept, else nothing and stand-ins; whatever replaces a tensor of the first
     table replaces it in the model."""
     held = {name: each for name, each in tensors.items() if each is not None}
     own = [name for name in held if _joined(path, name) in kept]
-    if len(own) == len(held):
+    if len(own) == len(held) or (own and not shards):
         return tensors, {}
     if not own:
         return {}, {name: stand_in(each, device) for name, each in held.items()}
@@ -130,11 +126,6 @@ def _part(
         where="prepare_model, plan=, stages",
         fix="Leave stages_per_rank out, or begin the stages at other modules: Plan(stages=[[...], [...]]).",
     )
-
-
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    return parameters | dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
 def _lack(module: nn.Module, absent: Mapping[str, torch.Tensor]) -> None:

@@ -17,16 +17,15 @@ from accel.mixins import Mixin
 from accel.parallel._leftovers import is_used, is_watched, note_used
 from accel.parallel._modules import STAGES, stage_modules
 from accel.parallel._same_batches import WATCH, SameBatches
-from accel.parallel.axes.pipeline._boundaries import Boundary, working
-from accel.parallel.axes.pipeline._replayed import ReplayedModule, replaying
+from accel.parallel.axes.pipeline._layout import Layout, Norms, batch_norms, check_norms
+from accel.parallel.axes.pipeline._replayed import ReplayedModule, running
 from accel.parallel.axes.pipeline._replays import Replays, agreed_replay, looked
-from accel.parallel.axes.pipeline._stage_module import Work
-from accel.parallel.axes.pipeline._stage_plan import Layout, Norms, batch_norms, check_norms
+from accel.parallel.axes.pipeline._work import Boundary, Work
 from accel.tensors import has_wide_gradient, local_part
 from accel.topology import rank_rows
 
 if TYPE_CHECKING:
-    from accel.parallel.axes.pipeline._schedule import Runnable, StageSchedule
+    from accel.parallel.axes.pipeline._schedule import StageSchedule
 
 
 _COPY = "accel_tied_copy"
@@ -182,20 +181,20 @@ class Pipeline:
         replays = self.replays
         stages = cast("Sequence[ReplayedModule]", stage_modules(model))
         key = replays.key(model, work, trains=trains)
-        replay = replays.find(key)
+        replay = next(iter(replays.known.get(key, ())), None)
         if _missing_somewhere(ctx, self.comm, replay is None):
             replay = agreed_replay(self.comm, lambda: replays.record(model, work))
             replay = looked(self.comm, self.layout, stages, work, replay, ctx.device)
             replays.keep(key, replay)
         assert replay is not None
         each = replays.of_micro_batches(self.comm, key, model, work)
-        with working(stages, work), replaying(stages, each, replays.streams_of(replay)):
+        with running(stages, work, each, replays.streams_of(replay)):
             return self._schedule(ctx, stages, key, replay.boundaries(), trains=trains).run()
 
     def _schedule(
         self,
         ctx: DistContext,
-        stages: Sequence[Runnable],
+        stages: Sequence[ReplayedModule],
         facts: object,
         passed: Sequence[Sequence[Boundary]],
         *,

@@ -19,12 +19,12 @@ from accel.comm import peer_error
 from accel.errors import AccelError, StageError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._calls import Growing, Plain, add_to, added_to, grow_cache, growing_in, take_apart, tapped
+from accel.parallel._fakes import placeholder
+from accel.parallel._micro_batches import MicroBatch
 from accel.parallel._private import forward_hooks, hook_count, hooks_with_keywords, is_view
 from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall
-from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of, detachable
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
-from accel.parallel.axes.pipeline._held import placeholder
-from accel.parallel.axes.pipeline._stage_module import MicroBatch, Work, of_stage
+from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, detachable, of_stage
 from accel.random import Key, torch_rng_scope
 from accel.tree._walk import Containers
 
@@ -371,7 +371,9 @@ class ReplayedModule(nn.Module):
         replays: those of its micro-batches; none between calls.
         key: of the random streams of its batch; None for a batch without.
         before_batch: run once before the micro-batches of a batch; None for nothing.
-        seen: of the latest run of `look`.
+        looks: whether the stage notes what its calls return.
+        seen: dtypes and shapes of the results in its latest run.
+        runs: by number of the micro-batch, those whose backward has not come.
     """
 
     work: Work | None = None
@@ -391,7 +393,7 @@ class ReplayedModule(nn.Module):
         self._calls = calls
         vars(module)["accel_calls"] = calls
         add_mixin([module], Stoppable)
-        self._runs: dict[int, StageRun] = {}
+        self.runs: dict[int, StageRun] = {}
 
     @property
     def is_last(self) -> bool:
@@ -406,7 +408,7 @@ class ReplayedModule(nn.Module):
         batch = of_stage(work.micro_batches[at], self.index)
         run = self._begin(work, replay, at, received)
         stage = replay.cut.stages[self.index]
-        with self._named(f"micro-batch {at + 1} of {len(work.micro_batches)}"), work.around():
+        with self._named("a pipeline stage", at), work.around():
             with self._calls.answered_by(run):
                 output = run.forward(self.module, batch)
             if self.looks:
@@ -425,7 +427,7 @@ class ReplayedModule(nn.Module):
         key = None if self.key is None or not replay.draws else self.key.fold_in(at)
         run = StageRun(replay, stage, needed, device, key, work.containers, looks=self.looks)
         if torch.is_grad_enabled():
-            self._runs[at] = run
+            self.runs[at] = run
         return run
 
     def _device(self) -> torch.device:
@@ -437,57 +439,63 @@ class ReplayedModule(nn.Module):
         return zip(replay.cut.stages[self.index - 1].passes, received, strict=True) if self.index else ()
 
     @contextlib.contextmanager
-    def looking(self) -> Generator[None]:
-        """Note what the stage's calls return, within a block."""
-        self.looks = True
-        try:
-            yield
-        finally:
-            self.looks = False
-
-    @contextlib.contextmanager
     def backward_of(self, micro: int, *, ends: bool) -> Generator[None]:
         """Let the run of a micro-batch answer the calls of its backward, in which checkpoints compute again."""
-        run = self._runs.get(micro)
-        with self._calls.answered_by(run):
+        run = self.runs.get(micro)
+        with self._named("the backward of a pipeline stage", micro), self._calls.answered_by(run):
             yield
         if ends:
-            _ = self._runs.pop(micro, None)
-
-    def forget(self) -> None:
-        """Drop runs whose backward has not come."""
-        self._runs.clear()
+            _ = self.runs.pop(micro, None)
 
     @contextlib.contextmanager
-    def _named(self, micro: str) -> Generator[None]:
+    def _named(self, what: str, micro: int) -> Generator[None]:
         """Name stage, micro-batch and rank in errors of the block."""
-        where = f"stage {self.index} of {self.count}, {micro}, rank {self.rank}"
+        assert self.work is not None
+        number = f"micro-batch {micro + 1} of {len(self.work.micro_batches)}"
+        where = f"stage {self.index} of {self.count}, {number}, rank {self.rank}"
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise
-        except StageError as error:
-            if error.where:
-                raise
-            raise StageError(
-                error.problem, expected=error.expected, got=error.got, where=where, fix=error.fix
-            ) from error
-        except AccelError:
-            raise
         except Exception as error:
-            lost = peer_error(error, f"the forward of stage {self.index}")
-            problem = f"a pipeline stage failed: {type(error).__name__}: {str(error).strip()}"
-            raise lost or StageError(problem, where=where) from error
+            causes = causes_of(error)
+            known = next((each for each in causes if isinstance(each, AccelError | torch.OutOfMemoryError)), None)
+            lost = next(filter(None, (peer_error(each, f"{what}, {where}") for each in causes)), None)
+            if isinstance(known, StageError) and not known.where:
+                place = StageError(known.problem, expected=known.expected, got=known.got, where=where, fix=known.fix)
+                raise place from error
+            if known is error:
+                raise
+            if known is not None:
+                raise known from known.__cause__  # it is a cause of the error itself
+            if lost is not None:
+                raise lost from error
+            own = causes[-1]
+            raise StageError(f"{what} failed: {type(own).__name__}: {str(own).strip()}", where=where) from error
+
+
+def causes_of(error: Exception) -> list[Exception]:
+    """Return an error and what it was raised from, the innermost one last; torch puts its own around those of a
+    stage."""
+    found = [error]
+    while isinstance(cause := found[-1].__cause__, Exception):
+        found.append(cause)
+    return found
 
 
 @contextlib.contextmanager
-def replaying(stages: Sequence[ReplayedModule], replays: Sequence[Replay], key: Key | None) -> Generator[None]:
-    """Give stages the replays of their micro-batches for the time of a block."""
+def running(
+    stages: Sequence[ReplayedModule], work: Work, replays: Sequence[Replay], key: Key | None, *, looks: bool = False
+) -> Generator[None]:
+    """Give stages their work, and the replays of its micro-batches, for the time of a block.
+
+    `looks`: whether stages note what their calls return.
+    """
     for each in stages:
-        each.replays, each.key = replays, key
+        each.work, each.replays, each.key, each.looks = work, replays, key, looks
+        if each.before_batch is not None:
+            each.before_batch()
     try:
         yield
     finally:
         for each in stages:
-            each.replays, each.key = (), None
-            each.forget()
+            each.work, each.replays, each.key, each.looks = None, (), None, False
+            each.runs.clear()

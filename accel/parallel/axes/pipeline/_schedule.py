@@ -7,13 +7,11 @@ Qi et al. 2023, zero bubble, arXiv:2401.10241; torch.distributed.pipelining.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
@@ -22,28 +20,11 @@ from accel.comm import peer_error
 from accel.errors import AccelError, PeerError, StageError
 from accel.parallel._leftovers import has_compiled
 from accel.parallel._shared_memory import compiled_leaves, separate_gradients
-from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of
-from accel.parallel.axes.pipeline._replayed import ReplayedModule
-from accel.parallel.axes.pipeline._stage_plan import Layout
+from accel.parallel.axes.pipeline._layout import Layout
+from accel.parallel.axes.pipeline._replayed import ReplayedModule, causes_of
+from accel.parallel.axes.pipeline._work import Boundary, boundary_of
 
 _RUNS_AGAIN = ("CheckpointFunctionBackward",)  # of a reentrant checkpoint, which runs a backward of its own
-
-
-class Runnable(Protocol):
-    """A stage as a module that a schedule calls with tensors and the number of a micro-batch.
-
-    Attributes:
-        index: place among all stages.
-        rank: of the context, for errors.
-    """
-
-    index: int
-    rank: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the loss is computed here."""
-        ...
 
 
 class _Stage(PipelineStage):
@@ -81,33 +62,13 @@ class _Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
     ) -> None:
         """Run the backward of a micro-batch, or its first part; a replayed stage answers what checkpoints call."""
-        with self._backward_of(bwd_chunk_id, ends=full_backward):
+        with cast(ReplayedModule, self.submod).backward_of(bwd_chunk_id, ends=full_backward):
             cast(Any, super()).backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
         """Run the second part of the backward of a micro-batch."""
-        with self._backward_of(bwd_chunk_id, ends=True):
+        with cast(ReplayedModule, self.submod).backward_of(bwd_chunk_id, ends=True):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    @contextmanager
-    def _backward_of(self, micro: int, *, ends: bool) -> Generator[None]:
-        """Let calls of a checkpoint be answered within a block, and name stage and micro-batch in its errors."""
-        stage = cast(ReplayedModule, self.submod)
-        try:
-            with stage.backward_of(micro, ends=ends):
-                yield
-        except (AccelError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            causes = _causes(error)
-            found = next((each for each in causes if isinstance(each, AccelError | torch.OutOfMemoryError)), None)
-            if found is not None or any(peer_error(each, "a backward") is not None for each in causes):
-                raise
-            own = causes[-1]
-            raise StageError(
-                f"the backward of a pipeline stage failed: {type(own).__name__}: {str(own).strip()}",
-                where=f"stage {self.stage_index} of {self.num_stages}, micro-batch {micro + 1}, rank {stage.rank}",
-            ) from error
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Return the gradients for a stage on this rank; none in a run without backward, which V schedules ask too."""
@@ -184,7 +145,7 @@ class StageSchedule:
     def __init__(
         self,
         layout: Layout,
-        stages: Sequence[Runnable],
+        stages: Sequence[ReplayedModule],
         passed: Sequence[Sequence[Boundary]],
         *,
         group: dist.ProcessGroup,
@@ -208,7 +169,7 @@ class StageSchedule:
             given = (numbers,) if each.index == 0 else passed[each.index - 1]
             needs = trains and each.index > 0
             stage = _Stage(
-                cast(nn.Module, each),
+                each,
                 each.index,
                 layout.stages,
                 device,
@@ -220,7 +181,7 @@ class StageSchedule:
             made.append(stage)
         kind = get_schedule_class(layout.schedule)
         stage_or_stages = made[0] if issubclass(kind, PipelineScheduleSingle) else made
-        loss = _returned_loss if trains else None
+        loss: Callable[[Any, Any], Any] | None = (lambda output, _: output) if trains else None  # it is the loss
         self._schedule = cast(Any, kind)(
             stage_or_stages, n_microbatches=layout.micro_batches, loss_fn=loss, scale_grads=False
         )
@@ -242,7 +203,7 @@ class StageSchedule:
 
     def _explained(self, error: Exception) -> Exception:
         """The error of a stage inside what torch puts around it."""
-        causes = _causes(error)
+        causes = causes_of(error)
         for cause in causes:
             if isinstance(cause, AccelError | torch.OutOfMemoryError):
                 return cause
@@ -254,16 +215,3 @@ class StageSchedule:
             f"the pipeline's schedule failed: {type(own).__name__}: {str(own).strip()}",
             where=f"{self._layout.schedule}, rank {self._rank}",
         )
-
-
-def _causes(error: Exception) -> list[Exception]:
-    """An error and what it was raised from, the innermost one last; torch puts its own around those of a stage."""
-    found = [error]
-    while isinstance(cause := found[-1].__cause__, Exception):
-        found.append(cause)
-    return found
-
-
-def _returned_loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
-    """The last stage returns the loss itself."""
-    return output

@@ -13,31 +13,23 @@ from torch import nn
 
 from accel.comm import Call, adopt, agreed, agreed_values
 from accel.context import DistContext, group_of
-from accel.errors import ConfigError, PrepareError
+from accel.errors import PrepareError
 from accel.errors._checks import check_count, with_article
 from accel.mixins import add_mixin
-from accel.parallel._calls import let_answer, tensors_in
+from accel.parallel._calls import let_answer
 from accel.parallel._empty import make_room, move_model
 from accel.parallel._fakes import without_memory
 from accel.parallel._labels import drop_parameter, label_parameters
-from accel.parallel._modules import example_of, is_pipelined, named_tensors, unwrap_model, wrapped_name
+from accel.parallel._micro_batches import MicroBatch, example_batch, first_device
+from accel.parallel._modules import aliases_of, example_of, is_pipelined, named_tensors, unwrap_model, wrapped_name
 from accel.parallel._private import is_compiled
 from accel.parallel._spread import Spread, SpreadOptions, begin_with_rank_0_, compare_models
 from accel.parallel.axes.pipeline._held import drop_others, view_of
+from accel.parallel.axes.pipeline._layout import Layout, batch_norms, check_norms, make_layout, own_stages
 from accel.parallel.axes.pipeline._pipeline import Pipeline, Pipelined, attach, open_ties
+from accel.parallel.axes.pipeline._planned import Planned, planned
 from accel.parallel.axes.pipeline._replayed import Calls, ReplayedModule
-from accel.parallel.axes.pipeline._replays import Planned, Replays, planned, planned_by_paths
-from accel.parallel.axes.pipeline._stage_module import MicroBatch, example_batch
-from accel.parallel.axes.pipeline._stage_plan import (
-    Layout,
-    Stages,
-    batch_norms,
-    check_norms,
-    check_stages,
-    make_layout,
-    own_stages,
-    plan_blocks,
-)
+from accel.parallel.axes.pipeline._replays import Replays
 from accel.topology import Balance, Dimension, dimension_of
 from accel.tree import map_tensors
 from accel.tree._walk import Containers
@@ -148,7 +140,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
     _pad_between_layers(model)
     ghost = without_memory(model, ctx.device)
     plan = _planned(ctx, ghost, model, options)
-    aliases = _aliases(model)
+    aliases = [names for each, names in aliases_of(model) if isinstance(each, nn.Parameter)]
 
     def stages_with(names: Sequence[str]) -> list[int]:
         return [at for at, held in enumerate(plan.holds) if not held.isdisjoint(names)]
@@ -174,7 +166,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
     modules: list[ReplayedModule] = []
     with agreed(ctx.comm, Call("prepare_model: stages")):
         for at in mine:
-            view = view_of(model, plan.holds[at] if shards else kept, plan.units, ctx.device)
+            view = view_of(model, plan.holds[at], plan.units, ctx.device, shards=shards)
             modules.append(ReplayedModule(view, calls, at, ctx.rank, layout.stages, plan.own[at]))
     add_mixin([model], Pipelined)
     names = [each for each in aliases if len(each) > 1]
@@ -200,10 +192,7 @@ def _planned(ctx: DistContext, ghost: nn.Module, model: nn.Module, options: Stag
     made: list[Planned] = []
 
     def plan() -> str:
-        if batch is None:
-            made.append(planned_by_paths(ghost, _plan_in_order(model, stages)))
-        else:
-            made.append(planned(ghost, _on_device(batch, ctx), stages, ctx.containers))
+        made.append(planned(ghost, batch and _on_device(batch, ctx.device, ctx.containers), stages, ctx.containers))
         return repr((made[0].units, made[0].starts, sorted(map(sorted, made[0].holds))))
 
     plans = agreed_values(ctx.comm, Call("prepare_model: record"), plan, str)
@@ -233,30 +222,14 @@ def _like(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _plan_in_order(model: nn.Module, stages: Sequence[Sequence[str]] | int) -> Stages:
-    """The modules of each stage in the order of their registration."""
-    if isinstance(stages, int):
-        return plan_blocks(model, stages)
-    check_stages(model, stages, _WHERE)
-    return tuple(map(tuple, stages))
-
-
-def _on_device(batch: MicroBatch, ctx: DistContext) -> MicroBatch:
-    """An example with values on the context's device; zeros for those that have none."""
+def _on_device(batch: MicroBatch, device: torch.device, containers: Containers = ()) -> MicroBatch:
+    """An example with values on a device; zeros for those that have none."""
 
     def there(each: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(each, device=ctx.device) if each.is_meta else each.to(ctx.device)
+        return torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
 
-    args, kwargs = map_tensors(there, (batch.args, dict(batch.kwargs)), ctx.containers)
+    args, kwargs = map_tensors(there, (batch.args, dict(batch.kwargs)), containers)
     return batch._replace(args=args, kwargs=kwargs)
-
-
-def _aliases(model: nn.Module) -> list[tuple[str, ...]]:
-    """The names of each parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return list(map(tuple, names.values()))
 
 
 def _begin_alike(ctx: DistContext, model: nn.Module, kept: set[int]) -> None:
@@ -274,53 +247,44 @@ def stage_plan(
     stages: int,
     *,
     costs: Mapping[str, float] | None = None,
-    balance: Balance = "blocks",
+    balance: Balance | None = None,
     example: Any = None,
-) -> Stages:
+) -> tuple[tuple[str, ...], ...]:
     """Return the paths of the modules of each pipeline stage. No communication; the model may be on the meta device.
 
-    With an `example`, the forward is recorded without memory, and its calls are divided so that stages have nearly
-    equal FLOPs, as `prepare` does. Without one, by `costs` and `balance`, the repeated blocks of the model are divided
-    so that the costliest stage costs least. Modules before them go to the first stage, modules behind them to the last.
+    The forward is recorded on the example without memory, and its calls are divided so that stages have nearly equal
+    costs and send little. For a model of transformers small inputs are made. Without an example, the modules of another
+    model are taken in the order of registration, and stages begin behind its repeated blocks, if there are enough.
     Change the result as you like, and pass it as `Plan(stages=...)`.
 
     Args:
-        model: without an example, it has one list of blocks that it calls in their order.
+        model: on any device.
         stages: number of stages.
-        costs: cost of modules by path, in the place of that of `balance`.
-        balance: cost of the others: "blocks" for 1 a block and 0 for another module; "memory" for the bytes of
-            parameters; "time" for the elements of weights that tokens are multiplied by, so that embeddings are free.
-        example: a batch as the model takes it, instead of `costs` and `balance`.
+        costs: cost of modules by path, in the place of the balance's.
+        balance: cost of the others: "time" for the FLOPs of the forward; "memory" for the bytes of parameters; "blocks"
+            for 1 a block and 0 for another module. By default "time"; "blocks" for modules in the order of
+            registration, where "time" is the number of elements in weights of matmuls.
+        example: a batch as the model takes it.
 
     Returns:
-        Paths by stage.
+        Paths by stage, of modules with parameters.
 
     Raises:
-        PrepareError: the model has no list of blocks or several, fewer blocks than stages, or parameters that belong to
-            no module of a stage; all of them are listed.
+        PrepareError: the forward calls fewer modules than stages.
         StageError: stages cannot play back the forward of the example.
-        ConfigError: costs or a balance beside an example, not a number of stages, an unknown balance, or costs that are
-            no numbers from 0, or of other modules.
+        ConfigError: not a number of stages, an unknown balance, or costs that are no numbers from 0, or of other
+            modules.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> accel.parallel.stage_plan(model, 2)
-        (('0', '1'), ('2',))
+        (('0',), ('2',))
     """
-    if example is None:
-        return plan_blocks(model, stages, costs, balance)
-    if costs is not None or balance != "blocks":
-        raise ConfigError(
-            "an example gives the costs",
-            expected="an example alone, or costs and a balance",
-            got=f"balance={balance!r}, costs={costs!r}",
-            where="stage_plan",
-            fix="accel.parallel.stage_plan(model, stages, example=batch)",
-        )
     check_count(stages, "not a number of stages", where="stages=")
-    batch = example_batch(example)
-    device = next((each.device for each in tensors_in((batch.args, dict(batch.kwargs)))), torch.device("cpu"))
-    return planned(without_memory(model, device), batch, stages).own
+    batch = _example(model, example, ())
+    device = torch.device("cpu") if batch is None else first_device(batch)
+    ghost = without_memory(model, device)
+    return planned(ghost, batch and _on_device(batch, device), stages, (), balance, costs).own
 
 
 PIPELINE = Spread(

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch split into micro-batches, and the computation of stages on them."""
+"""A batch split into micro-batches, with or without a pipeline, and the tensors of their outputs."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -92,6 +90,12 @@ def example_batch(example: Any, containers: Containers = ()) -> MicroBatch:
     return split_batch(example, None, 1, equal=True, containers=containers)[0]
 
 
+def first_device(batch: MicroBatch) -> torch.device:
+    """Return the device of the first tensor with values in a micro-batch; the CPU without one."""
+    found = [each.device for _, each in tensors((batch.args, dict(batch.kwargs))) if not each.is_meta]
+    return found[0] if found else torch.device("cpu")
+
+
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return inputs as positional and keyword arguments."""
     if isinstance(inputs, Mapping):
@@ -145,69 +149,6 @@ def _count(listed: Sequence[tuple[str, torch.Tensor]]) -> int:
             fix="Pass a value that is no part of the batch by a closure, or with one row.",
         )
     return next(iter(several.values()), 1)
-
-
-class ByStage:
-    """An argument of a model that each stage has one of, such as a cache of its layers.
-
-    Attributes:
-        made: the arguments of this rank's stages, by stage.
-    """
-
-    __slots__ = ("_make", "made")
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self.made: dict[int, Any] = {}
-
-    def of(self, stage: int) -> Any:
-        """Return the argument of a stage; made when it is asked for first."""
-        if stage not in self.made:
-            self.made[stage] = self._make()
-        return self.made[stage]
-
-
-class Work(NamedTuple):
-    """The computation of a rank's stages in one call.
-
-    Attributes:
-        micro_batches: inputs and targets, the same on all ranks along the pipeline.
-        finish: maps the last stage's output and the micro-batch to the tensor to run backward from, or to return.
-        around: context of each forward, such as autocast.
-        containers: kinds of containers besides those that `accel.tree` knows.
-        probe: micro-batches for the forward that finds shapes, where another run of one would have an effect; None for
-            `micro_batches`.
-        shapes: tree of the tensors on which shapes between stages depend; None for all inputs.
-        whole: inputs, and targets if there are some, before the split; None for `micro_batches`.
-    """
-
-    micro_batches: Sequence[MicroBatch]
-    finish: Callable[[Any, MicroBatch], torch.Tensor]
-    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-    containers: Containers = ()
-    probe: Sequence[MicroBatch] | None = None
-    shapes: Any = None
-    whole: Mapping[str, Any] | None = None
-
-    def batch(self) -> dict[str, Any]:
-        """Return the tensors that all ranks along the pipeline have alike, by the names of errors."""
-        if self.whole is not None:
-            return dict(self.whole)
-        listed = [(each.args, dict(each.kwargs), each.targets) for each in self.micro_batches]
-        return {f"micro-batch {at + 1}": each for at, each in enumerate(listed)}
-
-
-def of_stage(batch: MicroBatch, stage: int) -> MicroBatch:
-    """Return a micro-batch with the arguments of one stage."""
-    if not has_own(batch):
-        return batch
-    kwargs = {key: each.of(stage) if isinstance(each, ByStage) else each for key, each in batch.kwargs.items()}
-    return batch._replace(kwargs=kwargs)
-
-
-def has_own(batch: MicroBatch) -> bool:
-    """Return whether a micro-batch has arguments with a value for each stage."""
-    return any(isinstance(each, ByStage) for each in batch.kwargs.values())
 
 
 def first_tensor(output: Any, containers: Containers = ()) -> torch.Tensor:

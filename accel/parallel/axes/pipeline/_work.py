@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The work of a rank's stages in one call, and dtypes and shapes of the tensors that they pass on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import torch
+
+from accel.parallel._micro_batches import MicroBatch
+from accel.parallel._private import is_view
+from accel.tree._walk import Containers
+
+
+class Boundary(msgspec.Struct, frozen=True):
+    """Dtype and shape of a tensor that a stage passes on, and whether a gradient travels back."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    differentiable: bool = True
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return torch's dtype."""
+        return getattr(torch, self.dtype)
+
+    def tensor(self, *, requires_grad: bool) -> torch.Tensor:
+        """Return a tensor like it on the meta device."""
+        dtype = self.torch_dtype
+        floats = dtype.is_floating_point or dtype.is_complex
+        return torch.empty(
+            self.shape, dtype=dtype, device="meta", requires_grad=requires_grad and floats and self.differentiable
+        )
+
+
+def boundary_of(tensor: torch.Tensor) -> Boundary:
+    """Return a tensor's dtype and shape."""
+    return Boundary(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+class _SameMemory(torch.autograd.Function):
+    """A tensor of its own in the memory of another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - torch's own way
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
+
+
+def detachable(output: torch.Tensor) -> torch.Tensor:
+    """Return an output that schedules may detach in place, while operators of the stage need it for gradients of
+    weights."""
+    if is_view(output):
+        return output.clone()
+    return cast(Any, _SameMemory).apply(output) if output.requires_grad else output
+
+
+def noise(like: Boundary, device: torch.device) -> torch.Tensor:
+    """Return random numbers in the place of a tensor that a stage passes on; zeros for integers."""
+    dtype = like.torch_dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.zeros(like.shape, dtype=dtype, device=device)
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+
+class ByStage:
+    """An argument of a model that each stage has one of, such as a cache of its layers.
+
+    Attributes:
+        made: the arguments of this rank's stages, by stage.
+    """
+
+    __slots__ = ("_make", "made")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self.made: dict[int, Any] = {}
+
+    def of(self, stage: int) -> Any:
+        """Return the argument of a stage; made when it is asked for first."""
+        if stage not in self.made:
+            self.made[stage] = self._make()
+        return self.made[stage]
+
+
+class Work(NamedTuple):
+    """The computation of a rank's stages in one call.
+
+    Attributes:
+        micro_batches: inputs and targets, the same on all ranks along the pipeline.
+        finish: maps the last stage's output and the micro-batch to the tensor to run backward from, or to return.
+        around: context of each forward, such as autocast.
+        containers: kinds of containers besides those that `accel.tree` knows.
+        probe: micro-batches for the forward that finds shapes, where another run of one would have an effect; None for
+            `micro_batches`.
+        shapes: tree of the tensors on which shapes between stages depend; None for all inputs.
+        whole: inputs, and targets if there are some, before the split; None for `micro_batches`.
+    """
+
+    micro_batches: Sequence[MicroBatch]
+    finish: Callable[[Any, MicroBatch], torch.Tensor]
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    containers: Containers = ()
+    probe: Sequence[MicroBatch] | None = None
+    shapes: Any = None
+    whole: Mapping[str, Any] | None = None
+
+    def batch(self) -> dict[str, Any]:
+        """Return the tensors that all ranks along the pipeline have alike, by the names of errors."""
+        if self.whole is not None:
+            return dict(self.whole)
+        listed = [(each.args, dict(each.kwargs), each.targets) for each in self.micro_batches]
+        return {f"micro-batch {at + 1}": each for at, each in enumerate(listed)}
+
+
+def of_stage(batch: MicroBatch, stage: int) -> MicroBatch:
+    """Return a micro-batch with the arguments of one stage."""
+    if not has_own(batch):
+        return batch
+    kwargs = {key: each.of(stage) if isinstance(each, ByStage) else each for key, each in batch.kwargs.items()}
+    return batch._replace(kwargs=kwargs)
+
+
+def has_own(batch: MicroBatch) -> bool:
+    """Return whether a micro-batch has arguments with a value for each stage."""
+    return any(isinstance(each, ByStage) for each in batch.kwargs.values())

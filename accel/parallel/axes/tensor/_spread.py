@@ -167,8 +167,7 @@ def _inputs(options: TensorOptions) -> Any:
 def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentPlan:
     inputs = None if finds(model) else _inputs(options)
     size = _size(ctx)
-    # Parts have not been tried in torch.compile, and experts that ep spreads are no DTensors of tp alone.
-    with_regions = not isinstance(ctx.settings.compile, Compile) and ctx.axis("ep").size == 1
+    with_regions = ctx.axis("ep").size == 1  # the search does not know yet which experts ep spreads
     is_staged = ctx.axis("pp").size > 1
     plan = found_styles(model, size, inputs, sequence=options.sequence, with_regions=with_regions, is_staged=is_staged)
     styles = collapsed(model, plan.styles)

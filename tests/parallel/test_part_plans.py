@@ -178,7 +178,7 @@ def test_a_compiled_model_of_parts_trains_as_in_one_process(ranks: Simulator) ->
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
 
-    def rank(ctx: accel.DistContext, regions: Any = None) -> Any:
+    def rank(ctx: accel.DistContext) -> Any:
         model = stacked()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
         if ctx.world_size > 1:

@@ -128,7 +128,8 @@ def save_model(
     Args:
         ctx: the context.
         model: plain model, from `prepare_model`, compiled, or spread by `fully_shard` or tensor parallelism. Names are
-            those without wrappers. Tied tensors are written under the first name in the model's order.
+            those without wrappers. Tied tensors are written under the first name in the model's order, and other names
+            are logged.
         folder: folder on a file system that all nodes share; made if it is missing.
         max_shard_size: largest size of a file in bytes, or a text such as "1.5GB" or "512MiB"; a larger tensor has a
             file of its own.
@@ -174,6 +175,7 @@ def save_model(
                 index = encode_index(weights.shards, sizes) if len(weights.shards) > 1 else None
                 publish_weights(stage, file_names(len(weights.shards)), index)
                 _warn_of_rivals(target)
+                _log_aliases(weights.aliases)
     return target
 
 
@@ -324,6 +326,13 @@ def _check_named(tensors: Mapping[str, torch.Tensor] | None, target: Path) -> No
 def _warn_of_rivals(folder: Path) -> None:
     for path in sorted(folder.glob("pytorch_model*")):
         _warn("%s stays, which accel did not write; some readers prefer it to the new weights", path)
+
+
+def _log_aliases(aliases: Mapping[str, str]) -> None:
+    if aliases:
+        shown = ", ".join(f"{alias} (tied to {name})" for alias, name in list(aliases.items())[:5])
+        more = f" and {len(aliases) - 5} more" if len(aliases) > 5 else ""
+        _warn("the files have each tied tensor under one name, and not %s%s", shown, more)
 
 
 def _warn(text: str, *values: object) -> None:

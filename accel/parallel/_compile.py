@@ -23,7 +23,6 @@ from accel.mixins import Mixin, add_mixin, remove_mixin
 from accel.parallel._blocks import Select, selected
 from accel.parallel._modules import (
     OVERLAPS,
-    RANKS,
     is_elsewhere,
     is_pipelined,
     named_modules,
@@ -335,17 +334,7 @@ def _whole(model: nn.Module) -> list[nn.Module]:
 
 
 def _check_overlap(model: nn.Module, regions: Iterable[nn.Module]) -> None:
-    """Raise `ConfigError` for regions with layers that send beside their products: a graph has no place for both. And
-    for those that compute with parts of tensors."""
-    parts = {id(each) for region in regions for each in region.modules() if RANKS in vars(each)}
-    if parts:
-        raise ConfigError(
-            "torch does not compile modules that compute with parts of tensors",
-            expected="a plan of styles, or regions without these modules",
-            got=", ".join([path or "the model" for path, each in named_modules(model) if id(each) in parts][:5]),
-            where="compile_model",
-            fix="Use only styles: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(net, example=batch)).",
-        )
+    """Raise `ConfigError` for regions with layers that send beside their products: a graph has no place for both."""
     inside = {id(each) for region in regions for each in region.modules() if OVERLAPS in vars(each)}
     if inside:
         raise ConfigError(

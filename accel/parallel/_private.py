@@ -73,6 +73,7 @@ SET_DATA = cast(Any, torch.Tensor.data).__set__
 # A block in which subclasses of tensors are tensors as any, and whether that is not so.
 without_subclasses: type[contextlib.AbstractContextManager[None]] = cast(Any, torch)._C.DisableTorchFunctionSubclass
 subclasses_are_on: Callable[[], bool] = cast(Any, torch)._C._is_torch_function_enabled
+alias: Callable[[torch.Tensor], torch.Tensor] = cast(Any, torch).ops.aten.alias.default
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from catching import caught
+from functorch.compile import make_boxed_func
 from handwritten import MODELS, Handwritten, named
 from pipelines import batch_of, by_hand, differences, train
 from steps import two_steps
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import accel
-from accel.errors import ConfigError, PrepareError
+from accel.errors import PrepareError
 from accel.tensors import is_dtensor
 from accel.testing import Simulator
 
@@ -60,6 +62,10 @@ LEAST: Mapping[str, int] = {
     "listed_losses": 90, "cached_values": 90, "closures": 90, "branch_on_inputs": 90, "checkpointed": 90,
     "reentrant": 90, "in_place": 90, "called_by_parts": 90, "nested_outputs": 90, "frozen_body": 90, "vit": 75,
 }  # fmt: skip
+
+
+# Operators of messages, and copies.
+MESSAGES = frozenset({"clone", "alias", "detach", "copy", "index_select", "lift_fresh_copy", "new_empty"})
 
 
 class Attention(nn.Module):
@@ -107,23 +113,88 @@ def test_blocks_of_stages_compute_with_parts(ranks: Simulator) -> None:
     assert max(differences(found, by_hand(stacked, accumulation=2))) < 1e-10
 
 
-def test_torch_is_not_asked_to_compile_what_computes_with_parts(ranks: Simulator) -> None:
+class Local(nn.Module):
+    """The block's attention with a rank's heads alone, written for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 12), nn.Linear(4, 8, bias=False)
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        q, k, v = (each.view(rows, tokens, 2, -1) for each in self.qkv(x).split(4, 2))
+        weights = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).softmax(-1)
+        return x + (self.out((weights @ v.transpose(1, 2)).transpose(1, 2).reshape(rows, tokens, 4)) + self.bias)
+
+
+def _compiled(block: nn.Module, x: Tensor) -> tuple[list[Counter[str]], Tensor, Tensor]:
+    """Operators in the graph of a block's forward but for views, copies and messages; its output; the input's
+    gradient."""
+    graphs: list[Counter[str]] = []
+
+    def noted(graph: Any, _inputs: Any) -> Any:
+        calls = [each.target for each in graph.graph.nodes if each.op == "call_function"]
+        computing = [each for each in calls if getattr(each, "namespace", "") == "aten" and not each.is_view]
+        names = [each.overloadpacket.__name__ for each in computing if "view" not in str(each)]
+        graphs.append(Counter(name for name in names if name not in MESSAGES))
+        return make_boxed_func(graph)
+
+    x = x.detach().clone().requires_grad_()
+    backend = aot_autograd(fw_compiler=noted, bw_compiler=lambda graph, _: make_boxed_func(graph))
+    compiled: Any = torch.compile(block, backend=backend, fullgraph=True)
+    out: Tensor = compiled(x)
+    out.square().sum().backward()
+    assert x.grad is not None
+    return graphs, out.detach(), x.grad
+
+
+@pytest.mark.slow
+def test_a_compiled_block_of_parts_has_the_operators_of_local_layers(ranks: Simulator) -> None:
     ids = batch_of(0, 2)[0]
+    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def rank(ctx: accel.DistContext) -> tuple[list[Counter[str]], Tensor, Tensor]:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        model: Any = accel.prepare_model(ctx, stacked(), example=[ids])
+        return _compiled(model.blocks[0], x)
+
+    (local, *_), _, _ = _compiled(Local().double(), x)
+    whole: Any = stacked()
+    own = x.clone().requires_grad_()
+    want = whole.blocks[0](own)
+    want.square().sum().backward()
+    assert own.grad is not None
+    for graphs, out, grad in ranks.run(rank, 2, default_group=True, timeout_s=300):
+        torch.testing.assert_close(out, want.detach())
+        torch.testing.assert_close(grad, own.grad)
+        for each in graphs:
+            assert each == local
+
+
+@pytest.mark.slow
+def test_a_compiled_model_of_parts_trains_as_in_one_process(ranks: Simulator) -> None:
+    """Blocks of one class have one graph a rank."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
 
     def rank(ctx: accel.DistContext) -> Any:
-        ctx = accel.replace(ctx, mesh="tp=2")
-        model = accel.prepare_model(ctx, stacked(), example=[ids])
-        error = caught(lambda: accel.compile_model(model))
-        styles = accel.parallel.tensor_plan(stacked(), example=[ids])
-        again = accel.prepare_model(ctx, stacked(), plan=accel.parallel.Plan(tensor=styles))  # the line to write
-        return error, model(ids).detach(), again(ids).detach()
+        model = stacked()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        if ctx.world_size > 1:
+            ctx = accel.replace(ctx, mesh="tp=2")
+            model, optimizer = accel.prepare(ctx, model, optimizer, example=[batch_of(0, 2)[0]])
+            accel.compile_model(model, "repeated", backend="aot_eager", fullgraph=True)
+        ids = batch_of(1, 4)[0]
+        losses = two_steps(ctx, model, optimizer, lambda: model(ids).square().mean())
+        return losses, accel.get_state_dict(ctx, model, dst=None)
 
-    want = stacked()(ids).detach()
-    for error, *outputs in ranks.run(rank, 2, default_group=True):
-        assert isinstance(error, ConfigError)
-        assert "tensor_plan" in error.fix
-        for each in outputs:
-            torch.testing.assert_close(each, want)
+    want = rank(accel.single())
+    for got in ranks.run(rank, 2, default_group=True, timeout_s=300):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    torch.compiler.reset()
 
 
 def test_the_share_of_a_declared_plan_is_logged(ranks: Simulator, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -484,7 +485,41 @@ def test_a_plan_that_was_refuted_is_not_the_line_to_write(ranks: Any, what: str)
     for text in ranks.run(rank, 2, default_group=True):
         assert ("1: output 0 differs" in text) == (what == "refuted")
         assert ("plan=accel.parallel.Plan(tensor={})" in text) == (what == "refuted")
-        assert ('"blocks.*.up": "colwise"' in text) == (what == "failed")
+        assert ('tensor={"1.' in text) == (what == "failed")
+
+
+def test_the_line_to_write_divides_a_layer_of_the_model(ranks: Any) -> None:
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.wide, self.narrow = nn.Linear(8, 8), nn.Linear(8, 12), nn.Linear(12, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.narrow(self.wide(x).cumsum(1) * self.gate(x).sum())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Body()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x)
+
+    torch.manual_seed(0)
+    whole, x = Model(), torch.randn(3, 8)
+
+    def rank(ctx: accel.DistContext) -> tuple[str, torch.Tensor]:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        with pytest.raises(PrepareError) as caught:
+            accel.prepare(ctx, copy.deepcopy(whole))
+        line = re.search(r"One layer: plan=(accel\.parallel\.Plan\(tensor=.*\))\.$", caught.value.fix)
+        assert line is not None
+        model = accel.prepare_model(ctx, copy.deepcopy(whole), plan=eval(line[1], {"accel": accel}))
+        return line[1], model(x).detach()
+
+    for line, out in ranks.run(rank, 2, default_group=True):
+        assert line == 'accel.parallel.Plan(tensor={"body.wide": "colwise_gather_output"})'
+        torch.testing.assert_close(out, whole(x).detach())
 
 
 @functools.lru_cache

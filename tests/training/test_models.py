@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -154,6 +154,16 @@ def test_other_files_stay_and_rivals_are_named(tmp_path: Path, caplog: pytest.Lo
     accel.save_model(accel.single(), Tied(), tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors", "pytorch_model.bin"]
     assert "pytorch_model.bin stays" in caplog.text
+
+
+def test_names_of_tied_tensors_that_the_files_lack_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    cast(Any, tied[2]).weight = tied[0].weight
+    _ = accel.save_model(accel.single(), tied, tmp_path / "tied")
+    assert "not 2.weight (tied to 0.weight)" in caplog.text
+    caplog.clear()
+    _ = accel.save_model(accel.single(), nn.Linear(4, 4), tmp_path / "untied")
+    assert "tied" not in caplog.text
 
 
 def test_extra_state_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

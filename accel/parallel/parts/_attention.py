@@ -18,6 +18,7 @@ from accel.parallel.parts._part import (
     aligned,
     entered,
     layout_of,
+    layouts_of,
     make,
     named,
     own_rows,
@@ -35,7 +36,7 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
     if (mask := given.pop("attn_mask", None)) is not None:
         tensors.append(mask)
     rank = tensors[0].dim()
-    layouts = [layout for each in tensors[:3] if (layout := layout_of(each))]
+    layouts = layouts_of(tensors[:3])
     if any(each.dim >= rank - 2 for each in layouts):
         raise no_rule("over a divided dimension")
     if given.get("enable_gqa") and any(each.dim == rank - 3 for each in layouts):

@@ -22,6 +22,7 @@ from accel.parallel.parts._part import (
     aligned,
     entered,
     layout_of,
+    layouts_of,
     make,
     name_of,
     named,
@@ -149,14 +150,15 @@ def einsum(func: Any, args: Args, kwargs: Named) -> Any:
         raise no_rule("without an equation")
     ranks = ranks_of(tensors)
     terms, result = _terms(equation, [each.dim() for each in tensors])
-    divided = {term[layout.dim]: None for term, each in zip(terms, tensors, strict=True) if (layout := layout_of(each))}
+    layouts = map(layout_of, tensors)
+    divided = {term[each.dim]: None for term, each in zip(terms, layouts, strict=True) if each is not None}
     written = f"{','.join(terms)}->{result}"
     if not divided:
         return make(torch.einsum(written, *(entered(each, ranks) for each in tensors)), None, ranks)
     if len(divided) > 1:
         raise no_rule(f"{equation}: {_TWO}")
     letter = next(iter(divided))
-    need = finest([layout.cut for each in tensors if (layout := layout_of(each))])
+    need = finest([each.cut for each in layouts_of(tensors)])
     if letter not in result:
         need = contracted_cut([need], ranks)
     own: list[Tensor] = []

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,6 @@ from accel.parallel.parts._part import (
     PartTensor,
     aligned,
     make,
-    name_of,
     named,
     own_rows,
     part_of,
@@ -31,11 +31,6 @@ from accel.parallel.parts._part import (
 
 def elementwise(func: Any, args: Args, kwargs: Named) -> Any:
     """A function of elements at the same place, after broadcasting."""
-    name = name_of(func)
-    if changes(name):
-        return _changed(func, args, kwargs)
-    if name == "where" and len(args) == 1:
-        return alike(func, args, kwargs)
     first = _alike(args)
     if first is not None and not any(isinstance(each, Tensor) for each in kwargs.values()):
         return make(func(*args, **kwargs), first.division, first.ranks)
@@ -51,6 +46,24 @@ def elementwise(func: Any, args: Args, kwargs: Named) -> Any:
     ordered = [put(each) for each in args]
     by_name = {key: put(value) for key, value in kwargs.items()}
     return placed(func(*ordered, **by_name), alignment, ranks)
+
+
+def _written(function: Any, func: Any, args: Args, kwargs: Named) -> Any:
+    """An operator that torch writes in Python, by functions that it does not, as torch.compile needs."""
+    return elementwise(function, args, kwargs)
+
+
+def _power_of(exponent: Tensor, base: Any) -> Tensor:
+    return torch.pow(base, exponent)
+
+
+def _quotient_by(divisor: Tensor, value: Any) -> Tensor:
+    return torch.reciprocal(divisor) * value
+
+
+def _chosen(func: Any, args: Args, kwargs: Named) -> Any:
+    """`where`, with values to take or with a condition alone."""
+    return (alike if len(args) == 1 and not kwargs else elementwise)(func, args, kwargs)
 
 
 def _alike(args: Args) -> PartTensor | None:
@@ -89,7 +102,8 @@ def same(func: Any, args: Args, kwargs: Named) -> Any:
     """A function of one part that keeps its rows: of each element alone, a copy, or another dtype or memory."""
     part = part_of(func, args)
     found = func(*args, **kwargs)
-    return found if found is part or not isinstance(found, Tensor) else make(found, part.division, part.ranks)
+    is_own = found is part and not torch.compiler.is_compiling()  # there two names of one tensor are one
+    return found if is_own or not isinstance(found, Tensor) else make(found, part.division, part.ranks)
 
 
 def converted(func: Any, args: Args, kwargs: Named) -> Any:
@@ -142,14 +156,22 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 _BROADCAST = _names("""
-    add sub mul div pow float_power clamp clamp_min clamp_max clip where masked_fill lerp addcmul addcdiv maximum
+    add sub mul div float_power clamp clamp_min clamp_max clip masked_fill lerp addcmul addcdiv maximum
     minimum fmax fmin eq ne lt le gt ge less less_equal greater greater_equal not_equal logical_and logical_or
     logical_xor bitwise_and bitwise_or bitwise_xor atan2 fmod remainder true_divide floor_divide rsub multiply
     subtract divide logaddexp xlogy polar complex hypot add_ sub_ mul_ div_ clamp_ masked_fill_ copy_ clamp_min_
-    clamp_max_ addcmul_ addcdiv_ pow_ lerp_ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__
-    __imul__ __truediv__ __rtruediv__ __div__ __rdiv__ __itruediv__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__
-    __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __floordiv__ __rfloordiv__ __mod__ __rmod__
+    clamp_max_ addcmul_ addcdiv_ pow_ lerp_ __add__ __radd__ __iadd__ __sub__ __isub__ __mul__ __rmul__
+    __imul__ __truediv__ __div__ __itruediv__ __and__ __rand__ __or__ __ror__
+    __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __rfloordiv__ __mod__ __rmod__
 """)
+_OPERATORS: dict[str, Any] = {
+    "__rsub__": torch.rsub,
+    "pow": torch.pow,  # of the operator, too
+    "__rpow__": _power_of,
+    "__rtruediv__": _quotient_by,
+    "__rdiv__": _quotient_by,
+    "__floordiv__": torch.floor_divide,
+}
 _SAME = _names("""
     neg negative abs absolute exp exp2 expm1 log log1p log2 log10 sqrt rsqrt sin cos tan tanh sinh cosh asin acos
     atan sigmoid relu relu6 gelu silu mish elu selu celu softplus hardtanh hardswish hardsigmoid leaky_relu
@@ -168,7 +190,9 @@ _FACTS = _names("""
 """)
 
 RULES = {
-    **dict.fromkeys(_BROADCAST, elementwise),
+    **{name: _changed if changes(name) else elementwise for name in _BROADCAST},
+    "where": _chosen,
+    **{name: partial(_written, function) for name, function in _OPERATORS.items()},
     **dict.fromkeys(_SAME, same),
     **dict.fromkeys(("to", "type_as"), converted),
     **dict.fromkeys(_FACTS, facts),

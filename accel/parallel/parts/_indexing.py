@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from accel.parallel.parts._layout import RowLayout, no_rule, stepped
+from accel.parallel.parts._layout import RowLayout, finest, no_rule, stepped
 from accel.parallel.parts._part import (
     Args,
     Named,
     PartTensor,
     aligned,
-    layout_of,
+    layouts_of,
     make,
     name_of,
     named,
@@ -188,13 +188,13 @@ def added_at(func: Any, args: Args, kwargs: Named) -> Any:
     ranks = ranks_of(target, source)
     if name.endswith("_") and not isinstance(target, PartTensor):
         raise no_rule("of a plain tensor and a part")
-    layouts = [layout for each in (target, source) if (layout := layout_of(each))]
+    layouts = layouts_of((target, source))
     dim = given["dim"] % target.dim()
     if not layouts:
         own = [target if isinstance(target, PartTensor) else ranks.enter(target), source]
         layout = None
     else:
-        layout = min(layouts, key=lambda each: each.cut.local)
+        layout = RowLayout(layouts[0].dim, finest([each.cut for each in layouts]))
         if layout.dim == dim or len({each.dim for each in layouts}) > 1:
             raise no_rule("along the divided dimension")
         own = [own_rows(each, layout.dim, layout.cut, ranks) for each in (target, source)]

@@ -4,13 +4,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
 
 from accel.errors import PrepareError
 
 _KEPT = 4096  # results that each function of layouts keeps
+R = TypeVar("R")
+
+
+def kept(function: Callable[..., R]) -> Callable[..., R]:
+    """Keep the results of a pure function, but in a trace of torch.compile, which warns of caches."""
+    known = lru_cache(_KEPT)(function)
+
+    @wraps(function)
+    def call(*args: Any) -> R:
+        return function(*args) if torch.compiler.is_compiling() else known(*args)
+
+    return call
 
 
 class NoRuleError(PrepareError):
@@ -86,7 +100,7 @@ def at(dim: int, cut: RowCut | None) -> RowLayout | None:
     return None if cut is None else RowLayout(dim, cut)
 
 
-@lru_cache(_KEPT)
+@kept
 def rows_of(cut: RowCut, rank: int, size: int) -> tuple[int, ...]:
     """Return the rows of the whole that a rank holds, in order."""
     found: list[int] = []
@@ -102,9 +116,13 @@ def rows_of(cut: RowCut, rank: int, size: int) -> tuple[int, ...]:
 Places = slice | tuple[int, ...]
 
 
-@lru_cache(_KEPT)
+@kept
 def places_of(need: RowCut, have: RowCut | None, rank: int, size: int) -> Places:
     """Return where a rank finds the rows that it needs among those that it has; `have` is None for all of them."""
+    if have is None and need.repeat == 1 and len(need.segments) == 1:  # most often, so without a look at each row
+        ways = need.segments[0][1]
+        first = rank * ways // size * need.local
+        return slice(first, first + need.local)
     own = range(need.total) if have is None else rows_of(have, rank, size)
     place = {row: number for number, row in enumerate(own)}
     try:
@@ -115,7 +133,7 @@ def places_of(need: RowCut, have: RowCut | None, rank: int, size: int) -> Places
     return slice(first, last) if found == tuple(range(first, last)) else found
 
 
-@lru_cache(_KEPT)
+@kept
 def viewed(shape: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> tuple[RowLayout, tuple[int, ...]]:
     """Return the layout and this rank's shape of a view of a whole shape as another, which may have one -1.
 
@@ -157,7 +175,7 @@ class RowPiece(NamedTuple):
     cut: RowCut | None
 
 
-@lru_cache(_KEPT)
+@kept
 def piece_of(cut: RowCut, start: int, stop: int) -> RowPiece:
     """Return the piece [start, stop) of the whole, which begins and ends at borders of segments, or inside of one that
     all ranks hold."""
@@ -179,7 +197,7 @@ def piece_of(cut: RowCut, start: int, stop: int) -> RowPiece:
     return RowPiece(first, sum(length // ways for length, ways in segments), cut_of(1, segments))
 
 
-@lru_cache(_KEPT)
+@kept
 def stepped(cut: RowCut, start: int, step: int) -> tuple[RowPiece, int]:
     """Return every `step`-th row from `start` on, with the step among this rank's rows; each piece must have as many
     of each kind, as of interleaved gates."""
@@ -196,7 +214,11 @@ def scaled(cut: RowCut, times: int) -> RowCut:
 
 def finest(cuts: Sequence[RowCut]) -> RowCut:
     """Return the cut whose ranks hold fewest rows, the first of several."""
-    return min(cuts, key=lambda each: each.local)
+    found = cuts[0]
+    for each in cuts[1:]:  # torch.compile knows no min with a key
+        if each.local < found.local:
+            found = each
+    return found
 
 
 def fit(needed: Sequence[frozenset[int]], length: int) -> RowCut | None:

@@ -9,8 +9,7 @@ summand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -19,8 +18,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from accel.comm import ThreadGroup, copied, gathered
-from accel.parallel._private import subclasses_are_on, without_subclasses
-from accel.parallel.parts._layout import NoRuleError, Places, RowCut, RowLayout, finest, no_rule, places_of, rows_of
+from accel.parallel._private import alias, subclasses_are_on, without_subclasses
+from accel.parallel.parts._layout import (
+    NoRuleError,
+    Places,
+    RowCut,
+    RowLayout,
+    finest,
+    kept,
+    no_rule,
+    places_of,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -28,6 +37,8 @@ if TYPE_CHECKING:
 Args = Sequence[Any]
 Named = Mapping[str, Any]
 Rule = Callable[[Any, Args, Named], Any]
+# A tensor and what its users take, by its `id`, which belongs to it while it is kept; by its number in a trace.
+Entered = dict[int, tuple[Tensor, Tensor]]
 
 
 class Ranks:
@@ -45,20 +56,45 @@ class Ranks:
         self.group: Any = group
         self.rank = group.rank()
         self.size = group.size()
-        self._entered: dict[int, tuple[Tensor, Tensor]] = {}
+        self._entered: Entered = {}
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Return a plain tensor for use inside: its backward sums gradients over ranks, once for all who take it."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
-        known = self._entered.get(id(tensor))
-        if known is None:  # the tensor is kept, as its `id` belongs to it while it lives
-            known = self._entered[id(tensor)] = tensor, copied(tensor, self.group)
-        return known[1]
+        known = self._known(tensor)
+        if known is None:
+            known = copied(tensor, self.group)
+            is_traced = torch.compiler.is_compiling()
+            self._entered[len(self._entered) if is_traced else id(tensor)] = tensor, known
+        return known
 
-    def clear(self) -> None:
-        """Forget what has entered, at the beginning and the end of a region."""
-        self._entered.clear()
+    def _known(self, tensor: Tensor) -> Tensor | None:
+        """The copy of a tensor that has entered before; None for none."""
+        if not torch.compiler.is_compiling():
+            return self._entered.get(id(tensor), (None, None))[1]
+        for own, inside in self._entered.values():  # a graph that asks for an `id` would be of this tensor alone
+            if own is tensor:
+                return inside
+        return None
+
+    def begin(self) -> Entered:
+        """Begin a region, in which nothing has entered; return what has entered the one around it, for `end`."""
+        outer, self._entered = self._entered, {}
+        return outer
+
+    def end(self, outer: Entered) -> None:
+        """Go on with the region around one that has ended."""
+        self._entered = outer
+
+
+def _method(name: str) -> Any:
+    """A method that torch writes in Python, which torch.compile would take for an attribute."""
+
+    def method(self: PartTensor, *args: Any, **kwargs: Any) -> Any:
+        return self.__torch_function__(getattr(Tensor, name), (), (self, *args), kwargs)
+
+    return method
 
 
 class PartTensor(Tensor):
@@ -78,6 +114,9 @@ class PartTensor(Tensor):
         is_on = subclasses_are_on()
         with without_subclasses():
             return whole_shape(self) if is_on else self.size()
+
+    split = _method("split")
+    unflatten = _method("unflatten")
 
     def __repr__(self, **_kwargs: object) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Part({list(whole_shape(self))}, {self.division}, rank {self.ranks.rank} of {self.ranks.size})"
@@ -101,7 +140,9 @@ class PartTensor(Tensor):
 def make(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> PartTensor:
     """Return this rank's rows of a tensor as a part. A fresh result of torch changes its class, without a node of its
     own in the graph of gradients."""
-    if type(rows) is Tensor and rows.grad_fn is not None and torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
+        part = rows.as_subclass(PartTensor)
+    elif type(rows) is Tensor and rows.grad_fn is not None and torch.is_grad_enabled():
         cast(Any, rows).__class__ = PartTensor
         part = cast(PartTensor, rows)
     else:
@@ -116,6 +157,8 @@ def plain_of(part: Tensor) -> Tensor:
     if not isinstance(part, PartTensor):
         return part
     with without_subclasses():
+        if torch.compiler.is_compiling():  # it knows no way from a subclass to Tensor
+            return alias(part)
         return part.as_subclass(Tensor)
 
 
@@ -151,7 +194,7 @@ def leave(part: Tensor) -> Tensor:
     return whole.contiguous()
 
 
-@lru_cache(256)
+@kept
 def _order(cut: RowCut, size: int) -> tuple[int, ...] | None:
     """The place of each whole row among those of all ranks, the first of several; None where they are in order."""
     place: dict[int, int] = {}
@@ -168,6 +211,11 @@ def _order(cut: RowCut, size: int) -> tuple[int, ...] | None:
 def layout_of(tensor: object) -> RowLayout | None:
     """Return the layout of a part; None for other tensors."""
     return tensor.division if isinstance(tensor, PartTensor) else None
+
+
+def layouts_of(tensors: Iterable[Tensor]) -> list[RowLayout]:
+    """Return the layouts of those tensors that are divided."""
+    return [each for each in map(layout_of, tensors) if each is not None]
 
 
 def whole_shape(tensor: Tensor) -> Any:
@@ -262,7 +310,7 @@ class Alignment(NamedTuple):
         return None if self.cut is None else RowLayout(rank - self.right, self.cut)
 
 
-@lru_cache(4096)
+@kept
 def alignment_of(kinds: tuple[tuple[RowLayout | None, torch.Size], ...], rank: int, size: int) -> Alignment:
     """Return how tensors of these layouts and whole shapes are cut alike, broadcast from the right as torch does."""
     rights = {len(shape) - layout.dim for layout, shape in kinds if layout is not None}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 from accel.parallel.parts import (
@@ -16,7 +15,7 @@ from accel.parallel.parts import (
     _reductions,
     _shapes,
 )
-from accel.parallel.parts._layout import no_rule
+from accel.parallel.parts._layout import kept, no_rule
 from accel.parallel.parts._part import Rule, name_of
 
 RULES: Mapping[str, Rule] = {
@@ -30,7 +29,7 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-@lru_cache(None)
+@kept
 def rule_of(func: Callable[..., Any]) -> Rule:
     """Return the rule of a function, a method or the getter of an attribute; `NoRuleError` with its name for none."""
     rule = find_rule(func)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.parallel.parts._layout import RowCut, RowLayout, at, dims_of, no_rule, piece_of, scaled, viewed
+from accel.parallel.parts._layout import RowCut, RowLayout, at, dims_of, finest, no_rule, piece_of, scaled, viewed
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -278,7 +278,7 @@ def join(func: Any, args: Args, kwargs: Named) -> Any:
             layout = layout_of(each)
             segments += [(whole_shape(each)[dim], 1)] if layout is None else layout.cut.listed
         return make(torch.cat(inside, dim), at(dim, _repeated(segments)), ranks)
-    need = min((each.cut for each in layouts), key=lambda each: each.local)
+    need = finest([each.cut for each in layouts])
     own = [own_rows(each, layouts[0].dim, need, ranks) for each in tensors]
     return make(torch.cat(own, dim), RowLayout(layouts[0].dim, need), ranks)
 

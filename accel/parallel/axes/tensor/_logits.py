@@ -124,7 +124,7 @@ class DeferredLogits(Tensor):
                 if self.numel() == 0:  # as of a micro-batch without rows, whose gradients are zeros
                     self._made = self.call.hooked(self.call.run(lambda _: self.call.forward(self.hidden)))
                 elif self._step is None:
-                    _tell(self.call.head)
+                    _report(self.call.head)
                     self._made = self.call.hooked(self.call.run())
                 else:
                     parent, step = self._step
@@ -433,7 +433,7 @@ _NOTES: Mapping[str, Callable[..., _Changes]] = {
 }
 
 
-def _tell(head: Any) -> None:
+def _report(head: Any) -> None:
     """Log once that a head's logits are made, and where."""
     if _TOLD not in vars(head):
         vars(head)[_TOLD] = True

@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from accel.comm import exchanged
 from accel.mixins import Mixin
-from accel.parallel.axes.tensor._layers import Layer, LocalParameters
+from accel.parallel.axes.tensor._layers import Layer, LocalParameters, needed_rows
 from accel.parallel.axes.tensor._styles import RowExchange, row_exchange
-from accel.parallel.parts import PartTensor, Ranks, leave, make
-from accel.parallel.parts._layout import RowCut, even, rows_of
+from accel.parallel.parts import PartTensor, Ranks, RowLayout, leave, make, rows_of
+from accel.parallel.parts._layout import even
 
 
 class LayerRanks(Ranks):
@@ -40,6 +37,7 @@ class PartParameters(LocalParameters):
     """Computes with parts of its parameters: this rank's rows of their layouts."""
 
     accel_ranks: LayerRanks
+    accel_exchanges: Mapping[str, RowExchange]
 
     def __getattr__(self, name: str) -> Any:
         """Return a part in the place of a parameter that another module reads, while a region runs."""
@@ -57,24 +55,20 @@ class PartParameters(LocalParameters):
             if own is None:
                 continue
             rows = own.movedim(layout.dim, 0)
-            if layout.cut != even(layout.cut.total, self.accel_ranks.size):
-                rows = self._needed(rows, layout.cut)
+            if name in self.accel_exchanges:
+                rows = needed_rows(rows, self.accel_layer, self.accel_exchanges[name])
             here[name] = make(rows.movedim(0, layout.dim), layout, self.accel_ranks)
         return here
 
-    def _needed(self, rows: Tensor, cut: RowCut) -> Tensor:
-        exchange = _exchange(cut, self.accel_ranks.rank, self.accel_ranks.size)
-        order = torch.tensor(exchange.order).to(rows.device, non_blocking=True)
-        got = exchanged(rows.index_select(0, order), exchange.to, exchange.back, self.accel_ranks.group)
-        if not exchange.places:
-            return got
-        return got.index_select(0, torch.tensor(exchange.places).to(rows.device, non_blocking=True))
 
-
-@lru_cache(1024)
-def _exchange(cut: RowCut, rank: int, size: int) -> RowExchange:
-    needed = [[range(row, row + 1) for row in rows_of(cut, at, size)] for at in range(size)]
-    return row_exchange(cut.total, needed, rank)
+def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict[str, RowExchange]:
+    """Return exchanges by parameter, for those whose layout has other rows than a rank stores."""
+    found: dict[str, RowExchange] = {}
+    for name, (_, cut) in layouts.items():
+        if cut != even(cut.total, size):
+            needed = [[range(row, row + 1) for row in rows_of(cut, at, size)] for at in range(size)]
+            found[name] = row_exchange(cut.total, needed, rank)
+    return found
 
 
 class RegionEnd(Mixin):
@@ -85,13 +79,11 @@ class RegionEnd(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, and make parts whole that it returns."""
         ranks = self.accel_ranks
-        if not ranks.depth:
-            ranks.clear()
+        outer = ranks.begin()
         ranks.depth += 1
         try:
             output = super().forward(*args, **kwargs)
             return pytree.tree_map_only(PartTensor, leave, output)
         finally:
             ranks.depth -= 1
-            if not ranks.depth:
-                ranks.clear()
+            ranks.end(outer)

@@ -19,7 +19,7 @@ from accel.parallel._modules import OVERLAPS, RANKS, matching, named_modules
 from accel.parallel.axes.tensor._attention import Attention, Recurrent
 from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
 from accel.parallel.axes.tensor._layers import Layer, ReadList, mixin_for
-from accel.parallel.axes.tensor._part_layers import LayerRanks, PartParameters, RegionEnd
+from accel.parallel.axes.tensor._part_layers import LayerRanks, PartParameters, RegionEnd, exchanges_of
 from accel.parallel.axes.tensor._styles import (
     COPYING,
     STYLES,
@@ -320,6 +320,8 @@ def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rul
     ranks = LayerRanks(cast(Any, within[0]).accel_layer) if within else None
     for module in within:
         setattr(module, RANKS, ranks)
+        layer: Layer = cast(Any, module).accel_layer
+        cast(Any, module).accel_exchanges = exchanges_of(layer.rule.layouts, layer.rank, layer.size)
     for mixin, own in modules.items():
         add_within(own, mixin)
     add_within([model.get_submodule(path) for path, rule in rules.items() if rule.ends], RegionEnd)

@@ -35,7 +35,7 @@ from accel.parallel.axes.tensor._layers import Layer
 from accel.parallel.axes.tensor._overlap import with_overlap
 from accel.parallel.axes.tensor._pairs import guard_pairs
 from accel.parallel.axes.tensor._rules import WHERE, install, lines_of, log_share, rules_of
-from accel.parallel.axes.tensor._styles import Rule
+from accel.parallel.axes.tensor._styles import Rule, problems_of
 from accel.parallel.axes.tensor._tensor_plan import (
     collapsed,
     declared_plan,
@@ -107,7 +107,7 @@ def _check(ctx: DistContext, model: nn.Module, options: TensorOptions) -> None:
     if options.overlap:
         _check_overlap(ctx, inner)
     if not _is_found(inner, options):  # what is found has been proved
-        _ = _rules(ctx, inner, _styles(inner, options), options)
+        _ = _rules(ctx, inner, _styles(inner, options, _size(ctx)), options)
     for name, parameter in inner.named_parameters():
         if heir_of(parameter) is not None:
             raise PrepareError(
@@ -131,7 +131,7 @@ def _resolve(ctx: DistContext, model: nn.Module, options: TensorOptions) -> Tens
     is_found = _is_found(inner, options)
     if not is_found and not _has_more(inner, options):
         if ctx.rank == 0 and options.tensor == "model":
-            rules = rules_of(inner, _styles(inner, options), _size(ctx))
+            rules = rules_of(inner, _styles(inner, options, _size(ctx)), _size(ctx))
             log_share(inner, rules, _size(ctx), "the plan that it declares or its known layers", {})
         return options
     call = Call("prepare_model", "styles of tensor parallelism", call_site())
@@ -167,8 +167,7 @@ def _inputs(options: TensorOptions) -> Any:
 def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentPlan:
     inputs = None if finds(model) else _inputs(options)
     size = _size(ctx)
-    # Parts have not been tried in torch.compile, and experts that ep spreads are no DTensors of tp alone.
-    with_regions = not isinstance(ctx.settings.compile, Compile) and ctx.axis("ep").size == 1
+    with_regions = ctx.axis("ep").size == 1  # the search does not know yet which experts ep spreads
     is_staged = ctx.axis("pp").size > 1
     plan = found_styles(model, size, inputs, sequence=options.sequence, with_regions=with_regions, is_staged=is_staged)
     styles = collapsed(model, plan.styles)
@@ -176,7 +175,7 @@ def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentP
         styles = tensor_plan(model, sequence=options.sequence)
     if not styles and not plan.regions:
         got = "; ".join([with_article(type(model).__name__), *lines_of(plan.left)[:5]])
-        raise _unknown(got, _REFUTED if plan.left.keys() - {""} else _NOT_FOUND)
+        raise _unknown(model, size, got, _REFUTED if plan.left.keys() - {""} else _NOT_FOUND)
     way = "a plan that is found and proved" if plan.is_seen else "the styles of its known layers"
     log_share(model, rules_of(model, styles, size, regions=plan.regions), size, way, plan.left)
     return _SentPlan(styles, {path: {**layouts} for path, layouts in plan.regions.items()})
@@ -192,7 +191,7 @@ def _found_beside(model: nn.Module, size: int, options: TensorOptions) -> _SentP
 
 def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_empty: bool) -> nn.Module:
     inner = unwrap_model(model)
-    styles = _styles(inner, options)
+    styles = _styles(inner, options, _size(ctx))
     rules = _rules(ctx, inner, styles, options, is_stage=ctx.axis("pp").size > 1)
     pairs = [] if isinstance(options.tensor, Mapping) else found_pairs(inner)
     compare_models(ctx, options, dict(inner.named_parameters()))
@@ -270,12 +269,12 @@ def _divided(mesh: DeviceMesh, whole: nn.Parameter, values: torch.Tensor, dim: i
     return nn.Parameter(stored, whole.requires_grad)
 
 
-def _styles(model: nn.Module, options: TensorOptions) -> Mapping[str, TensorStyle]:
+def _styles(model: nn.Module, options: TensorOptions, size: int) -> Mapping[str, TensorStyle]:
     if isinstance(options.tensor, Mapping):
         return options.tensor
     styles = declared_plan(model, options.beside, sequence=options.sequence, head=options.head)
     if not styles:
-        raise _unknown(with_article(type(model).__name__), _UNKNOWN)
+        raise _unknown(model, size, with_article(type(model).__name__), _UNKNOWN)
     return styles
 
 
@@ -306,25 +305,37 @@ def _check_overlap(ctx: DistContext, model: nn.Module) -> None:
         )
 
 
-_SAY = 'Say how: plan=accel.parallel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}); '
 _WHOLE = "or tensor={} to keep it whole on each of them."
-_UNKNOWN = f"{_SAY}let accel.prepare(ctx, model, optimizer, example=batch) find it; {_WHOLE}"
-_NOT_FOUND = _SAY + _WHOLE
+_UNKNOWN = f"Let accel.prepare(ctx, model, optimizer, example=batch) find it; name layers to divide; {_WHOLE}"
+_NOT_FOUND = f"Name layers to divide; {_WHOLE}"
 _REFUTED = (
     "Plans of these modules were tried, and ranks would compute something else. Keep the model whole on each of them: "
     "plan=accel.parallel.Plan(tensor={}); or name layers elsewhere that may be divided: tensor={path: style}."
 )
 
 
-def _unknown(got: str, fix: str) -> PrepareError:
+def _unknown(model: nn.Module, size: int, got: str, fix: str) -> PrepareError:
     known = "a model of transformers, or torch's own attention and Sequential layers"
     return PrepareError(
         "no tensor-parallel plan is known for the model, and ranks along tp would all compute the same",
         expected=known if fix is _UNKNOWN else "attention or pairs of linear layers, proved in a forward of the model",
         got=got,
         where=WHERE,
-        fix=fix,
+        fix=fix if fix is _REFUTED else fix + _line_for(model, size),
     )
+
+
+def _line_for(model: nn.Module, size: int) -> str:
+    """The line that divides the largest linear layer of a model; "" where none can be divided."""
+    style: TensorStyle = "colwise_gather_output"  # right behind any layer and before any
+    widths = {
+        path: each.weight.numel()
+        for path, each in named_modules(model)
+        if path and type(each) is nn.Linear and not any(problems_of(each, style, size))
+    }
+    if not widths:
+        return ""
+    return f' One layer: plan=accel.parallel.Plan(tensor={{"{max(widths, key=widths.__getitem__)}": "{style}"}}).'
 
 
 def _size(ctx: DistContext) -> int:

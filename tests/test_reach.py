@@ -31,6 +31,7 @@ REASONS = {
     "trackers": "snapshots of CUDA's memory, with no GPU",
     "optim": "the orthogonalization, counted",
     "parallel": "plans of sharding without ranks; the list of torch's private names",
+    "post_training": "the worker of a DataLoader, replaced",
     "precision": "fp8 backends that are not installed",
     "migrate": "the rewriter, which a test hides as if libcst were missing",
     "metrics": "the path for accelerators, run on tensors of the CPU",

@@ -24,7 +24,7 @@ from accel.parallel.axes.tensor._layers import Layer
 T = TypeVar("T")
 
 _LOG = logging.getLogger("accel.parallel")
-_TOLD = "accel_logits_told"  # attribute of a head whose logits were made once
+_REPORTED = "accel_logits_told"  # attribute of a head whose logits were made once
 
 
 class LogitParts(NamedTuple):
@@ -435,8 +435,8 @@ _NOTES: Mapping[str, Callable[..., _Changes]] = {
 
 def _report(head: Any) -> None:
     """Log once that a head's logits are made, and where."""
-    if _TOLD not in vars(head):
-        vars(head)[_TOLD] = True
+    if _REPORTED not in vars(head):
+        vars(head)[_REPORTED] = True
         line = "deferred logits are made%s: only cross entropies are computed without them"
         _LOG.warning(line, users_line())
 

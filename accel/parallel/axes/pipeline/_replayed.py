@@ -473,8 +473,7 @@ class ReplayedModule(nn.Module):
 
 
 def causes_of(error: Exception) -> list[Exception]:
-    """Return an error and what it was raised from, the innermost one last; torch puts its own around those of a
-    stage."""
+    """Return an error and its causes, the innermost one last; torch puts errors of its own around those of a stage."""
     found = [error]
     while isinstance(cause := found[-1].__cause__, Exception):
         found.append(cause)

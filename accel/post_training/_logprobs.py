@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of tokens from a model's logits, whole or divided along tp."""
+"""Log-probabilities of tokens from a model's logits: deferred, real, or divided along tp."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from accel.comm import adopt
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
 from accel.parallel.axes.tensor import row_scores
+from accel.parallel.axes.tensor._logits import DeferredLogits
 from accel.tensors import is_dtensor, is_half, split_dims
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def token_logprobs(
 
     Args:
         ctx: the context.
-        logits: outputs of the model, shape [..., classes]; fp16 and bf16 are computed in fp32.
+        logits: outputs of the model, shape [..., classes]; fp16 and bf16 are computed in fp32. Logits that
+            `accel.defer_logits` leaves out are not made, except for `entropy`.
         targets: the token that each place predicts, int64 of shape [...]: ids shifted by one, as `pack` and
             `accel.parallel.split_sequence` give them. -100 gives 0; another one that is no class NaN.
         temperature: divisor of the logits, above 0, by which the tokens were sampled.
@@ -93,6 +95,12 @@ def token_logprobs(
         raise ConfigError(
             "temperature is out of its range", expected="above 0", got=repr(temperature), where="token_logprobs"
         )
+    scaled = logits if temperature == 1.0 else logits / temperature  # deferred logits note the factor
+    if isinstance(scaled, DeferredLogits):
+        losses = None if entropy else scaled.loss(targets, is_split=vocab_parallel, reduction="none")
+        if losses is not None:
+            return -losses
+        logits = scaled.made() * temperature
     if is_dtensor(logits):
         logits, vocab_parallel = _own_logits(logits)
     group = group_of(ctx, "tp") if vocab_parallel else None

@@ -36,6 +36,38 @@ def close(found: Any, expected: Any, atol: float = 1e-10) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
+class Capped(torch.nn.Module):
+    """A head whose logits are scaled and capped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 6, dtype=torch.float64)
+        self.head = torch.nn.Linear(6, 11, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.head(self.embed(ids).tanh()) * 2 / 3).tanh() * 3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_deferred_logits_give_the_same_scores(temperature: float, entropy: bool) -> None:
+    ids = torch.randint(11, (3, 7), generator=torch.Generator().manual_seed(0))
+    targets = ids[:, 1:].clone()
+    targets[1, 2] = -100
+    found: list[Any] = []
+    for deferred in (False, True):
+        torch.manual_seed(0)
+        model = Capped()
+        model = accel.defer_logits(model) if deferred else model
+        logits = model(ids)[:, :-1]
+        scores: Any = post.token_logprobs(ONE, logits, targets, temperature=temperature, entropy=entropy)
+        scores = scores if entropy else (scores,)
+        (scores[0].square().sum() + sum(each.sum() for each in scores)).backward()
+        found.append([*scores, *(each.grad for each in model.parameters())])
+        assert not deferred or logits.is_made == entropy  # type: ignore[attr-defined]
+    close(*found)
+
+
 @settings(max_examples=30)
 @given(st.integers(0, 99), st.sampled_from([0.3, 1.0, 2.5]), st.integers(1, 9), st.booleans())
 def test_scores_are_those_of_log_softmax(seed: int, temperature: float, words: int, entropy: bool) -> None:

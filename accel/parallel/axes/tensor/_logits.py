@@ -24,7 +24,7 @@ from accel.parallel.axes.tensor._layers import Layer
 T = TypeVar("T")
 
 _LOG = logging.getLogger("accel.parallel")
-_REPORTED = "accel_logits_told"  # attribute of a head whose logits were made once
+_REPORTED = "accel_logits_reported"  # attribute of a head whose logits were made once
 
 
 class LogitParts(NamedTuple):

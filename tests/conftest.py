@@ -25,8 +25,11 @@ profiles.load()
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and then children ignore Ctrl-C too
+# in a shell's background these are ignored, and then children ignore them too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     _ = signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    _ = signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.hookimpl(wrapper=True)

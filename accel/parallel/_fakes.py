@@ -141,7 +141,9 @@ def _again(tensor: torch.Tensor, memory: frozenset[int]) -> torch.Tensor:
 
 def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the same shape and dtype in the memory of one element: NaN, or 0 for integers."""
-    one = placeholder(tensor.dtype, tensor.shape, device).as_subclass(StandIn)
+    one = placeholder(tensor.dtype, tensor.shape, device)
+    if type(one) is torch.Tensor:  # else the device's own class, which cannot be another one's too
+        one = one.as_subclass(StandIn)
     return nn.Parameter(one, requires_grad=False) if isinstance(tensor, nn.Parameter) else one
 
 

@@ -189,7 +189,7 @@ def test_files_that_are_no_weights_tell_how_to_get_them(
     with pytest.raises(CheckpointError, match=rf"ends before its tensors do: expected {len(whole)} bytes.*again"):
         load_checkpoint_in_model(ctx, empty(), path)
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1000\n")
-    with pytest.raises(CheckpointError, match=r"a pointer of Git LFS.*git lfs pull"):
+    with pytest.raises(CheckpointError, match=r"a Git LFS pointer.*git lfs pull"):
         load_checkpoint_in_model(ctx, empty(), tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"no weights.*snapshot_download\('some/model-1.5b'\)"):

@@ -64,7 +64,7 @@ def test_it_is_told_once_with_the_place_and_the_line(caplog: pytest.LogCaptureFi
             state = _pass(ctx, loader, state)
 
     [text] = _told(caplog, run)
-    assert "inside epoch 0, behind 4 samples" in text
+    assert "inside epoch 0, after 4 of its samples" in text
 
 
 def _as_it_should(ctx: accel.DistContext, loader: Any, state: accel.TrainState) -> accel.TrainState:
@@ -138,7 +138,7 @@ def test_an_evaluation_between_hides_nothing_and_a_batch_that_was_not_taken_coun
         _pass(ctx, loader, state)
 
     [text] = _told(caplog, run)
-    assert "behind 6 samples" in text
+    assert "after 6 of its samples" in text
 
 
 def test_one_rank_tells_it(ranks: Simulator, caplog: pytest.LogCaptureFixture) -> None:

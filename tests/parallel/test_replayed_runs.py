@@ -203,10 +203,8 @@ def test_an_order_that_one_rank_alone_follows_is_told_before_a_message_is_sent(r
         def step(first: int) -> None:
             ids, targets = _words(4)[0]
             ids = torch.full_like(ids, first)
-            accum = accel.Accumulation(1).next()
-            _ = accel.training.parts.forward_backward(
-                ctx, model, accel.loss_scale(ctx), accum, ids, targets=targets, loss_fn=LOSS, weight=1
-            )
+            state = accel.train_state(ctx, accumulation=1).next()
+            _ = accel.forward_backward(ctx, model, state, ids, targets=targets, loss_fn=LOSS, weight=1)
 
         step(0)
         pipeline.replays._ghost.rank = ctx.rank

@@ -33,7 +33,7 @@ try:
     with accel.session(device="cpu", timeout_s=2):
         pass
 except accel.errors.PeerError as error:
-    assert "did not come within 2 s" in str(error), error
+    assert "did not reach the collective within 2 s" in str(error), error
     assert "2 ranks at 127.0.0.1" in str(error), error
     sys.exit(7)
 """

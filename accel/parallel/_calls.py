@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel.mixins import Mixin, add_mixin, remove_mixin
 from accel.parallel._blocks import block_groups, is_called
 from accel.parallel._modules import named_modules
-from accel.parallel._private import written_arguments
+from accel.parallel._private import forward_hooks, forward_pre_hooks, written_arguments
+from accel.tensors import is_absent
 from accel.tree._walk import Container, Containers
 
 # --- which calls ------------------------------------------------------------------------------------------------------
@@ -170,15 +171,18 @@ _VALUES = (int, float, str, type(None), torch.Tensor)
 def unchanged(model: nn.Module) -> Generator[None]:
     """Put parameters, buffers, and attributes of modules, back behind a forward that is none of the user's."""
     modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
-    kept = _KeptValues([*model.parameters(), *model.buffers()])
+    hooked = _hooks_of(model)
+    present = [each for each in (*model.parameters(), *model.buffers()) if not is_absent(each)]
+    kept = _KeptValues(present)
     try:
         with kept:
             yield
     finally:
+        installed = _hooks_of(model) != hooked  # hooks stay, and so does a flag that notes them, as of transformers
         for each, attributes, buffers in modules:
             # new objects stay, as they note hooks and gathered parameters
             for name in [name for name, value in vars(each).items() if isinstance(value, _VALUES)]:
-                if name not in attributes:
+                if name not in attributes and not installed:
                     del vars(each)[name]
             vars(each).update(attributes)
             for name, buffer in buffers.items():
@@ -187,6 +191,11 @@ def unchanged(model: nn.Module) -> Generator[None]:
         with torch.no_grad():
             for tensor, before in kept.before:
                 _ = tensor.copy_(before)
+
+
+def _hooks_of(model: nn.Module) -> int:
+    """Return the number of hooks that see calls of a model's modules."""
+    return sum(len(forward_hooks(each)) + len(forward_pre_hooks(each)) for each in model.modules())
 
 
 class _KeptValues(TorchDispatchMode):

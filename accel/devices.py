@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accel import xla
 from accel.errors import DeviceError
 
-NEWEST_TORCH = "2.13.0"  # the newest on which all tests pass; docs/torch-versions.md has the others
+NEWEST_TORCH = "2.14.1"  # the newest on which all tests pass; docs/torch-versions.md has the others
 
 
 def untried_torch(version: str = torch.__version__) -> str:

@@ -47,11 +47,12 @@ NAMES = {
         "mesh_info",
         "sharded_param",
         "unsharded_accumulated_grad",
-        "to_accumulated_grad_if_needed",
     ),
     f"{_INSIDE}._fsdp_param.ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
 }
 _SUM_UNUSED = "set_reduce_scatter_unused_params"  # public; of torch 2.13
+# Before torch 2.15 gradients of several formats wait apart, and this method brings one to the format of the sum.
+_TO_ONE_FORMAT, _WAITING = "to_accumulated_grad_if_needed", "unsharded_accumulated_grad"
 # the methods of a group in which a rank waits for others
 GATHERS, SUMS = ("unshard", "wait_for_unshard"), "post_backward"
 
@@ -75,7 +76,8 @@ def shards_of(module: nn.Module) -> Iterator[Shards]:
     for group in _groups(module):
         for each in group.fsdp_params:
             whole = getattr(each, "_unsharded_param", None)
-            held = (None if whole is None else whole.grad, each.unsharded_accumulated_grad)
+            held = [None if whole is None else whole.grad]
+            held += [each.unsharded_accumulated_grad] if _WAITING in vars(each) else []
             yield Shards(each.sharded_param, whole, [grad for grad in held if grad is not None])
 
 
@@ -101,7 +103,8 @@ def drop_unsharded(module: nn.Module) -> list[torch.Tensor]:
     for group in _groups(module):
         group._partial_reduce_output = None  # of replicas that wait for set_requires_all_reduce
         for each in group.fsdp_params:
-            each.unsharded_accumulated_grad = None
+            if _WAITING in vars(each):
+                each.unsharded_accumulated_grad = None
             parameters.append(each.sharded_param)
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = None
@@ -145,7 +148,8 @@ def _widened(group: Any, post_backward: Callable[..., None], *unused: object) ->
                 continue
             if whole.grad is None and whole.requires_grad and getattr(group, "reduce_scatter_unused_params", False):
                 whole.grad = torch.zeros_like(whole)
-            each.to_accumulated_grad_if_needed()
+            if hasattr(each, _TO_ONE_FORMAT):
+                each.to_accumulated_grad_if_needed()
     post_backward(*unused)
 
 

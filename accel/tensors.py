@@ -388,5 +388,7 @@ def word_layers(model: nn.Module) -> WordLayers:
 
 def _has_matrix(module: nn.Module) -> bool:
     """Whether a module has a `weight` of two dimensions itself, unlike an adapter around a layer."""
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    return weight is not None and weight.ndim == 2
+    if isinstance(getattr(type(module), "weight", None), property):  # of the layer that it adapts
+        return False
+    weight: object = getattr(module, "weight", None)  # also one of another stage
+    return isinstance(weight, torch.Tensor) and weight.ndim == 2

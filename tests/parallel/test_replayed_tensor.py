@@ -145,6 +145,7 @@ def test_divided_stages_take_the_steps_of_one_process(ranks: Simulator, mesh: st
     assert figures < 1e-10
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # OPT's blocks return views
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["", "tp=2", "dp=2,pp=2", "pp=2,tp=2"])
 def test_a_run_of_divided_stages_goes_on_on_another_mesh(ranks: Simulator, tmp_path: Path, mesh: str) -> None:

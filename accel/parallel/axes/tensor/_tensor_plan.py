@@ -30,7 +30,9 @@ def with_head(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadSty
     `PrepareError` for no head, or several."""
     check_choice(head, get_args(HeadStyle), "not a style of a head", where="tensor_plan(head=)")
     modules = dict(named_modules(model))
-    paths = [path for path, each in word_layers(model).heads.items() if is_linear(each)]
+    # one of another stage is a linear layer without parameters
+    heads = word_layers(model).heads.items()
+    paths = [path for path, each in heads if isinstance(each, nn.Linear) or is_linear(each)]
     if len(paths) != 1:
         raise PrepareError(
             "the head of the model is not known",

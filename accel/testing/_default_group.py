@@ -39,7 +39,7 @@ _HOOKS = {
         "Backend.backend_type_map", "Backend.backend_capability",
     ),
     "torch._C._distributed_c10d": ("_set_thread_isolation_mode", "_get_work_registry_size"),
-    "torch._C": ("_DisableTorchDispatch",),
+    "torch._C": ("_DisableTorchDispatch", "_clear_DTensor_sharding_propagator_cache"),
     "torch.distributed.device_mesh": ("get_backend", "threading", "DeviceMesh"),
 }  # fmt: skip
 # What c10d's container of state leads to in globals of its module; each rank needs its own.

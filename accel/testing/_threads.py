@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -70,6 +70,17 @@ class KeptWorker:
         while (job := self._jobs.get()) is not None:
             job()
             del job  # else what the job holds lives until the next one
+        drop_thread_caches()
+
+
+def drop_thread_caches() -> None:
+    """Empty DTensor's cache of this thread, while it holds the interpreter's lock.
+
+    At the end of a thread torch takes a lock of its own to empty the cache, and the interpreter's for tensors in it:
+    two threads that end at once can wait for each other (seen with torch 2.12).
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        cast(Any, torch)._C._clear_DTensor_sharding_propagator_cache()
 
 
 class KeptThreads:
@@ -125,9 +136,12 @@ class FreshWorker:
 
     def submit(self, job: Job) -> None:
         """Start the thread."""
-        thread = threading.Thread(target=job, name=_NAME, daemon=True)
-        thread.start()
-        self._thread = thread
+        self._thread = threading.Thread(target=self._work, args=(job,), name=_NAME, daemon=True)
+        self._thread.start()
+
+    def _work(self, job: Job) -> None:
+        job()
+        drop_thread_caches()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread to end, at most `timeout_s` seconds."""

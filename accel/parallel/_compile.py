@@ -77,7 +77,11 @@ class Recomputed(Mixin, nn.Module):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return recomputed_call(self.accel_inside, self.kept, *args, early_stop=stops, **kwargs)
         call = RecomputedRun(self, self.accel_inside, args, kwargs)
-        return recomputed_call(call, self.kept, *args, early_stop=stops, **kwargs)
+        try:
+            return recomputed_call(call, self.kept, *args, early_stop=stops, **kwargs)
+        except ConfigError as error:
+            # torch 2.12 takes its hooks away with its frame, which a traceback keeps
+            raise error.with_traceback(None) from error.__cause__
 
     def accel_inside(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward; in a region of `compile_model`, compiled.

@@ -79,8 +79,9 @@ def drop_thread_caches() -> None:
     At the end of a thread torch takes a lock of its own to empty the cache, and the interpreter's for tensors in it:
     two threads that end at once can wait for each other (seen with torch 2.12).
     """
-    if "torch.distributed.tensor" in sys.modules:
-        cast(Any, torch)._C._clear_DTensor_sharding_propagator_cache()
+    empty: Any = getattr(cast(Any, torch)._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if empty is not None and "torch.distributed.tensor" in sys.modules:
+        empty()
 
 
 class KeptThreads:
@@ -136,8 +137,9 @@ class FreshWorker:
 
     def submit(self, job: Job) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self._work, args=(job,), name=_NAME, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, args=(job,), name=_NAME, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _work(self, job: Job) -> None:
         job()

@@ -60,6 +60,8 @@ def reach_into_devices() -> None:
     _live_tensors.memory_id = lambda tensor: memory(*_inner([tensor]))
     rehearse = _rng._rehearse
     _rng._rehearse = lambda state, device: rehearse(state, torch.device("cpu"))  # such a device has no generators
+    fork = torch.random.fork_rng  # torch 2.12 asks CUDA for the generators of a stage's device
+    torch.random.fork_rng = lambda devices=None, *words, **options: fork([], *words, **options)
     plain = _same_batches._is_plain
     _same_batches._is_plain = lambda leaf: type(leaf) is counted_device.CountedTensor or plain(leaf)
 

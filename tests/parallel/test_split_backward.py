@@ -52,9 +52,9 @@ SPLIT: dict[str, Program] = {
     "changed in place": lambda p, x: (x @ p[0]).mul_(2) + p[2],
     "a checkpoint": lambda p, x: checkpoint(lambda y: torch.tanh(y @ p[0]), x, use_reentrant=False) @ p[1],
     "no parameters": lambda p, x: torch.tanh(x),
-    "no gradient": lambda p, x: x.detach() * 2,
 }
 FULL: dict[str, Program] = {
+    "no gradient": lambda p, x: x.detach() * 2,
     "a free parameter": lambda p, x: (x @ p[0], torch.tanh(p[2]) * 2),
     "a second tower": lambda p, x: (x @ p[0], torch.tanh(OWN @ p[1])),
     "one parameter in both towers": lambda p, x: (x @ p[0], torch.tanh(OWN @ p[0])),

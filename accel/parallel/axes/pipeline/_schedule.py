@@ -104,7 +104,8 @@ def can_split(outputs: Sequence[torch.Tensor], inputs: Sequence[Any]) -> bool:
     Returns:
         False for a graph that may have one of these. No communication.
     """
-    tracked = [each for each in outputs if each.requires_grad]
+    if not (tracked := [each for each in outputs if each.requires_grad]):
+        return False  # torch 2.12 fails
     received = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
     roots = [each.grad_fn for each in tracked]
     depends: dict[Node, bool] = {get_gradient_edge(each).node: True for each in received}

@@ -68,7 +68,7 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         batch: number of prompts of a step.
-        max_staleness: number of updates by which the weights that train may be ahead of those that drew the samples.
+        max_staleness: most updates between the weights that drew samples and those that train on them.
         in_order: whether a step waits for the oldest prompts, so that a run does not depend on which ended first.
         next: first prompt that was never started.
         queue: prompts to be started again before new ones.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, cast, overload
 
 from torch import Tensor
 
@@ -100,7 +100,7 @@ def token_logprobs(
         losses = None if entropy else scaled.loss(targets, is_split=vocab_parallel, reduction="none")
         if losses is not None:
             return -losses
-        logits = scaled.made() * temperature
+        logits = cast(DeferredLogits, logits).made()
     if is_dtensor(logits):
         logits, vocab_parallel = _own_logits(logits)
     group = group_of(ctx, "tp") if vocab_parallel else None

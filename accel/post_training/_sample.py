@@ -28,6 +28,7 @@ from accel.training._decoding import (
     WholeSequences,
     all_ended,
     log_chances,
+    numbers_of,
     share_tokens,
     takes_cache,
     tokens_at,
@@ -229,7 +230,8 @@ class _Batch:
         self._reasons: list[FinishReason] = ["length"] * len(requests)
         self._live = list(range(len(requests)))  # number of each row that is still run
         self._ended = set[int]()
-        self._numbers = [_numbers(options, each) for each in requests]
+        keys = [options.key.fold_in("sample", each.prompt, each.sample) for each in requests]
+        self._numbers = [numbers_of(each, options.max_new_tokens) for each in keys]
         widest = max(len(each.ids) for each in requests)
         self._ids = torch.tensor([[0] * (widest - len(each.ids)) + list(each.ids) for each in requests]).to(ctx.device)
         select = partial(first_tensor, containers=ctx.containers)
@@ -267,16 +269,17 @@ class _Batch:
     def _step(self, step: int) -> None:
         """Add a token to each row; drop those that have ended, but for one that keeps the ranks in step."""
         logits = self._decoder.logits(self._ids)
-        tokens = self._ids.new_zeros(len(self._live))
-        found = torch.zeros(len(self._live), dtype=torch.float64, device=self._ids.device)
+        # tokens, then their log-probabilities, in one message
+        drawn = torch.zeros(2 * len(self._live), dtype=torch.float64, device=self._ids.device)
         if logits is not None:
             logits = whole_rows(self._ctx, logits) if self._vocab_parallel else logits
             chances = log_chances(logits, self._rule)
             numbers = torch.tensor([self._numbers[at][step] for at in self._live], dtype=torch.float64)
-            tokens = tokens_at(chances, numbers) if self._rule.temperature else chances.argmax(-1)
-            found = chances.gather(-1, tokens[:, None])[:, 0]
-        share_tokens(self._ctx, self._model, tokens)
-        share_tokens(self._ctx, self._model, found)
+            chosen = tokens_at(chances, numbers) if self._rule.temperature else chances.argmax(-1)
+            drawn = torch.cat([chosen.double(), chances.gather(-1, chosen[:, None])[:, 0]])
+        share_tokens(self._ctx, self._model, drawn)
+        tokens = drawn[: len(self._live)].to(self._ids.dtype)
+        found = drawn[len(self._live) :]
         self._ids = torch.cat([self._ids, tokens[:, None]], 1)
         values = cast("list[float]", found.tolist())  # pyright: ignore[reportUnknownMemberType]
         for at, token, value in zip(self._live, integers(tokens), values, strict=True):
@@ -292,9 +295,3 @@ class _Batch:
             rows = torch.tensor(stay, device=self._ids.device)
             if self._decoder.keep(rows):
                 self._ids, self._live = self._ids[rows], [self._live[place] for place in stay]
-
-
-def _numbers(options: SampleOptions, request: SampleRequest) -> list[float]:
-    """Return a number in [0, 1) for each token of a sample; the first ones do not depend on how many."""
-    key = options.key.fold_in("sample", request.prompt, request.sample)
-    return [each / 2**53 for each in key.integers(options.max_new_tokens, bits=53)]

@@ -21,6 +21,7 @@ from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor, 
 from accel.parallel._modules import stage_modules, unwrap_model
 from accel.parallel.axes.pipeline import ByStage, Pipeline, ReplayedModule, Work, pipeline_of
 from accel.precision._amp import autocast
+from accel.random import Key
 
 _CACHE = "past_key_values"
 
@@ -231,6 +232,11 @@ def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None) -> T
     if numbers is None:
         return logits.argmax(-1)
     return tokens_at(log_chances(logits, sampling), numbers)
+
+
+def numbers_of(key: Key, count: int) -> list[float]:
+    """Return numbers in [0, 1) for the tokens of a row; the first ones do not depend on how many."""
+    return [each / 2**53 for each in key.integers(count, bits=53)]
 
 
 def tokens_at(chances: Tensor, numbers: Tensor) -> Tensor:

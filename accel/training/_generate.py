@@ -28,6 +28,7 @@ from accel.training._decoding import (
     WholeSequences,
     all_ended,
     next_tokens,
+    numbers_of,
     share_tokens,
     takes_cache,
     whole_rows,
@@ -119,7 +120,7 @@ def generate(
     numbers = None
     if key is not None:
         streams = [key.fold_in("generate", row) for row in _row_numbers(ctx, numbered, len(ids))]
-        drawn = [[each / 2**53 for each in stream.integers(max_new_tokens, bits=53)] for stream in streams]
+        drawn = [numbers_of(stream, max_new_tokens) for stream in streams]
         numbers = torch.tensor(drawn, dtype=torch.float64).unbind(1)
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for step in range(max_new_tokens):

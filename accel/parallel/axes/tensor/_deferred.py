@@ -153,7 +153,7 @@ def take_deferral(model: nn.Module) -> str | None:
 def deferral_after(model: nn.Module, *, asked: bool, obstacle: str) -> Generator[None]:
     """Let a model that is spread in this block defer its logits afterwards, if it did before or if that is `asked`.
 
-    `obstacle`: what needs real logits, which are made then; "" for nothing.
+    `obstacle`: the reason to make real logits; "" for none.
     """
     inner = unwrap_model(model)
     taken = take_deferral(inner)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A placeholder of logits: what a loss computes from, what is noted between head and loss, and the real logits."""
+"""A placeholder of logits: the inputs of a loss, the notes between head and loss, and the real logits."""
 
 from __future__ import annotations
 

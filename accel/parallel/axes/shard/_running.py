@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from accel.comm import SUM_OF, Comm, in_unit
+from accel.parallel._containers import known_parts
 from accel.parallel._modules import written_class
 from accel.parallel._private import runs_in_backward
 from accel.parallel._torch_fsdp import SUMS, around_calls, gather_at, shards_of, sum_at_end
@@ -114,21 +114,12 @@ class _Output:
             self.later = True
         else:
             self._seen.add(id(value))
-            known = _known_parts(value)
+            known = known_parts(value)
             self.opaque = self.opaque or known is None
             for each in known or ():
                 self._look(each, depth + 1, inside)
             for each in () if type(value) in (dict, list, tuple) else _other_parts(value):
                 self._look(each, depth + 1, inside=True)
-
-
-def _known_parts(value: object) -> Iterable[object] | None:
-    """Return the parts of a container in which torch looks for tensors; None of another object."""
-    if is_dataclass(value):
-        return [getattr(value, each.name) for each in fields(value)]
-    if isinstance(value, dict):
-        return cast("dict[object, object]", value).values()
-    return cast("Sequence[object]", value) if isinstance(value, list | tuple) else None
 
 
 def _other_parts(value: Any) -> Iterator[object]:

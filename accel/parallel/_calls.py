@@ -178,7 +178,7 @@ def unchanged(model: nn.Module) -> Generator[None]:
         with kept:
             yield
     finally:
-        installed = _hooks_of(model) != hooked  # hooks stay, and so does a flag that notes them, as of transformers
+        installed = not _hooks_of(model) <= hooked  # hooks stay, and so does a flag that notes them, as of transformers
         for each, attributes, buffers in modules:
             # new objects stay, as they note hooks and gathered parameters
             for name in [name for name, value in vars(each).items() if isinstance(value, _VALUES)]:
@@ -193,9 +193,11 @@ def unchanged(model: nn.Module) -> Generator[None]:
                 _ = tensor.copy_(before)
 
 
-def _hooks_of(model: nn.Module) -> int:
-    """Return the number of hooks that see calls of a model's modules."""
-    return sum(len(forward_hooks(each)) + len(forward_pre_hooks(each)) for each in model.modules())
+def _hooks_of(model: nn.Module) -> frozenset[int]:
+    """Return the numbers of the hooks that see calls of a model's modules. torch gives each hook its own."""
+    return frozenset(
+        number for each in model.modules() for hooks in (forward_hooks(each), forward_pre_hooks(each)) for number in hooks
+    )
 
 
 class _KeptValues(TorchDispatchMode):

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import Node
     from torch.distributed.device_mesh import DeviceMesh
 
 _INSIDE = "torch.distributed.fsdp._fully_shard"
@@ -193,6 +194,16 @@ def _after(begins: Callable[[], None], pre_forward: Callable[..., Any], *inputs:
 def gather_at(module: nn.Module, output: torch.Tensor) -> None:
     """Gather a module's parameters for its backward when the gradient of an output comes that torch did not find."""
     _ = cast(Any, output).register_hook(_state(module)._pre_backward)
+
+
+def gather_before(module: nn.Module, function: Node) -> None:
+    """Gather a module's parameters for its backward before a function of autograd runs in it."""
+    state = _state(module)
+
+    def reached(grads: tuple[torch.Tensor, ...]) -> None:
+        _ = state._pre_backward(grads[0])
+
+    _ = function.register_prehook(reached)
 
 
 def sum_at_end(module: nn.Module, whole: torch.Tensor) -> None:

@@ -225,6 +225,7 @@ def test_a_hand_written_model_trains_divided_as_in_one_process(ranks: Simulator,
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize(("mesh", "size"), [("tp=2", 2), ("tp=4", 4), ("dp=2,tp=2", 4)])
 @pytest.mark.parametrize("entry", TRAINED, ids=lambda each: each.name)
 def test_each_hand_written_model_trains_as_in_one_process_or_is_refused(

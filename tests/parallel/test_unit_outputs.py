@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from steps import two_steps
+from tables import rows
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import accel
 from accel.parallel import Plan
+from accel.parallel._torch_fsdp import shards_of
 from accel.parallel.axes.shard._running import _KEPT
 from accel.testing import Simulator
 
@@ -205,3 +208,58 @@ def test_a_forward_that_computes_later_keeps_its_unit_and_says_so(
     told = [each.getMessage() for each in caplog.records]
     assert len(told) == 4  # once for each unit on each rank
     assert told[0].startswith("blocks.0 returns an object whose tensors cannot be found")
+
+
+VIEWS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "reshaped": lambda _, hidden: (hidden.view(2, 2, 4).flatten(0, 1),),
+    "slice": lambda _, hidden: (hidden[:, :],),
+    "beside the input": lambda inputs, hidden: (hidden.view(4, 4), inputs.view(4, 4)),
+    "of the input alone": lambda inputs, hidden: (hidden, inputs.view(4, 4)),
+    "of one tensor twice": lambda _, hidden: (hidden.view(4, 4), hidden.view(4, 4)),
+}
+
+
+class ViewBlock(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up, self.down, self.kind = nn.Linear(4, 8), nn.Linear(8, 4), kind
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return VIEWS[self.kind](inputs, self.down(torch.tanh(self.up(inputs))))
+
+
+class ChangesViews(nn.Module):
+    """Changes what its blocks return in place, as residual streams are written."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(ViewBlock(kind) for _ in range(3))
+        _ = self.double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            found, *rest = block(inputs)
+            found += 0.5
+            inputs = found.mul(2.0) + sum(each.sin() for each in rest)
+        return inputs.square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # of what this test shows to be right
+@rows("kind", VIEWS)
+def test_views_that_units_return_are_changed_in_place(ranks: Simulator, kind: str) -> None:
+    inputs = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+
+    def rank(ctx: accel.DistContext) -> tuple[Any, bool]:
+        model = ChangesViews(kind)
+        model, optimizer = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.01))
+        losses = two_steps(ctx, model, optimizer, lambda: model(inputs))
+        units = [each for each in model.modules() if isinstance(each, FSDPModule) and each is not model]
+        whole = [part.whole for unit in units for part in shards_of(unit)]
+        resharded = all(each is None or each.untyped_storage().size() == 0 for each in whole)
+        return (losses, accel.get_state_dict(ctx, model, dst=None)), resharded
+
+    want, _ = rank(accel.single())
+    for got, resharded in ranks.run(lambda ctx: rank(accel.replace(ctx, strategy="fsdp")), 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        assert resharded

@@ -20,6 +20,7 @@ from accel.bigmodel.run._slots import Block
 from accel.bigmodel.run._stream import Stream
 from accel.bigmodel.run._supplies import Supply, check_mapped
 from accel.errors import TreeError
+from accel.parallel._containers import fill_containers
 from accel.tensors import is_absent
 
 P = ParamSpec("P")
@@ -213,6 +214,8 @@ def move_inputs(model: nn.Module, device_map: DeviceMap, opened: ExitStack) -> N
         module = model.get_submodule(segment.name)
         taking = crossings[device_map.runs[segment.name]]
         _ = opened.callback(module.register_forward_pre_hook(taking.before, with_kwargs=True, prepend=True).remove)
+    segments = [model.get_submodule(segment.name) for segment in device_map.skeleton.segments]
+    _ = opened.callback(fill_containers(segments))
     after = crossings[device_map.devices[0]].after
     _ = opened.callback(model.register_forward_hook(after, with_kwargs=True).remove)
 

@@ -14,6 +14,7 @@ from torch import nn
 from accel.comm import Comm, adopt, broadcast_flat
 from accel.context import DistContext
 from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.parallel._containers import fill_containers
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._entries import refuse_parts
 from accel.parallel._labels import label_parameters, replace_parameter
@@ -247,6 +248,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
     for each in named:
         note_units(ctx.comm, each)
         reach_outputs(each)
+        _ = fill_containers(list(each.values())[:-1])  # but the model's, in which no loss of its blocks is yet
     if options.find_unused_parameters:
         for each in units:
             sum_unused(each[-1])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -15,9 +14,10 @@ import torch
 from torch import nn
 
 from accel.comm import SUM_OF, Comm, in_unit
+from accel.parallel._containers import known_parts
 from accel.parallel._modules import written_class
 from accel.parallel._private import runs_in_backward
-from accel.parallel._torch_fsdp import SUMS, around_calls, gather_at, shards_of, sum_at_end
+from accel.parallel._torch_fsdp import SUMS, around_calls, gather_at, gather_before, shards_of, sum_at_end
 
 
 def note_units(comm: Comm, units: Mapping[str, nn.Module]) -> None:
@@ -61,8 +61,8 @@ def _need_gradient(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in (tuple, list):
-        for each in cast("Sequence[object]", value):
+    else:
+        for each in known_parts(value) or ():
             yield from _tensors(each)
 
 
@@ -90,6 +90,7 @@ class _Output:
 
     Attributes:
         reached: whether torch finds a tensor that requires a gradient, in containers that it knows.
+        views: tensors that require a gradient and are views: torch's hook is lost when they are changed in place.
         hidden: tensors that require a gradient, in other objects.
         opaque: whether there are such objects.
         later: whether something in it may compute after the forward.
@@ -97,12 +98,15 @@ class _Output:
 
     def __init__(self, value: object) -> None:
         self.reached = self.opaque = self.later = False
+        self.views: list[torch.Tensor] = []
         self.hidden: list[torch.Tensor] = []
         self._seen: set[int] = set()
         self._look(value, depth=0, inside=False)
 
     def _look(self, value: object, depth: int, inside: bool) -> None:
         if isinstance(value, torch.Tensor):
+            if value.requires_grad and value._base is not None:
+                self.views.append(value)
             if value.requires_grad and not inside:
                 self.reached = True
                 self._seen.add(id(value))
@@ -114,21 +118,12 @@ class _Output:
             self.later = True
         else:
             self._seen.add(id(value))
-            known = _known_parts(value)
+            known = known_parts(value)
             self.opaque = self.opaque or known is None
             for each in known or ():
                 self._look(each, depth + 1, inside)
             for each in () if type(value) in (dict, list, tuple) else _other_parts(value):
                 self._look(each, depth + 1, inside=True)
-
-
-def _known_parts(value: object) -> Iterable[object] | None:
-    """Return the parts of a container in which torch looks for tensors; None of another object."""
-    if is_dataclass(value):
-        return [getattr(value, each.name) for each in fields(value)]
-    if isinstance(value, dict):
-        return cast("dict[object, object]", value).values()
-    return cast("Sequence[object]", value) if isinstance(value, list | tuple) else None
 
 
 def _other_parts(value: Any) -> Iterator[object]:
@@ -152,21 +147,31 @@ def reach_outputs(units: Mapping[str, nn.Module]) -> None:
     """
     for path, unit in units.items():
         look = partial(_reach, path or written_class(unit).__name__)
-        _ = unit.register_forward_hook(cast(Any, torch.compiler).disable(look), prepend=True)
+        _ = unit.register_forward_hook(cast(Any, torch.compiler).disable(look), prepend=True, with_kwargs=True)
 
 
-def _reach(name: str, unit: nn.Module, _inputs: Any, value: Any) -> None:
-    listed: Sequence[object] = cast("tuple[object, ...]", value) if type(value) is tuple else (value,)
-    if all(each is None or type(each) is torch.Tensor for each in listed):
+def _reach(name: str, unit: nn.Module, args: Any, kwargs: Mapping[str, object], value: Any) -> None:
+    listed: Sequence[Any] = cast("tuple[Any, ...]", value) if type(value) is tuple else (value,)
+    if all(each is None or (type(each) is torch.Tensor and each._base is None) for each in listed):
         return  # as most modules do: a look at others takes microseconds
     found = _Output(cast(object, value))
     trains = torch.is_grad_enabled()
+    if trains and found.views and not runs_in_backward():
+        given = {id(_behind(each)) for each in _tensors((*args, *kwargs.values()))}
+        for each in found.views:
+            function = _behind(each).grad_fn
+            if function is not None and id(_behind(each)) not in given:  # else it is one of the module before
+                gather_before(unit, function)
     if found.later or (trains and found.opaque and not (found.reached or found.hidden)):
         _keep_gathered(name, unit)
     elif trains and found.hidden and not runs_in_backward():
         for each in found.hidden:
             setattr(each, _REACHED, True)
             gather_at(unit, each)
+
+
+def _behind(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 def _keep_gathered(name: str, unit: nn.Module) -> None:

@@ -24,6 +24,7 @@ from accel.migrate._tree import (
     leading,
     led_by,
     loads,
+    method_of,
     small,
     statement,
     targets,
@@ -147,11 +148,13 @@ class Imports(cst.CSTTransformer):
         if not self._loggers:
             return module
         lines = Lines()
+        plain = {name for name in self._loggers if not self._only_inside(module, name)}
+        module = changed_by(module, _PlainLoggers(plain))
         for node in cast("Sequence[cst.BaseStatement]", module.body):
             name = next(iter(targets(node)), "")
             if name not in self._loggers or called(node) is None:
                 lines.add(node)
-            elif self._only_inside(module, name):
+            elif name not in plain:
                 lines.drop(node)
             else:
                 made = statement(f"{name} = logging.getLogger({{name}})", name=self._loggers[name].args[0].value)
@@ -172,6 +175,32 @@ class Imports(cst.CSTTransformer):
             if name in loads(node) and not makes:
                 return False
         return True
+
+
+class _PlainLoggers(cst.CSTTransformer):
+    """Calls of loggers that know no rank, without the arguments that only Accelerate's take."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    @override
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+        return not any(self._names & {*targets(each)} for each in walk(node))  # a function with its own logger
+
+    @override
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        owner, _ = method_of(original_node)
+        if owner is None or full_name(owner) not in self._names:
+            return updated_node
+        kept = [each for each in updated_node.args if not (each.keyword and each.keyword.value in _OF_RANKS)]
+        if len(kept) == len(updated_node.args):
+            return updated_node
+        last = [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) for each in kept[-1:]]
+        return updated_node.with_changes(args=[*kept[:-1], *last])
+
+
+_OF_RANKS = {"main_process_only", "in_order"}
 
 
 def _imports(module: cst.Module, name: str) -> bool:

@@ -145,12 +145,12 @@ class Script:
 
     def is_factory(self, call: cst.Call) -> bool:
         """Whether a call is of a function that returns an Accelerator."""
-        return full_name(call.func).rpartition(".")[2] in self.shared.factories
+        return full_name(call.func).rpartition(".")[2] in self.shared.factories | self.shared.returners
 
     def _has_factory(self, module: cst.Module) -> bool:
         """Whether the script makes an Accelerator by a function, or has such a function."""
         made = any(self.is_factory(call) for call in calls(module))
-        return made or bool(self.shared.factories & self.functions.keys())
+        return made or bool((self.shared.factories | self.shared.returners) & self.functions.keys())
 
     def is_alias(self, line: cst.CSTNode) -> bool:
         """Whether a line gives an Accelerator another variable."""

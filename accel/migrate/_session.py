@@ -32,8 +32,7 @@ from accel.migrate._tree import (
     with_block,
 )
 
-_OPENED = "who closes this context: the function opens a session for a `with`; a caller that has one can pass it"
-_OPEN = "who closes this context: accel.close(self.ctx), or the accel.session of a caller that passes it"
+_OPEN = "who closes this context: accel.close({ctx}), or the accel.session of a caller that passes it"
 
 
 class Sessions(cst.CSTTransformer):
@@ -65,12 +64,16 @@ class Sessions(cst.CSTTransformer):
         name = original_node.name.value
         if name in self._script.shared.factories and not self._names:
             return self._opening(updated_node, found)
+        if name in self._script.shared.returners and not self._names:
+            return self._returning(updated_node, found)
         if found is None:
             return updated_node
         at, made = found
         kept = [*self._lead(body[at]), *made.notes]
-        if set(targets(body[at])) & self._script.kept:
-            kept.append(self._notes.decide(_OPEN if made.opener is None else _OPENED, "classes"))
+        is_kept = bool(set(targets(body[at])) & self._script.kept)
+        if is_kept or self._returns(made):
+            owner = f"self.{self._script.ctx}" if is_kept else self._script.ctx
+            kept.append(self._notes.decide(_OPEN.format(ctx=owner), "classes"))
             line = led_by(self._line(made), kept)
             return with_block(updated_node, [*body[:at], line, *body[at + 1 :]])
         rest = body[at + 1 :]
@@ -120,6 +123,31 @@ class Sessions(cst.CSTTransformer):
         decorator = cst.Decorator(expression("contextlib.contextmanager"))
         node = with_block(node, [*body[:at], led_by(with_block(self.opened(made, {}), rest), lead)])
         return node.with_changes(decorators=[decorator], returns=None)
+
+    def _returns(self, made: Made) -> bool:
+        """Whether what opens a context is a function that returns it."""
+        opener = made.opener
+        return opener is not None and full_name(opener.func).rpartition(".")[2] in self._script.shared.returners
+
+    def _returning(self, node: cst.FunctionDef, found: tuple[int, Made] | None) -> cst.FunctionDef:
+        """Return a function that returns a context, in place of one that returned an Accelerator; others as they are."""
+        body = block(node)
+        last = small(body[-1])
+        if (
+            not isinstance(last, cst.Return)
+            or last.value is None
+            or (found is None and not self._script.makes(last.value))
+        ):
+            return node
+        if found is None:
+            made = self._options.read(cast(cst.Call, last.value))
+            self._notes.leave_out(last.value)
+            given = statement("return {opened}", opened=self._call("accel.from_env", made))
+            return with_block(node, [*body[:-1], led_by(given, [*leading(body[-1]), *made.notes])])
+        at, made = found
+        line = led_by(self._line(made), [*leading(body[at]), *made.notes])
+        given = led_by(statement(f"return {self._script.ctx}"), leading(body[-1]))
+        return with_block(node, [*body[:at], line, *body[at + 1 : -1], given])
 
     def _replaced(self, name: str, made: Made) -> list[cst.BaseStatement]:
         """Return the line that gives a launched function's context the settings that its launcher does not take."""

@@ -17,12 +17,14 @@ class Shared(NamedTuple):
         classes: names of classes, with their attributes that hold an Accelerator.
         bases: names of classes, with those of their bases.
         factories: functions whose one `return`, their last line, gives an Accelerator made by them.
+        returners: those, and methods like them, whose result a class keeps: they return a context that nothing closes.
         takers: functions and classes with a parameter `accelerator`.
     """
 
     classes: Mapping[str, frozenset[str]] = {}
     bases: Mapping[str, frozenset[str]] = {}
     factories: frozenset[str] = frozenset()
+    returners: frozenset[str] = frozenset()
     takers: frozenset[str] = frozenset()
 
     def joined(self, other: Shared) -> Shared:
@@ -30,7 +32,9 @@ class Shared(NamedTuple):
         names = {*self.classes, *other.classes}
         classes = {name: self.classes.get(name, _NONE) | other.classes.get(name, _NONE) for name in names}
         bases = {**self.bases, **other.bases}
-        return Shared(classes, bases, self.factories | other.factories, self.takers | other.takers)
+        returners = self.returners | other.returners
+        factories = (self.factories | other.factories) - returners
+        return Shared(classes, bases, factories, returners, self.takers | other.takers)
 
     def kept(self, name: str) -> frozenset[str]:
         """Return the attributes of a class that hold an Accelerator, those of its bases too."""
@@ -47,20 +51,33 @@ class Shared(NamedTuple):
 
 
 _NONE: frozenset[str] = frozenset()
+_BOUND = {"staticmethod", "classmethod"}
 
 
 def shared_in(texts: Iterable[str]) -> Shared:
     """Return the facts of scripts; one that is not Python has none."""
-    found = Shared()
+    trees: list[ast.Module] = []
     for text in texts:
         try:
-            tree = ast.parse(text)
+            trees.append(ast.parse(text))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
+    factories = frozenset(name for tree in trees for name in _factories(tree.body, _makers(tree)))
+    found = Shared(factories=factories)
+    for tree in trees:
         makers = _makers(tree)
-        kept = dict(_classes(tree, makers))
-        found = found.joined(Shared(kept, dict(_bases(tree)), frozenset(_factories(tree, makers)), _takers(tree)))
+        own = frozenset(name for body in _bodies(tree) for name in _factories(body, makers))
+        kept: dict[str, frozenset[str]] = {}
+        for name, lines in _classes(tree, makers | factories | own):
+            kept[name] = frozenset(lines)
+            found = found.joined(Shared(returners=(factories | own) & {*lines.values()}))
+        found = found.joined(Shared(kept, dict(_bases(tree)), takers=_takers(tree)))
     return found
+
+
+def _bodies(tree: ast.Module) -> Iterator[list[ast.stmt]]:
+    """Yield the lines of each class."""
+    yield from (node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
 
 
 def _makers(tree: ast.Module) -> set[str]:
@@ -87,7 +104,7 @@ def _takers(tree: ast.Module) -> frozenset[str]:
 def _makes(node: ast.expr | None, makers: set[str]) -> bool:
     if isinstance(node, ast.IfExp):
         return _makes(node.body, makers) or _makes(node.orelse, makers)
-    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in makers
+    return isinstance(node, ast.Call) and _function(node) in makers
 
 
 def _bases(tree: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
@@ -96,17 +113,22 @@ def _bases(tree: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
             yield node.name, frozenset(ast.unparse(each).rpartition(".")[2] for each in node.bases)
 
 
-def _classes(tree: ast.Module, makers: set[str]) -> Iterator[tuple[str, frozenset[str]]]:
+def _classes(tree: ast.Module, makers: set[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield classes, with their attributes that hold an Accelerator by the function that makes each."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             held = {
-                each.attr
+                each.attr: _function(line.value)
                 for line in ast.walk(node)
                 if isinstance(line, (ast.Assign, ast.AnnAssign)) and _holds(line.value, makers)
                 for each in (line.targets if isinstance(line, ast.Assign) else [line.target])
                 if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self"
             }
-            yield node.name, frozenset(held)
+            yield node.name, held
+
+
+def _function(node: ast.expr | None) -> str:
+    return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
 def _holds(node: ast.expr | None, makers: set[str]) -> bool:
@@ -114,9 +136,9 @@ def _holds(node: ast.expr | None, makers: set[str]) -> bool:
     return _makes(node, makers) or (isinstance(node, ast.Name) and node.id == "accelerator")
 
 
-def _factories(tree: ast.Module, makers: set[str]) -> Iterator[str]:
-    for node in tree.body:
-        if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+def _factories(body: Iterable[ast.stmt], makers: set[str]) -> Iterator[str]:
+    for node in body:
+        if not isinstance(node, ast.FunctionDef) or {ast.unparse(each) for each in node.decorator_list} - _BOUND:
             continue
         returns = [each for each in ast.walk(node) if isinstance(each, ast.Return)]
         last = node.body[-1]

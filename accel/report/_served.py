@@ -136,7 +136,8 @@ def change_of(old: Any, new: Any) -> dict[str, Any] | None:
     """Return what turns one JSON value into another; None for equal ones.
 
     {"v": value} replaces it. {"k": {key: change}, "x": [keys]} changes and drops keys of an object; {"k": ..., "n":
-    length} does so for a list, whose keys are places.
+    length} does so for a list, whose keys are places. {"t": text, "a": before, "z": after} keeps that many characters
+    at both ends of a text, as a curve keeps its older values.
     """
     if old == new:
         return None
@@ -153,7 +154,27 @@ def change_of(old: Any, new: Any) -> dict[str, Any] | None:
             for at, value in enumerate(after)
         }
         return {"k": {at: each for at, each in places.items() if each}, "n": len(after)}
+    if isinstance(old, str) and isinstance(new, str) and old.isascii() and new.isascii():  # one unit a character there
+        begin = _alike(old, new)
+        end = _alike(old[begin:][::-1], new[begin:][::-1])
+        if begin + end >= _LEAST_ALIKE:
+            return {"t": new[begin : len(new) - end], "a": begin, "z": end}
     return {"v": new}
+
+
+def _alike(one: str, other: str) -> int:
+    """Return how many characters two texts have alike from the start."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+_LEAST_ALIKE = 40  # characters, below which the whole text is as short
 
 
 _NOTHING = object()

@@ -8,7 +8,9 @@ import builtins
 import inspect
 import io
 import re
+import subprocess
 import symtable
+import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,3 +99,34 @@ def test_a_script_without_notes_holds_together(name: str, written: dict[str, Fil
 def test_most_scripts_need_at_most_two_decisions(written: dict[str, FileResult]) -> None:
     few = [name for name, result in written.items() if len(result.notes) <= 2]
     assert len(few) >= 18, sorted(set(SCRIPTS) - set(few))
+
+
+@pytest.mark.parametrize("name", ["made/by_function.py", "made/by_method.py", "split/base_trainer.py"])
+def test_a_class_keeps_what_a_function_or_a_method_makes(name: str, written: dict[str, FileResult]) -> None:
+    """Only who closes the context is left to decide; models of a list are accumulated one by one."""
+    assert [each.text for each in written[name].notes] == [
+        "decide who closes this context: accel.close(self.ctx), or the accel.session of a caller that passes it"
+        " (docs/migrate.md)"
+    ]
+    assert "[self." not in written[name].new.decode()
+    assert "return accel.from_env(" in written["made/build.py"].new.decode()
+
+
+def test_loggers_without_a_rank_get_no_arguments_of_ranks(written: dict[str, FileResult]) -> None:
+    text = written["split/base_trainer.py"].new.decode()
+    assert "main_process_only" in SCRIPTS["split/base_trainer.py"]
+    assert 'logger.info(f"eval loss {mean.item():.4f}")' in text
+
+
+@pytest.mark.slow
+def test_a_trainer_over_two_files_trains(written: dict[str, FileResult], tmp_path: Path) -> None:
+    for name in ("split/base_trainer.py", "split/regression.py"):
+        text = written[name].new.decode().replace("# accel: decide", "# once: ")
+        (tmp_path / Path(name).name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "regression.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("eval")]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) >= 2

@@ -21,7 +21,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 from profiles import share
-from sample_runs import write_launch, write_metrics, write_run
+from sample_runs import START_S, write_launch, write_metrics, write_run
 
 import accel.report
 from accel.cli import main
@@ -93,8 +93,9 @@ def ask(server: ReportServer, target: str, *headers: str, method: str = "GET", h
 PAGE, DATA = f"/?token={TOKEN}", f"/data?token={TOKEN}"
 
 
+LONG = st.sampled_from(["", "a", "ab" * 30, "b" * 45, "\N{GRINNING FACE}" * 41])
 JSON = st.recursive(
-    st.none() | st.integers(0, 3) | st.sampled_from(["", "a"]),
+    st.none() | st.integers(0, 3) | st.sampled_from(["", "a"]) | st.builds("{}{}{}".format, LONG, LONG, LONG),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("kvxn"), inner, max_size=3),
 )
 
@@ -105,6 +106,8 @@ def changed(old: Any, change: Any) -> Any:
         return old
     if "v" in change:
         return change["v"]
+    if "t" in change:
+        return old[: change["a"]] + change["t"] + old[len(old) - change["z"] :]
     if isinstance(old, list):
         made = {str(at): each for at, each in enumerate(cast("list[Any]", old)[: change["n"]])}
     else:
@@ -113,6 +116,16 @@ def changed(old: Any, change: Any) -> Any:
     for key in change.get("x", ()):
         del made[key]
     return [made[str(at)] for at in range(len(made))] if isinstance(old, list) else made
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        inner = cast("dict[str, Any] | list[Any]", value)
+        for each in inner.values() if isinstance(inner, dict) else inner:
+            yield from texts_of(each)
 
 
 @given(old=JSON, new=JSON)
@@ -150,6 +163,16 @@ def test_a_reader_gets_what_changed_and_all_of_it_compressed(
     assert found["base"] == tag[1]
     fresh = msgspec.json.decode(ask(server, f"{DATA}&base=unknown")[2])
     assert changed(msgspec.json.decode(whole), found["change"]) == fresh
+    status, head, whole = ask(server, DATA)
+    tag = re.search(r'ETag: "(\w+)"', head)
+    assert tag
+    with (tmp_path / "runs" / "demo" / "metrics.jsonl").open("ab") as file:
+        at = {"step_s": 0.05, "tokens_per_s": 4e4, "at": START_S + 30}
+        _ = file.write(encode_line(600, {"loss": 0.5, "lr": 1e-4, "grad_norm": 1.0}, at))
+    clock.now_s += 10
+    added = msgspec.json.decode(ask(server, f"{DATA}&base={tag[1]}", f'If-None-Match: "{tag[1]}"')[2])
+    curves = [each for each in texts_of(added["change"]["k"]["data"]) if len(each) > 100]
+    assert not curves  # a line more is a few characters more of its curve
     request = f"GET {PAGE} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept-Encoding: br, gzip\r\n\r\n".encode()
     head_bytes, _, body = exchange(server, request).partition(b"\r\n\r\n")
     assert b"Content-Encoding: gzip" in head_bytes

@@ -290,13 +290,13 @@ def test_many_runs_are_a_table_that_sorts_filters_and_lights_curves(
     assert {each.evaluate("(e) => e.parentElement.cells[0].textContent") for each in best.all()} == {"run-00"}
     page.locator("#filter").fill("lr<0.005 sgd")
     assert page.evaluate(rates) == [0.003, 0.001]
-    assert page.locator("#parallel svg > path:not(.off)").count() == 2
+    assert page.locator("#parallel .lines path:not(.off)").count() == 2
     page.locator("#filter").fill("")
     page.locator("#rows tbody tr").nth(2).hover()
     run = page.evaluate("report.state.lit")
     assert page.locator("#rows tr.lit th").inner_text() == f"run-{run:02}"
     assert page.locator(".chip.lit").inner_text() == f"run-{run:02}"
-    assert page.locator("#parallel path.lit").count() >= 1
+    assert page.locator("#parallel .top path").count() >= 1
     page.locator("#columns summary").click()
     page.locator("#columns input[type=number]").fill("9")
     row = page.locator("#columns .metrics > div").filter(has=page.locator(".name", has_text="loss")).first
@@ -671,7 +671,7 @@ def test_a_served_page_of_many_runs_takes_new_ones_and_keeps_its_columns(browser
     assert page.locator("#rows thead th").all_inner_texts()[:3] == ["run", "state", "lr ↑"]
     assert page.locator("#rows tbody tr th").last.inner_text() == "run-08"
     assert page.locator("#against").evaluate("(each) => each.selectedOptions[0].textContent") == "eval/accuracy, last"
-    assert page.locator("#parallel svg > path").count() == 9
+    assert page.locator("#parallel .lines path").count() == 9
     assert page.locator(".card", has_text="grad_norm").count() == 1
     assert page.evaluate("[window.kept, window.hit ?? null]") == [1, None]
     assert opened.complaints == []
@@ -739,3 +739,167 @@ def test_a_served_page_grows_from_nothing_to_one_run_and_to_many(browser: Any, t
     assert complaints == []
     context.close()
     end(server)
+
+
+INK = """() => report.charts.map(({ canvas }) => {
+  const copy = document.createElement("canvas");
+  const { width, height } = Object.assign(copy, { width: canvas.width, height: canvas.height });
+  const pen = copy.getContext("2d", { willReadFrequently: true });
+  pen.drawImage(canvas, 0, 0);
+  const { data } = pen.getImageData(0, 0, width, height);
+  const colors = new Set();
+  for (let at = 0; at < data.length; at += 4) {
+    if (data[at + 3] > 200) colors.add(data[at] >> 5 << 6 | data[at + 1] >> 5 << 3 | data[at + 2] >> 5);
+  }
+  return colors.size;
+})"""
+HOVERED = """async (count) => {
+  const { canvas } = report.charts[0];
+  canvas.scrollIntoView({ block: "center" });
+  await new Promise((done) => setTimeout(done, 500));
+  const box = canvas.getBoundingClientRect();
+  const taken = [];
+  for (let at = 0; at < count; at += 1) {
+    const began = performance.now();
+    const place = { clientX: box.left + 60 + 8 * at, clientY: box.top + 20 + 3 * at, pointerType: "mouse" };
+    canvas.dispatchEvent(new PointerEvent("pointermove", place));
+    await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+    taken.push(performance.now() - began);
+  }
+  return taken;
+}"""
+
+
+def test_paper_has_all_charts_in_light_colours_and_nothing_wide(browser: Any, tmp_path: Path) -> None:
+    lines = [encode_line(60 + step, {f"g{at}/m": step % 7 + at for at in range(9)}) for step in range(50)]
+    runs = write_sweep(tmp_path, 8)
+    for each in runs:
+        with (each / "metrics.jsonl").open("ab") as file:
+            _ = file.write(b"".join(lines))
+    opened = Opened(browser, save_page(tmp_path, runs), scheme="dark", width=1400)
+    page = opened.page
+    closed = "document.querySelectorAll('main details:not([open])').length"
+    before = page.evaluate(closed)
+    assert min(page.evaluate(INK)) == 0  # folded, or out of sight
+    text = page.evaluate("getComputedStyle(document.body).color")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(closed) == 0
+    assert min(page.evaluate(INK)) > 2
+    assert page.evaluate("getComputedStyle(document.body).color") != text
+    page.set_viewport_size({"width": 720, "height": 900})
+    page.emulate_media(media="print")
+    sizes = page.locator(".card[data-metric] canvas").evaluate_all(
+        "(all) => all.map((each) => [each.clientWidth / each.clientHeight, each.width / each.height])"
+    )
+    assert all(shown == pytest.approx(drawn, rel=0.02) for shown, drawn in sizes)  # no letter is stretched
+    assert page.locator("#rows, svg.parallel").evaluate_all("(all) => all.every((each) => each.clientWidth <= 720)")
+    page.emulate_media(media="screen")
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate(closed) == before
+    assert page.evaluate("getComputedStyle(document.body).color") == text
+    opened.close()
+
+
+def test_a_pointer_over_500_runs_takes_less_than_100_ms(browser: Any, tmp_path: Path) -> None:
+    opened = Opened(browser, save_page(tmp_path, write_sweep(tmp_path, 500)), width=1400)
+    taken = sorted(opened.page.evaluate(HOVERED, 30))
+    assert taken[len(taken) // 2] < 100  # the handler, the styles and the paint that follow it
+    opened.close()
+
+
+def test_a_link_shows_what_its_sender_saw(browser: Any, tmp_path: Path) -> None:
+    page_of = save_page(tmp_path, write_sweep(tmp_path, 9))
+    opened = Opened(browser, page_of, width=1400)
+    page = opened.page
+    assert "#" not in page.url
+    page.locator("#filter").fill("lr<0.008")
+    page.locator(".chip", has_text="run-00").click()
+    page.locator("#log").check()
+    page.locator("#axis").select_option("step")
+    page.locator("#smooth").fill("40")
+    page.locator("#against").select_option(label="eval/accuracy, last")
+    opened.canvas("loss").focus()
+    page.keyboard.press("+")
+    seen = """() => [report.currentView(), report.state.log, report.state.smooth, [...report.state.hidden],
+      [...report.state.matching], document.getElementById("filter").value, document.getElementById("against").value,
+      Object.fromEntries([...document.querySelectorAll(".chip")].map((each) =>
+        [each.textContent, each.firstChild.style.background]))]"""
+    before = page.evaluate(seen)
+    link = page.url
+    assert before[3:6:2] == [[0], "lr<0.008"]
+    fresh = Opened(browser, link, width=1400)
+    assert fresh.page.evaluate(seen) == before
+    fresh.page.locator("#reset").click()
+    assert "view" not in fresh.page.url
+    fresh.close()
+    # an earlier run shifts the others' numbers, and not their colors
+    write_metrics(tmp_path / "a", 100)
+    folders = sorted(each for each in tmp_path.iterdir() if each.is_dir())
+    with_earlier = Opened(browser, save_page(tmp_path, folders).as_uri() + "#" + link.partition("#")[2], width=1400)
+    now = with_earlier.page.evaluate(seen)
+    assert {name: color for name, color in now[7].items() if name != "a"} == before[7]
+    assert now[0] == before[0]
+    with_earlier.close()
+    opened.close()
+
+
+def test_a_group_has_mean_and_spread_a_row_and_a_line(browser: Any, tmp_path: Path) -> None:
+    folders: list[Path] = []
+    for at in range(12):
+        folder = tmp_path / f"run-{at:02}"
+        write_metrics(folder, 400, seed=at, rate=(0.01, 0.03)[at % 2])
+        write_run(folder, config={"lr": (0.1, 0.2)[at % 2], "seed": at // 2})
+        folders.append(folder)
+    opened = Opened(browser, save_page(tmp_path, folders), width=1400)
+    page = opened.page
+    page.locator("#group").select_option(label="all but the seed")
+    assert page.locator("#rows tbody tr:not([hidden])").count() == 2
+    assert "±" in page.locator("#rows tbody tr").first.inner_text()
+    canvas = opened.canvas("loss")
+    lines = "(each) => report.charts.find((chart) => chart.canvas === each).drawn.lines.map(({ run }) => run)"
+    assert sorted(canvas.evaluate(lines)) == [0, 1]
+    opened.hover(canvas, 0.5, 0.5)
+    page.wait_for_timeout(200)
+    assert page.locator(".tip", has_text="lr=0.1").inner_text().count("6 runs") == 2
+    opened.close()
+
+
+def test_a_chart_is_a_picture_and_a_table_for_other_programs(browser: Any, tmp_path: Path) -> None:
+    opened = Opened(browser, save_page(tmp_path, write_everything(tmp_path)), width=1400)
+    page = opened.page
+    card = page.locator(".card[data-metric]").first
+    files: dict[str, str] = {}
+    for kind in ("SVG", "CSV"):
+        with page.expect_download() as begun:
+            card.locator(".export", has_text=kind).click()
+        files[begun.value.suggested_filename] = Path(begun.value.path()).read_text()
+    assert sorted(files) == ["loss.csv", "loss.svg"]
+    assert files["loss.csv"].splitlines()[0] == "run,step,mean,least,most"
+    assert len(files["loss.csv"].splitlines()) > 100
+    colors = page.locator("#legend .dot").evaluate_all("(all) => all.map((each) => each.style.background)")
+    shown = page.locator(".few tbody tr").evaluate_all(
+        "(all) => all.map((row) => [...row.querySelectorAll('.spark')].map((each) => getComputedStyle(each).stroke))"
+    )
+    assert len(shown) == len(colors) == 3
+    assert all(set(strokes) == {color} for strokes, color in zip(shown, colors, strict=True))
+    picture = browser.new_context().new_page()
+    (tmp_path / "loss.svg").write_text(files["loss.svg"])
+    picture.goto((tmp_path / "loss.svg").as_uri())
+    assert picture.locator("path").count() > 3
+    strokes = picture.locator("path").evaluate_all("(all) => all.map((each) => getComputedStyle(each).stroke)")
+    assert set(colors) <= set(strokes)
+    picture.context.close()
+    opened.close()
+
+
+@pytest.mark.parametrize("width", [1400, 900, 400])
+def test_labels_of_parallel_coordinates_are_next_to_their_axis(browser: Any, tmp_path: Path, width: int) -> None:
+    opened = Opened(browser, save_page(tmp_path, write_sweep(tmp_path, 8)), width=width)
+    axes, labels = opened.page.evaluate(
+        """() => ["line.axis", "text:not(.title)"].map((words) => [...document.querySelectorAll(`#parallel ${words}`)]
+          .map((each) => each.getBoundingClientRect()).map(({ left, right }) => [left, right]))"""
+    )
+    assert len(axes) == 3
+    gaps = [min(min(abs(left - at), abs(right - at)) for at, _ in axes) for left, right in labels]
+    assert max(gaps) < 9
+    opened.close()

@@ -128,12 +128,17 @@ def test_a_printed_page_draws_charts_out_of_sight_and_opens_groups() -> None:
     charts.push(new Chart(card), new Chart(card));
     const group = { open: false };
     document.found["main details:not([open])"] = [group];
+    const classes = [];
+    document.documentElement = { classList: { toggle: (name, is) => classes.push(is && name) } };
+    document.body.append = () => {};
+    globalThis.getComputedStyle = () => ({ color: "black", fontFamily: "" });
+    globalThis.redrawSpreads = () => {};
     beginPrint();
     const during = [group.open, charts.every((each) => each.drawn && !each.isVisible)];
     endPrint();
-    console.log(JSON.stringify([...during, group.open]));
+    console.log(JSON.stringify([...during, group.open, classes]));
     """
-    assert run_script(2, program) == [True, True, False]
+    assert run_script(2, program) == [True, True, False, ["printed", False]]
 
 
 def test_a_link_keeps_filter_zoom_axis_and_hidden_runs() -> None:

@@ -114,15 +114,18 @@ function take(fresh) {
   if (!sweep) openSweep();
   else if (columns !== columnNames()) buildChooser();
   else buildParallel();
+  watchControls();
   changed("runs");
   if (held?.isConnected) scrollBy(0, held.getBoundingClientRect().top - top);
   return true;
 }
 
-// A value with a change of the server's, which is none, another value, or changes of parts by their keys.
+// A value with a change of the server's, which is none, another value, the middle of a text, or changes of parts by
+// their keys.
 function changedBy(old, change) {
   if (!change) return old;
   if ("v" in change) return change.v;
+  if ("t" in change) return old.slice(0, change.a) + change.t + old.slice(old.length - change.z);
   const made = Array.isArray(old) ? old.slice(0, change.n) : { ...old };
   for (const [key, each] of Object.entries(change.k)) made[key] = changedBy(made[key], each);
   for (const key of change.x ?? []) delete made[key];

@@ -12,11 +12,6 @@ function toggle(run, isAlone) {
   } else if (!state.hidden.delete(run)) {
     state.hidden.add(run);
   }
-  openLink();
-  onChange((what) => { if (what !== "lit") keepLink(); });
-  for (const id of ["search", "against"]) document.getElementById(id)?.addEventListener("input", keepLink);
-  addEventListener("beforeprint", beginPrint);
-  addEventListener("afterprint", endPrint);
   changed("runs");
 }
 
@@ -221,17 +216,25 @@ function addChart(card) {
   card.querySelector("button")?.addEventListener("click", () => card.classList.toggle("whole"));
   addExports(chart);
 }
-// On paper all charts are in sight, and what is folded is open.
+// On paper all charts are in sight, as wide as the paper and in light colours, and what is folded is open.
 const unfolded = [];
 function beginPrint() {
   for (const each of document.querySelectorAll("main details:not([open])")) {
     each.open = true;
     unfolded.push(each);
   }
+  printed(true);
   for (const chart of charts) if (!chart.card.hidden) chart.draw();
+}
+function printed(is) {
+  document.documentElement.classList.toggle("printed", is);
+  readTheme();
+  redrawSpreads();
+  for (const chart of charts) chart.isStale = true;
 }
 function endPrint() {
   for (const each of unfolded.splice(0)) each.open = false;
+  printed(false);
   redraw();
 }
 function fillDots() {
@@ -269,13 +272,21 @@ function keepLink() {
   const link = linkOf();
   if (link !== location.hash) history.replaceState(null, "", link || location.pathname + location.search);
 }
+// A served page gets controls later: their first value is no reader's choice.
+function watchControls() {
+  for (const id of CONTROLS) {
+    const control = document.getElementById(id);
+    if (!control || "first" in control.dataset) continue;
+    control.dataset.first = control.type === "checkbox" ? "" : control.value;
+    control.addEventListener("input", keepLink);
+  }
+}
 function openLink() {
+  watchControls();
   const kept = new URLSearchParams(location.hash.slice(1));
   for (const id of CONTROLS) {
     const control = document.getElementById(id);
-    if (!control) continue;
-    control.dataset.first ??= control.type === "checkbox" ? "" : control.value;
-    if (!kept.has(id)) continue;
+    if (!control || !kept.has(id)) continue;
     if (control.type === "checkbox") control.checked = kept.get(id) === "1"; else control.value = kept.get(id);
     control.dispatchEvent(new Event(control.tagName === "SELECT" || control.type === "checkbox" ? "change" : "input"));
   }
@@ -311,5 +322,7 @@ function start() {
   addEventListener("scroll", () => { if (state.hover) setHover(null); }, { passive: true });
   addEventListener("beforeprint", beginPrint);
   addEventListener("afterprint", endPrint);
+  openLink();
+  onChange((what) => { if (what !== "lit") keepLink(); });
   changed("runs");
 }

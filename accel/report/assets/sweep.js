@@ -178,7 +178,7 @@ function buildChooser() {
 }
 
 // Parallel coordinates: an axis for each chosen setting, the last one for a metric, a line for each run.
-const parallel = { lines: [], top: null };
+const parallel = { lines: [], below: null, top: null };
 const NS = "http://www.w3.org/2000/svg";
 function draw(tag, attributes, text) {
   const made = document.createElementNS(NS, tag);
@@ -253,6 +253,8 @@ function buildParallel() {
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, class: "parallel", role: "img",
     "aria-label": "Settings of each run against a metric" });
   svg.style.width = `${width}px`;
+  parallel.below = draw("g", { class: "lines" }); // a layer of its own: a lit line does not paint the others again
+  svg.append(parallel.below);
   const shade = shadesOf(axes[axes.length - 1]);
   for (const run of shade.order) {
     const points = axes.map((axis, at) => [x(at), axis.at(axis.column.value(run))]);
@@ -265,9 +267,9 @@ function buildParallel() {
     line.addEventListener("pointerenter", () => light(run));
     line.addEventListener("pointerleave", () => light(null));
     parallel.lines[run] = line;
-    svg.append(line);
+    parallel.below.append(line);
   }
-  parallel.top = draw("g", { "pointer-events": "none" }); // the lit line again, above all others
+  parallel.top = draw("g", { class: "top", "pointer-events": "none" }); // lit lines again, above all others
   svg.append(parallel.top);
   axes.forEach((axis, at) => {
     svg.append(draw("line", { x1: x(at), x2: x(at), y1: y(0), y2: y(1), class: "axis" }));
@@ -286,13 +288,10 @@ function buildParallel() {
 }
 
 function updateParallel() {
-  parallel.lines.forEach((line, run) => {
-    line.classList.toggle("off", !isShown(run));
-    line.classList.toggle("lit", state.lit === leaderOf(run));
-    line.classList.toggle("dim", state.lit !== null && state.lit !== leaderOf(run));
-  });
-  if (state.lit !== null && parallel.lines[state.lit]) parallel.top.replaceChildren(parallel.lines[state.lit].cloneNode());
-  else parallel.top?.replaceChildren();
+  parallel.lines.forEach((line, run) => line.classList.toggle("off", !isShown(run)));
+  const lit = state.lit === null ? [] : parallel.lines.filter((_, run) => leaderOf(run) === state.lit);
+  parallel.below?.classList.toggle("dim", lit.length > 0);
+  parallel.top?.replaceChildren(...lit.map((line) => line.cloneNode()));
 }
 
 // Begin where the page has a sweep; a served one may get it later.

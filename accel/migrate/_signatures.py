@@ -26,6 +26,13 @@ def public_names(name: str) -> frozenset[str]:
     return frozenset(_members(made[-1])) if made and isinstance(made[-1], ast.ClassDef) else frozenset()
 
 
+def is_tracker(name: str) -> bool:
+    """Whether `accel.trackers` has a tracker of that name: a function that returns a `Tracker`."""
+    made = _definitions("accel", f"trackers.{name}") if name.isidentifier() else []
+    returned = made[-1].returns if made and isinstance(made[-1], ast.FunctionDef) else None
+    return isinstance(returned, ast.Name) and returned.id == "Tracker"
+
+
 @functools.lru_cache(maxsize=256)
 def _found(module: str, name: str) -> tuple[Signature, ...]:
     made = _definitions(module, name)

@@ -10,6 +10,7 @@ import libcst as cst
 from typing_extensions import override
 
 from accel.migrate._script import Script
+from accel.migrate._signatures import is_tracker
 from accel.migrate._tree import (
     Remarks,
     argument,
@@ -23,9 +24,6 @@ from accel.migrate._tree import (
     walk,
     with_block,
 )
-
-# trackers by their name in `log_with=`
-TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 _EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
 
@@ -64,7 +62,7 @@ class Tracking:
             own = isinstance(each, cst.Call) and full_name(each.func) in self._script.classes
             name = text_of(each).strip("\"'") if each is not None else ""
             name = name.removeprefix("LoggerType.").lower() if name.startswith("LoggerType.") else name
-            if name in TRACKERS:
+            if is_tracker(name):
                 names.append(f"accel.trackers.{name}({self._options(name, kwargs)})")
             elif name in ("all", ""):
                 self._change('log_with="all": no tracker is on because it is installed; jsonl() writes metrics.jsonl')

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -96,8 +97,7 @@ class PackedRows(IterableDataset[PackedTokens]):
     def __iter__(self) -> Iterator[PackedTokens]:
         begin, self._begin = self._begin, {}
         rows = self._source(begin.get("source"))
-        waiting = _Waiting(self.max_tokens)
-        waiting.restore(rows, begin)
+        waiting = _Waiting(self.max_tokens, rows, begin)
         self._now = begin
         while True:
             read: list[_Read] = []
@@ -109,7 +109,7 @@ class PackedRows(IterableDataset[PackedTokens]):
             if not waiting.rows:
                 break
             taken = waiting.take()
-            self._now = waiting.state(rows.state())
+            self._now = waiting.state()
             yield _laid(taken, self.max_tokens, self.pad_id)
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,16 +136,17 @@ class PackedRows(IterableDataset[PackedTokens]):
             part.rows = cast(Any, self.rows).shard(num_shards=num_shards, index=index)
         return part
 
-    def _source(self, begin: Any) -> _Indexed | _Streamed:
-        """Open the rows at a state. Workers divide rows with indices; others divide themselves, as in torch."""
+    def _source(self, begin: Any) -> Iterator[_Read]:
+        """Read the rows from a state. Workers split rows with indices; other rows split themselves, as in torch."""
         if not _is_indexed(self.rows):
-            return _Streamed(self.rows, begin)
+            return _streamed(self.rows, begin)
         first, step = self._share
         if (worker := get_worker_info()) is not None:
             first, step = first + step * worker.id, step * worker.num_workers
         count = len(cast(Any, self.rows))
-        shuffled = None if self.seed is None or not count else order(self.seed, self._epoch, count)
-        return _Indexed(self.rows, range(first, count, step), shuffled, begin or 0)
+        places: Any = range(count) if self.seed is None or not count else order(self.seed, self._epoch, count)
+        numbers = enumerate(range(first, count, step)[begin or 0 :], begin or 0)
+        return (_read(cast(Any, self.rows)[places[place]], at, at + 1) for at, place in numbers)
 
     def _check(self, read: Sequence[_Read]) -> None:
         """Raise `DataError` for rows that are too long, unless they are cut."""
@@ -223,84 +224,63 @@ def _is_indexed(rows: object) -> bool:
 
 
 class _Read(NamedTuple):
-    """A row that was read; `before`: the state of its source in front of it."""
+    """A row that was read, and the states of its source in front of it and behind it."""
 
     ids: Tensor
     weights: Tensor
     before: Any
+    behind: Any
 
 
-def _read(row: TokenRow, before: Any) -> _Read:
+def _read(row: TokenRow, before: Any, behind: Any) -> _Read:
     if not isinstance(row, TokenRow):  # pyright: ignore[reportUnnecessaryIsInstance] - from users
         raise DataError("not a row of tokens", expected="a TokenRow", got=type(row).__name__, where="pack(rows)")
     ids = torch.as_tensor(row.ids, dtype=torch.int64)
-    return _Read(ids, torch.as_tensor(row.loss_weights, dtype=torch.float32), before)
+    return _Read(ids, torch.as_tensor(row.loss_weights, dtype=torch.float32), before, behind)
 
 
-class _Indexed:
-    """Reads rows by their indices; its state is the number of rows read."""
-
-    def __init__(self, rows: Any, places: range, shuffled: Any, begin: int) -> None:
-        self._rows, self._places, self._order = rows, places, shuffled
-        self._at = begin
-
-    def __iter__(self) -> _Indexed:
-        return self
-
-    def __next__(self) -> _Read:
-        if self._at >= len(self._places):
-            raise StopIteration
-        place = self._places[self._at]
-        row = self._rows[place if self._order is None else self._order[place]]
-        self._at += 1
-        return _read(row, self._at - 1)
-
-    def state(self) -> int:
-        return self._at
-
-
-class _Streamed:
-    """Reads rows in a loop; its state is theirs, or the number of rows read, which a resume reads again."""
-
-    def __init__(self, rows: Any, begin: Any) -> None:
-        self._owner = copy.copy(rows) if hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict") else None
-        self._count = 0
-        if self._owner is not None and begin is not None:
-            self._owner.load_state_dict(begin)
-        self._rows = iter(rows if self._owner is None else self._owner)
-        while self._owner is None and self._count < (begin or 0):
-            _ = next(self)
-
-    def __iter__(self) -> _Streamed:
-        return self
-
-    def __next__(self) -> _Read:
-        before = self.state()
-        row = next(self._rows)
-        self._count += 1
-        return _read(row, before)
-
-    def state(self) -> Any:
-        return self._count if self._owner is None else copy.deepcopy(self._owner.state_dict())
+def _streamed(rows: Any, begin: Any) -> Iterator[_Read]:
+    """Read rows in a loop. A state is theirs, or the number of rows read, which a resume reads again."""
+    if not (hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict")):
+        yield from itertools.islice((_read(row, at, at + 1) for at, row in enumerate(rows)), begin, None)
+        return
+    owner = copy.copy(rows)
+    if begin is not None:
+        owner.load_state_dict(begin)
+    before = copy.deepcopy(owner.state_dict())
+    for row in owner:
+        behind = copy.deepcopy(owner.state_dict())
+        yield _read(row, before, behind)
+        before = behind
 
 
 class _Waiting:
-    """Rows, cut to a length, that wait for a place in a packed row, by their number in order of reading."""
+    """Rows, cut to a length, that wait for a place in a packed row, by their number in order of reading.
 
-    def __init__(self, max_tokens: int) -> None:
+    A state: the source's at the oldest row that waits, and of the rows read since then which ones wait, as bits.
+    """
+
+    def __init__(self, max_tokens: int, rows: Iterator[_Read], state: dict[str, Any]) -> None:
         self.rows: dict[int, _Read] = {}  # the oldest first
         self._most = max_tokens
         self._by_length: list[tuple[int, int]] = []  # of equal lengths the oldest, with the least negative number, last
         self._next = 0
         self._first = 0  # number of the row of the lowest bit
         self._bits = 0  # which rows wait
+        self._behind: Any = state.get("source")
+        bits = int(state.get("waiting", "0"), 16)
+        for place, row in enumerate(itertools.islice(rows, state.get("read", 0))):
+            self.add(row, waits=bool(bits >> place & 1))
 
-    def add(self, row: _Read) -> None:
+    def add(self, row: _Read, *, waits: bool = True) -> None:
+        """Take the next row that was read, or pass over it."""
         number = self._next
         self._next += 1
-        self.rows[number] = row._replace(ids=row.ids[: self._most], weights=row.weights[: self._most])
-        bisect.insort(self._by_length, (len(self.rows[number].ids), -number))
-        self._bits |= 1 << (number - self._first)
+        self._behind = row.behind
+        if waits:
+            self.rows[number] = row._replace(ids=row.ids[: self._most], weights=row.weights[: self._most])
+            bisect.insort(self._by_length, (len(self.rows[number].ids), -number))
+            self._bits |= 1 << (number - self._first)
 
     def take(self) -> list[_Read]:
         """Take the oldest row, and again and again the longest that fits."""
@@ -316,24 +296,13 @@ class _Waiting:
             at = bisect.bisect_right(self._by_length, (room, 1)) - 1
         return taken
 
-    def state(self, behind: Any) -> dict[str, Any]:
-        """Return the source's state at the oldest row that waits, and of the rows since then which ones do, as bits;
-        `behind`: its state behind the rows read."""
+    def state(self) -> dict[str, Any]:
+        """Return the state, from which a resume reads the rows that wait again."""
         oldest = next(iter(self.rows), self._next)
+        source = self.rows[oldest].before if self.rows else self._behind
         self._bits >>= oldest - self._first
         self._first = oldest
-        source = self.rows[oldest].before if self.rows else behind
         return {"source": source, "read": self._next - oldest, "waiting": f"{self._bits:x}"}
-
-    def restore(self, rows: Iterator[_Read], state: dict[str, Any]) -> None:
-        """Read again the rows that waited at a state."""
-        bits = int(state.get("waiting", "0"), 16)
-        for place in range(state.get("read", 0)):
-            row = next(rows)
-            if bits >> place & 1:
-                self.add(row)
-            else:
-                self._next += 1
 
 
 def _laid(rows: Sequence[_Read], size: int, pad_id: int) -> PackedTokens:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import functools
 import importlib.util
 import json
 import re
@@ -33,6 +34,8 @@ import pytest
 import torch
 from processes import job, patience, script_ranks
 from safetensors.torch import load_file, save_file
+
+from accel.testing import simulate
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -128,6 +131,26 @@ def test_a_recipe_killed_once_ends_as_one_that_was_not(recipe: Any, tmp_path: Pa
     ends, expected = saved(recipe, killed), saved(recipe, whole)
     assert [name for name in expected if ends.pop(name, None) != expected[name]] == []
     assert not ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
+def test_recipes_of_post_training_have_the_same_curves_on_one_and_on_two_ranks(name: str, tmp_path: Path) -> None:
+    recipe = RECIPES[name]
+    if recipe.missing:
+        pytest.skip(f"needs {', '.join(recipe.missing)}")
+    _, steps, _, size = recipe.small.split()[:4]
+    options: dict[str, Any] = {"steps": int(steps), "size": int(size)} | ({"lora": False} if name == "sft" else {})
+    script, curves = load(name), list[Any]()
+    for world in (1, 2):
+        out = str(tmp_path / str(world))
+        simulate(functools.partial(script.main, out=out, **options), world_size=world)
+        curves.append(GALLERY.read_metrics(Path(out) / recipe.metrics))
+    alone, shared = curves
+    assert len(alone) == len(shared) >= 4
+    for mine, theirs in zip(alone, shared, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    assert any("/" in column for column in alone[-1])  # a group of the report
 
 
 @pytest.mark.slow

@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 import json
 import random
 import re
 import sys
 import tokenize
+import typing
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ import accel
 from accel.errors import ConfigError
 from accel.migrate import FileResult, migrate_bytes
 from accel.testing import simulate
+from accel.trackers import Tracker
 
 PAIRS = sorted((Path(__file__).parent / "pairs").glob("*.before"))
 SHORT = [  # the two long ones take longer than all others together
@@ -509,6 +512,28 @@ def test_every_name_that_is_written_exists() -> None:
         found: object = accel
         for part in name.strip(".").split("."):
             found = getattr(found, part)
+
+
+TRACKED = """from accelerate import Accelerator
+
+accelerator = Accelerator(log_with={name!r})
+accelerator.init_trackers("run")
+"""
+
+
+def test_every_tracker_of_accel_is_known_by_its_name_and_nothing_else_is() -> None:
+    """A tracker is what returns a `Tracker`, so that a new one needs no line in `accel.migrate`."""
+    made = {
+        name: typing.get_type_hints(found).get("return")
+        for name, found in vars(accel.trackers).items()
+        if inspect.isfunction(found)
+    }
+    assert {"wandb", "mlflow", "jsonl"} < {name for name in accel.trackers.__all__ if made.get(name) is Tracker}
+    for name in accel.trackers.__all__:
+        written = migrated(TRACKED.format(name=name))
+        is_known = f"accel.trackers.{name}()" in written.new.decode()
+        assert is_known == (made.get(name) is Tracker), name
+        assert any("log_with=" in note.text for note in written.notes) == (not is_known), name
 
 
 def test_every_page_that_a_note_names_exists() -> None:

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from live_bytes import LiveBytes
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -64,8 +66,26 @@ def test_deferred_logits_give_the_same_scores(temperature: float, entropy: bool)
         scores = scores if entropy else (scores,)
         (scores[0].square().sum() + sum(each.sum() for each in scores)).backward()
         found.append([*scores, *(each.grad for each in model.parameters())])
-        assert not deferred or logits.is_made == entropy  # type: ignore[attr-defined]
+        assert not deferred or not logits.is_made  # type: ignore[attr-defined]
     close(*found)
+    with torch.no_grad():
+        model.train(False)
+        scores = post.token_logprobs(ONE, logits, targets, temperature=temperature, entropy=entropy)
+        close([*(scores if entropy else (scores,))], [each.detach() for each in found[0][: 1 + entropy]])
+        assert not logits.is_made  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entropy", [False, True])
+def test_deferred_logits_of_many_words_take_two_chunks_and_the_gradient_of_the_head(entropy: bool) -> None:
+    words, tokens, width = 131_072, 2_048, 256
+    head = accel.defer_logits(torch.nn.Sequential(torch.nn.Embedding(words, width), torch.nn.Linear(width, words)))[1]
+    hidden = torch.randn(1, tokens, width, requires_grad=True)
+    with LiveBytes() as live:
+        found: Any = post.token_logprobs(ONE, head(hidden), torch.zeros(1, tokens, dtype=torch.int64), entropy=entropy)
+        (found[0] + found[1] if entropy else found).sum().backward()
+    assert head.weight.grad is not None
+    assert live.peak < 450e6 < words * tokens * 4
 
 
 @settings(max_examples=30)
@@ -121,14 +141,15 @@ def test_slips_are_errors() -> None:
 
 
 def train(
-    ctx: accel.DistContext, mesh: str, strategy: Any, *, by_hand: bool, head: str, experts: int
+    ctx: accel.DistContext, mesh: str, strategy: Any, *, by_hand: bool, head: str, experts: int, logits: Any = "full"
 ) -> dict[str, Tensor]:
-    """Take three steps on batches of sequences, with tokens that do not count; return the whole parameters."""
+    """Take three steps on batches of sequences, with tokens that do not count; return the full parameters."""
     ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
     model, optimizer = lm.make_objects(ctx, experts=experts)
     plan = lm.plan_of(experts)
     if head != "colwise":
         plan = accel.parallel.Plan(tensor={**lm.STYLES, "head": head})
+    plan = msgspec.structs.replace(plan, logits=logits)
     loader = accel.prepare_loader(ctx, DataLoader(lm.rows(), batch_size=4), global_batch=4)
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
     parallel = head == "colwise" and "tp" in mesh
@@ -160,14 +181,16 @@ def train(
                 loss = score(model(**part), wanted)
                 state = accel.backward(ctx, loss.mean, state, weight=loss.weight)
         state = accel.optimizer_step(ctx, optimizer, state)
-    held = accel.unwrap_model(model).named_parameters()
-    return {name: full_tensor(each).detach() for name, each in held}
+    plain_model = accel.unwrap_model(model)
+    assert not any(hasattr(each, "accel_logits_reported") for each in plain_model.modules())  # by logits that are made
+    return {name: full_tensor(each).detach() for name, each in plain_model.named_parameters()}
 
 
 @pytest.mark.parametrize(
     ("mesh", "world", "strategy", "options"),
     [
         ("dp=2", 2, "ddp", {}),
+        pytest.param("", 1, "ddp", {}, marks=pytest.mark.slow),
         ("dp=2", 2, "fsdp", {}),
         ("dp_replicate=2,dp_shard=2", 4, "fsdp", {}),
         ("tp=2", 2, "ddp", {}),
@@ -181,12 +204,15 @@ def train(
     ],
     ids=str,
 )
+@pytest.mark.parametrize("logits", ["full", pytest.param("deferred", marks=pytest.mark.slow)])
 def test_every_mesh_trains_as_one_rank_does(
-    ranks: Simulator, mesh: str, world: int, strategy: Any, options: dict[str, Any]
+    ranks: Simulator, mesh: str, world: int, strategy: Any, options: dict[str, Any], logits: Any
 ) -> None:
     options = {"head": "colwise", "experts": 0, **options}
     expected = train(ONE, "", "ddp", by_hand=True, **options)
-    for found in ranks.run(lambda ctx: train(ctx, mesh, strategy, by_hand=False, **options), world, default_group=True):
+    options["logits"] = logits
+    runs = ranks.run(lambda ctx: train(ctx, mesh, strategy, by_hand=False, **options), world, default_group=True)
+    for found in runs:
         assert found
         for name, each in found.items():
             close(each, expected[name])

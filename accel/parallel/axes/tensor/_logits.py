@@ -18,7 +18,7 @@ from accel.comm._units import users_line
 from accel.errors import PrepareError
 from accel.parallel._private import is_library_hook, without_subclasses, wrapper_of
 from accel.parallel.axes.tensor._head_calls import RECOMPUTE, WHERE, HeadCall, parameters_of
-from accel.parallel.axes.tensor._head_loss import Words, loss_of_rows
+from accel.parallel.axes.tensor._head_chunks import Words, loss_of_rows
 from accel.parallel.axes.tensor._layers import Layer
 
 T = TypeVar("T")
@@ -164,7 +164,7 @@ class DeferredLogits(Tensor):
     def loss(self, targets: Tensor, *, is_split: bool = False, **options: Any) -> Tensor | None:
         """Return the cross entropy of rows, or None where only real logits give it. A collective along tp.
 
-        `is_split`: whether logits of this rank's classes are meant. `options` are of `cross_entropy`.
+        `is_split`: whether logits of this rank's classes are meant. `options` are those of `loss_of_rows`.
         """
         if self.is_made or is_split != self._is_split():
             return None
@@ -437,7 +437,7 @@ def _report(head: Any) -> None:
     """Log once that a head's logits are made, and where."""
     if _REPORTED not in vars(head):
         vars(head)[_REPORTED] = True
-        line = "deferred logits are made%s: only cross entropies are computed without them"
+        line = "deferred logits are made%s: only cross entropies and token_logprobs are computed without them"
         _LOG.warning(line, users_line())
 
 

@@ -81,7 +81,7 @@ class HttpServer:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors as a safetensors file; see `WeightServer`."""
-        self._tell_all("load", save({name: each.detach().cpu().contiguous() for name, each in tensors.items()}))
+        self._tell_all("load", as_safetensors(tensors))
 
     def commit(self, digest: str, count: int) -> None:
         """Have each server compare what it holds; see `WeightServer`."""
@@ -134,6 +134,11 @@ class HttpServer:
         raise ServerError(
             told.problem, expected=told.expected, got=told.got, where=f"{url}, {told.where or verb}", fix=told.fix
         )
+
+
+def as_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return tensors as a file of safetensors."""
+    return save({name: each.detach().cpu().contiguous() for name, each in tensors.items()})
 
 
 def request(url: str, body: bytes, timeout_s: float, token: str) -> tuple[int, bytes]:

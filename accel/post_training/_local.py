@@ -143,22 +143,7 @@ class LocalServer:
 
     def check_version(self, version: Version | None) -> None:
         """Raise `ServerError` unless all of a version's weights are here; None for any version."""
-        if self._coming is not None:
-            raise ServerError(
-                "the server has weights of two versions",
-                expected=f"all of {name_version(self._coming)}",
-                got=f"some of {name_version(self.version)}",
-                where="sample",
-                fix="Publish the weights again.",
-            )
-        if version is not None and version != self.version:
-            raise ServerError(
-                "the server has other weights",
-                expected=name_version(version),
-                got=name_version(self.version),
-                where="sample(version=)",
-                fix="Publish the weights of this version first.",
-            )
+        check_held(self.version, self._coming, version)
 
 
 def local(
@@ -187,6 +172,26 @@ def check_newer(version: Version, held: Version) -> None:
             got=name_version(version),
             where="publish(version=)",
             fix="Count up for each publish. After a resume, open a session: Version(session=new_name, number=0).",
+        )
+
+
+def check_held(held: Version, coming: Version | None, wanted: Version | None) -> None:
+    """Raise `ServerError` unless a server has all weights of the wanted version; None for any version."""
+    if coming is not None:
+        raise ServerError(
+            "the server has weights of two versions",
+            expected=f"all of {name_version(coming)}",
+            got=f"some of {name_version(held)}",
+            where="sample",
+            fix="Publish the weights again.",
+        )
+    if wanted is not None and wanted != held:
+        raise ServerError(
+            "the server has other weights",
+            expected=name_version(wanted),
+            got=name_version(held),
+            where="sample(version=)",
+            fix="Publish the weights of this version first.",
         )
 
 

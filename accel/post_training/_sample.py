@@ -201,7 +201,7 @@ class PendingSamples:
                     got=str(error) or "none",
                     where="PendingSamples.result",
                 ) from error
-        if found.drawn_from == "model" and _is_limited(self._options):
+        if found.drawn_from == "model" and is_limited(self._options):
             warnings.warn(_BIAS, stacklevel=2)  # once for each line that asks, by Python's own filter
         return found
 
@@ -289,7 +289,8 @@ def rule_of(options: SampleOptions) -> Sampling:
     return Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
 
 
-def _is_limited(options: SampleOptions) -> bool:
+def is_limited(options: SampleOptions) -> bool:
+    """Return whether a draw leaves out tokens."""
     return options.top_k is not None or options.top_p is not None
 
 
@@ -321,7 +322,23 @@ def draw_samples(
     rows = [drawn[each.prompt, each.sample] for each in requests]
     if not rows:
         return empty_samples(version)
-    return Samples.of(rows, drawn_from="sampler" if _is_limited(options) else "model", version=version)
+    return Samples.of(rows, drawn_from="sampler" if is_limited(options) else "model", version=version)
+
+
+def score_row(ctx: DistContext, model: nn.Module, ids: Sequence[int], first: int) -> list[float]:
+    """Return the log-probabilities of a row's tokens from `first` on, on every rank. A collective."""
+    row = torch.tensor([list(ids)], device=ctx.device)
+    decoder = WholeSequences(ctx, model, len(ids), lambda ids: ids, partial(first_tensor, containers=ctx.containers))
+    found: list[float] = []
+    with evaluating(model), torch.no_grad():
+        for at in range(first, len(ids)):
+            logits = decoder.logits(row[:, :at])
+            value = torch.zeros(1, dtype=torch.float64, device=ctx.device)
+            if logits is not None:
+                value = log_chances(logits, Sampling())[:, ids[at]].contiguous()
+            share_tokens(ctx, model, value)
+            found.append(float(value))
+    return found
 
 
 def is_spread(model: nn.Module) -> bool:

@@ -13,17 +13,20 @@ from accel.post_training._local import (
     check_newer,
     local,
 )
+from accel.post_training._vllm import VllmServer, vllm
 
 __all__ = [
     "Digest",
     "HttpServer",
     "LocalServer",
+    "VllmServer",
     "WeightServer",
     "check_arrived",
     "check_newer",
     "http",
     "local",
     "serve",
+    "vllm",
 ]
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Endpoints, host and port, where processes meet: whether something listens there, the wait until it does. And JSON for
-a webhook."""
+"""Endpoints, host and port, where processes meet: whether something listens there, the wait until it does. And requests
+that end in time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
@@ -85,16 +85,50 @@ def post_json(url: str, body: bytes, patience_s: float) -> None:
     """
     if not url.startswith("https://"):
         raise ValueError("not https")
+    status, reason = _within(patience_s, url, body, {"Content-Type": "application/json"}, has_proxies=True)
+    if not 200 <= status < 300:
+        import urllib.error
+        from email.message import Message
+
+        raise urllib.error.HTTPError(url, status, reason.decode(), Message(), None)
+
+
+def post(url: str, body: bytes, patience_s: float, headers: Mapping[str, str]) -> tuple[int, bytes]:
+    """Send a request to a server of one's own; follow no redirection, and take no proxy of the environment.
+
+    Args:
+        url: http or https.
+        body: the body.
+        patience_s: seconds in which the whole answer has arrived, however slowly a server sends it.
+        headers: of the request.
+
+    Returns:
+        Status and body of the answer.
+
+    Raises:
+        OSError: A failure, or no whole answer in time.
+        ValueError: Another scheme.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("neither http nor https")
+    return _within(patience_s, url, body, headers, has_proxies=False)
+
+
+def _within(
+    patience_s: float, url: str, body: bytes, headers: Mapping[str, str], *, has_proxies: bool
+) -> tuple[int, bytes]:
+    """Send a request from a thread, which is given up after so many seconds."""
     opened: list[Any] = []
+    found: list[tuple[int, bytes]] = []
     errors: list[Exception] = []
 
     def send() -> None:
         try:
-            _post(url, body, patience_s, opened)
+            found.append(_send(url, body, patience_s, headers, opened, has_proxies=has_proxies))
         except Exception as error:  # raised by the caller's thread
             errors.append(error)
 
-    sending = threading.Thread(target=send, name="accel-webhook", daemon=True)
+    sending = threading.Thread(target=send, name="accel-request", daemon=True)
     sending.start()
     sending.join(patience_s)
     if sending.is_alive():
@@ -104,31 +138,44 @@ def post_json(url: str, body: bytes, patience_s: float) -> None:
         raise TimeoutError(f"no answer in {patience_s:g} s")
     if errors:
         raise errors[0]
+    return found[0]
 
 
-def _post(url: str, body: bytes, patience_s: float, opened: list[Any]) -> None:
-    """Send JSON; each step of it may take the whole time."""
-    import http.client  # 40 ms with the next, which no run without a webhook spends
-    import urllib.error
+def _send(
+    url: str, body: bytes, patience_s: float, headers: Mapping[str, str], opened: list[Any], *, has_proxies: bool
+) -> tuple[int, bytes]:
+    """Send a request; each step of it may take the whole time. With proxies, read the reason of the status alone."""
+    import http.client  # 40 ms with the next, which no run without a server spends
     import urllib.request
 
-    class KnownConnection(http.client.HTTPSConnection):
-        def connect(self) -> None:
-            opened.append(self)
-            super().connect()
+    def connection(host: str, /, **options: Any) -> http.client.HTTPConnection:
+        secure = url.startswith("https://")
+        made = http.client.HTTPSConnection(host, **options) if secure else http.client.HTTPConnection(host, **options)
+        opened.append(made)
+        return made
 
-    class WithConnection(urllib.request.HTTPSHandler):
+    class WithPlain(urllib.request.HTTPHandler):
+        def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+            return self.do_open(connection, req)
+
+    class WithSecure(urllib.request.HTTPSHandler):
         def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-            return self.do_open(KnownConnection, req)
+            return self.do_open(connection, req)
 
-    class NoRedirection(urllib.request.HTTPRedirectHandler):
-        def redirect_request(self, *_: Any, **__: Any) -> None: ...  # another host must not get the alert
+    class AnyStatus(urllib.request.HTTPErrorProcessor):
+        def http_response(self, request: Any, response: Any) -> Any:
+            return response  # a redirection too: another host must not get what is sent
 
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
+        https_response = http_response
+
+    opener = urllib.request.OpenerDirector()  # `build_opener` would read certificates for http, too
+    if has_proxies:
+        opener.add_handler(urllib.request.ProxyHandler())
+    opener.add_handler(WithSecure() if url.startswith("https://") else WithPlain())
+    opener.add_handler(AnyStatus())
+    request = urllib.request.Request(url, data=body, headers=dict(headers), method="POST")
     try:
-        urllib.request.build_opener(WithConnection, NoRedirection).open(request, timeout=patience_s).close()
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise
+        with opener.open(request, timeout=patience_s) as answer:
+            return answer.status, answer.reason.encode() if has_proxies else answer.read()
     except http.client.HTTPException as error:
         raise OSError(f"{type(error).__name__}: {error}") from error

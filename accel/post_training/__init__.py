@@ -30,7 +30,14 @@ from accel.post_training._policy import (
 )
 from accel.post_training._publish import Published, publish
 from accel.post_training._reference import reference
-from accel.post_training._sample import SampleOptions, SampleRequest, SampleServer, sample
+from accel.post_training._sample import (
+    PendingSamples,
+    SampleOptions,
+    SampleRequest,
+    SampleServer,
+    sample,
+    sample_later,
+)
 from accel.post_training._samples import SampleRow, Samples, Version, join_samples
 
 __all__ = [
@@ -39,6 +46,7 @@ __all__ = [
     "PackedRows",
     "PackedTokens",
     "PairLoss",
+    "PendingSamples",
     "PolicyLoss",
     "Published",
     "RolloutBuffer",
@@ -62,6 +70,7 @@ __all__ = [
     "reference",
     "reward_loss",
     "sample",
+    "sample_later",
     "sequence_sums",
     "servers",
     "token_logprobs",

@@ -22,11 +22,15 @@ from accel.items._whole import facts, live_tensors, staged_tensors
 from accel.parallel._empty import check_filled
 from accel.parallel._engines import whole_model
 from accel.parallel._modules import unwrap_model
-from accel.post_training._samples import Version
-from accel.post_training.servers import Digest, Layout, WeightServer
+from accel.post_training._local import Digest, Layout, WeightServer
+from accel.post_training._sample import SampleOptions, SampleRequest, SampleServer, score_row
+from accel.post_training._samples import SampleRow, Samples, Version
+from accel.random import Key
+from accel.tensors import integers
 
 Adapters = Literal["merged", "alone"]
 Whole = Callable[[str], Tensor]
+_PROBE, _PROBE_TOKENS = (0, 1, 2, 3), 8
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -37,12 +41,29 @@ class Published(msgspec.Struct, frozen=True):
         digest: digest of all tensors.
         count: number of tensors.
         nbytes: their bytes.
+        mismatch: mean distance of the server's log-probabilities from the model's, of a server that does not compare
+            digests; None of another.
     """
 
     version: Version
     digest: str
     count: int
     nbytes: int
+    mismatch: float | None = None
+
+
+class _Wishes(msgspec.Struct, frozen=True):
+    """What the server of rank 0 takes, for all ranks."""
+
+    layout: Layout
+    compares: bool
+
+
+class _Probe(msgspec.Struct, frozen=True):
+    """A sample of the server of rank 0."""
+
+    ids: list[int]
+    logprobs: list[float]
 
 
 @context_first
@@ -56,6 +77,7 @@ def publish(
     layout: Layout | None = None,
     adapters: Adapters = "merged",
     chunk_bytes: int = 2**26,
+    tolerance: float = 0.1,
 ) -> Published:
     """Send a model's weights to servers as a version. A collective.
 
@@ -74,12 +96,15 @@ def publish(
             what the server takes.
         adapters: "merged" into the layers that they adapt, or "alone", as peft saves them.
         chunk_bytes: bytes of tensors that are sent together.
+        tolerance: largest mean distance, in nats, of log-probabilities of server and model, for 8 tokens behind a fixed
+            prompt. They are compared if the server does not compare digests.
 
     Returns:
         What the servers have, on every rank. Tied tensors are sent once, under the first name.
 
     Raises:
-        ServerError: a server is gone, refuses the version, a name, shape or dtype, or has received other bits.
+        ServerError: a server is gone, refuses the version, a name, shape or dtype, or has received other bits,
+            or gives other log-probabilities.
         CheckpointError, CollectiveMismatch, PrepareError: as of `save_model`.
         ConfigError: rank 0 without a server, or adapters that are not low-rank ones.
 
@@ -106,14 +131,46 @@ def publish(
         inner = unwrap_model(model)
         if hasattr(inner, "peft_config"):
             kept, whole = _adapted(inner, kept, whole, adapters)
-        mine = layout or (server.layout if server is not None else "")
-    named = broadcast_value(ctx.comm, Call("publish", "\n".join(facts(kept)), site), mine, str)
+        compares = server is not None and "digest" not in server.checks
+        mine = _Wishes(layout or (server.layout if server is not None else "model"), compares)
+    wishes = broadcast_value(ctx.comm, Call("publish", "\n".join(facts(kept)), site), mine, _Wishes)
     sending = _Sending(server, version, chunk_bytes)
     for name in kept:
-        sending.add(_named(inner, name, _cast(whole(name), dtype), named))
+        sending.add(_named(inner, name, _cast(whole(name), dtype), wishes.layout))
     with agreed(ctx.comm, Call("publish: committing", site=site)):
         sending.end()
-    return Published(version, sending.digest.value, sending.digest.count, sending.nbytes)
+    mismatch = _compare(ctx, server, model, version, tolerance, site) if wishes.compares else None
+    return Published(version, sending.digest.value, sending.digest.count, sending.nbytes, mismatch)
+
+
+def _compare(
+    ctx: DistContext, server: WeightServer | None, model: nn.Module, version: Version, tolerance: float, site: str
+) -> float:
+    """Return the mean distance of log-probabilities of the server of rank 0 and of the model. A collective."""
+    call = Call("publish: comparing", site=site)
+    with shared_failure(ctx.comm, call):
+        drawn = Samples.of([SampleRow([0], 1, logprobs=[])])
+        if ctx.is_main_process:
+            asked = SampleOptions(key=Key(0), max_new_tokens=_PROBE_TOKENS, version=version)
+            drawn = cast(SampleServer, server).sample(ctx, [SampleRequest(0, 0, _PROBE)], asked)
+        assert drawn.logprobs is not None
+        values = cast("list[float]", drawn.logprobs[0].tolist())  # pyright: ignore[reportUnknownMemberType]
+        mine = _Probe(integers(drawn.ids[0]), values)
+    probe = broadcast_value(ctx.comm, call, mine, _Probe)
+    first = len(_PROBE)
+    right = score_row(ctx, model, probe.ids, first)
+    apart = [abs(one - other) for one, other in zip(right, probe.logprobs[first:], strict=True)]
+    mismatch = sum(apart) / max(1, len(apart))
+    with agreed(ctx.comm, call):
+        if ctx.is_main_process and not mismatch <= tolerance:
+            raise ServerError(
+                "the server gives other log-probabilities than the model",
+                expected=f"a mean distance of at most {tolerance:g}",
+                got=f"{mismatch:.3g}",
+                where="publish(tolerance=)",
+                fix="Check that the server reads what was sent, in this dtype; or pass a larger tolerance.",
+            )
+    return mismatch
 
 
 class _Sending:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, TimeoutError as FutureTimeout
 from functools import partial
-from typing import Protocol, cast
+from threading import Thread
+from typing import Any, Literal, Protocol, Required, TypedDict, Unpack, cast
 
 import msgspec
 import torch
@@ -13,7 +16,7 @@ from torch import nn
 
 from accel.comm import Call, all_reduce_flat, call_site, shared_failure
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError
+from accel.errors import AccelError, ConfigError, ServerError
 from accel.errors._checks import check_count
 from accel.parallel._micro_batches import first_tensor
 from accel.parallel._modules import is_pipelined
@@ -35,6 +38,12 @@ from accel.training._decoding import (
     whole_rows,
 )
 from accel.training._evaluating import evaluating
+
+Place = Literal["rank", "ranks", "remote"]
+_BIAS = (
+    "samples are drawn with top_k or top_p, and their log-probabilities are those of the whole distribution: ratios of"
+    " them are biased. Have the server return those of the distribution that it draws from, or draw without limits."
+)
 
 
 class SampleRequest(msgspec.Struct, frozen=True):
@@ -67,11 +76,13 @@ class SampleServer(Protocol):
     """A server that samples.
 
     Attributes:
-        is_collective: whether all ranks sample together, as from a model that is spread over them.
+        place: where samples are drawn. "rank": by this process. "ranks": by all ranks together, as from a model that is
+            spread over them. "remote": by another process; `sample_later` asks from a thread, so that `sample` may not
+            communicate with ranks.
     """
 
     @property
-    def is_collective(self) -> bool: ...
+    def place(self) -> Place: ...
 
     def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
         """Return the samples of requests, in their order; raise `ServerError` for other weights than `version`."""
@@ -131,31 +142,156 @@ def sample(
         >>> found.ids.tolist(), found.prompts, found.finish_reasons
         ([[3, 4, 0]], (7,), ('stop',))
     """
-    site = call_site()
-    with shared_failure(ctx.comm, Call("sample", site=site)):
-        check_count(n, "not a number of samples", where="sample(n=)")
-        check_count(max_new_tokens, "not a number of tokens", where="sample(max_new_tokens=)")
-        rule = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        rule.check(has_key=temperature > 0)
-        if empty := [number for number, ids in prompts.items() if not len(ids)]:
-            problem = "a prompt without tokens"
-            raise ConfigError(problem, expected="a token at least", got=f"prompts {empty}", where="sample")
-        options = SampleOptions(
+    call = Call("sample", site=call_site())
+    with shared_failure(ctx.comm, call):
+        requests, options = _asked(
+            prompts,
             key=key,
             max_new_tokens=max_new_tokens,
+            n=n,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            stop=(stop,) if isinstance(stop, int) else tuple(stop),
+            stop=stop,
             version=version,
         )
-        requests = [
-            SampleRequest(number, at, tuple(map(int, ids))) for number, ids in prompts.items() for at in range(n)
-        ]
-    if server.is_collective:  # the other ranks are in it too
-        return server.sample(ctx, requests, options)
-    with shared_failure(ctx.comm, Call("sample", site=site)):
-        return server.sample(ctx, requests, options)
+    return _begin(ctx, call, server, requests, options).result()
+
+
+class _SampleKeywords(TypedDict, total=False):
+    """Keywords of `sample`; there without a default are key and max_new_tokens."""
+
+    key: Required[Key]
+    max_new_tokens: Required[int]
+    n: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop: int | Iterable[int]
+    version: Version | None
+
+
+class PendingSamples:
+    """Samples that a server may still be drawing; from `sample_later`."""
+
+    def __init__(self, ctx: DistContext, call: Call, found: Future[Samples], options: SampleOptions) -> None:
+        self._ctx, self._call, self._found, self._options = ctx, call, found, options
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._found.done()
+
+    def result(self, timeout_s: float | None = None) -> Samples:
+        """Wait for the samples. No communication; a failure is raised on all ranks in their next call.
+
+        Args:
+            timeout_s: most seconds to wait; None for as long as the server lets its requests take.
+
+        Raises:
+            ServerError: the server has failed, has other weights, or has not answered in time.
+        """
+        with shared_failure(self._ctx.comm, self._call):
+            try:
+                found = self._found.result(timeout_s)
+            except FutureTimeout as error:
+                raise ServerError(
+                    "the samples have not come in time",
+                    expected="samples" if timeout_s is None else f"samples within {timeout_s:g} s",
+                    got=str(error) or "none",
+                    where="PendingSamples.result",
+                ) from error
+        if found.drawn_from == "model" and is_limited(self._options):
+            warnings.warn(_BIAS, stacklevel=2)  # once for each line that asks, by Python's own filter
+        return found
+
+
+@context_first
+def sample_later(
+    ctx: DistContext, server: SampleServer, prompts: Mapping[int, Sequence[int]], **options: Unpack[_SampleKeywords]
+) -> PendingSamples:
+    """Begin to draw samples, and return at once if the server is another process. No communication.
+
+    The samples are those of `sample`. Train meanwhile on earlier ones, ask for the result, and only then publish: a
+    server refuses to sample between two versions. A server of this process draws in the call itself, as it may share
+    its device, its weights or its collectives with the training.
+
+    Args:
+        ctx: the context.
+        server: see `sample`.
+        prompts: see `sample`.
+        **options: the keywords of `sample`.
+
+    Raises:
+        ConfigError: as of `sample`.
+
+    Examples:
+        >>> class Next(nn.Module):
+        ...     def forward(self, ids):
+        ...         return nn.functional.one_hot((ids + 1) % 5, 5).float() * 100
+        >>> server = post_training.servers.local(Next())
+        >>> later = post_training.sample_later(ctx, server, {7: [3]}, key=accel.seeding.Key(0), max_new_tokens=2)
+        >>> later.result().ids.tolist()
+        [[3, 4, 0]]
+    """
+    call = Call("sample_later", site=call_site())
+    with shared_failure(ctx.comm, call):
+        requests, asked = _asked(prompts, **options)
+    return _begin(ctx, call, server, requests, asked)
+
+
+def _begin(
+    ctx: DistContext, call: Call, server: SampleServer, requests: Sequence[SampleRequest], options: SampleOptions
+) -> PendingSamples:
+    found: Future[Samples] = Future()
+
+    def draw() -> None:
+        try:
+            found.set_result(server.sample(ctx, requests, options))
+        except AccelError as error:
+            found.set_exception(error)
+        except Exception as error:  # a model's own failure stays what it is
+            found.set_exception(_as_server_error(error) if server.place == "remote" else error)
+
+    if server.place == "ranks":  # a failure is every rank's already
+        found.set_result(server.sample(ctx, requests, options))
+    elif server.place == "rank":
+        draw()
+    else:  # nothing in it communicates with ranks
+        Thread(target=draw, name="accel-samples", daemon=True).start()
+    return PendingSamples(ctx, call, found, options)
+
+
+def _as_server_error(error: Exception) -> ServerError:
+    got = f"{type(error).__name__}: {error}"
+    found = ServerError("a server has not drawn the samples", expected="samples", got=got, where="sample")
+    found.__cause__ = error
+    return found
+
+
+def _asked(
+    prompts: Mapping[int, Sequence[int]], *, n: int = 1, stop: int | Iterable[int] = (), **options: Any
+) -> tuple[list[SampleRequest], SampleOptions]:
+    """Return checked requests and options."""
+    check_count(n, "not a number of samples", where="sample(n=)")
+    asked = SampleOptions(stop=(stop,) if isinstance(stop, int) else tuple(stop), **options)
+    check_count(asked.max_new_tokens, "not a number of tokens", where="sample(max_new_tokens=)")
+    rule_of(asked).check(has_key=asked.temperature > 0)
+    if empty := [number for number, ids in prompts.items() if not len(ids)]:
+        problem = "a prompt without tokens"
+        raise ConfigError(problem, expected="a token at least", got=f"prompts {empty}", where="sample")
+    ids = {number: tuple(map(int, each)) for number, each in prompts.items()}
+    return [SampleRequest(number, at, each) for number, each in ids.items() for at in range(n)], asked
+
+
+def rule_of(options: SampleOptions) -> Sampling:
+    """Return the rule of a draw."""
+    return Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+
+
+def is_limited(options: SampleOptions) -> bool:
+    """Return whether a draw leaves out tokens."""
+    return options.top_k is not None or options.top_p is not None
 
 
 def draw_samples(
@@ -183,11 +319,26 @@ def draw_samples(
         for batch in batches:
             for row in _Batch(ctx, model, batch, options, cached, vocab_parallel).run(together=together):
                 drawn[row.prompt, row.sample] = row
-    limited = options.top_k is not None or options.top_p is not None
     rows = [drawn[each.prompt, each.sample] for each in requests]
     if not rows:
         return empty_samples(version)
-    return Samples.of(rows, drawn_from="sampler" if limited else "model", version=version)
+    return Samples.of(rows, drawn_from="sampler" if is_limited(options) else "model", version=version)
+
+
+def score_row(ctx: DistContext, model: nn.Module, ids: Sequence[int], first: int) -> list[float]:
+    """Return the log-probabilities of a row's tokens from `first` on, on every rank. A collective."""
+    row = torch.tensor([list(ids)], device=ctx.device)
+    decoder = WholeSequences(ctx, model, len(ids), lambda ids: ids, partial(first_tensor, containers=ctx.containers))
+    found: list[float] = []
+    with evaluating(model), torch.no_grad():
+        for at in range(first, len(ids)):
+            logits = decoder.logits(row[:, :at])
+            value = torch.zeros(1, dtype=torch.float64, device=ctx.device)
+            if logits is not None:
+                value = log_chances(logits, Sampling())[:, ids[at]].contiguous()
+            share_tokens(ctx, model, value)
+            found.append(float(value))
+    return found
 
 
 def is_spread(model: nn.Module) -> bool:
@@ -223,7 +374,7 @@ class _Batch:
     ) -> None:
         self._ctx, self._model, self._options = ctx, model, options
         self._vocab_parallel = vocab_parallel
-        self._rule = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+        self._rule = rule_of(options)
         self._requests = requests
         self._tokens: list[list[int]] = [[] for _ in requests]
         self._logprobs: list[list[float]] = [[] for _ in requests]

@@ -1,194 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that take a trainer's weights and sample from them: what a server offers, and one in this process.
+"""Servers that take a trainer's weights and sample from them: a model of this process, accel's own server, and vLLM.
 
-A server of one's own is an object with these methods. `publish` calls them in the order begin, load (again and again),
-commit; between begin and commit a server is half new, and refuses to sample.
+A server of one's own is an object with the methods of `WeightServer` and of `SampleServer`.
 """
 
-from __future__ import annotations
+from accel.post_training._http import HttpServer, http, serve
+from accel.post_training._local import (
+    Digest,
+    LocalServer,
+    WeightServer,
+    check_arrived,
+    check_newer,
+    local,
+)
+from accel.post_training._vllm import VllmServer, vllm
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
-
-import torch
-from torch import Tensor, nn
-
-from accel.checkpoint._live_tensors import checksums
-from accel.context import DistContext
-from accel.errors import ServerError
-from accel.items._whole import live_tensors
-from accel.post_training._sample import SampleOptions, SampleRequest, draw_samples, is_spread
-from accel.post_training._samples import Samples, Version
-from accel.tensors import is_dtensor
-
-Layout = Literal["hub", "model"]
-
-
-class WeightServer(Protocol):
-    """A server that weights are published to.
-
-    Attributes:
-        layout: names of tensors that it takes: those of the hub's checkpoints, or the model's own.
-        checks_digest: whether `commit` compares the digest of what has arrived.
-    """
-
-    layout: Layout
-    checks_digest: bool
-
-    def begin(self, version: Version) -> None:
-        """Begin to take weights; raise `ServerError` for a version that is not newer."""
-        ...
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take some whole tensors, on the CPU or a device; raise `ServerError` for names, shapes or dtypes that do not
-        fit."""
-        ...
-
-    def commit(self, digest: str, count: int) -> None:
-        """End with the digest and the number of all tensors; raise `ServerError` if others have arrived."""
-        ...
+__all__ = [
+    "Digest",
+    "HttpServer",
+    "LocalServer",
+    "VllmServer",
+    "WeightServer",
+    "check_arrived",
+    "check_newer",
+    "http",
+    "local",
+    "serve",
+    "vllm",
+]
 
 
-class Digest:
-    """Digest of tensors by name, dtype, shape and bits, whatever their order; servers compute their own."""
-
-    def __init__(self) -> None:
-        self._sum = 0
-        self.count = 0
-
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Count some tensors in. Waits for the device once."""
-        for name, bits in checksums(tensors).items():
-            facts = f"{name} {tensors[name].dtype} {list(tensors[name].shape)} {bits}"
-            each = hashlib.blake2b(facts.encode(), digest_size=16).digest()
-            self._sum = (self._sum + int.from_bytes(each, "little")) % 2**128
-        self.count += len(tensors)
-
-    @property
-    def value(self) -> str:
-        """The digest, 32 hexadecimal digits."""
-        return f"{self._sum:032x}"
-
-
-class LocalServer:
-    """A model of this process as a server, with weights of its own; made by `local`.
-
-    Attributes:
-        version: the weights that it has.
-    """
-
-    layout: Layout = "model"
-    checks_digest = True
-
-    def __init__(self, model: nn.Module, version: Version, *, most_rows: int, vocab_parallel: bool) -> None:
-        self.model = model
-        self.version = version
-        self._most_rows, self._vocab_parallel = most_rows, vocab_parallel
-        self._coming: Version | None = None
-        self._arrived = Digest()
-
-    def begin(self, version: Version) -> None:
-        """Begin to take weights; see `WeightServer`."""
-        check_newer(version, self.version)
-        self._coming, self._arrived = version, Digest()
-
-    @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors into the model; see `WeightServer`."""
-        live = live_tensors(self.model)
-        for name, each in tensors.items():
-            mine = live.get(name)
-            if mine is None or is_dtensor(mine) or mine.shape != each.shape or mine.dtype != each.dtype:
-                raise ServerError(
-                    "a tensor does not fit the server's model",
-                    expected="no such tensor" if mine is None else f"{mine.dtype} of shape {list(mine.shape)}",
-                    got=f"{each.dtype} of shape {list(each.shape)}",
-                    where=name,
-                    fix="Publish in the dtype of the server: publish(ctx, server, model, version=version, dtype=...).",
-                )
-            mine.copy_(each)
-        self._arrived.add({name: live[name] for name in tensors})  # what the model holds now
-
-    def commit(self, digest: str, count: int) -> None:
-        """Compare what has arrived; see `WeightServer`."""
-        check_arrived(self._arrived, digest, count)
-        assert self._coming is not None
-        self.version, self._coming = self._coming, None
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether the model is spread over ranks, which then sample together."""
-        return is_spread(self.model)
-
-    def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
-        """Draw samples; see `SampleServer`. A collective if the model is spread over ranks."""
-        self.check_version(options.version)
-        rows, vocab_parallel = self._most_rows, self._vocab_parallel
-        return draw_samples(
-            ctx, self.model, requests, options, most_rows=rows, vocab_parallel=vocab_parallel, version=self.version
-        )
-
-    def check_version(self, version: Version | None) -> None:
-        """Raise `ServerError` unless all of a version's weights are here; None for any version."""
-        if self._coming is not None:
-            raise ServerError(
-                "the server has weights of two versions",
-                expected=f"all of {_named(self._coming)}",
-                got=f"some of {_named(self.version)}",
-                where="sample",
-                fix="Publish the weights again.",
-            )
-        if version is not None and version != self.version:
-            raise ServerError(
-                "the server has other weights",
-                expected=_named(version),
-                got=_named(self.version),
-                where="sample(version=)",
-                fix="Publish the weights of this version first.",
-            )
-
-
-def local(
-    model: nn.Module, *, version: Version | None = None, most_rows: int = 64, vocab_parallel: bool = False
-) -> LocalServer:
-    """Return a model of this process as a server. No communication.
-
-    A plain model takes published weights. The model that trains, from `prepare_model` on any mesh that `generate`
-    serves, needs none.
-
-    Args:
-        model: causal; of transformers, or one that maps ids, [rows, length], to logits. Each rank that samples has one.
-        version: the weights that it has; none by default.
-        most_rows: number of rows that run at once.
-        vocab_parallel: whether each rank along `tp` has the logits of its own classes.
-    """
-    return LocalServer(model, version or Version(), most_rows=most_rows, vocab_parallel=vocab_parallel)
-
-
-def check_newer(version: Version, held: Version) -> None:
-    """Raise `ServerError` for a version that is not newer than the server's, in the same session."""
-    if version.session == held.session and version.number <= held.number:
-        raise ServerError(
-            "the version is not newer than the server's",
-            expected=f"a number above {held.number}, or another session",
-            got=_named(version),
-            where="publish(version=)",
-            fix="Count up for each publish. After a resume, open a session: Version(session=new_name, number=0).",
-        )
-
-
-def check_arrived(arrived: Digest, digest: str, count: int) -> None:
-    """Raise `ServerError` unless all tensors have arrived with the same bits."""
-    if (arrived.value, arrived.count) != (digest, count):
-        raise ServerError(
-            "the weights that have arrived are not those that were sent",
-            expected=f"{count} tensors with the digest {digest}",
-            got=f"{arrived.count} with {arrived.value}",
-            where="publish",
-            fix="Publish the weights again.",
-        )
-
-
-def _named(version: Version) -> str:
-    return f"version {version.number} of session {version.session!r}"
+def __dir__() -> list[str]:
+    return __all__

@@ -382,7 +382,7 @@ def test_a_webhook_that_answers_a_byte_now_and_then_has_its_time_in_all(service:
     with pytest.raises(TimeoutError, match=r"no answer in 0\.5 s"):
         post_json(service.url, b"{}", 0.5)
     assert time.monotonic() - began < patience(10)
-    wait_for(lambda: not any(each.name == "accel-webhook" for each in threading.enumerate()), patience(10))
+    wait_for(lambda: not any(each.name == "accel-request" for each in threading.enumerate()), patience(10))
 
 
 def test_a_try_has_ten_seconds() -> None:

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of weights and samples in another process, reached by HTTP: accel's own, and the client that trainers use.
+
+A request is one verb of the protocol: `POST /begin`, `/load` (a safetensors file), `/commit`, `/sample`. An answer of
+another status than 200 is the server's error as JSON. The token is in each request.
+"""
+
+from __future__ import annotations
+
+import hmac
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, TypeVar, cast
+
+import msgspec
+from safetensors.torch import load, save
+from torch import Tensor
+
+from accel.context import DistContext, context_first
+from accel.endpoints import post
+from accel.errors import AccelError, ConfigError, ServerError
+from accel.post_training._local import Check, Layout, LocalServer
+from accel.post_training._sample import Place, SampleOptions, SampleRequest, empty_samples
+from accel.post_training._samples import Drawn, FinishReason, SampleRow, Samples, Version
+from accel.tensors import integers
+
+T = TypeVar("T")
+A = TypeVar("A")
+_PATIENCE_S = 60.0  # of the server, for the next bytes of a request
+
+
+class _Commit(msgspec.Struct, frozen=True):
+    digest: str
+    count: int
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    requests: list[SampleRequest]
+    options: SampleOptions
+
+
+class _Row(msgspec.Struct, frozen=True):
+    ids: list[int]
+    prompt_length: int
+    logprobs: list[float]
+    prompt: int
+    sample: int
+    finish_reason: FinishReason
+
+
+class _Drawn(msgspec.Struct, frozen=True):
+    rows: list[_Row]
+    drawn_from: Drawn | None
+    version: Version | None
+
+
+class _Problem(msgspec.Struct, frozen=True):
+    problem: str
+    expected: str = ""
+    got: str = ""
+    where: str = ""
+    fix: str = ""
+
+
+class HttpServer:
+    """Servers of `serve` in other processes, as one; made by `http`."""
+
+    layout: Layout = "model"
+    checks: frozenset[Check] = frozenset({"digest", "dtype", "version"})
+    place: Place = "remote"
+
+    def __init__(self, urls: Sequence[str], token: str, timeout_s: float) -> None:
+        self._urls, self._token, self._timeout_s = urls, token, timeout_s
+
+    def begin(self, version: Version) -> None:
+        """Begin to send weights; see `WeightServer`."""
+        self._tell_all("begin", msgspec.json.encode(version))
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Send tensors as a safetensors file; see `WeightServer`."""
+        self._tell_all("load", as_safetensors(tensors))
+
+    def commit(self, digest: str, count: int) -> None:
+        """Have each server compare what it holds; see `WeightServer`."""
+        self._tell_all("commit", msgspec.json.encode(_Commit(digest, count)))
+
+    def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
+        """Draw samples, a part of them from each server; see `SampleServer`. No communication with ranks."""
+        count = len(self._urls)
+        parts = {url: list(requests[at::count]) for at, url in enumerate(self._urls) if at < len(requests)}
+
+        def ask(part: tuple[str, list[SampleRequest]]) -> _Drawn:
+            url, asked = part
+            answer = self._ask(url, "sample", msgspec.json.encode(_Asked(asked, options)))
+            with understood(url):
+                drawn = msgspec.json.decode(answer, type=_Drawn)
+                expected = [(each.prompt, each.sample) for each in asked]
+                if [(row.prompt, row.sample) for row in drawn.rows] != expected:
+                    raise ValueError("other samples than were asked for")
+                return drawn
+
+        found = in_threads(ask, parts.items())
+        if not found:
+            return empty_samples(options.version)
+        if len({each.version for each in found}) > 1:
+            raise ServerError(
+                "servers have different weights",
+                expected="one version",
+                got=", ".join(f"{url}: {each.version}" for url, each in zip(parts, found, strict=True)),
+                where="sample",
+                fix="Publish the weights again, or name the version: sample(version=...).",
+            )
+        rows = {
+            (row.prompt, row.sample): SampleRow(**msgspec.structs.asdict(row)) for each in found for row in each.rows
+        }
+        first = found[0]
+        ordered = [rows[each.prompt, each.sample] for each in requests]
+        return Samples.of(ordered, drawn_from=first.drawn_from or "model", version=first.version)
+
+    def _tell_all(self, verb: str, body: bytes) -> None:
+        _ = in_threads(lambda url: self._ask(url, verb, body), self._urls)
+
+    def _ask(self, url: str, verb: str, body: bytes) -> bytes:
+        status, answer = request(f"{url}/{verb}", body, self._timeout_s, self._token)
+        if status == 200:
+            return answer
+        try:
+            told = msgspec.json.decode(answer, type=_Problem)
+        except msgspec.DecodeError:
+            told = _Problem(f"the server has refused {verb}", got=f"HTTP status {status}")
+        raise ServerError(
+            told.problem, expected=told.expected, got=told.got, where=f"{url}, {told.where or verb}", fix=told.fix
+        )
+
+
+def as_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return tensors as a file of safetensors."""
+    return save({name: each.detach().cpu().contiguous() for name, each in tensors.items()})
+
+
+def request(url: str, body: bytes, timeout_s: float, token: str) -> tuple[int, bytes]:
+    """Return status and body of an answer; raise `ServerError` for none in time."""
+    try:
+        return post(url, body, timeout_s, {"Authorization": f"Bearer {token}"})
+    except OSError as error:
+        raise ServerError(
+            "a server does not answer",
+            expected=f"an answer within {timeout_s:g} s",
+            got=f"{type(error).__name__}: {error}",
+            where=url,
+            fix="Start it again, and publish the weights to it.",
+        ) from error
+
+
+@contextmanager
+def understood(url: str) -> Generator[None]:
+    """Raise `ServerError` for an answer that is not what its request is answered by."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError) as error:  # msgspec's are ValueErrors
+        raise ServerError(
+            "a server has answered something else",
+            expected="the answer to the request",
+            got=f"{type(error).__name__}: {error}",
+            where=url,
+            fix="Check that this kind of server listens at the address, and its version.",
+        ) from error
+
+
+def in_threads(call: Callable[[A], T], values: Iterable[A]) -> list[T]:
+    """Call a function for each value at the same time; raise the first error, and begin no call after it."""
+    given = list(values)
+    with ThreadPoolExecutor(max_workers=min(64, len(given)) or 1) as pool:
+        return list(pool.map(call, given))
+
+
+def http(urls: str | Sequence[str], *, token: str, timeout_s: float = 300.0) -> HttpServer:
+    """Return servers of other processes, started by `serve`. No communication yet.
+
+    Args:
+        urls: address of a server, such as "http://host:8000", or of several: each gets all weights, and draws a part of
+            the samples. A draw does not depend on the server.
+        token: the servers' token.
+        timeout_s: most seconds of a request. One that takes longer is a `ServerError`.
+
+    Raises:
+        ConfigError: an address that is neither http nor https, or an empty token.
+    """
+    listed = [urls] if isinstance(urls, str) else list(urls)
+    wrong = [url for url in listed if not url.startswith(("http://", "https://"))]
+    if wrong or not listed:
+        raise ConfigError("not an address", expected="http://host:port", got=f"{wrong or listed}", where="http(urls)")
+    _check_token(token, "http")
+    return HttpServer([url.rstrip("/") for url in listed], token, timeout_s)
+
+
+@context_first
+@contextmanager
+def serve(
+    ctx: DistContext,
+    server: LocalServer,
+    *,
+    token: str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    most_bytes: int = 2**31,
+) -> Generator[str]:
+    """Serve a model of this process by HTTP while the block runs; the block gets the address.
+
+    Requests are answered one at a time. Traffic is not encrypted: use it in a network that you trust.
+
+    Args:
+        ctx: the context of this process, such as `accel.single()`.
+        server: a plain model, from `servers.local`.
+        token: a secret that clients send.
+        host: address to listen at; "0.0.0.0" for other machines.
+        port: port; 0 for a free one.
+        most_bytes: largest request, above `publish(chunk_bytes=)` and the largest tensor.
+
+    Raises:
+        ConfigError: a model that is spread over ranks, or an empty token.
+
+    Examples:
+        >>> model = nn.Linear(2, 1)
+        >>> with post_training.servers.serve(ctx, post_training.servers.local(model), token="secret") as url:
+        ...     client = post_training.servers.http(url, token="secret")
+        ...     done = post_training.publish(ctx, client, nn.Linear(2, 1), version=post_training.Version("run", 1))
+        >>> done.count
+        2
+    """
+    _check_token(token, "serve")
+    if server.place != "rank":
+        raise ConfigError("a spread model cannot be served", expected="a plain model", got=server.place, where="serve")
+    shown = f"[{host}]" if ":" in host else host
+    with _Listener((host, port), _Handler) as listener:
+        listener.ctx, listener.server, listener.token, listener.most_bytes = ctx, server, token, most_bytes
+        thread = threading.Thread(target=listener.serve_forever, args=(0.05,), name="accel-serve", daemon=True)
+        thread.start()
+        try:
+            yield f"http://{shown}:{listener.server_address[1]}"
+        finally:
+            listener.shutdown()
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False  # a client that hangs does not hold the end
+    ctx: DistContext
+    server: LocalServer
+    token: str
+    most_bytes: int
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lock = threading.Lock()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _PATIENCE_S
+    wbufsize = -1  # headers and body in one packet: two would wait 40 ms for each other
+    server: _Listener  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_POST(self) -> None:
+        """Answer one verb."""
+        given = self.headers.get("Authorization", "")
+        size = self.headers.get("Content-Length", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
+            return self._answer(403, _Problem("the token is not the server's", fix="Pass the token of serve(token=)."))
+        if not size.isdecimal() or int(size) > self.server.most_bytes:
+            most = f"at most {self.server.most_bytes} bytes"
+            return self._answer(413, _Problem("a request of a wrong size", expected=most, got=size or "no length"))
+        body = self.rfile.read(int(size))
+        try:
+            with self.server.lock:
+                answer = self._run(self.path.strip("/"), body)
+        except AccelError as error:
+            texts = {name: str(getattr(error, name) or "") for name in _Problem.__struct_fields__}
+            return self._answer(400, _Problem(**texts))
+        except Exception as error:  # whatever a model raises: the client has to know
+            return self._answer(500, _Problem("the server has failed", got=f"{type(error).__name__}: {error}"))
+        return self._answer(200, answer)
+
+    def _run(self, verb: str, body: bytes) -> object:
+        to = self.server.server
+        if verb == "begin":
+            return to.begin(msgspec.json.decode(body, type=Version))
+        if verb == "load":
+            return to.load(load(body))
+        if verb == "commit":
+            told = msgspec.json.decode(body, type=_Commit)
+            return to.commit(told.digest, told.count)
+        if verb == "sample":
+            asked = msgspec.json.decode(body, type=_Asked)
+            return _as_sent(to.sample(self.server.ctx, asked.requests, asked.options))
+        raise ServerError("no such request", expected="begin, load, commit or sample", got=verb, where="serve")
+
+    def _answer(self, status: int, value: object) -> None:
+        data = msgspec.json.encode(value)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        _ = self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing for each request."""
+
+
+def _as_sent(samples: Samples) -> _Drawn:
+    assert samples.logprobs is not None  # a local server's have them
+    values = cast("list[list[float]]", samples.logprobs.tolist())  # pyright: ignore[reportUnknownMemberType]
+    rows: list[_Row] = []
+    for at, (start, end) in enumerate(zip(integers(samples.prompt_lengths), integers(samples.lengths), strict=True)):
+        facts = (samples.prompts[at], samples.samples[at], samples.finish_reasons[at])
+        rows.append(_Row(integers(samples.ids[at, :end]), start, values[at][start:end], *facts))
+    return _Drawn(rows, samples.drawn_from, samples.version)
+
+
+def _check_token(token: str, call: str) -> None:
+    if not token.strip() or not token.isascii() or not token.isprintable():
+        raise ConfigError(
+            "not a token",
+            expected="printable ASCII characters, such as those of secrets.token_urlsafe()",
+            got="nothing" if not token.strip() else "other characters",
+            where=f"{call}(token=)",
+        )

@@ -15,9 +15,9 @@ from torch.optim import LBFGS, Optimizer
 from accel.comm._streams import DeviceStreams
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import with_article
-from accel.tensors import dtensor_of, is_dtensor, local_part
+from accel.tensors import dtensor_around, is_dtensor, local_part
+from accel.topology import STATE_BUCKET
 
-BUCKET_BYTES = 64 * 2**20  # of parameters, counted over all ranks that hold parts of them
 _STREAMED = "accel_streamed_state"  # attribute of an optimizer: its `StreamedState`
 _WHERE = 'Plan(offload="optimizer")'
 
@@ -99,7 +99,7 @@ class StreamedState:
                 home = local_part(value)
                 there = _dense(self.streams.empty, home)
                 copies.append((there, home))
-                found.setdefault(parameter, {})[name] = dtensor_of(there, value) if is_dtensor(value) else there
+                found.setdefault(parameter, {})[name] = dtensor_around(there, value) if is_dtensor(value) else there
         if not copies:
             return found, None
         # the memory may have been the computing stream's
@@ -141,13 +141,8 @@ class StreamedState:
             self._optimizer.state[parameter].update(self._homes[parameter])
 
     def _new_home(self, value: Tensor) -> Tensor:
-        if not is_dtensor(value):
-            return _dense(self.streams.pinned, value)
-        if value.device_mesh.device_type == "cpu":
-            return dtensor_of(_dense(self.streams.pinned, local_part(value)), value)
-        # torch would move a part to the mesh's devices
-        like = dtensor_of(local_part(value).to("meta"), value)
-        return torch.empty_like(like, device="cpu", pin_memory=self.streams.is_pinnable)
+        home = _dense(self.streams.pinned, local_part(value))
+        return dtensor_around(home, value) if is_dtensor(value) else home
 
     def _free(self) -> None:
         """Free the memory of the bucket that leaves, after its copies."""
@@ -182,7 +177,7 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     held = 0
     for each in parameters:
         nbytes = each.numel() * each.itemsize
-        if bucket and held + nbytes > BUCKET_BYTES:
+        if bucket and held + nbytes > STATE_BUCKET:
             yield bucket
             bucket, held = list[Tensor](), 0
         bucket.append(each)

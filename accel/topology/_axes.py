@@ -212,6 +212,8 @@ TensorStyle = Literal[
 ]
 HeadStyle = Literal["colwise", "colwise_gather_output"]
 Logits = Literal["full", "deferred"]
+# Bytes of parameters, over all ranks with parts of them, that `Plan(offload="optimizer")` steps at a time.
+STATE_BUCKET = 64 * 2**20
 ExpertStyle = Literal["dispatch", "local", "sorted"]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"

@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer is a bucket."""
-    monkeypatch.setattr(_streamed_state, "BUCKET_BYTES", LAYER)
+    monkeypatch.setattr(_streamed_state, "STATE_BUCKET", LAYER)
 
 
 def make() -> nn.Sequential:
@@ -249,7 +249,7 @@ ON_MESHES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", MESHES)
 def test_meshes_train_as_one_process(ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
     mesh, strategy, size = MESHES[name]
-    monkeypatch.setattr(_streamed_state, "BUCKET_BYTES", 16 * 16 * 8)
+    monkeypatch.setattr(_streamed_state, "STATE_BUCKET", 16 * 16 * 8)
     options: dict[str, Any] = {"experts": 4} if name == "ep" else {}
     options |= {"of_model": ON_MESHES[kind], "epochs": 2}
     plan = lm.plan_of(options.get("experts", 0), offload="optimizer")

@@ -111,6 +111,7 @@ if TYPE_CHECKING:
         is_out_of_memory as is_out_of_memory,
     )
     from accel.optim._accumulation import Accumulation as Accumulation
+    from accel.parallel._chunked import chunk_sequence as chunk_sequence
     from accel.parallel._compile import checkpoint_activations as checkpoint_activations, compile_model as compile_model
     from accel.parallel._modules import unwrap_model as unwrap_model
     from accel.parallel._offload import offload_activations as offload_activations
@@ -229,6 +230,7 @@ _HOMES = {
         "is_out_of_memory",
     ),
     "optim._accumulation": ("Accumulation",),
+    "parallel._chunked": ("chunk_sequence",),
     "parallel._compile": (
         "checkpoint_activations",
         "compile_model",

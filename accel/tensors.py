@@ -7,6 +7,7 @@ weight is taken apart into plain tensors by the engine for its package, which is
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import importlib
@@ -174,6 +175,12 @@ def dtensor_of(part: torch.Tensor, template: DTensor) -> DTensor:
     return DTensor.from_local(
         part, template.device_mesh, template.placements, run_check=False, shape=shape, stride=stride
     )
+
+
+def dtensor_around(part: torch.Tensor, template: DTensor) -> DTensor:
+    """Make a DTensor of a part of the template's dtype and strides: the tensor itself, on any device, without the view
+    that torch's `from_local` takes."""
+    return cast(Any, type(template))(part, copy.copy(cast(Any, template)._spec), requires_grad=False)
 
 
 def dtensor_like(part: torch.Tensor, template: DTensor, shape: torch.Size | None = None) -> DTensor:

@@ -149,7 +149,7 @@ def memory_by_moment(
             gathered=_gathered(held, kept, step, plan, copies, blocks, flying, wire, moment),
             buffers=buffers + received,
         )
-        return _offloaded(found, full) if plan.offload and copies.engine == "fully_shard" else found
+        return _offloaded(found, full) if plan.offload is True and copies.engine == "fully_shard" else found
 
     layers = sum(held.layers)
     units = len(held.blocks)

@@ -31,7 +31,8 @@ from accel.items._packed_state import (
     with_own_flags,
 )
 from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, is_floating
-from accel.optim import MASTER, parameters_of
+from accel.optim import MASTER, parameters_of, streamed_state
+from accel.parallel._labels import has_state_on_host
 from accel.parallel._leftovers import clear_parameters
 from accel.storage import dtype_name
 from accel.tensors import dtensor_like, has_wide_gradient, is_dtensor, local_part, mesh_of, placements_of
@@ -383,7 +384,11 @@ class OptimizerLoad(ItemLoad):
         if not is_dtensor(read) and is_dtensor(parameter) and read.dim() and key not in self._inside:
             read = dtensor_like(read, parameter)  # what belongs to rows, columns or blocks
         read = read.to(self._state_dtype(key, owner))
-        return read.to(local_part(parameter).device) if read.dim() else read
+        if not read.dim():
+            return read
+        if has_state_on_host(self.live):
+            return streamed_state(self.live, self.source.ctx.streams).on_host(read)
+        return read.to(local_part(parameter).device)
 
     def _state_dtype(self, key: str, owner: _Owner) -> torch.dtype:
         stored, shape = self.source.facts(key)

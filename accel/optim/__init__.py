@@ -4,7 +4,7 @@ micro-batches as a record.
 
 `optimizer_step` sums its weights, divides, un-scales and clips gradients in one pass (`_gradients.py`), and steps, on
 float32 copies where there are any (`_substitutes.py`). `_muon.py` steps whole matrices, which `_matrices.py` gives to
-their owners; `_adafactor.py` sums over rows and columns.
+their owners; `_adafactor.py` sums over rows and columns. `_streamed_state.py` keeps state on the host.
 """
 
 from accel.optim._accumulation import (
@@ -39,6 +39,7 @@ from accel.optim._gradients import (
     within_closure as within_closure,
 )
 from accel.optim._muon import Muon
+from accel.optim._streamed_state import settle_state as settle_state, streamed_state as streamed_state
 from accel.optim._substitutes import MASTER as MASTER
 
 __all__ = ["Adafactor", "Muon"]

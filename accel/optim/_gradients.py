@@ -18,8 +18,10 @@ import torch
 from torch.optim import Optimizer
 
 from accel.comm import Comm, adopt, all_gather_flat, all_reduce_flat
+from accel.comm._streams import DeviceStreams
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError, StepError
+from accel.optim._streamed_state import streamed_state
 from accel.optim._substitutes import step_masters, step_parts
 from accel.tensors import (
     is_dtensor,
@@ -343,8 +345,14 @@ def note_complex(optimizer: Optimizer) -> None:
     setattr(optimizer, _PARTS, divided and isinstance(optimizer, _PAIRING))
 
 
-def step_of(optimizer: Optimizer, *, masters: bool = False) -> Callable[[], object]:
-    """Return the function that steps an optimizer: on `masters`, on parts of complex parameters, or as it is."""
+def step_of(
+    optimizer: Optimizer, *, masters: bool = False, streams: DeviceStreams | None = None
+) -> Callable[[], object]:
+    """Return the function that steps an optimizer: on `masters`, on parts of complex parameters, or as it is; bucket by
+    bucket with `streams`, if its state is on the host."""
+    if streams is not None:
+        state = streamed_state(optimizer, streams)
+        return partial(state.step, lambda: step_of(optimizer, masters=masters)())
     if masters:
         return partial(step_masters, optimizer, parameters_of([optimizer]))
     return (

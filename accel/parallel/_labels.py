@@ -178,6 +178,21 @@ def steps_alone(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, _ALONE)
 
 
+_ON_HOST = "accel_state_on_host"  # attribute of parameters
+
+
+def keep_state_on_host_(parameters: Iterable[torch.Tensor]) -> None:
+    """Note that the optimizer's state of parameters is in the host's memory between steps. Mutates them."""
+    for each in parameters:
+        setattr(each, _ON_HOST, True)
+
+
+def has_state_on_host(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's state is in the host's memory between steps, by a parameter of each group."""
+    groups = (group["params"] for group in optimizer.param_groups)
+    return any(params and hasattr(params[0], _ON_HOST) for params in groups)
+
+
 def decide_independently(axes: Iterable[tuple[str, Axis]], optimizers: Iterable[Optimizer]) -> bool:
     """Return whether a rank may skip a step that others take: its parameters, or those along an axis, are its own."""
     if any(axis.size > 1 and dimension_of(name) is None for name, axis in axes):

@@ -19,7 +19,13 @@ from accel.parallel._compile import compile_model
 from accel.parallel._empty import allocate_empty, expect_values, move_model, stays_empty
 from accel.parallel._engines import engine_of
 from accel.parallel._entries import add_entries, check_methods, lead_entries
-from accel.parallel._labels import label_parameters, name_of, note_micro_batches, watch_autocast
+from accel.parallel._labels import (
+    keep_state_on_host_,
+    label_parameters,
+    name_of,
+    note_micro_batches,
+    watch_autocast,
+)
 from accel.parallel._modules import unwrap_model
 from accel.parallel._offload import use_streams
 from accel.parallel._private import is_compiled
@@ -216,6 +222,8 @@ def _spread_alike(
         expect_values(stage_comm(ctx), inner)
     if plan is not None and plan.micro_batches is not None:
         note_micro_batches(prepared, plan.micro_batches)
+    if plan is not None and plan.offload == "optimizer":
+        keep_state_on_host_(prepared.parameters())
     _watch(ctx, prepared)
     return prepared
 
@@ -353,6 +361,7 @@ def own_options(
     found: dict[str, Any] = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
     found |= {"plan": sources[0], "example": example}
     found |= {"beside": {}, "regions": {}}  # these follow from the model
+    found["offload"] = found["offload"] is True  # of shards
     own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
     own.check()
     return own

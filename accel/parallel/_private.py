@@ -7,7 +7,6 @@ A test looks for each of them in the torch that is installed, and in the package
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -197,12 +196,6 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 def part_alone(parameter: DTensor) -> torch.Tensor:
     """Return this rank's part, without autograd's record: one view, where `to_local` of a parameter takes two."""
     return cast(Any, parameter)._local_tensor.detach()
-
-
-def dtensor_around(part: torch.Tensor, template: DTensor) -> DTensor:
-    """Make a DTensor of a part of the template's dtype and strides: the tensor itself, without the view that torch's
-    `from_local` takes."""
-    return cast(Any, type(template))(part, copy.copy(cast(Any, template)._spec), requires_grad=False)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

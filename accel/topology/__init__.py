@@ -12,6 +12,7 @@ from accel.topology._axes import (
     FACTORS as FACTORS,
     MESH_TEXT as MESH_TEXT,
     SHARED_DIMS as SHARED_DIMS,
+    STATE_BUCKET as STATE_BUCKET,
     STRATEGY_DIMENSION as STRATEGY_DIMENSION,
     Axes as Axes,
     Axis as Axis,

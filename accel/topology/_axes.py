@@ -212,6 +212,8 @@ TensorStyle = Literal[
 ]
 HeadStyle = Literal["colwise", "colwise_gather_output"]
 Logits = Literal["full", "deferred"]
+# Bytes of parameters, over all ranks with parts of them, that `Plan(offload="optimizer")` steps at a time.
+STATE_BUCKET = 64 * 2**20
 ExpertStyle = Literal["dispatch", "local", "sorted"]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -258,7 +260,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         gather_dtype: dtype in which sharded parameters travel; "auto" for that in which the context computes.
         reduce_dtype: dtype in which gradients are summed over ranks; "auto" for fp32.
         prefetch: number of units whose parameters are gathered ahead; None for torch's choice.
-        offload: whether sharded parameters, gradients and optimizer state are in the host's memory between uses.
+        offload: what is in the host's memory between uses: with True sharded parameters, gradients and optimizer
+            state, which the host steps; with "optimizer", on any mesh, the optimizer's state alone, which is copied to
+            the device and back in each step.
         methods: methods of the model, and paths of its submodules, that the script calls beside `model(...)`, as in
             ("encode", "model.encoder"). Each call gathers parameters and exchanges gradients as a forward does.
     """
@@ -282,7 +286,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     gather_dtype: WireDtype = "auto"
     reduce_dtype: WireDtype = "auto"
     prefetch: Count | None = None
-    offload: bool = False
+    offload: bool | Literal["optimizer"] = False
     methods: Patterns = ()
 
     def __post_init__(self) -> None:
@@ -315,7 +319,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 _TYPES: Mapping[str, object] = {each.name: each.type for each in msgspec.structs.fields(Plan)}
 _KINDS: Mapping[str, str] = {  # of fields that have no choices
-    **dict.fromkeys(("sequence", "overlap", "offload"), "True or False"),
+    **dict.fromkeys(("sequence", "overlap"), "True or False"),
+    "offload": 'True, False or "optimizer"',
     **dict.fromkeys(("micro_batches", "prefetch"), "an integer from 1, or None"),
     "stages": "tuples of paths, one for each stage, or None",
     "stages_per_rank": "an integer from 1",

@@ -17,7 +17,7 @@ from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.optim import CLOSURE_LINE, Accumulation, check_latest, parameters_of, scale_, within_closure
 from accel.parallel._engines import engine_of
-from accel.parallel._labels import steps_alone
+from accel.parallel._labels import has_state_on_host, steps_alone
 from accel.tensors import is_dtensor
 from accel.training._backward import check_loss, on_device, own_weight, run_backward, start_sharing, weigh
 from accel.training._deferred import mark_deferred
@@ -138,6 +138,7 @@ def _checked(
     refused = {
         "the strategy of an engine": engine_of(ctx) is not None,
         f"{len(optimizers)} optimizers": len(optimizers) != 1,
+        'a plan with offload="optimizer"': any(map(has_state_on_host, optimizers)),
         "parameters that ranks divide": any(map(is_dtensor, parameters)),
         "a pipeline": ctx.axis("pp").size > 1,
         "ranks that step separately": any(map(steps_alone, parameters)),
@@ -151,7 +152,8 @@ def _checked(
             expected='strategy="ddp" or one rank, in fp32, fp64 or bf16',
             got=", ".join(found),
             where=_WHERE,
-            fix=f'Before prepare: ctx = accel.replace(ctx, {mesh}strategy="ddp", precision="fp32")',
+            fix=f'Before prepare: ctx = accel.replace(ctx, {mesh}strategy="ddp", precision="fp32", '
+            "plan=accel.parallel.Plan())",
         )
     if clips or policy.defers or policy.reads != policy.raises:
         raise ConfigError(

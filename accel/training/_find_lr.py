@@ -27,7 +27,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_count, check_kind
 from accel.items._module import reshard
 from accel.metrics import running_metrics
-from accel.optim import parameters_of
+from accel.optim import parameters_of, settle_state
 from accel.parallel._engines import engine_of
 from accel.parallel._leftovers import clear_gradients, clear_parameters
 from accel.random import isolated_rng
@@ -288,6 +288,7 @@ def _module(module: Any) -> Restore:
 def _optimizer(optimizer: Optimizer) -> Restore:
     """Keep an optimizer's attributes, its groups and its state."""
     attributes = dict(vars(optimizer))
+    settle_state(optimizer)
     inner = [_kept(optimizer.state), _kept(optimizer.param_groups)]
 
     def restore() -> Optimizer:

@@ -9,12 +9,13 @@ import torch
 from torch.optim import Optimizer
 
 from accel.comm import Call, agreed, refuse_replaced
+from accel.comm._streams import DeviceStreams
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, NonFiniteError, StepError
 from accel.errors._checks import check_choice
 from accel.optim import first_nonfinite, gradients, parameters_of, step_of, take_step
 from accel.parallel._engines import engine_of
-from accel.parallel._labels import name_of
+from accel.parallel._labels import has_state_on_host, name_of
 from accel.parallel._leftovers import drop_unused
 from accel.tensors import is_dtensor
 from accel.training._backward import check_loss, run_backward
@@ -60,6 +61,7 @@ def fused_step(ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, no
         with agreed(ctx.comm, call):
             # Before backward, since parameters move within it and nothing can be taken back.
             _check_loss(loss)
+    streams = ctx.streams if has_state_on_host(optimizer) else None
     done: set[int] = set()
     spoilt: list[NonFiniteError] = []
 
@@ -73,7 +75,7 @@ def fused_step(ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, no
         bad = _nonfinite(parameter, len(done)) if looks else None
         done.add(id(parameter))
         if bad is None:
-            _step_one(optimizer, groups[id(parameter)], parameter)
+            _step_one(optimizer, groups[id(parameter)], parameter, streams)
         elif ctx.world_size == 1:
             raise bad
         else:
@@ -103,12 +105,14 @@ def fused_step(ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, no
                 raise spoilt[0]
 
 
-def _step_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
+def _step_one(
+    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, streams: DeviceStreams | None
+) -> None:
     """Show the optimizer one parameter only: it would search all of them for the one with a gradient."""
     narrow, all_groups = {**group, "params": [parameter]}, optimizer.param_groups
     optimizer.param_groups = [narrow]
     try:
-        take_step(optimizer, step_of(optimizer))
+        take_step(optimizer, step_of(optimizer, streams=streams))
     finally:
         optimizer.param_groups = all_groups
     parameter.grad = None

@@ -21,9 +21,9 @@ from accel.data._loader import Loader, prepare_loader, unwrapped_loader
 from accel.errors import DeviceError, PrepareError
 from accel.errors._checks import check_kind, with_article
 from accel.items._packed_state import is_zero
-from accel.optim import guard_closures, note_complex, note_elsewhere, parameters_of
+from accel.optim import guard_closures, note_complex, note_elsewhere, parameters_of, streamed_state
 from accel.parallel._engines import engine_of
-from accel.parallel._labels import current_parameter, heir_of, is_dropped, name_of
+from accel.parallel._labels import current_parameter, has_state_on_host, heir_of, is_dropped, name_of
 from accel.parallel._modules import unwrap_model
 from accel.parallel._prepare_model import check_model, compile_as_set, prepare_model, refuse_plan, replaces_parameters
 from accel.parallel._refused import check_sparse
@@ -282,7 +282,10 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
                 )
     if ctx.precision.master_weights is not None:
         check_masters(optimizer)
-    move_state(optimizer)
+    if has_state_on_host(optimizer):
+        _ = streamed_state(optimizer, ctx.streams)
+    else:
+        move_state(optimizer)
     guard_closures(ctx.comm, optimizer)
     note_complex(optimizer)
     return optimizer

@@ -34,7 +34,7 @@ from accel.optim import (
     total_norm,
     wide_norm,
 )
-from accel.parallel._labels import check_exchanged, decide_independently, name_of
+from accel.parallel._labels import check_exchanged, decide_independently, has_state_on_host, name_of
 from accel.parallel._leftovers import drop_unused, found_gradient
 from accel.parallel._spread import average_
 from accel.parallel.axes.pipeline import is_tied_copy
@@ -470,4 +470,6 @@ def steps_of(ctx: DistContext, optimizers: Sequence[Optimizer]) -> list[tuple[Op
     for each in optimizers:
         if (share := getattr(each, "share_ranks", None)) is not None:
             share(ctx, independent=decide_independently(ctx.position.axes, [each]))
-    return [(each, partial(take_step, each, step_of(each, masters=masters))) for each in optimizers]
+    streams = [ctx.streams if has_state_on_host(each) else None for each in optimizers]
+    steps = [step_of(each, masters=masters, streams=by) for each, by in zip(optimizers, streams, strict=True)]
+    return [(each, partial(take_step, each, step)) for each, step in zip(optimizers, steps, strict=True)]

@@ -19,7 +19,14 @@ from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.errors._checks import check_count
 from accel.parallel._empty import move_model
-from accel.parallel._labels import STEPPED_ALONE, is_local, label_parameters, mark_local, note_micro_batches
+from accel.parallel._labels import (
+    STEPPED_ALONE,
+    is_local,
+    keep_state_on_host_,
+    label_parameters,
+    mark_local,
+    note_micro_batches,
+)
 from accel.parallel._modules import is_pipelined, unwrap_model
 from accel.parallel._prepare_model import check_axes, compile_as_set, composition, own_options
 from accel.parallel._refused import check_devices, check_sparse
@@ -89,6 +96,8 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
     _check_values(ctx, model)
     check_sparse(model, {"local SGD": True}, "prepare_local_model")
     plan = ctx.plan if plan is None else plan
+    if plan is not None and plan.offload == "optimizer":
+        keep_state_on_host_(model.parameters())  # those that replace them follow
     within = [each for each in composition(ctx) if each.dimension in _WITHIN] if ctx.world_size > 1 else []
     if not within:
         if ctx.world_size > 1:
@@ -171,7 +180,8 @@ def _tensors(model: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor
 
 
 def _average(ctx: DistContext, tensors: list[torch.Tensor]) -> None:
-    wide = [tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor for tensor in tensors]
+    there = [tensor.to(ctx.device) for tensor in tensors]  # optimizer state may be on the host
+    wide = [tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor for tensor in there]
     for tensor, mean in zip(tensors, _means(ctx, wide), strict=True):
         _ = tensor.copy_(mean)
 

@@ -25,7 +25,7 @@ from accel.errors._checks import with_article
 from accel.mixins import Mixin
 from accel.parallel._labels import name_of
 from accel.parallel._modules import KeepsParameters
-from accel.parallel._private import dtensor_around, part_alone
+from accel.parallel._private import part_alone
 from accel.parallel.axes.tensor._heads import has_heads, own_heads, with_own_heads
 from accel.parallel.axes.tensor._overlap import (
     autocast_format,
@@ -45,7 +45,7 @@ from accel.parallel.axes.tensor._styles import (
     part_length,
     row_exchange,
 )
-from accel.tensors import dtensor_of, is_dtensor, local_part
+from accel.tensors import dtensor_around, dtensor_of, is_dtensor, local_part
 
 if TYPE_CHECKING:
     import torch.distributed as dist

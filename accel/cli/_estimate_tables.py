@@ -9,6 +9,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
@@ -36,7 +38,7 @@ from accel.estimate import (
     read_transformer,
     step_traffic,
 )
-from accel.estimate._build import built
+from accel.estimate._build import built, quiet_fakes, read_config
 from accel.estimate._cost import Traffic
 from accel.estimate._memory import RankMemory, largest_parts
 from accel.estimate._sources import describe_source, name_headers, read_headers
@@ -241,7 +243,7 @@ def add_mesh_flags(built: argparse.ArgumentParser) -> None:
     _ = add("--keep", metavar="NAME", help="with --recompute, products: keep the outputs of matmuls and attention")
     _ = add("--sequence", action="store_true", help="ranks along tp share tokens: Plan(sequence=True)")
     _ = add("--context", metavar="NAME", help=f"along cp: {', '.join(CONTEXT_METHODS)} (default: gather)")
-    _ = add("--balance", metavar="NAME", help=f"stages along pp, by {', '.join(get_args(Balance))} (default: blocks)")
+    _ = add("--balance", metavar="NAME", help=f"stages along pp, by {', '.join(get_args(Balance))} (default: time)")
 
 
 def check_without_mesh(known: argparse.Namespace) -> None:
@@ -263,10 +265,33 @@ def check_without_mesh(known: argparse.Namespace) -> None:
         )
 
 
+def with_recorded_calls(model: Transformer, file: Path) -> Transformer:
+    """Return a model's sizes with the calls that `prepare` cuts into stages: transformers builds the model without
+    memory, and its forward is recorded.
+
+    Without transformers, for a model with an encoder of images, whose inputs are not known, and for a file that
+    transformers does not build, stages follow from the sizes.
+    """
+    if model.tower is not None or find_spec("transformers") is None:
+        return model
+    torch = import_module("torch")
+    stages = import_module("accel.parallel.axes.pipeline._stages")
+    with quiet_fakes():
+        try:
+            with torch.device("meta"):
+                built_model = read_config(file).make()
+            calls = stages.recorded_calls(built_model)
+        except Exception:  # whatever transformers raises for a file that the sizes do not need
+            return model
+    return msgspec.structs.replace(model, calls=calls if sum(each.blocks for each in calls) == model.layers else ())
+
+
 def run_mesh(known: argparse.Namespace, limit: int | None) -> int:
     """Print the estimate of a step on a mesh; return the exit status, 1 if it does not fit."""
-    model = read_transformer(_config(known.source))
+    file = _config(known.source)
     axes = _axes(known)
+    model = read_transformer(file)
+    model = with_recorded_calls(model, file) if axes.pp > 1 else model
     plan = _plan(known)
     step = _step(known)
     problem = mesh_problem(axes, model, plan, tokens=step.tokens)
@@ -330,7 +355,7 @@ def _step(known: argparse.Namespace) -> EstimatedStep:
             raise ConfigError("one answer for a mesh", expected="one", got=" and ".join(names), where=flag)
     strategy = known.strategy[0] if known.strategy else "fsdp"
     check_choice(strategy, ["ddp", "fsdp"], "not a strategy of a mesh", where="--strategy")
-    balance = known.balance or "blocks"
+    balance = known.balance or "time"
     check_choice(balance, get_args(Balance), "unknown balance of stages", where="--balance")
     return EstimatedStep(
         rows=int(match[1]),

@@ -11,6 +11,7 @@ from typing import get_args
 
 import msgspec
 
+from accel.cli._estimate_tables import with_recorded_calls
 from accel.cli._parser import RESERVED, RESERVED_FOR, Parser, memory_limit
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
@@ -111,7 +112,7 @@ def _advice(model: Transformer, choice: Choice) -> Iterator[str]:
         several = plan.stages_per_rank > 1
         fields += [f'schedule="{plan.schedule}", stages_per_rank={plan.stages_per_rank}'] if several else []
         fields += [f"micro_batches={step.micro_batches}"]
-        fields += ["stages=stages"] if has_encoder(model, axes) or step.balance != "blocks" else []
+        fields += ["stages=stages"] if has_encoder(model, axes) or step.balance != "time" else []
     mesh = f" --mesh {axes}" if str(axes) else ""
     yield from _wrapped("The first:", f"accel launch{mesh} --strategy {step.strategy} train.py")
     if fields:
@@ -142,14 +143,14 @@ def _stages(model: Transformer, choice: Choice, hosts: Hosts) -> Iterator[str]:
         begins = ", ".join(str(start) for each in found for start, _ in each.blocks)
         yield "in the script, accel.prepare(..., example=batch):"
         yield f'  stages = [[f"model.language_model.layers.{{at}}"] for at in ({begins})]'
-    elif balance != "blocks":
+    elif balance != "time":  # as prepare does it
         yield f'in the script, stages = accel.parallel.stage_plan(model, {count}, balance="{balance}")'
 
 
 def _blocks(stage: int, count: int, first: int, last: int) -> str:
     """The blocks of a stage, and what it has at the model's ends."""
-    text = f"{first}-{last}" if last > first else str(first)
-    return ("embedding, " if stage == 0 else "") + text + (", head" if stage == count - 1 else "")
+    blocks = [f"{first}-{last}" if last > first else str(first)] if last >= first else []
+    return ", ".join([*["embedding"] * (stage == 0), *blocks, *["head"] * (stage == count - 1)])
 
 
 def _loss(first: Choice, second: Choice) -> list[str]:
@@ -289,8 +290,12 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         return _calibrate(words, environ)
     known = parser().read(words)
     job = _job(known)
-    model = read_transformer(Path(known.config))
+    file = Path(known.config)
+    model = read_transformer(file)
     found = choose_meshes(model, job)
+    if any(each.axes.pp > 1 for each in (*found.fitting, *found.too_large)):
+        model = with_recorded_calls(model, file)
+        found = choose_meshes(model, job)
     if known.json:
         report = PlanReport(
             source=known.config,
@@ -303,7 +308,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         )
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        more = next(_enough(job, found, known), None)
+        more = next(_enough(model, job, found), None)
         print(show_choices(known.config, model, job, found, most=known.top, more=more))
     return int(not found.fitting)
 
@@ -462,9 +467,8 @@ def link_speeds(table: Efficiencies) -> dict[str, float]:
     return found
 
 
-def _enough(job: Job, found: Choices, known: argparse.Namespace) -> Iterator[tuple[int, Choice]]:
+def _enough(model: Transformer, job: Job, found: Choices) -> Iterator[tuple[int, Choice]]:
     """Yield larger numbers of ranks with which the model would fit."""
-    model = read_transformer(Path(known.config))
     ranks = job.ranks
     while not found.fitting and ranks * 2 <= _SEARCHED_RANKS:
         ranks *= 2

@@ -212,7 +212,7 @@ class RankStages(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         stages: indices of the stages.
-        blocks: first and last block of each stage.
+        blocks: first and last block of each stage; the last is before the first where there is none.
         memory: of the rank, when it needs most.
         time: of the step on the rank.
     """
@@ -332,7 +332,7 @@ def _choice(model: Transformer, axes: Axes, strategy: StrategyName, job: Job) ->
     if best is None:
         assert problem is not None  # there is at least one way to look at
         return problem
-    for balance in ("time", "memory") if axes.pp > 1 else ():
+    for balance in ("blocks", "memory") if axes.pp > 1 else ():
         balanced = msgspec.structs.replace(best.step, balance=balance)
         best = _better(best, model, axes, balanced, best.plan, job)
     return best

@@ -33,7 +33,7 @@ from accel.estimate._step import (
     wire_bytes,
 )
 from accel.formats import StrategyName
-from accel.topology import Axes, Plan
+from accel.topology import SCHEDULES_IN_A_V, Axes, Plan
 
 _ALL_FORWARD = ("GPipe", "LoopedBFS")  # schedules in which all forwards come before the backwards
 Moment = Literal["forward", "loss", "block", "next block", "reduction", "last reduction", "optimizer"]
@@ -203,7 +203,7 @@ def in_flight(plan: Plan, pp: int, rank: int, micro_batches: int) -> int:
         return most
     if plan.schedule == "1F1B":
         return min(most, pp - rank)
-    if plan.schedule in ("ZBVZeroBubble", "DualPipeV"):
+    if plan.schedule in SCHEDULES_IN_A_V:
         return min(most, 2 * pp)
     return min(most, (plan.stages_per_rank - 1) * pp + 2 * (pp - rank - 1) + 1)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from accel.storage import FLOATS, tensor_bytes
+from accel.topology import CallCosts
 
 _UNIT = re.compile(r"(?:.*?\.)?[0-9]+(?=\.)")
 
@@ -214,6 +215,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         divided_ends: whether the tensor-parallel plan of the model divides embedding and head.
         compared: size of the vectors of texts and images that are compared, in the place of a head; 0 for a head.
         tower: encoder of images; None without one.
+        calls: recorded calls of the forward, which stages are made of; empty for those that follow from the sizes.
     """
 
     layers: int
@@ -246,6 +248,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     divided_ends: bool = True
     compared: int = 0
     tower: Tower | None = None
+    calls: tuple[CallCosts, ...] = ()
 
     @property
     def count(self) -> int:

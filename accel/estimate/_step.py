@@ -15,7 +15,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate._model import Model, Parameter, Tower, Transformer, is_expert, sizes_of, units_of
 from accel.formats import Precision, PrecisionName, StrategyName, precision
-from accel.topology import Axes, Balance, Plan, data_dimension, divide
+from accel.topology import Axes, Balance, CallCosts, Plan, begins_of, data_dimension, stages_of_rank
 
 Engine = Literal["fully_shard", "ddp", "none"]
 _FP32 = 4
@@ -90,7 +90,7 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
     held: bool = True
     compiled: bool = False
     dealt: bool = False
-    balance: Balance = "blocks"
+    balance: Balance = "time"
     images: int = 1
     side: int = 448
 
@@ -200,31 +200,45 @@ def keeps_blocks(plan: Plan, axes: Axes) -> bool:
     return axes.pp > 1 or plan.reshard_after_forward is False
 
 
+@functools.lru_cache(maxsize=1024)
 def stage_layers(model: Transformer, stages: int, balance: Balance) -> tuple[int, ...]:
-    """Return the number of blocks of each stage, as `stage_plan` divides them."""
-    if balance == "blocks":
-        return tuple(model.layers // stages + (at < model.layers % stages) for at in range(stages))
-    weight = model.embedding()[0].count if model.tied else 0  # the head has the embedding's, too
-    first = sum(each.count for each in model.embedding()) if balance == "memory" else 0
-    if model.tower is not None:
-        first += _cost([*model.tower.ends, *model.tower.blocks.parameters], balance)
-    block, last = (_cost(each, balance) for each in (model.block(), model.head()))
-    dense = _cost(model.block(dense=True), balance) if model.dense else 0
-    costs = [float(dense)] * model.dense + [float(block)] * (model.layers - model.dense)
-    costs[0] += first
-    costs[-1] += last + weight
-    return _divided(tuple(costs), stages)
+    """Return the number of blocks of each stage, as `stage_plan` divides the calls of the model; 0 for a head alone."""
+    calls = model.calls or _calls_by_sizes(model)
+    prices = [each.price for each in calls]
+    if model.tower is not None:  # stages that are named by their blocks
+        blocks = [at for at, each in enumerate(calls) if each.blocks]
+        prices = [price if at in (0, *blocks[1:]) else math.inf for at, price in enumerate(prices)]
+    begins = begins_of([each.cost(balance) for each in calls], stages, prices)
+    spans = itertools.pairwise((*begins, len(calls)))
+    return tuple(int(sum(each.blocks for each in calls[begin:end])) for begin, end in spans)
 
 
-def _cost(parameters: Iterable[Parameter], balance: Balance) -> int:
-    return sum(each.count for each in parameters if balance == "memory" or len(each.shape) > 1)
+_SENT = 0.03  # price of a stage that begins between blocks, as pipelines record it
 
 
-@functools.lru_cache(maxsize=256)
-def _divided(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """The number of blocks of each stage, by the cost of each block."""
-    ends = divide(costs, stages)
-    return tuple(end - begin for begin, end in zip((0, *ends[:-1]), ends, strict=True))
+def _calls_by_sizes(model: Transformer) -> list[CallCosts]:
+    """The calls of a model's forward: the encoder, the embedding, each block and the head."""
+    tower = model.tower
+    found = [_call(CallCosts("encoder", 0, 0, 0, 0), [*tower.ends, *tower.blocks.parameters], model)] if tower else []
+    found += [CallCosts(each.name, 0.0, float(each.nbytes), 0.0, _SENT) for each in model.embedding()]
+    found += [
+        _call(CallCosts(f"layers.{at}", 0, 0, 1, _SENT), model.block(dense=at < model.dense), model)
+        for at in range(model.layers)
+    ]
+    tied = model.embedding()[:1] if model.tied else ()
+    return [*found, _call(CallCosts("head", 0, 0, 0, _SENT), [*model.head(), *tied], model)]
+
+
+def _call(call: CallCosts, parameters: Sequence[Parameter], model: Transformer) -> CallCosts:
+    """A call that multiplies tokens with some parameters."""
+    time = sum(_multiplied(each, model) for each in parameters)
+    return call._replace(time=time, memory=float(sum(each.nbytes for each in parameters)))
+
+
+def _multiplied(parameter: Parameter, model: Transformer) -> float:
+    """The number of a parameter's elements that a token is multiplied with."""
+    count = parameter.count if len(parameter.shape) > 1 else 0
+    return count * model.experts_per_token / model.experts if is_expert(parameter) else count
 
 
 def busy_ranks(model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan) -> Sequence[int]:
@@ -239,11 +253,8 @@ def busy_ranks(model: Model | Transformer, axes: Axes, step: EstimatedStep, plan
 
 
 def rank_stages(plan: Plan, pp: int, rank: int) -> tuple[int, ...]:
-    """Return the stages of a rank along pp: in a V for schedules that need one, else round and round."""
-    stages = pp * plan.stages_per_rank
-    if plan.schedule in ("ZBVZeroBubble", "DualPipeV") and pp > 1:
-        return rank, stages - 1 - rank
-    return tuple(range(rank, stages, pp))
+    """Return the stages of a rank along pp."""
+    return stages_of_rank(plan.schedule, pp, pp * plan.stages_per_rank, rank)
 
 
 def divides_logits(plan: Plan) -> bool:
@@ -369,7 +380,8 @@ def _held_by_sizes(
     every = _sum([root, inside])
     sizes = [each.whole for each in units]
     blocks = [layers[at] for at in own]
-    return HeldParameters(root, units[0], inside, every, sizes, blocks, dense, is_first, is_last, idle, idle_shards)
+    largest = units[0] if units else Unit()
+    return HeldParameters(root, largest, inside, every, sizes, blocks, dense, is_first, is_last, idle, idle_shards)
 
 
 def part_shape(parameter: Parameter, axes: Axes) -> list[int]:

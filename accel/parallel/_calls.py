@@ -131,12 +131,9 @@ def let_watch(module: nn.Module, watch: Watch | None) -> None:
 
 
 def attributes_of(module: nn.Module) -> dict[tuple[str, str], object]:
-    """Return tensors and numbers among the plain attributes of modules, by path and name."""
+    """Return the identities of the plain attributes of modules, by path and name."""
     return {
-        (path, name): identity_of(value)
-        for path, each in named_modules(module)
-        for name, value in vars(each).items()
-        if isinstance(value, torch.Tensor) or type(value) in NUMBERS
+        (path, name): identity_of(value) for path, each in named_modules(module) for name, value in vars(each).items()
     }
 
 
@@ -172,7 +169,8 @@ def unchanged(model: nn.Module) -> Generator[None]:
     """Put parameters, buffers, and attributes of modules, back behind a forward that is none of the user's."""
     modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
     hooked = _hooks_of(model)
-    present = [each for each in (*model.parameters(), *model.buffers()) if not is_absent(each)]
+    attributes_too = [value for _, held, _ in modules for value in held.values() if isinstance(value, torch.Tensor)]
+    present = [each for each in (*model.parameters(), *model.buffers(), *attributes_too) if not is_absent(each)]
     kept = _KeptValues(present)
     try:
         with kept:

@@ -14,13 +14,17 @@ from torch.utils.flop_counter import flop_registry
 
 from accel.comm import mark_recording
 from accel.mixins import add_mixin
-from accel.parallel._modules import KeepsParameters, copied_model, has_parameters
+from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules
 from accel.parallel._private import without_subclasses, written_arguments
 from accel.tensors import fake_mode, is_fake
 
+_LARGE = 1 << 14  # bytes
+
 
 def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
-    """Copy a model, with fake parameters on a device. Buffers are real copies, those on the meta device fake ones.
+    """Copy a model, with fake parameters on a device. Small buffers are real copies. Large ones, as of masks and of
+    rotations, are the model's own where they are on the device: run the copy within `unchanged`. Buffers on the meta
+    device become fake.
 
     No communication. The model may be on the meta device.
     """
@@ -37,12 +41,31 @@ def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
     attributes = [each for module in model.modules() for each in vars(module).values()]
     for each in (*model.buffers(), *filter(torch.is_tensor, attributes)):
         if not each.is_meta:
-            _ = memo.setdefault(id(each), each.detach().to(device, copy=True))
+            is_own = _is_large(each) and each.device == device
+            _ = memo.setdefault(id(each), each if is_own else each.detach().to(device, copy=True))
     found = copied_model(model, memo)
     for module in found.modules():
         _ = vars(module).pop("_compiled_call_impl", None)
     add_mixin(filter(has_parameters, found.modules()), KeepsParameters)
     return found
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.nbytes > _LARGE and not is_fake(tensor)
+
+
+def free_large_buffers(ghost: nn.Module, model: nn.Module) -> None:
+    """Let a copy by `without_memory` have the large buffers of a model that has become a stage, and fake ones in the
+    place of those that it lacks. Mutates the copy."""
+    mode: Any = next(cast(Any, each).fake_mode for each in ghost.parameters())
+    live = dict(model.named_buffers(remove_duplicate=False))
+    for path, module in named_modules(ghost):
+        for key, each in module.named_buffers(recurse=False):
+            if _is_large(each):
+                with mode:
+                    fake = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
+                own = live.get(f"{path}.{key}" if path else key)
+                setattr(module, key, fake if own is None or own.device != each.device else own)
 
 
 def random_like(value: Any) -> Any:
@@ -86,10 +109,20 @@ class LikelyValues:
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     """FLOPs of an operator by torch's formulas."""
+    if func is torch.ops.aten._grouped_mm.default:  # torch has none for it
+        return 2.0 * out.numel() * args[0].shape[-1]
     count = flop_registry.get(func.overloadpacket)
     if count is None and "flash_attention_for_cpu" in func.name():
         count = flop_registry.get(torch.ops.aten._scaled_dot_product_flash_attention)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
+
+
+def run_operator(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator, on fake tensors or real ones. torch knows grouped products of fake tensors in bf16 alone."""
+    if func is not torch.ops.aten._grouped_mm.default or not is_fake(args[0]):
+        return func(*args, **kwargs)
+    narrow = [each.to(torch.bfloat16) for each in args[:2]]
+    return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
 
 
 class StandIn(torch.Tensor):

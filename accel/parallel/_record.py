@@ -89,17 +89,19 @@ class Argument(msgspec.Struct, frozen=True):
 
 
 class Stash(NamedTuple):
-    """A tensor that a call leaves in an attribute.
+    """A value with tensors that a call leaves in an attribute.
 
     Attributes:
         path: of the module with the attribute, from the called module; "" for that one.
         name: of the attribute.
-        leaf: number among the leaves of the call.
+        rebuild: returns the value from its leaves.
+        leaves: their numbers among the leaves of the call.
     """
 
     path: str
     name: str
-    leaf: int
+    rebuild: Callable[[Sequence[Any]], Any]
+    leaves: tuple[int, ...]
 
 
 class Write(NamedTuple):

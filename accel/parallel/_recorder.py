@@ -33,7 +33,7 @@ from accel.parallel._calls import (
     tensors_in,
     unchanged,
 )
-from accel.parallel._fakes import LikelyValues, flops_of, random_like
+from accel.parallel._fakes import LikelyValues, flops_of, random_like, run_operator
 from accel.parallel._modules import named_modules, named_tensors
 from accel.parallel._private import asks_for_values, forward_hooks, written_arguments
 from accel.parallel._record import (
@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
             self._decisions.append(Decision(len(self._calls), sources))
         self._branches |= reads and self._now is None and not sources
         try:
-            return func(*args, **kwargs)
+            return run_operator(func, args, kwargs)
         except Exception as error:
             if self._now is not None or not asks_for_values(error):
                 raise
@@ -281,6 +281,7 @@ class Recorder(TorchDispatchMode):
             or key in self._names  # a write would change the parameter
             or type(tensor.grad_fn).__name__.startswith(_SEVERAL_VIEWS)
             or 0 in tensor.stride()
+            or tensor.nbytes < tensor.untyped_storage().nbytes()  # code behind may read the other part
             or not tensor.is_floating_point()
             or any(each.kind == "argument" and each.call == now.number for each in sources)
         ):
@@ -395,12 +396,14 @@ class Recorder(TorchDispatchMode):
             for name, value in list(vars(module).items()):
                 if before.get((path, name)) == identity_of(value):
                     continue
-                if isinstance(value, torch.Tensor):
-                    now.stashes.append(Stash(path, name, len(now.leaves)))
-                    vars(module)[name] = self._hand_out(now, value)
-                elif type(value) in NUMBERS:
+                if type(value) in NUMBERS:
                     self._watched.setdefault(module, {})[name] = now.path
                     let_watch(module, self._look)
+                elif tensors_in(value, self._containers):
+                    tree = take_apart(value, self._containers)
+                    first = len(now.leaves)
+                    vars(module)[name] = tree.rebuild([self._hand_out(now, each) for each in tree.leaves])
+                    now.stashes.append(Stash(path, name, tree.rebuild, tuple(range(first, len(now.leaves)))))
 
     def _look(self, module: nn.Module, name: str) -> None:
         """Refuse a read, outside of calls, of a number that a call has set."""

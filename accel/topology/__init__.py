@@ -35,4 +35,10 @@ from accel.topology._axes import (
     rank_rows as rank_rows,
     without_mesh as without_mesh,
 )
-from accel.topology._division import divide as divide
+from accel.topology._division import (
+    SCHEDULES_IN_A_V as SCHEDULES_IN_A_V,
+    CallCosts as CallCosts,
+    begins_of as begins_of,
+    divide as divide,
+    stages_of_rank as stages_of_rank,
+)

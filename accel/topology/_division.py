@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A list of costs divided into contiguous parts. Pure."""
+"""Costs, such as those of the calls of a forward, divided into contiguous parts. Pure."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from accel.topology._axes import Balance
 
 _EQUAL = 1e-9  # differences of sums below this are rounding
 
@@ -40,3 +43,41 @@ def divide(costs: Sequence[float], parts: int, prices: Sequence[float] = ()) -> 
     for begins in reversed(chosen[1:]):
         ends.append(begins[ends[-1]])
     return tuple(reversed(ends))
+
+
+SCHEDULES_IN_A_V = ("ZBVZeroBubble", "DualPipeV")
+
+
+def stages_of_rank(schedule: str, ranks: int, stages: int, rank: int) -> tuple[int, ...]:
+    """Return the stages of a rank along pp: in a V for schedules that need one, else round and round."""
+    if schedule in SCHEDULES_IN_A_V and ranks > 1:
+        return rank, stages - 1 - rank
+    return tuple(range(rank, stages, ranks))
+
+
+class CallCosts(NamedTuple):
+    """What a call of a forward costs, by each balance of stages.
+
+    Attributes:
+        path: of the module.
+        time: FLOPs of its forward.
+        memory: bytes of its parameters.
+        blocks: 1 for a block, 0 for another module.
+        price: of a stage that begins at the call, as in `divide`.
+    """
+
+    path: str
+    time: float
+    memory: float
+    blocks: float
+    price: float
+
+    def cost(self, balance: Balance) -> float:
+        """Return the cost by a balance."""
+        return {"time": self.time, "memory": self.memory, "blocks": self.blocks}[balance]
+
+
+def begins_of(costs: Sequence[float], stages: int, prices: Sequence[float]) -> tuple[int, ...]:
+    """Return the first call of each stage, from the costs and the prices of calls; equal costs if all are 0."""
+    ends = divide(costs if any(costs) else [1.0] * len(costs), stages, prices)
+    return (0, *ends[:-1])

@@ -25,6 +25,8 @@ LLAMA = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    for name in ("_plan", "_estimate_tables"):  # a record takes long
+        monkeypatch.setattr(f"accel.cli.{name}.with_recorded_calls", lambda model, _: model)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     return tmp_path
 

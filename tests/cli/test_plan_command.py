@@ -14,8 +14,13 @@ import pytest
 from processes import patience
 
 from accel.cli import main
-from accel.estimate import read_efficiencies
+from accel.cli._estimate_tables import with_recorded_calls
+from accel.cli._plan import show_choices
+from accel.estimate import EstimatedStep, Job, Transformer, rank_memory, read_efficiencies, step_time
+from accel.estimate._choices import Choice, Choices
+from accel.estimate._configs import transformer_from
 from accel.estimate._efficiencies import H100, MessageSpeed
+from accel.topology import Axes, Balance, Plan
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -31,7 +36,9 @@ MESSAGES = (MessageSpeed(operation="all-reduce", ranks=8, hosts=1, bytes=1 << 28
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a configuration, whose stages follow from the sizes: a record takes seconds."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("accel.cli._plan.with_recorded_calls", lambda model, _: model)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     return tmp_path
 
@@ -97,11 +104,44 @@ def test_the_stages_of_the_first_mesh_with_pp_are_shown(folder: Path, capsys: py
     assert lines[at + 1].split() == ["STAGES", "BLOCKS", "MEMORY", "PRODUCTS"]
     assert lines[at + 2].startswith("0       embedding, 0-16  62.2 GB")
     assert lines[at + 3].startswith("1       17-31, head")
-    assert lines[at + 4] == 'in the script, stages = accel.parallel.stage_plan(model, 2, balance="time")'
-    assert "micro_batches=32, stages=stages)" in text
+    assert lines[at + 4] == ""  # prepare divides them so
+    assert "plan=accel.parallel.Plan(micro_batches=32)" in text
     first = msgspec.json.decode(asked(capsys, *slow, "--json")[1])["fitting"][0]
     assert [each["blocks"] for each in first["stages"]] == [[[0, 16]], [[17, 31]]]
     assert "Stages of" not in asked(capsys, ".", "--ranks", "8", "--memory", "80GB", "--top", "1")[1]
+
+
+@pytest.mark.slow
+def test_the_stages_are_those_of_a_record(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    words = (".", "--ranks", "16", "--memory", "80GB", "--batch", "256", "--link", "20GB,1GB", "--host", "2", "--json")
+    by_sizes = asked(capsys, *words)[1]
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[int] = []
+
+        def recorded(model: Transformer, file: Path) -> Transformer:
+            found = with_recorded_calls(model, file)
+            seen.append(len(found.calls))
+            return found
+
+        patch.setattr("accel.cli._plan.with_recorded_calls", recorded)
+        assert asked(capsys, *words)[1] == by_sizes
+    assert seen == [35]  # the embedding, 32 blocks, the norm and the head
+
+
+@pytest.mark.parametrize("balance", ["blocks", "memory"])
+def test_stages_that_prepare_does_not_make_are_named(balance: Balance) -> None:
+    """A choice whose balance is not that of prepare says the line that makes its stages."""
+    model = transformer_from(LLAMA_8B, where="")
+    step = EstimatedStep(tokens=64, micro_batches=8, balance=balance)
+    job = Job(ranks=2, memory=1 << 40, tokens=64)
+    axes = Axes(pp=2)
+    memory, time = rank_memory(model, axes, step, Plan()), step_time(model, axes, step, Plan(), job.hosts)
+    choice = Choice(axes=axes, step=step, plan=Plan(), memory=memory, time=time)
+    found = Choices(fitting=[choice], too_large=[], refused=[])
+    lines = show_choices("x", model, job, found, most=1, more=None).splitlines()
+    assert "  in the script, plan=accel.parallel.Plan(micro_batches=8, stages=stages)" in lines
+    assert f'in the script, stages = accel.parallel.stage_plan(model, 2, balance="{balance}")' in lines
 
 
 LLAVA_7B: dict[str, Any] = {
@@ -277,7 +317,8 @@ def test_bad_words_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]
     assert error.count("\n") == 1
 
 
-def test_no_torch_is_needed(folder: Path) -> None:
+def test_without_transformers_no_torch_is_needed(folder: Path) -> None:
     words = "['plan', '.', '--ranks', '8', '--memory', '80GB']"
-    code = f"import sys; from accel.cli import main; main({words}); assert 'torch' not in sys.modules"
+    code = "import sys; sys.modules['transformers'] = None; from accel.cli import main; "
+    code += f"main({words}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(60), stdout=subprocess.DEVNULL)

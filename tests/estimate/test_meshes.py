@@ -4,23 +4,39 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from typing import get_args
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast, get_args
 
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
-from profiles import share
-from torch import nn
+from hypothesis import given, strategies as st
 
 import accel
+from accel.cli._estimate_tables import with_recorded_calls
 from accel.errors import ConfigError
-from accel.estimate import EstimatedStep, Hosts, Transformer, list_meshes, mesh_problem, rank_memory, step_time
+from accel.estimate import (
+    EstimatedStep,
+    Hosts,
+    Transformer,
+    list_meshes,
+    mesh_problem,
+    rank_memory,
+    read_transformer,
+    step_time,
+)
+from accel.estimate._build import read_config
 from accel.estimate._choices import Choice, stages_of
 from accel.estimate._memory import largest_parts
 from accel.estimate._model import Latent
 from accel.estimate._step import stage_layers
+from accel.parallel._modules import stage_modules
+from accel.parallel.axes.pipeline._replayed import ReplayedModule
+from accel.testing import Simulator
 from accel.topology import Axes, Balance, Plan, coordinates
 
 LLAMA = Transformer(layers=6, width=48, heads=12, kv_heads=4, head_width=4, inner=36, vocabulary=144)
@@ -140,46 +156,55 @@ def test_no_ranks_have_no_mesh() -> None:
         _ = list(list_meshes(0))
 
 
-class Decoder(nn.Module):
-    """A module with the parameters of a transformer's sizes, without memory."""
+SLOW = (pytest.mark.slow,)
+TINY: Mapping[str, Any] = {
+    "num_hidden_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 300,
+}  # fmt: skip
+EXPERTS = TINY | {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "llama": TINY,
+    "qwen2": TINY | {"tie_word_embeddings": True},
+    "qwen3": TINY | {"head_dim": 8},
+    "mistral": TINY | {"sliding_window": None},
+    "mixtral": EXPERTS | {"num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 8},
+    "deepseek_v3": EXPERTS | {
+        "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2, "num_key_value_heads": 4,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    },
+    "gpt2": {"n_layer": 6, "n_embd": 32, "n_head": 4, "vocab_size": 300, "n_positions": 64},
+}  # fmt: skip
 
-    def __init__(self, sizes: Transformer) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
-            if sizes.positions:
-                self.positions = nn.Embedding(sizes.positions, sizes.width)
-            self.layers = nn.ModuleList(self._block(sizes) for _ in range(sizes.layers))
-            self.norm = nn.RMSNorm(sizes.width)
-            self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
-        if sizes.tied:
-            self.head.weight = self.embed.weight
 
-    def _block(self, sizes: Transformer) -> nn.Module:
-        found = nn.Identity()
-        for at, each in enumerate(sizes.block()):
-            found.register_parameter(f"p{at}", nn.Parameter(torch.empty(each.shape)))
-        return found
+def _blocks(stages: Sequence[Sequence[str]]) -> list[int]:
+    """The number of blocks among the modules of each stage."""
+    return [len({found[0] for path in stage if (found := re.search(r"\.(layers|h)\.\d+", path))}) for stage in stages]
 
 
-@given(
-    st.builds(
-        msgspec.structs.replace,
-        st.just(LLAMA),
-        layers=st.integers(2, 9),
-        vocabulary=st.sampled_from([10, 144, 900]),
-        positions=st.sampled_from([0, 300]),
-        tied=st.booleans(),
-    ),
-    st.integers(1, 5),
-    st.sampled_from(get_args(Balance)),
-)
-@settings(max_examples=share(0.4))
-def test_stages_have_the_blocks_of_stage_plan(sizes: Transformer, stages: int, balance: Balance) -> None:
-    stages = min(stages, sizes.layers)
-    plan = accel.parallel.stage_plan(Decoder(sizes), stages, balance=balance)
-    counts = [sum(path.startswith("layers.") for path in paths) for paths in plan]
-    assert list(stage_layers(sizes, stages, balance)) == counts
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=() if each == "llama" else SLOW) for each in KINDS])
+def test_a_plan_has_the_stages_that_prepare_makes(ranks: Simulator, tmp_path: Path, kind: str, stages: int) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    file = tmp_path / "config.json"
+    _ = file.write_text(json.dumps({"model_type": kind, **KINDS[kind]}))
+    sizes = read_transformer(file)
+    planned = with_recorded_calls(sizes, file)
+    assert planned.calls
+
+    def prepared(ctx: accel.DistContext) -> Sequence[str]:
+        model = accel.prepare_model(accel.replace(ctx, mesh=f"pp={stages}"), read_config(file).make())
+        return cast(ReplayedModule, stage_modules(model)[0]).own
+
+    counts = _blocks(ranks.run(prepared, stages, default_group=True))
+    assert list(stage_layers(planned, stages, EstimatedStep().balance)) == counts
+    with torch.device("meta"):
+        model = read_config(file).make()
+    for balance in get_args(Balance):
+        counts = _blocks(accel.parallel.stage_plan(model, stages, balance=balance))
+        assert list(stage_layers(planned, stages, balance)) == counts
+        assert list(stage_layers(sizes, stages, balance)) == counts  # without transformers
 
 
 @given(st.sampled_from(get_args(Balance)), st.sampled_from([(2, 1), (3, 1), (3, 2)]), st.booleans())

@@ -28,6 +28,15 @@ from accel.estimate._step import OPTIMIZERS
 from accel.topology import Axes
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _by_sizes() -> Iterator[None]:
+    """Stages follow from the sizes, as a record takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_plan", "_estimate_tables"):
+            patch.setattr(f"accel.cli.{name}.with_recorded_calls", lambda model, _: model)
+        yield
+
+
 def said(command: str, source: Path | str, *words: object) -> dict[str, Any]:
     """The answer of a command for programs."""
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -15,11 +15,12 @@ from accel.parallel._fakes import without_memory
 from accel.parallel._micro_batches import MicroBatch, example_batch
 from accel.parallel._record import ForwardRecord
 from accel.parallel._recorder import record_forward
-from accel.parallel.axes.pipeline._cut import Cut, begins_of, cut_record
+from accel.parallel.axes.pipeline._cut import Cut, call_costs, cut_record
 from accel.parallel.axes.pipeline._held import drop_others
 from accel.parallel.axes.pipeline._planned import planned
 from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, running
 from accel.parallel.axes.pipeline._work import Work
+from accel.topology import begins_of
 
 CPU = torch.device("cpu")
 
@@ -49,7 +50,13 @@ def example(entry: Handwritten, stages: int, rows: int = 4) -> Example:
 
 def cut(given: Example, stages: int) -> Cut:
     """Cut the record where the planner would."""
-    return cut_record(given.record, begins_of(given.record, stages))
+    return cut_record(given.record, begins(given.record, stages))
+
+
+def begins(record: ForwardRecord, stages: int) -> tuple[int, ...]:
+    """The first call of each stage, by time."""
+    calls = call_costs(record)
+    return begins_of([each.time for each in calls], stages, [each.price for each in calls])
 
 
 def run_plain(given: Example) -> tuple[Tensor, dict[str, Tensor | None]]:

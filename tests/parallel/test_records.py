@@ -9,13 +9,20 @@ from typing import Any
 import msgspec
 import pytest
 import replays
+import torch
 from handwritten import MODELS, Handwritten, named
+from torch import Tensor, nn
 
+import accel
 from accel.errors import AccelError, PrepareError, StageError
+from accel.parallel._fakes import without_memory
 from accel.parallel._modules import copied_model
 from accel.parallel._record import ForwardRecord, Label
 from accel.parallel._recorder import record_forward
-from accel.parallel.axes.pipeline._cut import MOST_TWICE, Cut, begins_of, share_twice
+from accel.parallel.axes.pipeline._cut import MOST_TWICE, Cut, share_twice
+from accel.parallel.axes.pipeline._pipeline import pipeline_of
+from accel.tensors import is_fake
+from accel.testing import Simulator
 
 QUICK = ("nano_gpt", "residuals_between", "listed_losses", "moe")
 FEW_CALLS = ("lstm", "gru")  # three modules
@@ -31,7 +38,10 @@ def _slow(entries: list[Handwritten], *quick: str) -> list[Any]:
 
 def _facts(record: ForwardRecord) -> Any:
     leaves = [[msgspec.structs.replace(leaf, value=None) for leaf in each.leaves] for each in record.calls]
-    needs = [(each.needs, dict(each.arguments), each.stashes, each.writes, each.flops) for each in record.calls]
+    needs = [
+        (each.needs, dict(each.arguments), [stash[:2] for stash in each.stashes], each.writes, each.flops)
+        for each in record.calls
+    ]
     return record.paths, leaves, needs, record.end, record.decisions, record.held, record.between
 
 
@@ -123,4 +133,52 @@ def test_flops_are_hardly_computed_twice_or_the_place_is_named(entry: Handwritte
         found = entry.name, "before the call of top_l.0" in str(error)
         assert found in [(name, True) for name in AGAIN]
     else:
-        assert share_twice(given.record, begins_of(given.record, 4)) <= MOST_TWICE
+        assert share_twice(given.record, replays.begins(given.record, 4)) <= MOST_TWICE
+
+
+class Tables(nn.Module):
+    """Large tables outside of blocks, in each block and in an attribute; the forward changes two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        for block in self.blocks:
+            block.register_buffer("table", torch.rand(64, 512))
+        self.register_buffer("mask", torch.rand(64, 512))
+        self.register_buffer("queue", torch.zeros(64, 512))
+        self.angles = torch.rand(64, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.queue[0] += 1
+        self.angles.mul_(2)
+        for block in self.blocks:
+            x = block(x) * block.table[: len(x), :4] * self.mask[: len(x), :4] * self.angles[: len(x), :4]
+        return x
+
+
+def test_a_record_takes_no_memory_for_large_buffers_and_leaves_them_as_they_are() -> None:
+    model = Tables()
+    before = {name: each.clone() for name, each in model.named_buffers()} | {"angles": model.angles.clone()}
+    ghost = without_memory(model, torch.device("cpu"))
+    own = {name: each.data_ptr() for name, each in model.named_buffers()} | {"angles": model.angles.data_ptr()}
+    shared = {name: each.data_ptr() for name, each in ghost.named_buffers()}
+    assert shared | {"angles": ghost.angles.data_ptr()} == own
+    units = tuple(f"blocks.{at}" for at in range(3))
+    record = record_forward(ghost, units, (torch.rand(2, 4),), {})
+    assert record.paths == units
+    assert all(torch.equal(each, before[name]) for name, each in model.named_buffers())
+    assert torch.equal(model.angles, before["angles"])
+
+
+def test_a_pipeline_holds_the_large_buffers_of_its_stage_alone(ranks: Simulator) -> None:
+    def held(ctx: accel.DistContext) -> tuple[dict[str, bool], list[str]]:
+        model = accel.prepare_model(accel.replace(ctx, mesh="pp=2"), Tables(), example=torch.rand(4, 4))
+        pipeline = pipeline_of(model)
+        assert pipeline is not None
+        ghost = pipeline.replays.ghost
+        live = dict(model.named_buffers())
+        return {name: is_fake(each) for name, each in ghost.named_buffers()}, sorted(live)
+
+    for fakes, live in ranks.run(held, 2, default_group=True):
+        assert {name for name, fake in fakes.items() if not fake} == set(live)
+        assert {"mask", "queue"} < set(live) < set(fakes)

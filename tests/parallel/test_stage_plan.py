@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, get_args, get_type_hints
+from collections.abc import Sequence
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
 import torch
 from blocks import Stack
 from catching import caught
+from handwritten import Handwritten, named
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch import nn
@@ -19,9 +21,12 @@ import accel
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._fakes import without_memory
 from accel.parallel._micro_batches import plan_rows, split_batch
-from accel.parallel.axes.pipeline._layout import make_layout, own_stages
+from accel.parallel._modules import stage_modules
+from accel.parallel.axes.pipeline._layout import make_layout
 from accel.parallel.axes.pipeline._pipeline import holders
 from accel.parallel.axes.pipeline._planned import planned
+from accel.parallel.axes.pipeline._replayed import ReplayedModule
+from accel.testing import Simulator
 from accel.topology import Balance, divide
 
 SCHEDULES = get_args(get_type_hints(accel.parallel.Plan)["schedule"])
@@ -175,7 +180,7 @@ def test_ranks_share_the_stages_or_the_schedule_is_refused(schedule: str, ranks:
         assert refused.where == "plan=, stages_per_rank"
         return
     layout = make_layout(schedule, ranks, per, None)
-    found = [own_stages(layout, rank) for rank in range(ranks)]
+    found = [layout.of(rank) for rank in range(ranks)]
     assert sorted(itertools.chain(*found)) == list(range(ranks * per))
     assert {len(each) for each in found} == {per}
     assert layout.owners == {stage: rank for rank, own in enumerate(found) for stage in own}
@@ -283,3 +288,19 @@ def test_an_example_divides_by_the_recorded_calls() -> None:
     assert first == {"blocks": 3, "memory": 3, "time": 4}
     heavy = accel.parallel.stage_plan(Uneven(), 2, example=ids, costs={"embed": 1e9})
     assert heavy[0] == ("embed",)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("each", named("nano_gpt", "unet", "backwards", "listed_losses"), ids=lambda each: each.name)
+def test_a_plan_by_an_example_has_the_stages_that_prepare_makes(
+    ranks: Simulator, each: Handwritten, stages: int
+) -> None:
+    example = each.batch(6, 4).inputs
+
+    def prepared(ctx: accel.DistContext) -> Sequence[str]:
+        ctx = accel.replace(ctx, mesh=f"pp={stages}")
+        model = accel.prepare(ctx, each.make(), example=example)
+        return cast(ReplayedModule, stage_modules(model)[0]).own
+
+    found = ranks.run(prepared, stages, default_group=True)
+    assert tuple(found) == accel.parallel.stage_plan(each.make(), stages, example=example)

@@ -13,7 +13,7 @@ import msgspec
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice, did_you_mean
 from accel.parallel._record import ForwardRecord, Label, Labels
-from accel.topology import Balance, divide
+from accel.topology import Balance, CallCosts
 
 
 class StageCut(msgspec.Struct, frozen=True):
@@ -56,73 +56,52 @@ _TRAFFIC, _TWICE, _REPEATED = 0.03, 0.3, 2.0
 MOST_TWICE = 0.05  # share of a forward's FLOPs that stages may compute once more
 
 
-def begins_of(
-    record: ForwardRecord, stages: int, costs: Sequence[float] = (), blocks: Collection[str] = ()
-) -> tuple[int, ...]:
-    """Return the first call of each stage: near equal costs, where little is sent, with few modules in two stages.
-
-    Args:
-        record: of at least as many calls as `stages`.
-        costs: of each call; its FLOPs by default.
-        blocks: paths of modules behind which stages begin, if there are enough; by default they begin anywhere.
-    """
-    loads = costs or [each.flops for each in record.calls]
-    prices = _prices(record)
-    whole = [at for at, path in enumerate(record.paths) if path in blocks]
-    if len(whole) >= stages:
-        allowed = {0, *(at + 1 for at in whole[:-1])}
-        prices = [price if at in allowed else math.inf for at, price in enumerate(prices)]
-    ends = divide(loads if any(loads) else [1.0] * len(record.calls), stages, prices)
-    return (0, *ends[:-1])
-
-
-def costs_of(
-    record: ForwardRecord, balance: Balance, blocks: Collection[str] = (), given: Mapping[str, float] | None = None
-) -> list[float]:
-    """Return what each call of a record costs by a balance. Pure.
+def call_costs(record: ForwardRecord, blocks: Collection[str] = ()) -> tuple[CallCosts, ...]:
+    """Return what each call of a record costs. Pure.
 
     Args:
         record: of a forward.
-        balance: "blocks" for 1 a block and 0 for other modules; "memory" for the bytes of parameters; "time" for FLOPs.
         blocks: paths of the model's blocks; without any among the calls, each call is one.
-        given: cost of modules by path, in the place of the balance's; another path or cost is a `ConfigError`.
+    """
+    known = set(blocks) & set(record.paths) or set(record.paths)
+    held = [each for each in record.held if each.is_parameter]
+    memory = {path: sum(each.bytes for each in held if _within(each.names, [path])) for path in set(record.paths)}
+    return tuple(
+        CallCosts(each.path, each.flops, float(memory[each.path]), float(each.path in known), price)
+        for each, price in zip(record.calls, _prices(record), strict=True)
+    )
+
+
+def costs_of(calls: Sequence[CallCosts], balance: Balance, given: Mapping[str, float] | None = None) -> list[float]:
+    """Return what each call costs by a balance; an unknown one is a `ConfigError`. Pure.
+
+    `given`: cost of modules by path, in the place of the balance's; another path or cost is a `ConfigError`.
     """
     check_choice(balance, get_args(Balance), "unknown balance of stages", where="stage_plan, balance=")
-    known = set(blocks) & set(record.paths) or set(record.paths)
-    found: list[float] = []
-    for each in record.calls:
-        if balance == "time":
-            found.append(each.flops)
-        elif balance == "memory":
-            held = [one.bytes for one in record.held if one.is_parameter and _within(one.names, [each.path])]
-            found.append(float(sum(held)))
-        else:
-            found.append(float(each.path in known))
+    paths = [each.path for each in calls]
     for path, cost in (given or {}).items():
-        if path not in record.paths:
+        if path not in paths:
             raise ConfigError(
                 "a cost of something else than a module that stages divide",
-                expected="a path such as " + record.paths[0],
+                expected="a path such as " + paths[0],
                 got=repr(path),
                 where="costs=",
-                fix=did_you_mean(path, record.paths),
+                fix=did_you_mean(path, paths),
             )
         if not isinstance(cost, int | float) or not 0 <= cost < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError("not a cost", expected="a number from 0", got=repr(cost), where=f"costs=, {path}")
-        found = [cost if each == path else old for each, old in zip(record.paths, found, strict=True)]
-    return found
+    return [(given or {}).get(each.path, each.cost(balance)) for each in calls]
 
 
 def _prices(record: ForwardRecord) -> list[float]:
     """Costs of a stage's begin at each call: bytes sent, modules of two stages, FLOPs computed twice."""
     crossing = [_crossing(record, at) for at in range(len(record.calls))]
     least = min(crossing[1:], default=1) or 1
-    again = itertools.accumulate(record.between)
-    flops = record.flops or 1
+    again = list(itertools.accumulate(record.between))
     found = [0.0]
-    for at, repeated in zip(range(1, len(crossing)), itertools.islice(again, 1, None), strict=False):
+    for at in range(1, len(crossing)):
         twice = len(set(record.paths[:at]) & set(record.paths[at:]))
-        found.append(_TRAFFIC * crossing[at] / least + _TWICE * twice + _REPEATED * repeated / flops)
+        found.append(_TRAFFIC * crossing[at] / least + _TWICE * twice + _REPEATED * again[at] / (record.flops or 1))
     return found
 
 

@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from accel.errors import AccelError, ConfigError
 from accel.errors._checks import with_article
 from accel.parallel._modules import named_modules
+from accel.topology import SCHEDULES_IN_A_V, stages_of_rank
 
 _ONE_STAGE = ("GPipe", "1F1B")
-_IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 _ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 _AT_LEAST_STAGES = ("1F1B", "DualPipeV")
 SPLIT_BACKWARDS: frozenset[str] = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
@@ -40,14 +40,11 @@ class Layout(NamedTuple):
     @property
     def owners(self) -> Mapping[int, int]:
         """Rank along the pipeline of each stage."""
-        return {stage: rank for rank in range(self.ranks) for stage in own_stages(self, rank)}
+        return {stage: rank for rank in range(self.ranks) for stage in self.of(rank)}
 
-
-def own_stages(layout: Layout, rank: int) -> tuple[int, ...]:
-    """Return the stages of a rank along the pipeline: in a V for schedules that need one, else round and round."""
-    if layout.schedule in _IN_A_V:
-        return rank, layout.stages - 1 - rank
-    return tuple(range(rank, layout.stages, layout.ranks))
+    def of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank along the pipeline."""
+        return stages_of_rank(self.schedule, self.ranks, self.stages, rank)
 
 
 def make_layout(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int | None) -> Layout:
@@ -57,9 +54,9 @@ def make_layout(schedule: str, ranks: int, stages_per_rank: int, micro_batches: 
     micro = stages if micro_batches is None else micro_batches
     if schedule in _ONE_STAGE and stages_per_rank != 1:
         raise _refused(schedule, "1", stages_per_rank, "Take Interleaved1F1B, or leave stages_per_rank out.")
-    if schedule in _IN_A_V and stages_per_rank != 2:
+    if schedule in SCHEDULES_IN_A_V and stages_per_rank != 2:
         raise _refused(schedule, "2, one on each side of its V", stages_per_rank, "Pass Plan(stages_per_rank=2).")
-    if schedule not in (*_ONE_STAGE, *_IN_A_V) and stages_per_rank < 2:
+    if schedule not in (*_ONE_STAGE, *SCHEDULES_IN_A_V) and stages_per_rank < 2:
         raise _refused(schedule, "2 or more", stages_per_rank, "Pass Plan(stages_per_rank=2), or take 1F1B.")
     if schedule in _AT_LEAST_STAGES and micro < stages:
         raise ConfigError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,13 +19,13 @@ from accel.parallel._micro_batches import MicroBatch
 from accel.parallel._modules import named_modules
 from accel.parallel._record import ForwardRecord, record_in_order
 from accel.parallel._recorder import record_forward
-from accel.parallel.axes.pipeline._cut import MOST_TWICE, begins_of, costs_of, cut_record, share_twice
-from accel.topology import Balance
+from accel.parallel.axes.pipeline._cut import MOST_TWICE, call_costs, costs_of, cut_record, share_twice
+from accel.topology import Balance, CallCosts, begins_of
 from accel.tree._walk import Containers
 
 Stages = Sequence[Sequence[str]]
 _TORCH = str(Path(torch.__file__).parent)
-_FIX = "Pass accel.prepare(..., example=batch), a batch like this one, so that the stages hold what it needs."
+FIX = "Pass accel.prepare(..., example=batch), a batch like this one, so that the stages hold what it needs."
 
 
 class Planned(NamedTuple):
@@ -102,8 +103,7 @@ def planned(
     if not isinstance(stages, int):
         _check_paths(ghost, stages)
         opened |= {path for each in stages for path in each}
-    blocks = {each.path for each in blocks_of(ghost)}
-    blocks = blocks or {path for group in outermost_groups(block_groups(ghost)) for path, _ in group.entries}
+    blocks = _block_paths(ghost)
     tried: list[tuple[str, ...]] = []
 
     def record(units: Sequence[str]) -> ForwardRecord:
@@ -112,8 +112,13 @@ def planned(
     def begins(record: ForwardRecord) -> tuple[int, ...]:
         if not isinstance(stages, int):
             return begins_at(record, stages)
-        of_calls = costs_of(record, balance or ("blocks" if batch is None else "time"), blocks, costs)
-        return begins_of(record, stages, of_calls, blocks if batch is None else ())
+        calls = call_costs(record, blocks)
+        prices = [each.price for each in calls]
+        whole = [at for at, each in enumerate(calls) if batch is None and each.path in blocks]
+        if len(whole) >= stages:  # they begin behind blocks
+            prices = [0.0 if not at or at - 1 in whole[:-1] else math.inf for at in range(len(calls))]
+        of_calls = costs_of(calls, balance or ("blocks" if batch is None else "time"), costs)
+        return begins_of(of_calls, stages, prices)
 
     for share in _SHARES:
         units = units_of(ghost, opened, share)
@@ -128,6 +133,17 @@ def planned(
         where="prepare_model, plan=, stages",
         fix="Take fewer ranks along pp or fewer stages_per_rank.",
     )
+
+
+def recorded_costs(ghost: nn.Module, batch: MicroBatch) -> tuple[CallCosts, ...]:
+    """Return the costs of the calls that `planned` divides at first."""
+    return call_costs(recorded(ghost, units_of(ghost, (), _SHARES[0]), batch), _block_paths(ghost))
+
+
+def _block_paths(ghost: nn.Module) -> set[str]:
+    """The paths of a model's blocks, or else of the entries of its lists."""
+    blocks = {each.path for each in blocks_of(ghost)}
+    return blocks or {path for group in outermost_groups(block_groups(ghost)) for path, _ in group.entries}
 
 
 def _check_paths(model: nn.Module, stages: Stages) -> None:
@@ -244,11 +260,11 @@ def begins_by_holdings(record: ForwardRecord, holds: Sequence[frozenset[str]]) -
                 "the forward calls modules in another order than that of the stages",
                 expected="no module of a stage behind one of a later stage",
                 got=f"{path} of stage {holders[0] if holders else 'none'} behind stage {len(begins) - 1}",
-                fix=_FIX,
+                fix=FIX,
             )
         begins += [number] * (later[0] - len(begins) + 1)
     if len(begins) < len(holds):
-        raise StageError("the last stage calls none of its modules", got=", ".join(record.paths[:20]), fix=_FIX)
+        raise StageError("the last stage calls none of its modules", got=", ".join(record.paths[:20]), fix=FIX)
     return tuple(begins)
 
 

@@ -61,13 +61,9 @@ class Replay(NamedTuple):
     def fact(self, label: Label) -> Boundary:
         """Return dtype and shape of an output or argument, and whether a gradient travels back."""
         leaf = self.record.leaf(label)
-        known = self.facts.get(label) or leaf_boundary(leaf)
+        recorded = Boundary(str(leaf.dtype).removeprefix("torch."), leaf.shape, leaf.differentiable)
+        known = self.facts.get(label, recorded)
         return Boundary(known.dtype, known.shape, leaf.differentiable)
-
-
-def leaf_boundary(leaf: Leaf) -> Boundary:
-    """Return dtype and shape of a recorded tensor."""
-    return Boundary(str(leaf.dtype).removeprefix("torch."), leaf.shape, leaf.differentiable)
 
 
 class Calls:
@@ -262,7 +258,8 @@ class StageRun:
         """The leaves of a call, numbered as in its record."""
         yield from enumerate(take_apart(result, self._containers).leaves)
         for each in known.stashes:
-            yield each.leaf, getattr(module.get_submodule(each.path), each.name)
+            value = getattr(module.get_submodule(each.path), each.name)
+            yield from zip(each.leaves, take_apart(value, self._containers).leaves, strict=True)
         for each in known.writes:
             yield each.leaf, given[each.argument]
         for each in known.growths:
@@ -288,7 +285,7 @@ class StageRun:
         for write in known.writes:
             _write(given[write.argument], leaves[write.leaf])
         for stash in known.stashes:
-            setattr(module.get_submodule(stash.path), stash.name, leaves[stash.leaf])
+            setattr(module.get_submodule(stash.path), stash.name, stash.rebuild([leaves[i] for i in stash.leaves]))
         for each in known.cached:
             grow_cache(given[each.argument], each, self._device)
         if known.growths:

@@ -19,7 +19,7 @@ from accel.parallel._private import called_eagerly
 from accel.parallel._record import ForwardRecord, Label
 from accel.parallel.axes.pipeline._cut import Cut, StageCut, cut_record
 from accel.parallel.axes.pipeline._layout import Layout
-from accel.parallel.axes.pipeline._planned import Planned, begins_by_holdings, recorded, starts_of
+from accel.parallel.axes.pipeline._planned import FIX, Planned, begins_by_holdings, recorded, starts_of
 from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, StageRun, running
 from accel.parallel.axes.pipeline._work import Boundary, Work, noise, of_stage
 from accel.random import Key
@@ -27,7 +27,6 @@ from accel.tensors import emptied_caches
 
 _MOST_REPLAYS = 16
 _SEEDS = 2**62  # number of different seeds
-_FIX = "Pass accel.prepare(..., example=batch), a batch like this one, so that the stages hold what it needs."
 
 
 def _form(leaf: Any) -> object:
@@ -41,16 +40,16 @@ class Replays:
     """The replays of one model on this rank.
 
     Args:
-        ghost: the whole model without memory.
         planned: its stages. Without their starts, each begins where the forward first calls a module of its own.
         device: of the stages.
 
     Attributes:
+        ghost: the whole model without memory.
         known: replays by the kind of batch, the first one of each with the order of its example.
     """
 
     def __init__(self, ghost: nn.Module, planned: Planned, device: torch.device) -> None:
-        self._ghost = ghost
+        self.ghost = ghost
         self._units = planned.units
         self._starts = planned.starts
         self._holds = planned.holds
@@ -81,7 +80,7 @@ class Replays:
             return [known[0]] * len(work.micro_batches)
 
         def fitting(batch: MicroBatch) -> int:
-            fits = (at for at, old in enumerate(known) if is_followed(old, self._ghost, self._calls, batch, work))
+            fits = (at for at, old in enumerate(known) if is_followed(old, self.ghost, self._calls, batch, work))
             return next(fits, -1)
 
         orders = agreed_values(
@@ -119,10 +118,10 @@ class Replays:
         """Record and cut the forward of a micro-batch; `StageError` where the stages lack what it needs."""
         batch = of_stage((work.probe or work.micro_batches)[0], -1)
         modes = {path: each.training for path, each in named_modules(model, every_path=True)}
-        for path, each in named_modules(self._ghost):
+        for path, each in named_modules(self.ghost):
             each.training = modes.get(path, model.training)
         with work.around():
-            record = recorded(self._ghost, self._units, batch, work.containers)
+            record = recorded(self.ghost, self._units, batch, work.containers)
         begins = self._begins(record)
         cut = cut_record(record, begins)
         missing = self._missing(record, cut)
@@ -135,7 +134,7 @@ class Replays:
                 "a stage reads tensors for this batch that it does not hold",
                 expected="the parameters and buffers that the model was prepared with",
                 got=", ".join(missing[:3]),
-                fix=_FIX,
+                fix=FIX,
             )
         return Replay(record, cut, {}, draws=record.draws)
 
@@ -190,14 +189,14 @@ def _digest(replay: Replay) -> str:
     return repr((replay.record.paths, stages, sorted(replay.cut.dense)))
 
 
-def is_followed(replay: Replay, model: Callable[..., Any], calls: Calls, batch: MicroBatch, work: Work) -> bool:
+def is_followed(replay: Replay, model: nn.Module, calls: Calls, batch: MicroBatch, work: Work) -> bool:
     """Return whether a micro-batch calls the modules of a record in its order, by a forward whose calls are all
     answered by placeholders. No communication."""
     end = len(replay.record.calls)
     nothing = StageCut(begin=end, end=end, needs=(), gives=(), passes=(), holds=frozenset())
     run = StageRun(replay, nothing, {}, first_device(batch), None, work.containers)
     try:
-        with torch.no_grad(), emptied_caches(), work.around(), calls.answered_by(run):
+        with torch.no_grad(), emptied_caches(), unchanged(model), work.around(), calls.answered_by(run):
             _ = run.forward(model, batch)
     except StageError:
         return False

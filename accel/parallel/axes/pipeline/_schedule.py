@@ -153,8 +153,7 @@ class StageSchedule:
         device: torch.device,
         holds: Callable[[], bool] | None,
     ) -> None:
-        trains = holds is not None
-        self._trains = trains
+        self._trains = trains = holds is not None
         self._layout = layout
         self._rank = stages[0].rank
         ranks = dist.get_process_group_ranks(group)

@@ -18,19 +18,19 @@ from accel.errors._checks import check_count, with_article
 from accel.mixins import add_mixin
 from accel.parallel._calls import let_answer
 from accel.parallel._empty import make_room, move_model
-from accel.parallel._fakes import without_memory
+from accel.parallel._fakes import free_large_buffers, without_memory
 from accel.parallel._labels import drop_parameter, label_parameters
 from accel.parallel._micro_batches import MicroBatch, example_batch, first_device
 from accel.parallel._modules import aliases_of, example_of, is_pipelined, named_tensors, unwrap_model, wrapped_name
 from accel.parallel._private import is_compiled
 from accel.parallel._spread import Spread, SpreadOptions, begin_with_rank_0_, compare_models
 from accel.parallel.axes.pipeline._held import drop_others, view_of
-from accel.parallel.axes.pipeline._layout import Layout, batch_norms, check_norms, make_layout, own_stages
+from accel.parallel.axes.pipeline._layout import Layout, batch_norms, check_norms, make_layout
 from accel.parallel.axes.pipeline._pipeline import Pipeline, Pipelined, attach, open_ties
-from accel.parallel.axes.pipeline._planned import Planned, planned
+from accel.parallel.axes.pipeline._planned import Planned, planned, recorded_costs
 from accel.parallel.axes.pipeline._replayed import Calls, ReplayedModule
 from accel.parallel.axes.pipeline._replays import Replays
-from accel.topology import Balance, Dimension, dimension_of
+from accel.topology import Balance, CallCosts, Dimension, dimension_of
 from accel.tree import map_tensors
 from accel.tree._walk import Containers
 
@@ -132,10 +132,9 @@ def _pad_between_layers(model: nn.Module) -> None:
 
 def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_empty: bool) -> nn.Module:
     norms = batch_norms(model)
-    count = _layout(ctx, options).micro_batches
-    if ctx.rank == 0 and count > 1 and any(each.training for _, each in norms):
-        logging.getLogger("accel.parallel").warning(_OF_PIECES, len(norms), norms[0][0], count)
     layout = _layout(ctx, options)
+    if ctx.rank == 0 and layout.micro_batches > 1 and any(each.training for _, each in norms):
+        logging.getLogger("accel.parallel").warning(_OF_PIECES, len(norms), norms[0][0], layout.micro_batches)
     compare_models(ctx, options, dict(model.named_parameters()))
     _pad_between_layers(model)
     ghost = without_memory(model, ctx.device)
@@ -149,7 +148,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
     if shards:
         _check_shared([(names, stages_with(names)) for names in aliases], layout)
     order = tuple(model.state_dict(keep_vars=True))
-    mine = own_stages(layout, ctx.axis("pp").rank)
+    mine = layout.of(ctx.axis("pp").rank)
     kept = frozenset[str]().union(*(plan.holds[at] for at in mine))
     if not is_empty:
         _begin_alike(ctx, model, {id(each) for name, each in named_tensors(model) if name in kept})
@@ -159,6 +158,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
     for each in drop_others(model, kept, plan.units, ctx.device):
         drop_parameter(each)
     move_model(model, ctx.streams)
+    free_large_buffers(ghost, model)
     label_parameters(model)
     group = group_of(ctx, "pp")
     assert group is not None  # this is the answer for more than one rank
@@ -169,12 +169,11 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
             view = view_of(model, plan.holds[at], plan.units, ctx.device, shards=shards)
             modules.append(ReplayedModule(view, calls, at, ctx.rank, layout.stages, plan.own[at]))
     add_mixin([model], Pipelined)
-    names = [each for each in aliases if len(each) > 1]
     pipeline = Pipeline(
         adopt(group, ctx.device),
         group,
         layout,
-        names,
+        [each for each in aliases if len(each) > 1],
         order,
         ties,
         Replays(ghost, plan, ctx.device),
@@ -236,9 +235,9 @@ def _begin_alike(ctx: DistContext, model: nn.Module, kept: set[int]) -> None:
     """Give every rank rank 0's values, one tensor after another. `kept`: the `id` of those that this rank keeps."""
     for each in [*model.parameters(), *model.buffers()]:
         if each.is_meta and id(each) not in kept:
-            begin_with_rank_0_(ctx, [torch.empty_like(each.detach(), device=ctx.device)])
-            continue
-        make_room([each], ctx.device)
+            each = torch.empty_like(each.detach(), device=ctx.device)
+        else:
+            make_room([each], ctx.device)
         begin_with_rank_0_(ctx, [each])
 
 
@@ -281,10 +280,21 @@ def stage_plan(
         (('0',), ('2',))
     """
     check_count(stages, "not a number of stages", where="stages=")
+    return planned(*_ghost(model, example), stages, (), balance, costs).own
+
+
+def recorded_calls(model: nn.Module) -> tuple[CallCosts, ...]:
+    """Return the costs of the calls that stages of a model of transformers are made of, without an example; of another
+    model none. No communication; the model may be on the meta device."""
+    ghost, batch = _ghost(model, None)
+    return () if batch is None else recorded_costs(ghost, batch)
+
+
+def _ghost(model: nn.Module, example: Any) -> tuple[nn.Module, MicroBatch | None]:
+    """A model without memory, and its example."""
     batch = _example(model, example, ())
     device = torch.device("cpu") if batch is None else first_device(batch)
-    ghost = without_memory(model, device)
-    return planned(ghost, batch and _on_device(batch, device), stages, (), balance, costs).own
+    return without_memory(model, device), batch and _on_device(batch, device)
 
 
 PIPELINE = Spread(

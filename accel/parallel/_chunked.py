@@ -29,7 +29,7 @@ _CHUNKS = "accel_chunks"  # attribute of a module: its `_Chunks`
 
 
 class _Chunks(NamedTuple):
-    """How a module divides its input: along a dimension, into so many parts."""
+    """The division of a module's input: along a dimension, into so many parts."""
 
     dim: int
     parts: int

@@ -136,6 +136,8 @@ def _within(
             with contextlib.suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
         raise TimeoutError(f"no answer in {patience_s:g} s")
+    if errors and isinstance(errors[0], TimeoutError):  # the socket's, a moment before the thread's
+        raise TimeoutError(f"no answer in {patience_s:g} s") from errors[0]
     if errors:
         raise errors[0]
     return found[0]

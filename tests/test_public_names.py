@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel.config import _settings
+from accel.post_training import _sample
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs"
@@ -196,7 +197,7 @@ def plain(annotation: Any) -> Any:
     tree = Unannotated().visit(ast.parse(annotation, mode="eval"))
     text = ast.unparse(tree)
     if found := re.fullmatch(r"Unpack\[(\w+)\]", text):
-        listed = annotations(getattr(_settings, found[1]))
+        listed = annotations(getattr(_settings, found[1], None) or getattr(_sample, found[1]))
         text = f"{{{', '.join(f'{name}: {kind.__forward_arg__}' for name, kind in listed.items())}}}"
     return text.replace("'", '"')
 

@@ -27,6 +27,7 @@ from accel.bigmodel.plan import (
     infer_device_map,
     torch_name,
 )
+from accel.cli._parser import add_saving_flags, saving_plan
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate import (
@@ -243,6 +244,7 @@ def add_mesh_flags(built: argparse.ArgumentParser) -> None:
     _ = add("--keep", metavar="NAME", help="with --recompute, products: keep the outputs of matmuls and attention")
     _ = add("--sequence", action="store_true", help="ranks along tp share tokens: Plan(sequence=True)")
     _ = add("--context", metavar="NAME", help=f"along cp: {', '.join(CONTEXT_METHODS)} (default: gather)")
+    add_saving_flags(add)
     _ = add("--balance", metavar="NAME", help=f"stages along pp, by {', '.join(get_args(Balance))} (default: time)")
 
 
@@ -255,6 +257,10 @@ def check_without_mesh(known: argparse.Namespace) -> None:
         "--sequence": known.sequence,
         "--context": known.context is not None,
         "--balance": known.balance is not None,
+        "--logits": known.logits is not None,
+        "--offload": known.offload is not None,
+        "--offload-activations": known.offload_activations,
+        "--chunks": known.chunks is not None,
     }
     if named := [flag for flag, is_given in given.items() if is_given]:
         raise ConfigError(
@@ -340,7 +346,8 @@ def _axes(known: argparse.Namespace) -> Axes:
 def _plan(known: argparse.Namespace) -> Plan:
     context = known.context or "gather"
     check_choice(context, CONTEXT_METHODS, "unknown kind of context parallelism", where="--context")
-    return Plan(sequence=known.sequence, context=cast(ContextMethod, context))
+    own = saving_plan(known)
+    return msgspec.structs.replace(own, sequence=known.sequence, context=cast(ContextMethod, context))
 
 
 def _step(known: argparse.Namespace) -> EstimatedStep:
@@ -367,6 +374,8 @@ def _step(known: argparse.Namespace) -> EstimatedStep:
         recompute=known.recompute,
         balance=cast(Balance, balance),
         keep=cast(Literal["", "products"], known.keep or ""),
+        offload=known.offload_activations,
+        chunks=1 if known.chunks is None else known.chunks,
     )
 
 
@@ -386,6 +395,8 @@ def _mesh_text(report: MeshReport, model: Transformer, step: EstimatedStep, limi
     lines += [show_table([*rows, ("total", "", show_size(report.total) + verdict)])]
     where = f", on rank {memory.stage} along pp" if "pp=" in report.mesh else ""
     lines += [f"Most together at: {memory.moment}{where}"]
+    if memory.host:
+        lines += [f"In the host's memory then: {show_size(memory.host)}"]
     if report.traffic:
         titles = ("AXIS", "RANKS", "COLLECTIVE", "CALLS", "BYTES", "SENT")
         lines += ["", show_table([titles, *map(_cells, report.traffic)])]

@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn, cast
 
 from accel.config import ConfigFile, resolve
 from accel.config._files import DEFAULT_FILE
@@ -16,9 +16,10 @@ from accel.config._resolve import CONFIG_VARIABLE, Resolved
 from accel.config._schema import Field, to_text
 from accel.config._settings import FIELDS
 from accel.errors import ConfigError
-from accel.errors._checks import did_you_mean
+from accel.errors._checks import check_choice, did_you_mean
 from accel.formats import precision_fix
 from accel.system import absolute, write_error
+from accel.topology import Plan
 
 CONFIG_FLAG = "--config"
 HOSTS = "several hosts"
@@ -265,3 +266,20 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> list[str]:
         """Return the flags that it knows, by their long names."""
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+
+def add_saving_flags(add: Callable[..., object]) -> None:
+    """Give a parser the flags of what saves memory beside sharding and recomputation."""
+    _ = add("--logits", metavar="NAME", help="full, or deferred: Plan(logits='deferred') (default: full)")
+    _ = add("--offload", metavar="NAME", help="state or shards on the host: optimizer or all, as Plan(offload=)")
+    _ = add("--offload-activations", action="store_true", help="activations on the host: accel.offload_activations")
+    _ = add("--chunks", type=int, metavar="N", help="MLPs run on N parts of the sequence: accel.chunk_sequence")
+
+
+def saving_plan(known: argparse.Namespace) -> Plan:
+    """Return the plan of `--logits` and `--offload`."""
+    logits, offload = known.logits or "full", known.offload or ""
+    check_choice(logits, ["full", "deferred"], "not a way of logits", where="--logits")
+    check_choice(offload or "all", ["optimizer", "all"], "nothing to keep on the host", where="--offload")
+    kept = "optimizer" if offload == "optimizer" else offload == "all"
+    return Plan(logits=cast(Literal["full", "deferred"], logits), offload=kept)

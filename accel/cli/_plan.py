@@ -12,7 +12,7 @@ from typing import get_args
 import msgspec
 
 from accel.cli._estimate_tables import with_recorded_calls
-from accel.cli._parser import RESERVED, RESERVED_FOR, Parser, memory_limit
+from accel.cli._parser import RESERVED, RESERVED_FOR, Parser, add_saving_flags, memory_limit, saving_plan
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate import Hosts, Job, Transformer, choose_meshes, read_transformer
@@ -113,6 +113,8 @@ def _advice(model: Transformer, choice: Choice) -> Iterator[str]:
         fields += [f'schedule="{plan.schedule}", stages_per_rank={plan.stages_per_rank}'] if several else []
         fields += [f"micro_batches={step.micro_batches}"]
         fields += ["stages=stages"] if has_encoder(model, axes) or step.balance != "time" else []
+    fields += ['logits="deferred"'] if plan.logits == "deferred" else []
+    fields += [f"offload={plan.offload!r}".replace("'", '"')] if plan.offload else []
     mesh = f" --mesh {axes}" if str(axes) else ""
     yield from _wrapped("The first:", f"accel launch{mesh} --strategy {step.strategy} train.py")
     if fields:
@@ -120,6 +122,10 @@ def _advice(model: Transformer, choice: Choice) -> Iterator[str]:
     if step.recompute:
         keep = f', keep="{step.keep}"' if step.keep else ""
         yield f"  and accel.checkpoint_activations(model{keep})"
+    if step.offload:
+        yield "  and accel.offload_activations(model)"
+    if step.chunks > 1:
+        yield f"  and accel.chunk_sequence(model, Mlp, parts={step.chunks})"
     if step.micro_batches > 1 and axes.pp == 1:
         each = "" if step.held else ", sync_each_batch=True"
         yield f"  and accel.train_state(ctx, accumulation={step.micro_batches}{each})"
@@ -393,6 +399,7 @@ def parser() -> Parser:
         "--image-size", type=int, default=448, metavar="N", dest="side",
         help="side of an image in pixels, if the model takes any (default: 448)",
     )  # fmt: skip
+    add_saving_flags(add)
     _ = add("--compiled", action="store_true", help="torch.compile fuses the operators between matmuls")
     _ = add("--top", type=int, default=10, metavar="N", help="meshes to show (default: 10)")
     _ = add("--json", action="store_true", help="all meshes, for programs")
@@ -425,6 +432,9 @@ def _job(known: argparse.Namespace) -> Job:
         hosts=_hosts(known),
         images=known.images,
         side=known.side,
+        offload=known.offload_activations,
+        chunks=1 if known.chunks is None else known.chunks,
+        plan=saving_plan(known),
     )
 
 

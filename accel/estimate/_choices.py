@@ -174,6 +174,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         hosts: speeds of the machine.
         images: number of images of a sequence, for models with an encoder of them.
         side: side of an image in pixels, for encoders that take images of any size.
+        offload, chunks: as of `EstimatedStep`. Copies to the host count no time.
+        plan: `logits` and `offload` of the plans to choose among.
     """
 
     ranks: int
@@ -187,6 +189,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Hosts = Hosts()
     images: int = 1
     side: int = 448
+    offload: bool = False
+    chunks: int = 1
+    plan: Plan = Plan()
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -320,11 +325,13 @@ def _choice(model: Transformer, axes: Axes, strategy: StrategyName, job: Job) ->
         compiled=job.compiled,
         images=job.images,
         side=job.side,
+        offload=job.offload,
+        chunks=job.chunks,
     )
     check_images(model, base)
     problem: ConfigError | None = None
     best: Choice | None = None
-    for step, plan in _ways(model, axes, base):
+    for step, plan in _ways(axes, base, job.plan):
         found = mesh_problem(axes, model, plan, tokens=job.tokens) or _too_few(axes, step, plan)
         if found is None:
             best = _better(best, model, axes, step, plan, job)
@@ -354,24 +361,24 @@ def _rank(choice: Choice, memory: int) -> tuple[float, float]:
     return (0.0, choice.time.total) if need <= memory else (1.0, need)
 
 
-def _ways(model: Transformer, axes: Axes, base: EstimatedStep) -> Iterator[tuple[EstimatedStep, Plan]]:
+def _ways(axes: Axes, base: EstimatedStep, like: Plan) -> Iterator[tuple[EstimatedStep, Plan]]:
     """Yield the options to try on a mesh."""
     several = base.micro_batches > 1 and axes.pp == 1
     again: list[dict[str, Any]] = [{}, {"recompute": True, "keep": "products"}, {"recompute": True}]
     for options in again:
         for held in (True, False) if several else (True,):
             step = msgspec.structs.replace(base, held=held, **options)
-            yield from ((step, plan) for plan in _plans(axes))
+            yield from ((step, plan) for plan in _plans(axes, like))
 
 
-def _plans(axes: Axes) -> Iterator[Plan]:
+def _plans(axes: Axes, like: Plan) -> Iterator[Plan]:
     schedules: list[dict[str, Any]] = [{}]
     if axes.pp > 1:
         schedules.append({"schedule": "Interleaved1F1B", "stages_per_rank": 2})
     for options in schedules:
         for sequence in (True, False) if axes.tp > 1 else (False,):
             for context in ("gather", "ring", "heads") if axes.cp > 1 else ("gather",):
-                yield Plan(sequence=sequence, context=context, **options)
+                yield msgspec.structs.replace(like, sequence=sequence, context=context, **options)
 
 
 def _too_few(axes: Axes, step: EstimatedStep, plan: Plan) -> ConfigError | None:

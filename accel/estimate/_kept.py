@@ -101,6 +101,8 @@ def _kept_by_sizes(model: Transformer, axes: Axes, plan: Plan, step: EstimatedSt
     stream = stream_bytes(step, engine)
     block = _block(model, axes, plan, own, tokens, stream, size)
     dense = _block(model, axes, plan, own, tokens, stream, size, dense=True) if model.dense else block
+    if step.chunks > 1:
+        block = dense = _of_inputs(model, axes, block, own, tokens, stream, size)
     logits, peak = _loss(model, axes, plan, step, tokens)
     return Kept(
         block=block,
@@ -108,7 +110,9 @@ def _kept_by_sizes(model: Transformer, axes: Axes, plan: Plan, step: EstimatedSt
         ends=_norm(model, own, tokens, stream, size, 0 if model.compared else 1),
         logits=logits,
         peak=peak,
-        inside=_inside(model, axes, own, tokens, size),
+        inside=_inside(model, axes, own, tokens, size)
+        if step.chunks == 1
+        else _inside_parts(model, axes, step, own, tokens, stream, engine),
         tower=_of_tower(model.tower, axes, step, stream),
         around=_around_tower(model.tower, step, stream),
     )
@@ -164,6 +168,34 @@ def _block(
         entry=own * model.width * stream,
         products=_products(model, axes, plan, tokens, size, dense=dense),
     )
+
+
+def _of_inputs(
+    model: Transformer, axes: Axes, block: KeptBlock, own: int, tokens: int, stream: int, size: int
+) -> KeptBlock:
+    """Return what a block keeps whose MLP keeps its input alone."""
+    if model.experts:
+        raise ConfigError(
+            "experts cannot run on parts of a sequence", expected="chunks=1", got="a mixture of experts",
+            where="EstimatedStep.chunks",
+        )  # fmt: skip
+    second = 2 if model.gated else 1
+    read = _norm(model, own, tokens, stream, size, second) - _norm(model, own, tokens, stream, size, 0)
+    mlp = _mlp(model, axes, tokens, size) + read - tokens * model.width * stream
+    return block._replace(whole=block.whole - mlp)
+
+
+def _inside_parts(
+    model: Transformer, axes: Axes, step: EstimatedStep, own: int, tokens: int, stream: int, engine: Engine
+) -> int:
+    """Bytes of temporaries in the backward of a block whose MLP runs on parts: in the MLP, or in the norm before."""
+    size = step.compute_bytes
+    part = _mlp(model, axes, -(-tokens // step.chunks), size)
+    weights = (2 + model.gated) * model.width * -(-model.inner // axes.tp)
+    gradient = size if engine == "fully_shard" else step.stored_bytes
+    slopes = 2 * tokens * model.width * stream
+    norm = model.width * (2 * tokens * size + own * (3 * _FP32 + size))
+    return max(2 * part + weights * (_FP32 + gradient) + slopes, norm)
 
 
 def _norm(model: Transformer, own: int, tokens: int, stream: int, size: int, products: int) -> int:

@@ -33,7 +33,7 @@ from accel.estimate._step import (
     wire_bytes,
 )
 from accel.formats import StrategyName
-from accel.topology import SCHEDULES_IN_A_V, Axes, Plan
+from accel.topology import SCHEDULES_IN_A_V, STATE_BUCKET, Axes, Plan
 
 _ALL_FORWARD = ("GPipe", "LoopedBFS")  # schedules in which all forwards come before the backwards
 Moment = Literal["forward", "loss", "block", "next block", "reduction", "last reduction", "optimizer"]
@@ -55,7 +55,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
         activations: of what forward keeps for backward, logits included; None where they are not known.
         gathered: of parameters in the compute format: gathered from other ranks, or converted by autocast.
         buffers: of gradients on their way to other ranks, and of temporaries of the loss and of the optimizer.
-        host: in the host's memory, of shards that `Plan.offload` leaves there: no part of the total.
+        host: in the host's memory: what `Plan.offload` and `offload_activations` leave there, no part of the total.
     """
 
     moment: Moment
@@ -116,6 +116,41 @@ def _offloaded(memory: RankMemory, full: int) -> RankMemory:
     )
 
 
+def _with_host(
+    memory: RankMemory,
+    model: Model | Transformer,
+    axes: Axes,
+    step: EstimatedStep,
+    plan: Plan,
+    full: int,
+    away: int,
+) -> RankMemory:
+    """The memory of a rank with what the plan, and `offload_activations`, leave in the host's."""
+    if plan.offload == "optimizer":
+        memory = _without_state(memory, model, axes, step)
+    elif plan.offload and copies_of(axes, step.strategy).engine == "fully_shard":
+        memory = _offloaded(memory, full)
+    return replace(memory, host=memory.host + (0 if memory.moment == "optimizer" else away))
+
+
+def _without_state(memory: RankMemory, model: Model | Transformer, axes: Axes, step: EstimatedStep) -> RankMemory:
+    """The memory of a rank whose optimizer's state is on the host, but for two buckets while they are stepped."""
+    if memory.moment != "optimizer":
+        return replace(memory, optimizer=0, host=memory.host + memory.optimizer)
+    bucket = max(STATE_BUCKET // step.stored_bytes, _largest_parameter(model, axes))
+    share = min(1.0, bucket * axes.pp / model.count)
+    state = int(memory.optimizer * min(1.0, 2 * share))
+    temporaries = int(memory.buffers * share)
+    return replace(memory, optimizer=state, buffers=temporaries, host=memory.optimizer - state)
+
+
+def _largest_parameter(model: Model | Transformer, axes: Axes) -> int:
+    """Elements of the largest parameter over all ranks; stacks of experts are one for each."""
+    if isinstance(model, Model):
+        return max(each.count for each in model.parameters)
+    return max(each.count for each in (*model.embedding(), *model.head(), *model.block()))
+
+
 def memory_by_moment(
     model: Model | Transformer, axes: Axes, step: EstimatedStep, plan: Plan, rank: int
 ) -> Iterator[RankMemory]:
@@ -133,7 +168,6 @@ def memory_by_moment(
     waiting = _waiting(held, kept, step, flying) + flying * beside
     losses = step.micro_batches if axes.pp > 1 and plan.schedule in _ALL_FORWARD else 1
     logits = held.is_last * (kept.ends + kept.logits)
-    received = _received(model, axes, step, plan, copies, rank)
     entry = _entry(kept.block, step)
     wire = _wire(held, axes, copies)
     reduced = _reduced(held, step, plan, copies, wire)
@@ -147,33 +181,35 @@ def memory_by_moment(
             optimizer=state,
             activations=activations if isinstance(model, Transformer) or model.knows_activations else None,
             gathered=_gathered(held, kept, step, plan, copies, blocks, flying, wire, moment),
-            buffers=buffers + received,
+            buffers=buffers + _received(model, axes, step, plan, copies, rank),
         )
-        return _offloaded(found, full) if plan.offload is True and copies.engine == "fully_shard" else found
+        return _with_host(found, model, axes, step, plan, full, _away(held, kept, step, flying))
 
-    layers = sum(held.layers)
     units = len(held.blocks)
     whole = units if keeps_blocks(plan, axes) else 0
     again = _again(kept.block, step)
+    layers = sum(held.layers)
+    ahead = _ahead(kept, step, layers)
     inside = kept.inside + _root_gradients(held, step, plan, copies)
     if step.recompute:
         yield at("forward", earlier, waiting, max(1, whole), 0)
     if held.is_last:
         yield at("loss", earlier, waiting + losses * logits, max(1, whole), kept.peak)
-    waiting += (losses - 1) * logits
+    waiting += (losses - 1) * logits + ahead[0]
     yield at("block", earlier, waiting + again, max(2, whole), inside)
     if full:  # they are reduced beside the backward of the last micro-batch, when no other waits
-        waiting = _waiting(held, kept, step, 1) + beside
-    if layers > 1:
-        both = inside + _on_its_way(held, step, plan, copies, wire)
-        yield at("next block", earlier, waiting - entry + again, min(units - 1, max(2, whole - 1)), both)
+        waiting = _waiting(held, kept, step, 1) + beside + ahead[0]
+    waiting += ahead[1] - ahead[0]
     others = min(units - 1, max(2, whole - 1))
-    reducing = [at("reduction", earlier, waiting - entry, others, reduced)]
-    if layers > 1 and _keeps_a_sum():  # until the next is formed, when the block's own parameters are freed
-        reduced += _on_its_way(held, step, plan, copies, wire)
-        reducing.append(at("reduction", earlier, waiting - entry, others - 1, reduced))
-    yield max(reducing, key=lambda each: each.total)
-    yield at("last reduction", trained + full, waiting - beside - sum(_entries(held, kept, step)), 0, reduced)
+    on_its_way = _on_its_way(held, step, plan, copies, wire)
+    if layers > 1:
+        yield at("next block", earlier, waiting - entry + again, others, inside + on_its_way)
+    summed = on_its_way if layers > 1 and _keeps_a_sum() else 0  # until the next is formed; its parameters are free
+    blocks = [(others, reduced), (others - bool(summed), reduced + summed)]
+    yield max((at("reduction", earlier, waiting - entry, *each) for each in blocks), key=lambda each: each.total)
+    reduced += summed
+    first = waiting - beside - sum(_entries(held, kept, step)) - ahead[1]
+    yield at("last reduction", trained + full, first, 0, reduced)
     temporaries = OPTIMIZERS[step.optimizer].temporaries * trained
     yield at("optimizer", trained, 0, whole if axes.pp > 1 and copies.engine == "fully_shard" else 0, temporaries)
 
@@ -231,9 +267,23 @@ def _waiting(held: HeldParameters, kept: Kept, step: EstimatedStep, flying: int)
     return flying * max(_entries(held, kept, step))
 
 
+def _away(held: HeldParameters, kept: Kept, step: EstimatedStep, flying: int) -> int:
+    """Bytes of blocks that are on the host until their backward."""
+    if not step.offload:
+        return 0
+    return flying * (max(_entries(held, kept, replace(step, offload=False))) - max(_entries(held, kept, step)))
+
+
+def _ahead(kept: Kept, step: EstimatedStep, layers: int) -> Sequence[int]:
+    """Bytes that have come back from the host before the backward of the last block, and of the next one."""
+    return [min(layers - 1, blocks) * _entry(kept.block, step) * step.offload for blocks in (1, 2)]
+
+
 def _entries(held: HeldParameters, kept: Kept, step: EstimatedStep) -> Sequence[int]:
-    """Bytes of the blocks of each stage of the rank."""
+    """Bytes on the device of the blocks of each stage of the rank."""
     block, dense = (_entry(each, step) for each in (kept.block, kept.dense))
+    if step.offload:
+        return [block * min(layers, 1) for layers in held.layers]
     return [(layers - some) * block + some * dense for layers, some in zip(held.layers, held.dense, strict=True)]
 
 

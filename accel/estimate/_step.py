@@ -68,6 +68,8 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
         recompute: whether blocks keep their inputs alone and compute the rest again in backward.
         keep: "products" if blocks that compute again keep the outputs of products and attention all the same, as by
             `checkpoint_activations(keep="products")`.
+        offload: whether what blocks keep, but for the last one, is in the host's memory, as by `offload_activations`.
+        chunks: parts of the sequence by which MLPs run, as by `chunk_sequence`; of a transformer without experts.
         held: whether gradients wait on their rank for the last micro-batch; else each one exchanges them.
         compiled: whether `torch.compile` fuses the operators between products, which counts for the time alone.
         dealt: whether ranks of DDP share the optimizer's state, as by `ZeroRedundancyOptimizer`.
@@ -87,6 +89,8 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
     strategy: StrategyName = "fsdp"
     recompute: bool = False
     keep: Literal["", "products"] = ""
+    offload: bool = False
+    chunks: int = 1
     held: bool = True
     compiled: bool = False
     dealt: bool = False
@@ -105,7 +109,7 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
                 "blocks that compute nothing again keep all", expected="recompute=True", got="False",
                 where="EstimatedStep.keep",
             )  # fmt: skip
-        for name in ("tokens", "rows", "micro_batches", "images", "side"):
+        for name in ("tokens", "rows", "micro_batches", "images", "side", "chunks"):
             if getattr(self, name) < 1:
                 got = str(getattr(self, name))
                 raise ConfigError(

@@ -130,7 +130,7 @@ class Sessions(cst.CSTTransformer):
         return opener is not None and full_name(opener.func).rpartition(".")[2] in self._script.shared.returners
 
     def _returning(self, node: cst.FunctionDef, found: tuple[int, Made] | None) -> cst.FunctionDef:
-        """Return a function that returns a context, in place of one that returned an Accelerator; others as they are."""
+        """Return a function that returns a context in place of one that returned an Accelerator; others as they are."""
         body = block(node)
         last = small(body[-1])
         if (

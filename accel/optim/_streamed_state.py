@@ -121,7 +121,7 @@ class StreamedState:
         for parameter in bucket:
             state = cast("dict[str, Any]", self._optimizer.state.get(parameter, {}))
             homes = self._homes.setdefault(parameter, {})
-            for name, value in state.items():
+            for name, value in list(state.items()):
                 if not isinstance(value, Tensor) or not self.streams.holds(part := local_part(value)):
                     continue
                 if type(part) is not Tensor:
@@ -129,6 +129,7 @@ class StreamedState:
                 if not _fits(homes.get(name), value):
                     homes[name] = self._new_home(value)
                 copies.append((local_part(homes[name]), part))
+                state[name] = homes[name]
         if not copies:
             return
         self.streams.wait(self._out, self.streams.record(self.streams.current()))
@@ -137,8 +138,6 @@ class StreamedState:
                 self.streams.copy(home, part)
         self._left = self.streams.record(self._out)
         self._leaving = [part for _, part in copies]
-        for parameter in bucket:
-            self._optimizer.state[parameter].update(self._homes[parameter])
 
     def _new_home(self, value: Tensor) -> Tensor:
         home = _dense(self.streams.pinned, local_part(value))

@@ -194,7 +194,10 @@ def unchanged(model: nn.Module) -> Generator[None]:
 def _hooks_of(model: nn.Module) -> frozenset[int]:
     """Return the numbers of the hooks that see calls of a model's modules. torch gives each hook its own."""
     return frozenset(
-        number for each in model.modules() for hooks in (forward_hooks(each), forward_pre_hooks(each)) for number in hooks
+        number
+        for each in model.modules()
+        for hooks in (forward_hooks(each), forward_pre_hooks(each))
+        for number in hooks
     )
 
 

@@ -57,7 +57,9 @@ def _is_large(tensor: torch.Tensor) -> bool:
 def free_large_buffers(ghost: nn.Module, model: nn.Module) -> None:
     """Let a copy by `without_memory` have the large buffers of a model that has become a stage, and fake ones in the
     place of those that it lacks. Mutates the copy."""
-    mode: Any = next(cast(Any, each).fake_mode for each in ghost.parameters())
+    mode: Any = next(filter(None, (getattr(each, "fake_mode", None) for each in ghost.parameters())), None)
+    if mode is None:
+        return
     live = dict(model.named_buffers(remove_duplicate=False))
     for path, module in named_modules(ghost):
         for key, each in module.named_buffers(recurse=False):

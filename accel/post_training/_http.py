@@ -77,15 +77,15 @@ class HttpServer:
 
     def begin(self, version: Version) -> None:
         """Begin to send weights; see `WeightServer`."""
-        self._tell_all("begin", msgspec.json.encode(version))
+        self._send_all("begin", msgspec.json.encode(version))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors as a safetensors file; see `WeightServer`."""
-        self._tell_all("load", as_safetensors(tensors))
+        self._send_all("load", as_safetensors(tensors))
 
     def commit(self, digest: str, count: int) -> None:
         """Have each server compare what it holds; see `WeightServer`."""
-        self._tell_all("commit", msgspec.json.encode(_Commit(digest, count)))
+        self._send_all("commit", msgspec.json.encode(_Commit(digest, count)))
 
     def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
         """Draw samples, a part of them from each server; see `SampleServer`. No communication with ranks."""
@@ -120,7 +120,7 @@ class HttpServer:
         ordered = [rows[each.prompt, each.sample] for each in requests]
         return Samples.of(ordered, drawn_from=first.drawn_from or "model", version=first.version)
 
-    def _tell_all(self, verb: str, body: bytes) -> None:
+    def _send_all(self, verb: str, body: bytes) -> None:
         _ = in_threads(lambda url: self._ask(url, verb, body), self._urls)
 
     def _ask(self, url: str, verb: str, body: bytes) -> bytes:
@@ -128,11 +128,15 @@ class HttpServer:
         if status == 200:
             return answer
         try:
-            told = msgspec.json.decode(answer, type=_Problem)
+            problem = msgspec.json.decode(answer, type=_Problem)
         except msgspec.DecodeError:
-            told = _Problem(f"the server has refused {verb}", got=f"HTTP status {status}")
+            problem = _Problem(f"the server has refused {verb}", got=f"HTTP status {status}")
         raise ServerError(
-            told.problem, expected=told.expected, got=told.got, where=f"{url}, {told.where or verb}", fix=told.fix
+            problem.problem,
+            expected=problem.expected,
+            got=problem.got,
+            where=f"{url}, {problem.where or verb}",
+            fix=problem.fix,
         )
 
 
@@ -290,8 +294,8 @@ class _Handler(BaseHTTPRequestHandler):
         if verb == "load":
             return to.load(load(body))
         if verb == "commit":
-            told = msgspec.json.decode(body, type=_Commit)
-            return to.commit(told.digest, told.count)
+            sent = msgspec.json.decode(body, type=_Commit)
+            return to.commit(sent.digest, sent.count)
         if verb == "sample":
             asked = msgspec.json.decode(body, type=_Asked)
             return _as_sent(to.sample(self.server.ctx, asked.requests, asked.options))

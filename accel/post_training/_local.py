@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server of weights offers, and one in this process.
+"""Servers of weights: the protocol, and one in this process.
 
 `publish` calls the methods in the order begin, load (again and again), commit; between begin and commit a server is
 half new, and refuses to sample.
@@ -31,8 +31,8 @@ class WeightServer(Protocol):
 
     Attributes:
         layout: names of tensors that it takes: those of the hub's checkpoints, or the model's own.
-        checks: what the server itself compares. After a publish to one that does not compare the "digest" of what it
-            holds, `publish` compares log-probabilities.
+        checks: names of facts that the server itself compares. After a publish to one that does not compare the
+            "digest" of what it holds, `publish` compares log-probabilities.
     """
 
     @property
@@ -124,7 +124,7 @@ class LocalServer:
 
     @property
     def place(self) -> Place:
-        """Where samples are drawn: by all ranks together if the model is spread over them."""
+        """Return who draws samples: all ranks together if the model is spread over them."""
         return "ranks" if is_spread(self.model) else "rank"
 
     def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:

@@ -53,7 +53,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class _Wishes(msgspec.Struct, frozen=True):
-    """What the server of rank 0 takes, for all ranks."""
+    """Settings of the server of rank 0, for all ranks."""
 
     layout: Layout
     compares: bool
@@ -159,8 +159,8 @@ def _compare(
     probe = broadcast_value(ctx.comm, call, mine, _Probe)
     first = len(_PROBE)
     right = score_row(ctx, model, probe.ids, first)
-    apart = [abs(one - other) for one, other in zip(right, probe.logprobs[first:], strict=True)]
-    mismatch = sum(apart) / max(1, len(apart))
+    distances = [abs(one - other) for one, other in zip(right, probe.logprobs[first:], strict=True)]
+    mismatch = sum(distances) / max(1, len(distances))
     with agreed(ctx.comm, call):
         if ctx.is_main_process and not mismatch <= tolerance:
             raise ServerError(

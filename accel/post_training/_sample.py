@@ -76,9 +76,9 @@ class SampleServer(Protocol):
     """A server that samples.
 
     Attributes:
-        place: where samples are drawn. "rank": by this process. "ranks": by all ranks together, as from a model that is
-            spread over them. "remote": by another process; `sample_later` asks from a thread, so that `sample` may not
-            communicate with ranks.
+        place: "rank", "ranks" or "remote". "rank": this process draws samples. "ranks": all ranks together, as from a
+            model that is spread over them. "remote": another process; `sample_later` asks from a thread, so that
+            `sample` may not communicate with ranks.
     """
 
     @property

@@ -27,7 +27,7 @@ from accel.post_training._samples import FinishReason, SampleRow, Samples, Versi
 _STATE, _STAGE, _INDEX = "accel-version.json", ".accel-coming", "model.safetensors.index.json"
 
 
-class _State(msgspec.Struct, frozen=True):
+class _FolderState(msgspec.Struct, frozen=True):
     """Weights of the server, in a file of the folder, which every rank reads."""
 
     version: Version = Version()
@@ -38,7 +38,7 @@ class _Logprobs(msgspec.Struct, frozen=True):
     token_logprobs: list[float]
 
 
-class _Choice(msgspec.Struct, frozen=True):
+class _Completion(msgspec.Struct, frozen=True):
     token_ids: list[int]
     prompt_token_ids: list[int]
     logprobs: _Logprobs
@@ -46,7 +46,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    choices: list[_Choice]
+    choices: list[_Completion]
 
 
 class VllmServer:
@@ -83,12 +83,12 @@ class VllmServer:
             expected, got = f"{count} tensors", str(len(self._index))
             raise ServerError("tensors are missing in the folder", expected=expected, got=got, where=str(self._stage))
         held = self._state()
-        self._write(_State(held.version, self._coming))
+        self._write(_FolderState(held.version, self._coming))
         if self._adapter is None:
             self._reload()
         else:
             self._load_adapter(held.version)
-        self._write(_State(self._coming))
+        self._write(_FolderState(self._coming))
 
     def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
         """Draw samples, each by a request with a seed of its own; see `SampleServer`. No communication with ranks."""
@@ -179,7 +179,7 @@ class VllmServer:
                 expected="HTTP status 200",
                 got=f"{status}: {answer[:500].decode(errors='replace')}",
                 where=f"{self._url}/{path}",
-                fix="Start it as servers.vllm says: docs/rollouts.md has the command.",
+                fix="Start it in its development mode: VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-sleep-mode.",
             )
         return answer
 
@@ -187,11 +187,11 @@ class VllmServer:
     def _stage(self) -> Path:
         return self._folder / _STAGE
 
-    def _state(self) -> _State:
+    def _state(self) -> _FolderState:
         path = self._folder / _STATE
-        return msgspec.json.decode(path.read_bytes(), type=_State) if path.exists() else _State()
+        return msgspec.json.decode(path.read_bytes(), type=_FolderState) if path.exists() else _FolderState()
 
-    def _write(self, state: _State) -> None:
+    def _write(self, state: _FolderState) -> None:
         new = self._folder / f"{_STATE}.new"
         _ = new.write_bytes(msgspec.json.encode(state))
         _ = new.replace(self._folder / _STATE)

@@ -260,9 +260,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         gather_dtype: dtype in which sharded parameters travel; "auto" for that in which the context computes.
         reduce_dtype: dtype in which gradients are summed over ranks; "auto" for fp32.
         prefetch: number of units whose parameters are gathered ahead; None for torch's choice.
-        offload: what is in the host's memory between uses: with True sharded parameters, gradients and optimizer
-            state, which the host steps; with "optimizer", on any mesh, the optimizer's state alone, which is copied to
-            the device and back in each step.
+        offload: tensors that are in the host's memory between uses. True moves sharded parameters, gradients and
+            optimizer state, and the host steps. "optimizer" moves the optimizer's state alone, on any mesh, and each
+            step copies it to the device and back.
         methods: methods of the model, and paths of its submodules, that the script calls beside `model(...)`, as in
             ("encode", "model.encoder"). Each call gathers parameters and exchanges gradients as a forward does.
     """

@@ -115,3 +115,32 @@ def test_no_torch_is_needed(folder: Path) -> None:
     words = "['estimate', '.', '--mesh', 'dp=4,tp=2']"
     code = f"import sys; from accel.cli import main; main({words}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(60), stdout=subprocess.DEVNULL)
+
+
+SAVING = ["--logits", "deferred", "--offload", "optimizer", "--offload-activations", "--chunks", "4"]
+
+
+def test_flags_of_what_saves_memory_are_those_of_plan_and_step(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", ".", "--mesh", "dp=2", *SAVING, "--json"]) == 0
+    step = EstimatedStep(offload=True, chunks=4)
+    plan = Plan(logits="deferred", offload="optimizer")
+    expected = rank_memory(read_transformer(folder / "config.json"), Axes(dp=2), step, plan)
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"] == msgspec.to_builtins(expected)
+    assert main(["estimate", ".", "--mesh", "dp=2", *SAVING]) == 0
+    assert "In the host's memory then: " in capsys.readouterr().out
+    assert main(["plan", ".", "--ranks", "2", "--memory", "80GB", *SAVING]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert 'accel.parallel.Plan(logits="deferred", offload="optimizer")' in shown
+    assert "accel.offload_activations(model)" in shown
+    assert "accel.chunk_sequence(model, Mlp, parts=4)" in shown
+
+
+@pytest.mark.parametrize("words", [["--logits", "none"], ["--offload", "shards"], ["--chunks", "0"]])
+def test_flags_of_what_saves_memory_refuse_other_words(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(["estimate", ".", "--mesh", "dp=2", *words]) == 2
+    assert main(["plan", ".", "--ranks", "2", "--memory", "80GB", *words]) == 2

@@ -11,17 +11,21 @@ import msgspec
 import pytest
 import torch
 from fake_ranks import Live
+from live_bytes import _key
 from small_llamas import attend_as_on_gpus, llama, sizes_of
 from steps import begin_batch
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 import accel
-from accel.estimate import EstimatedStep, Transformer, step_traffic
+from accel.comm._streams import HostStreams
+from accel.estimate import EstimatedStep, Transformer, _memory, step_traffic
 from accel.estimate._configs import transformer_from
 from accel.estimate._cost import Traffic
 from accel.estimate._memory import memory_by_moment
 from accel.estimate._model import Latent
+from accel.optim import _streamed_state
+from accel.parallel._labels import has_state_on_host
 from accel.tensors import local_part
 from accel.testing import Simulator
 from accel.testing._group import SimulatedGroup
@@ -56,6 +60,29 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, str]]:
         count(name, "reduce-scatter", lambda args: args[1])
     count("allreduce", "all-reduce", lambda args: args[0][0])
     return found
+
+
+@pytest.fixture(autouse=True)
+def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory is not counted, and buckets of state are small."""
+    storages = set[int]()
+    pinned, note = HostStreams.pinned, Live._note
+
+    def remembered(self: HostStreams, *args: Any) -> torch.Tensor:
+        with _disable_current_modes():
+            made = pinned(self, *args)
+        storages.add(_key(made))
+        return made
+
+    def of_device(self: Live, tensor: torch.Tensor) -> None:
+        part = getattr(tensor, "_local_tensor", tensor)
+        if _key(part) not in storages:
+            note(self, tensor)
+
+    monkeypatch.setattr(HostStreams, "pinned", remembered)
+    monkeypatch.setattr(Live, "_note", of_device)
+    for module in (_memory, _streamed_state):
+        monkeypatch.setattr(module, "STATE_BUCKET", 2**20)
 
 
 def mixtral(sizes: Transformer) -> Any:
@@ -128,6 +155,10 @@ def peak(
     attend_as_on_gpus(model)
     if step.recompute:
         accel.checkpoint_activations(model, keep=step.keep or ())
+    if step.offload:
+        accel.offload_activations(model, min_bytes=1)
+    if step.chunks > 1:
+        accel.chunk_sequence(model, lambda name, _: name.endswith("mlp"), parts=step.chunks)
     if sizes.latent and axes.tp > 1 and axes.ep == 1:  # the estimate has styles; parts would divide the experts too
         styles = accel.parallel.tensor_plan(model, example={"input_ids": torch.zeros(1, 4, dtype=torch.int64)})
         plan = msgspec.structs.replace(plan, tensor=styles)
@@ -160,7 +191,9 @@ def peak_of_second_step(
         return accel.optimizer_step(ctx, optimizer, state)
 
     state = step(accel.train_state(ctx))
-    known = [*model.parameters(), *model.buffers(), *(v for each in optimizer.state.values() for v in each.values())]
+    known = [*model.parameters(), *model.buffers()]
+    if not has_state_on_host(optimizer):
+        known += [value for each in optimizer.state.values() for value in each.values()]
     with Live([local_part(each) for each in known if not each.is_meta]) as live:
         _ = step(state)
     return live.peak
@@ -206,6 +239,18 @@ CASES = {
     "replicas without logits": (LLAMA, Axes(dp=2), EstimatedStep(tokens=512, strategy="ddp"), Plan(logits="deferred")),
     "shards without logits": (LLAMA, Axes(dp=2), EstimatedStep(tokens=512), Plan(logits="deferred")),
     "split heads without logits": (LLAMA, Axes(tp=2), EstimatedStep(tokens=512), Plan(logits="deferred")),
+    "activations on the host": (LLAMA, Axes(dp=2), EstimatedStep(tokens=512, strategy="ddp", offload=True), Plan()),
+    "shards, activations on the host": (LLAMA, Axes(dp=2), EstimatedStep(tokens=2048, offload=True), Plan()),
+    "recomputed, inputs on the host": (
+        LLAMA, Axes(dp=2), EstimatedStep(tokens=2048, offload=True, recompute=True), Plan(),
+    ),
+    "parts of a sequence": (LLAMA, Axes(dp=2), EstimatedStep(tokens=1024, strategy="ddp", chunks=8), Plan()),
+    "shards, parts of a sequence": (LLAMA, Axes(dp=2), EstimatedStep(tokens=2048, chunks=8), Plan()),
+    "recomputed, parts of a sequence": (
+        LLAMA, Axes(dp=2), EstimatedStep(tokens=2048, chunks=8, recompute=True), Plan(),
+    ),
+    "state on the host": (LLAMA, Axes(dp=2), EstimatedStep(tokens=64, strategy="ddp"), Plan(offload="optimizer")),
+    "shards, state on the host": (LLAMA, Axes(dp=2), EstimatedStep(tokens=64), Plan(offload="optimizer")),
     "experts": (MIXTRAL, Axes(dp=4, ep=2), EstimatedStep(tokens=512), Plan()),
     "experts of ranks that share attention": (MIXTRAL, Axes(dp=2, tp=2, ep=2), EstimatedStep(tokens=512), Plan()),
     "each rank its expert": (MIXTRAL, Axes(dp=2, tp=2, ep=4), EstimatedStep(tokens=512, recompute=True), Plan()),

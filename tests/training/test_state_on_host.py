@@ -208,6 +208,38 @@ def test_checkpoints_resume_with_and_without(tmp_path: Path, saved: Plan | None,
     assert all(map(torch.equal, on_device(SimulatedDevice(), plan=resumed, steps=4, out=tmp_path), expected))
 
 
+def test_an_optimizer_may_drop_and_replace_its_state() -> None:
+    class Alternating(torch.optim.SGD):
+        """Has momentum after odd steps alone, in a tensor of each step's own."""
+
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            for group in self.param_groups:
+                for each in group["params"]:
+                    state = self.state[each]
+                    state["taken"] = state.get("taken", 0) + 1
+                    if state["taken"] % 2:
+                        state["own"] = each.grad.clone()
+                    else:
+                        del state["own"]
+
+    def run(ctx: accel.DistContext, plan: Plan | None) -> list[set[str]]:
+        net = make()
+        model, optimizer = accel.prepare(ctx, net, Alternating(net.parameters(), lr=0.1), plan=plan)
+        state = accel.train_state(ctx)
+        names: list[set[str]] = []
+        for _ in range(3):
+            x = ctx.streams.to(torch.ones(4, 32))
+            state = accel.backward(ctx, model(x).square().mean(), state.next(), weight=4)
+            state = accel.optimizer_step(ctx, optimizer, state)
+            names.append(set(optimizer.state[net[0].weight]) - {"momentum_buffer"})
+        return names
+
+    expected = [{"taken", "own"}, {"taken"}, {"taken", "own"}]
+    assert run(accel.single("cpu"), None) == expected
+    assert simulate(lambda ctx: run(ctx, ON_HOST), 1, streams=SimulatedDevice()) == [expected]
+
+
 def test_what_cannot_stream_is_refused() -> None:
     class Counting(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

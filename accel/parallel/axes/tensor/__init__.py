@@ -6,8 +6,7 @@ Begin with `_spread.py`. `_tensor_plan.py` has the styles of a model: declared, 
 What styles leave whole is divided by `accel.parallel.parts`: `_part_search.py` proves layouts of `_dependence.py`, and
 `_part_layers.py` has the modules. `_rules.py` makes a rule of each style, `_styles.py` and `_heads.py` the numbers in
 it. `_layers.py` and `_attention.py` compute on this rank's rows, `_overlap.py` beside messages, `_vocabulary.py`,
-`_head_loss.py`, `_head_chunks.py` and `_deferred.py` losses of split logits and without logits; `_dropout.py` draws
-alike on ranks.
+`_head_loss.py`, `_head_chunks.py` and `_deferred.py` losses with and without logits; `_dropout.py` draws alike.
 """
 
 from accel.parallel.axes.tensor._head_loss import linear_cross_entropy as linear_cross_entropy

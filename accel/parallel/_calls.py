@@ -216,9 +216,10 @@ _OF_EACH = frozenset(vars(nn.Module())) - {"training"}
 
 def _items(value: object) -> object:
     """The identities of a container's items."""
-    if isinstance(value, list | tuple | dict):
-        return [id(each) for each in (cast("dict[Any, Any]", value).values() if isinstance(value, dict) else value)]
-    return None
+    if not isinstance(value, list | tuple | dict):
+        return None
+    items = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("Sequence[Any]", value)
+    return [id(each) for each in items]
 
 
 def attributes_of(module: nn.Module) -> dict[tuple[str, str], object]:

@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):
         for path, module in modules.items():
             let_answer(module, partial(self.call, path))
         for module in self.states.modules:
-            let_watch(module, lambda *seen: self.states.note(len(self._calls), *seen))
+            let_watch(module, lambda at, name, is_write: self.states.note(len(self._calls), at, name, is_write))
         try:
             yield
         finally:

@@ -109,7 +109,7 @@ _WATCH = "accel_watch"
 NUMBERS = (int, float, bool)
 
 
-class Watched(Mixin):
+class AttributesWatched(Mixin):
     """Stands before the class of a module whose attributes are watched: each read or write of one, and of a buffer,
     calls `watch(module, name, is_write)`."""
 
@@ -140,11 +140,11 @@ class Watched(Mixin):
 def let_watch(module: nn.Module, watch: Watch | None) -> None:
     """Let reads and writes of a module's attributes be watched; None for no more. Mutates the module."""
     if watch is not None:
-        add_mixin([module], Watched)
+        add_mixin([module], AttributesWatched)
         vars(module)[_WATCH] = watch
     elif _WATCH in vars(module):
         del vars(module)[_WATCH]
-        remove_mixin([module], Watched)
+        remove_mixin([module], AttributesWatched)
 
 
 class State(NamedTuple):
@@ -163,8 +163,8 @@ class State(NamedTuple):
     is_buffer: bool
 
 
-class States:
-    """What code between calls reads and changes of the attributes and buffers of modules.
+class ChangedStates:
+    """Attributes and buffers of modules that code between calls reads and changes.
 
     Attributes:
         modules: their paths; none within a module whose calls are recorded.

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel.errors import StageError
 from accel.parallel._calls import (
     NUMBERS,
+    ChangedStates,
     GivenCaches,
     Growing,
     Plain,
     State,
-    States,
     add_to,
     added_to,
     answer_of,
@@ -121,7 +121,9 @@ class Recorder(TorchDispatchMode):
         for name, each in named_tensors(model):
             is_own = isinstance(each, nn.Parameter) or name.startswith(within)
             _ = (self._names if is_own else self._buffers).setdefault(self._key(each), name)
-        self.states = States({path: each for path, each in named_modules(model) if not f"{path}.".startswith(within)})
+        self.states = ChangedStates(
+            {path: each for path, each in named_modules(model) if not f"{path}.".startswith(within)}
+        )
 
     @contextlib.contextmanager
     def answering(self) -> Generator[None]:
@@ -483,7 +485,8 @@ class Recorder(TorchDispatchMode):
                     fix="Return the tensor, or let an attribute of the module hold it.",
                 )
         calls = tuple(each.frozen() for each in self._calls)
-        held, between = held_tensors(self._model), tuple(self._between)
+        held = held_tensors(self._model)
+        between = tuple(self._between)
         updates = tuple(sorted(self._updates))
         facts = (self._read_flops, self._units, self._draws, updates, self._branches, states)
         return ForwardRecord(calls, end, tuple(self._decisions), held, between, *facts)

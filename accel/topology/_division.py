@@ -56,7 +56,7 @@ def stages_of_rank(schedule: str, ranks: int, stages: int, rank: int) -> tuple[i
 
 
 class CallCosts(NamedTuple):
-    """What a call of a forward costs, by each balance of stages.
+    """Costs of a call of a forward, by each balance of stages.
 
     Attributes:
         path: of the module.

@@ -280,6 +280,7 @@ def with_recorded_calls(model: Transformer, file: Path) -> Transformer:
     """
     if model.tower is not None or find_spec("transformers") is None:
         return model
+    file = file / "config.json" if file.is_dir() else file
     torch = import_module("torch")
     stages = import_module("accel.parallel.axes.pipeline._stages")
     with quiet_fakes():

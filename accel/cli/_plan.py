@@ -151,6 +151,8 @@ def _stages(model: Transformer, choice: Choice, hosts: Hosts) -> Iterator[str]:
         yield f'  stages = [[f"model.language_model.layers.{{at}}"] for at in ({begins})]'
     elif balance != "time":  # as prepare does it
         yield f'in the script, stages = accel.parallel.stage_plan(model, {count}, balance="{balance}")'
+    if not model.calls and model.tower is None:
+        yield "by the sizes in the file: no forward of the model is recorded"
 
 
 def _blocks(stage: int, count: int, first: int, last: int) -> str:

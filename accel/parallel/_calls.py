@@ -104,30 +104,122 @@ def let_answer(module: nn.Module, answer: Answer | None) -> None:
         remove_mixin([module], Answered)
 
 
-Watch = Callable[[nn.Module, str], None]
+Watch = Callable[[nn.Module, str, bool], None]
 _WATCH = "accel_watch"
 NUMBERS = (int, float, bool)
 
 
-class NumbersWatched(Mixin):
-    """Stands before the class of a module whose numbers are watched: each read calls `watch(module, name)`."""
+class AttributesWatched(Mixin):
+    """Stands before the class of a module whose attributes are watched: each read or write of one, and of a buffer,
+    calls `watch(module, name, is_write)`."""
 
     def __getattribute__(self, name: str) -> Any:
         """Return an attribute of the module."""
         value = super().__getattribute__(name)
-        if type(value) in NUMBERS and (watch := super().__getattribute__("__dict__").get(_WATCH)) is not None:
-            watch(self, name)
+        own = super().__getattribute__("__dict__")
+        if (name in own or type(value) in NUMBERS) and (watch := own.get(_WATCH)) is not None:  # a class has first ones
+            watch(self, name, False)
         return value
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter, buffer or module."""
+        value = cast(Any, super()).__getattr__(name)
+        own = super().__getattribute__("__dict__")
+        if name in own["_buffers"] and (watch := own.get(_WATCH)) is not None:
+            watch(self, name, False)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, parameter, buffer or module."""
+        watch = super().__getattribute__("__dict__").get(_WATCH)
+        super().__setattr__(name, value)
+        if watch is not None:
+            watch(cast(Any, self), name, True)
 
 
 def let_watch(module: nn.Module, watch: Watch | None) -> None:
-    """Let reads of a module's numbers be watched; None for no more. Mutates the module."""
+    """Let reads and writes of a module's attributes be watched; None for no more. Mutates the module."""
     if watch is not None:
+        add_mixin([module], AttributesWatched)
         vars(module)[_WATCH] = watch
-        add_mixin([module], NumbersWatched)
     elif _WATCH in vars(module):
         del vars(module)[_WATCH]
-        remove_mixin([module], NumbersWatched)
+        remove_mixin([module], AttributesWatched)
+
+
+class State(NamedTuple):
+    """An attribute or buffer that code between calls changes, of a module that is in no unit.
+
+    Attributes:
+        name: with the path of the module.
+        read: number of the calls before its first read, of what the forward before has left.
+        change: number of the calls before its last change.
+        is_buffer: whether it is one.
+    """
+
+    name: str
+    read: int
+    change: int
+    is_buffer: bool
+
+
+class ChangedStates:
+    """Attributes and buffers of modules that code between calls reads and changes.
+
+    Attributes:
+        modules: their paths; none within a module whose calls are recorded.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.modules = {each: path for path, each in modules.items()}
+        self._before = {key: _items(value) for key, value in self._values()}
+        self._first: dict[tuple[str, str], int] = {}  # reads of what the forward before has left
+        self._last: dict[tuple[str, str], int] = {}
+        self._changes: dict[tuple[str, str], int] = {}
+
+    def note(self, calls: int, module: nn.Module, name: str, is_write: bool) -> None:
+        """Note a read or write behind a number of calls."""
+        key = self.modules[module], name
+        if is_write:
+            self._changes[key] = calls
+        elif key not in self._changes:
+            _ = self._first.setdefault(key, calls)
+            self._last[key] = calls
+
+    def note_change(self, calls: int, name: str) -> None:
+        """Note a change in place of a buffer."""
+        path, _, key = name.rpartition(".")
+        self._changes[path, key] = calls
+
+    def found(self) -> tuple[State, ...]:
+        """Return what the forward has changed, sorted by name; lists and dictionaries at their last read."""
+        for key, value in self._values():
+            if key in self._last and key not in self._changes and _items(value) != self._before.get(key):
+                self._changes[key] = self._last[key]
+        buffers = {(path, name) for each, path in self.modules.items() for name, _ in each.named_buffers(recurse=False)}
+        return tuple(
+            State(".".join(filter(None, key)), self._first.get(key, at), at, key in buffers)
+            for key, at in sorted(self._changes.items())
+            if not key[1].startswith("accel_")
+        )
+
+    def _values(self) -> Iterator[tuple[tuple[str, str], object]]:
+        """The values of plain attributes, without those that each module has, by path and name."""
+        for module, path in self.modules.items():
+            for name, value in vars(module).items():
+                if name not in _OF_EACH and not name.startswith("accel_"):
+                    yield (path, name), value
+
+
+_OF_EACH = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _items(value: object) -> object:
+    """The identities of a container's items."""
+    if not isinstance(value, list | tuple | dict):
+        return None
+    items = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("Sequence[Any]", value)
+    return [id(each) for each in items]
 
 
 def attributes_of(module: nn.Module) -> dict[tuple[str, str], object]:

@@ -14,7 +14,8 @@ import msgspec
 import torch
 from torch import nn
 
-from accel.parallel._calls import CacheGrowth, GivenCaches, take_apart
+from accel.errors import StageError
+from accel.parallel._calls import CacheGrowth, GivenCaches, State, take_apart
 from accel.parallel._modules import aliases_of
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -257,6 +258,7 @@ class ForwardRecord(msgspec.Struct, frozen=True):
         draws: whether it draws random numbers.
         branches: whether Python reads values between calls that no call has made, such as those of the inputs.
         updates: names of buffers that the code between calls changes by values of calls.
+        states: attributes and buffers that it changes.
     """
 
     calls: tuple[UnitCall, ...]
@@ -269,6 +271,7 @@ class ForwardRecord(msgspec.Struct, frozen=True):
     draws: bool = False
     updates: tuple[str, ...] = ()
     branches: bool = False
+    states: tuple[State, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -284,6 +287,33 @@ class ForwardRecord(msgspec.Struct, frozen=True):
         """Return the tensor of an output or argument."""
         call = self.calls[label.call]
         return call.leaves[label.leaf] if label.kind == "output" else call.arguments[label.leaf].leaf
+
+
+def check_states(record: ForwardRecord, ends: Sequence[int], *, several: bool) -> None:
+    """Raise `StageError` for a value that the next forward reads in a stage that does not reach its change, and for a
+    buffer that each stage of a rank would change.
+
+    Args:
+        record: of the forward.
+        ends: number of the call at which each stage but the last one ends.
+        several: whether ranks have several stages.
+    """
+    late = [each for each in record.states if any(each.read <= end < each.change for end in ends)]
+    if late:
+        raise StageError(
+            "the forward changes a value that the next one reads, in a stage that ends before the change",
+            expected=f"a change before the call of {record.paths[min(ends)]}",
+            got=f"{late[0].name}, behind the call of {record.paths[late[0].change - 1]}",
+            fix="Change it before the first module is called, or in the forward of a module that holds it.",
+        )
+    shared = [each.name for each in record.states if each.is_buffer and several]
+    if shared:
+        raise StageError(
+            "code outside of modules changes a buffer, which each stage of a rank would change again",
+            expected="one stage on each rank, or a change in the forward of a module with parameters",
+            got=", ".join(shared),
+            fix='Take Plan(schedule="1F1B"), or let a module with parameters hold the buffer and change it.',
+        )
 
 
 def held_tensors(model: nn.Module) -> tuple[HeldTensor, ...]:

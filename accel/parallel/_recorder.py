@@ -17,9 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel.errors import StageError
 from accel.parallel._calls import (
     NUMBERS,
+    ChangedStates,
     GivenCaches,
     Growing,
     Plain,
+    State,
     add_to,
     added_to,
     answer_of,
@@ -87,7 +89,7 @@ def record_forward(
         _ = cast(Any, torch).manual_seed(0)
         with recorder:
             output = model(*args, **kwargs)
-    return recorder.finish(output)
+        return recorder.finish(output, recorder.states.found())
 
 
 class Recorder(TorchDispatchMode):
@@ -102,7 +104,7 @@ class Recorder(TorchDispatchMode):
         self._now: RunningCall | None = None
         self._decisions: list[Decision] = []
         self._between = [0.0]
-        self._outside: dict[str, float] = {}
+        self._read_flops: dict[str, float] = {}
         self._draws = self._branches = False
         self._watched: dict[nn.Module, dict[str, str]] = {}  # units by the names of the numbers that they set
         self._buffers: dict[int, str] = {}  # outside of units, by storage
@@ -115,9 +117,13 @@ class Recorder(TorchDispatchMode):
         self._values = LikelyValues()
         self._handed: list[tuple[RunningCall, int, torch.Tensor]] = []
         self._names: dict[int, str] = {}  # by storage
+        within = tuple(f"{path}." for path in units)
         for name, each in named_tensors(model):
-            is_own = isinstance(each, nn.Parameter) or name.startswith(tuple(f"{path}." for path in units))
+            is_own = isinstance(each, nn.Parameter) or name.startswith(within)
             _ = (self._names if is_own else self._buffers).setdefault(self._key(each), name)
+        self.states = ChangedStates(
+            {path: each for path, each in named_modules(model) if not f"{path}.".startswith(within)}
+        )
 
     @contextlib.contextmanager
     def answering(self) -> Generator[None]:
@@ -126,10 +132,12 @@ class Recorder(TorchDispatchMode):
         before = {path: answer_of(module) for path, module in modules.items()}
         for path, module in modules.items():
             let_answer(module, partial(self.call, path))
+        for module in self.states.modules:
+            let_watch(module, lambda at, name, is_write: self.states.note(len(self._calls), at, name, is_write))
         try:
             yield
         finally:
-            for module in self._watched:
+            for module in (*self._watched, *self.states.modules):
                 let_watch(module, None)
             for path, module in modules.items():
                 let_answer(module, before[path])
@@ -142,7 +150,7 @@ class Recorder(TorchDispatchMode):
         """Run an operator, and label what it makes and what it changes."""
         kwargs = kwargs or {}
         self._draws |= torch.Tag.nondeterministic_seeded in func.tags
-        given = _tensors(args, kwargs)
+        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         sources = _NOTHING.union(*map(self._sources, given))
         written = written_arguments(func, args, kwargs)
         out = self._run(func, args, kwargs, sources)
@@ -184,7 +192,7 @@ class Recorder(TorchDispatchMode):
             self._between[-1] += flops
             for each in sources:
                 if each.kind == "tensor":
-                    self._outside[each.name] = self._outside.get(each.name, 0.0) + flops
+                    self._read_flops[each.name] = self._read_flops.get(each.name, 0.0) + flops
 
     def _within(
         self,
@@ -212,8 +220,9 @@ class Recorder(TorchDispatchMode):
             self._own[id(tensor)] |= sources
         if self._now is not None and key not in self._names:
             self._now.written.update(self._now.places.get(key, ()))
-        elif key in self._buffers and sources:
-            self._updates.add(self._buffers[key])
+        elif key in self._buffers:
+            self.states.note_change(len(self._calls), self._buffers[key])
+            self._updates |= {self._buffers[key]} if sources else set()
         if key in self._outputs:
             call, leaf = self._outputs[key]
             call.leaves[leaf] = _replace(call.leaves[leaf], changed=True)
@@ -405,10 +414,10 @@ class Recorder(TorchDispatchMode):
                     vars(module)[name] = tree.rebuild([self._hand_out(now, each) for each in tree.leaves])
                     now.stashes.append(Stash(path, name, tree.rebuild, tuple(range(first, len(now.leaves)))))
 
-    def _look(self, module: nn.Module, name: str) -> None:
+    def _look(self, module: nn.Module, name: str, is_write: bool) -> None:
         """Refuse a read, outside of calls, of a number that a call has set."""
         path = self._watched[module].get(name)
-        if self._now is None and path is not None:
+        if self._now is None and path is not None and not is_write:
             raise StageError(
                 "code outside of a module reads a number that the module sets in its forward, which other stages lack",
                 expected="a tensor in the attribute, or a result of the module",
@@ -455,7 +464,7 @@ class Recorder(TorchDispatchMode):
 
     # --- the end
 
-    def finish(self, output: Any) -> ForwardRecord:
+    def finish(self, output: Any, states: tuple[State, ...] = ()) -> ForwardRecord:
         """Return the record of the forward that has returned `output`; raise `StageError` for a tensor that a call has
         made and left somewhere else."""
         end = _NOTHING.union(*map(self._sources, tensors_in(output, self._containers)))
@@ -476,16 +485,11 @@ class Recorder(TorchDispatchMode):
                     fix="Return the tensor, or let an attribute of the module hold it.",
                 )
         calls = tuple(each.frozen() for each in self._calls)
-        between = tuple(self._between)
-        decisions = tuple(self._decisions)
-        updates = tuple(sorted(self._updates))
         held = held_tensors(self._model)
-        found = ForwardRecord(calls, end, decisions, held, between, self._outside, self._units, self._draws)
-        return msgspec.structs.replace(found, updates=updates, branches=self._branches)
-
-
-def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    return [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        between = tuple(self._between)
+        updates = tuple(sorted(self._updates))
+        facts = (self._read_flops, self._units, self._draws, updates, self._branches, states)
+        return ForwardRecord(calls, end, tuple(self._decisions), held, between, *facts)
 
 
 def _place(given: Sequence[Any], value: object) -> int | None:

@@ -104,7 +104,7 @@ def test_the_stages_of_the_first_mesh_with_pp_are_shown(folder: Path, capsys: py
     assert lines[at + 1].split() == ["STAGES", "BLOCKS", "MEMORY", "PRODUCTS"]
     assert lines[at + 2].startswith("0       embedding, 0-16  62.2 GB")
     assert lines[at + 3].startswith("1       17-31, head")
-    assert lines[at + 4] == ""  # prepare divides them so
+    assert lines[at + 4] == "by the sizes in the file: no forward of the model is recorded"
     assert "plan=accel.parallel.Plan(micro_batches=32)" in text
     first = msgspec.json.decode(asked(capsys, *slow, "--json")[1])["fitting"][0]
     assert [each["blocks"] for each in first["stages"]] == [[[0, 16]], [[17, 31]]]
@@ -126,7 +126,9 @@ def test_the_stages_are_those_of_a_record(folder: Path, capsys: pytest.CaptureFi
 
         patch.setattr("accel.cli._plan.with_recorded_calls", recorded)
         assert asked(capsys, *words)[1] == by_sizes
-    assert seen == [35]  # the embedding, 32 blocks, the norm and the head
+        assert asked(capsys, "config.json", *words[1:])[0] == 0
+        assert "no forward" not in asked(capsys, *words[:-1])[1]
+    assert seen == [35] * 3  # the embedding, 32 blocks, the norm and the head
 
 
 @pytest.mark.parametrize("balance", ["blocks", "memory"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from accel.parallel._record import ForwardRecord, Label
 from accel.parallel._recorder import record_forward
 from accel.parallel.axes.pipeline._cut import MOST_TWICE, Cut, share_twice
 from accel.parallel.axes.pipeline._pipeline import pipeline_of
+from accel.parallel.axes.pipeline._stages import recorded_calls
 from accel.tensors import is_fake
 from accel.testing import Simulator
 
@@ -182,3 +184,19 @@ def test_a_pipeline_holds_the_large_buffers_of_its_stage_alone(ranks: Simulator)
     for fakes, live in ranks.run(held, 2, default_group=True):
         assert {name for name, fake in fakes.items() if not fake} == set(live)
         assert {"mask", "queue"} < set(live) < set(fakes)
+
+
+@pytest.mark.slow
+def test_a_record_of_24_layers_takes_at_most_a_second() -> None:
+    """The least CPU time of three: the first record also imports what fake tensors need."""
+    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(num_hidden_layers=24, hidden_size=64, intermediate_size=96, vocab_size=200)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    seconds: list[float] = []
+    for _ in range(3):
+        begin = time.process_time()
+        calls = recorded_calls(model)
+        seconds.append(time.process_time() - begin)
+    assert len(calls) == 27
+    assert min(seconds) <= 1.0

@@ -399,3 +399,117 @@ def test_changes_of_weights_count_once_for_stages_of_one_rank(ranks: Simulator) 
     plan = Plan(schedule="Interleaved1F1B", stages_per_rank=2, micro_batches=4)
     found = ranks.run(lambda ctx: piped(ctx, each, "pp=2", plan, rows=4), 2, default_group=True)
     assert compare(found, plain(each, 4, rows=4)) == []
+
+
+class Late(Short):
+    """Counts steps behind the blocks, and scales the first hidden state by their number in the next forward."""
+
+    kind_of_state = "number"
+
+    def __init__(self) -> None:
+        super().__init__()
+        if self.kind_of_state == "number":
+            self.steps: Any = 0
+        else:
+            self.register_buffer("steps", torch.zeros(()))
+        self.memory: list[Tensor] = []
+
+    def scaled(self, ids: Tensor) -> Tensor:
+        return self.embed(ids) * (1 + 0.1 * self.steps)
+
+    def count(self, out: Tensor) -> None:
+        self.steps = self.steps + 1
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.scaled(ids)
+        for block in self.blocks:
+            x = block(x)
+        out = self.head(self.norm(x))
+        if self.training:
+            self.count(out)
+        return out
+
+
+class LateBuffer(Late):
+    kind_of_state = "buffer"
+
+
+class LateInPlace(LateBuffer):
+    def count(self, out: Tensor) -> None:
+        self.steps.add_(1)
+
+
+class LateValue(LateBuffer):
+    def count(self, out: Tensor) -> None:
+        self.steps = 0.9 * self.steps + out.detach().abs().mean()
+
+
+class LateList(Late):
+    """Keeps a tensor of this forward for the next one, as memories of segments do."""
+
+    def scaled(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return x + self.memory[0] if self.memory else x
+
+    def count(self, out: Tensor) -> None:
+        self.memory[:] = [out.detach().mean()]
+
+
+class Early(Late):
+    """Counts before the first module is called: each stage counts."""
+
+    def scaled(self, ids: Tensor) -> Tensor:
+        if self.training:
+            self.steps = self.steps + 1
+        return super().scaled(ids)
+
+    def count(self, out: Tensor) -> None:
+        pass
+
+
+class EarlyBuffer(Early):
+    kind_of_state = "buffer"
+
+
+class Unread(LateBuffer):
+    """Counts at the end, and reads the number nowhere."""
+
+    def scaled(self, ids: Tensor) -> Tensor:
+        return self.embed(ids)
+
+
+class Fresh(Late):
+    """Begins to count anew in each forward."""
+
+    def scaled(self, ids: Tensor) -> Tensor:
+        self.steps = 0
+        self.memory = []
+        self.steps += 1
+        return super().scaled(ids)
+
+
+@pytest.mark.parametrize("kind", [Late, LateBuffer, LateInPlace, LateValue, LateList])
+def test_a_value_that_reaches_the_next_forward_of_some_stages_only_is_refused(
+    ranks: Simulator, kind: type[nn.Module]
+) -> None:
+    with pytest.raises(StageError, match="a value that the next one reads, in a stage that ends before") as caught:
+        _ = _run(ranks, kind)
+    name = "memory" if kind is LateList else "steps"
+    assert f"{name}, behind the call of head" in str(caught.value)
+    assert "Change it before the first module is called" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Early, EarlyBuffer, Unread, Fresh])
+def test_a_value_that_each_stage_sees_changes_as_in_one_process(ranks: Simulator, kind: type[nn.Module]) -> None:
+    assert _run(ranks, kind) == []
+
+
+def test_a_buffer_that_each_stage_of_a_rank_would_change_is_refused(ranks: Simulator) -> None:
+    each = Handwritten("EarlyBuffer", EarlyBuffer, _ids, _loss)
+    plan = Plan(schedule="Interleaved1F1B", stages_per_rank=2, micro_batches=4)
+    with pytest.raises(StageError, match="each stage of a rank would change again") as caught:
+        _ = ranks.run(lambda ctx: piped(ctx, each, "pp=2", plan, rows=4), 2, default_group=True)
+    assert 'Plan(schedule="1F1B")' in str(caught.value)  # by which the test above runs
+    number = Handwritten("Early", Early, _ids, _loss)
+    found = ranks.run(lambda ctx: piped(ctx, number, "pp=2", plan, rows=4), 2, default_group=True)
+    assert compare(found, plain(number, 4, rows=4)) == []

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.errors import PrepareError
-from accel.tensors import is_dtensor
+from accel.tensors import is_dtensor, is_fake
 from accel.testing import Simulator
 
 PARAMETERS, FIGURES = 1e-10, 1e-10
@@ -366,3 +366,38 @@ def test_checkpointed_blocks_run_again_with_the_same_draws(
         assert found.keys() == expected.keys()
         assert max(float((each - expected[key]).abs().max()) for key, each in found.items()) < 1e-12
         assert after > before > 0
+
+
+class Counts(nn.Linear):
+    """Notes its calls on tensors with values, in a list that no look at shapes puts back."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls: list[int] = []
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not is_fake(self.weight):
+            self.calls.append(len(input))
+        return super().forward(input)
+
+
+class Counted(Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Counts(), Counts()
+
+
+def test_a_new_shape_costs_one_forward_of_a_micro_batch_with_values(ranks: Simulator) -> None:
+    """The other forward of a new shape is the record, without memory."""
+
+    def rank(ctx: accel.DistContext) -> list[int]:
+        model = _prepared(ctx, Counted(), torch.ones(4, 4), stages=STAGES, micro_batches=2)
+        own: Any = accel.unwrap_model(model).a if ctx.rank == 0 else accel.unwrap_model(model).b
+        found: list[int] = []
+        for rows in (8, 8, 4, 8):
+            own.calls.clear()
+            _ = accel.training.forward(ctx, model, torch.ones(rows, 4))
+            found.append(len(own.calls))
+        return found
+
+    assert ranks.run(rank, 2, default_group=True) == [[3, 2, 3, 2]] * 2

@@ -175,7 +175,7 @@ def test_ranks_that_call_in_different_orders_are_told_before_a_message_is_sent(r
             stage.module.rank = ctx.rank
         ids, targets = _words(4)[0]
         pipeline: Any = vars(model)["accel_pipeline"]
-        pipeline.replays._ghost.rank = ctx.rank
+        pipeline.replays.ghost.rank = ctx.rank
         on = accel.replace(ctx, mesh="pp=2")
         given = (on, model, begin_batch(on), ids)
         return caught(lambda: accel.forward_backward(*given, targets=targets, loss_fn=LOSS, weight=1))
@@ -207,7 +207,7 @@ def test_an_order_that_one_rank_alone_follows_is_told_before_a_message_is_sent(r
             _ = accel.forward_backward(ctx, model, state, ids, targets=targets, loss_fn=LOSS, weight=1)
 
         step(0)
-        pipeline.replays._ghost.rank = ctx.rank
+        pipeline.replays.ghost.rank = ctx.rank
         return caught(lambda: step(1))
 
     for error in ranks.run(rank, 2, default_group=True):

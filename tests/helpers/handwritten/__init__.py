@@ -10,12 +10,21 @@ from .decoders import DECODERS
 from .encoders import ENCODERS
 from .manners import MANNERS
 from .other_decoders import OTHER_DECODERS
+from .other_manners import OTHER_MANNERS
 from .towers import TOWERS
 from .vision import VISION
 
 __all__ = ["LENGTH", "MODELS", "TAGS", "WIDTH", "WORDS", "Batch", "Handwritten", "named", "tensors_of"]
 
-MODELS: tuple[Handwritten, ...] = (*DECODERS, *OTHER_DECODERS, *ENCODERS, *TOWERS, *VISION, *MANNERS)
+MODELS: tuple[Handwritten, ...] = (
+    *DECODERS,
+    *OTHER_DECODERS,
+    *ENCODERS,
+    *TOWERS,
+    *VISION,
+    *MANNERS,
+    *OTHER_MANNERS,
+)
 
 
 def named(*names: str) -> list[Handwritten]:

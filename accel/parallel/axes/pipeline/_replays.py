@@ -16,7 +16,7 @@ from accel.parallel._calls import let_answer, take_apart, unchanged
 from accel.parallel._micro_batches import MicroBatch, first_device, first_tensor
 from accel.parallel._modules import named_modules
 from accel.parallel._private import called_eagerly
-from accel.parallel._record import ForwardRecord, Label
+from accel.parallel._record import ForwardRecord, Label, check_states
 from accel.parallel.axes.pipeline._cut import Cut, StageCut, cut_record
 from accel.parallel.axes.pipeline._layout import Layout
 from accel.parallel.axes.pipeline._planned import FIX, Planned, begins_by_holdings, recorded, starts_of
@@ -42,18 +42,20 @@ class Replays:
     Args:
         planned: its stages. Without their starts, each begins where the forward first calls a module of its own.
         device: of the stages.
+        several: whether ranks have several stages.
 
     Attributes:
         ghost: the whole model without memory.
         known: replays by the kind of batch, the first one of each with the order of its example.
     """
 
-    def __init__(self, ghost: nn.Module, planned: Planned, device: torch.device) -> None:
+    def __init__(self, ghost: nn.Module, planned: Planned, device: torch.device, *, several: bool = False) -> None:
         self.ghost = ghost
         self._units = planned.units
         self._starts = planned.starts
         self._holds = planned.holds
         self._device = device
+        self._several = several
         self.known: dict[object, list[Replay]] = {}
         self._batches = 0
         self._calls = Calls()
@@ -136,6 +138,7 @@ class Replays:
                 got=", ".join(missing[:3]),
                 fix=FIX,
             )
+        check_states(record, [each.end for each in cut.stages[:-1]], several=self._several)
         return Replay(record, cut, {}, draws=record.draws)
 
     def _missing(self, record: ForwardRecord, cut: Cut) -> list[str]:

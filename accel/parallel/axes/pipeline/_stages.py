@@ -176,7 +176,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
         [each for each in aliases if len(each) > 1],
         order,
         ties,
-        Replays(ghost, plan, ctx.device),
+        Replays(ghost, plan, ctx.device, several=layout.stages > layout.ranks),
         may_be_unused=options.find_unused_parameters,
     )
     attach(model, pipeline, modules)

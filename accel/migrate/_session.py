@@ -130,18 +130,15 @@ class Sessions(cst.CSTTransformer):
         return opener is not None and full_name(opener.func).rpartition(".")[2] in self._script.shared.returners
 
     def _returning(self, node: cst.FunctionDef, found: tuple[int, Made] | None) -> cst.FunctionDef:
-        """Return a function that returns a context in place of one that returned an Accelerator; others as they are."""
+        """Return a function that returns a context, in place of one that returned an Accelerator."""
         body = block(node)
         last = small(body[-1])
-        if (
-            not isinstance(last, cst.Return)
-            or last.value is None
-            or (found is None and not self._script.makes(last.value))
-        ):
-            return node
+        value = last.value if isinstance(last, cst.Return) else None
+        if value is None or (found is None and not self._script.makes(value)):
+            return node  # another function of that name
         if found is None:
-            made = self._options.read(cast(cst.Call, last.value))
-            self._notes.leave_out(last.value)
+            made = self._options.read(cast(cst.Call, value))
+            self._notes.leave_out(value)
             given = statement("return {opened}", opened=self._call("accel.from_env", made))
             return with_block(node, [*body[:-1], led_by(given, [*leading(body[-1]), *made.notes])])
         at, made = found

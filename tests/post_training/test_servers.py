@@ -145,25 +145,33 @@ def vanish(connection: socket.socket) -> None:
 def chatter(connection: socket.socket) -> None:
     connection.recv(100_000)
     connection.sendall(b"220 mail\r\n")
+    end(connection)
+
+
+def end(connection: socket.socket) -> None:
+    """Close after the client: what is not read of a request would end the answer before it is read."""
+    connection.shutdown(socket.SHUT_WR)
+    while connection.recv(100_000):
+        pass
     connection.close()
 
 
 def cut(connection: socket.socket) -> None:
     connection.recv(100_000)
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nnull")
-    connection.close()
+    end(connection)
 
 
 def redirect(connection: socket.socket) -> None:
     connection.recv(100_000)
     connection.sendall(b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n")
-    connection.close()
+    end(connection)
 
 
 def other(connection: socket.socket) -> None:
     connection.recv(100_000)
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-    connection.close()
+    end(connection)
 
 
 FAULTS: dict[str, tuple[Any, str]] = {

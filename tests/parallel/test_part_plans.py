@@ -18,6 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import accel
 from accel.errors import PrepareError
+from accel.parallel.parts import NoRuleError
 from accel.tensors import is_dtensor
 from accel.testing import Simulator
 
@@ -55,11 +56,17 @@ def compared(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> floa
 TRAINED = [each for each in MODELS if "random" not in each.tags]
 # What stays whole as a whole, and why; a share in percent for the others.
 REFUSED = frozenset({"lstm", "gru", "gnn", "unet_batch_norm", "resnet", "hooked_features"})
+# A norm with fewer groups than ranks; blocks that styles and parts divide and that share a tensor beside their outputs;
+# parts of a block that are called one by one, of a unit of fsdp.
+REFUSED_ON = frozenset({
+    ("unet", "tp=4"), ("called_by_parts", "dp=2,tp=2"),
+    *(("cached_values", mesh) for mesh in ("tp=2", "tp=4", "dp=2,tp=2")),
+})  # fmt: skip
 LEAST: Mapping[str, int] = {
     "nano_gpt": 90, "min_gpt": 90, "llama": 98, "grouped_gpt": 85, "lambdas": 90, "shared_block": 90, "mamba": 90,
     "moe": 90, "lora": 85, "lora_of_last_block": 90, "residuals_between": 90, "t5_encoder": 95, "t5": 95,
     "torch_transformer": 90, "bert": 85, "mapping": 90, "reward": 90, "dit": 90, "weight_norm": 90, "keyed_blocks": 90,
-    "listed_losses": 90, "cached_values": 90, "closures": 90, "branch_on_inputs": 90, "checkpointed": 90,
+    "listed_losses": 90, "closures": 90, "branch_on_inputs": 90, "checkpointed": 90,
     "reentrant": 90, "in_place": 90, "called_by_parts": 90, "nested_outputs": 90, "frozen_body": 90, "vit": 75,
 }  # fmt: skip
 
@@ -208,8 +215,8 @@ def test_the_share_of_a_declared_plan_is_logged(ranks: Simulator, caplog: pytest
 
 
 def _checked(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> None:
-    if entry.name in REFUSED:
-        with pytest.raises(PrepareError):
+    if entry.name in REFUSED or (entry.name, mesh) in REFUSED_ON:
+        with pytest.raises((PrepareError, NoRuleError)):
             compared(ranks, entry, mesh, size)
     else:
         assert 100 * compared(ranks, entry, mesh, size) >= LEAST.get(entry.name, 0)

@@ -277,12 +277,17 @@ def own_rows(tensor: Tensor, dim: int, need: RowCut, ranks: Ranks) -> Tensor:
         raise no_rule(f"a function of parts that ranks divide along dimensions {layout.dim} and {dim}")
     length = whole_shape(tensor)[dim]
     if length != need.total:
-        if layout is None and length == need.local:  # a gradient, in the backward of an own function
+        if layout is None and length == need.local and not _is_followed(tensor):  # a gradient, in an own function
             return entered(tensor, ranks)
         raise no_rule(f"a function of {length} rows and a part of {need.total}")
     if layout is not None and layout.cut == need:
         return tensor
     return taken(entered(tensor, ranks), dim, places_of(need, layout and layout.cut, ranks.rank, ranks.size))
+
+
+def _is_followed(tensor: Tensor) -> bool:
+    """Whether a gradient flows back into a tensor: rows of another layer would get those of all ranks, not their own."""
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def taken(rows: Tensor, dim: int, places: Places) -> Tensor:
@@ -338,6 +343,11 @@ def aligned(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], Alig
     """Return the rows of each tensor that this rank computes with, and their alignment."""
     kinds = tuple((layout_of(each), whole_shape(each)) for each in tensors)
     found = alignment_of(kinds, ranks.rank, ranks.size)
+    for each, (layout, shape) in zip(tensors, kinds, strict=True):
+        if found.cut is not None and layout is None and _is_followed(each):
+            dim = len(shape) - found.right
+            if dim >= 0 and shape[dim] == found.cut.local != found.cut.total and shape[dim] != 1:
+                raise no_rule(f"a function of {shape[dim]} rows and a part of {found.cut.total}")
     inside = [entered(each, ranks) for each in tensors]
     pairs = zip(inside, found.places, strict=True)
     return [each if at is None else taken(each, *at) for each, at in pairs], found

@@ -286,7 +286,7 @@ def own_rows(tensor: Tensor, dim: int, need: RowCut, ranks: Ranks) -> Tensor:
 
 
 def _is_followed(tensor: Tensor) -> bool:
-    """Whether a gradient flows back into a tensor: rows of another layer would get those of all ranks, not their own."""
+    """Whether a gradient flows back into a tensor: rows of another layer would get the sum of all ranks'."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 

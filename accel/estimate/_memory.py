@@ -55,7 +55,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
         activations: of what forward keeps for backward, logits included; None where they are not known.
         gathered: of parameters in the compute format: gathered from other ranks, or converted by autocast.
         buffers: of gradients on their way to other ranks, and of temporaries of the loss and of the optimizer.
-        host: in the host's memory: what `Plan.offload` and `offload_activations` leave there, no part of the total.
+        host: bytes in the host's memory, by `Plan.offload` and `offload_activations`; no part of the total.
     """
 
     moment: Moment

@@ -17,7 +17,7 @@ class Shared(NamedTuple):
         classes: names of classes, with their attributes that hold an Accelerator.
         bases: names of classes, with those of their bases.
         factories: functions whose one `return`, their last line, gives an Accelerator made by them.
-        returners: those, and methods like them, whose result a class keeps: they return a context that nothing closes.
+        returners: factories, and methods that end as they do, with a result that a class keeps. They return a context.
         takers: functions and classes with a parameter `accelerator`.
     """
 

@@ -60,7 +60,7 @@ class _Surroundings:
         """Draw the same random numbers in a block, in the same autocast."""
         with contextlib.ExitStack() as stack:
             fork = cast(Any, torch.random).fork_rng
-            kind = self._device.type if self._devices else torch.get_default_device().type
+            kind = self._device.type if self._devices else "cpu"
             stack.enter_context(fork(self._devices, device_type=kind))
             _ = torch.set_rng_state(self._state)
             if self._devices:

@@ -7,6 +7,7 @@ devices one of each in which a tensor goes to another device.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, cast
@@ -118,13 +119,9 @@ def _fill(copied: Sequence[_CopiedContainer]) -> None:
     kept |= {id(pair.copy): pair.own for pair in copied}
     for pair in copied:
         now = _contents(pair.copy)
-        if len(now) == len(pair.copy_contents) and all(map(_is, now, pair.copy_contents)):
+        if len(now) == len(pair.copy_contents) and all(map(operator.is_, now, pair.copy_contents)):
             continue
         _set(pair.own, pair.copy, kept)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _set(own: Any, copy: Any, kept: Mapping[int, Any]) -> None:

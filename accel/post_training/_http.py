@@ -22,6 +22,7 @@ from torch import Tensor
 from accel.context import DistContext, context_first
 from accel.endpoints import post
 from accel.errors import AccelError, ConfigError, ServerError
+from accel.errors._base import ErrorRecord, describe
 from accel.post_training._local import Check, Layout, LocalServer
 from accel.post_training._sample import Place, SampleOptions, SampleRequest, empty_samples
 from accel.post_training._samples import Drawn, FinishReason, SampleRow, Samples, Version
@@ -55,14 +56,6 @@ class _Drawn(msgspec.Struct, frozen=True):
     rows: list[_Row]
     drawn_from: Drawn | None
     version: Version | None
-
-
-class _Problem(msgspec.Struct, frozen=True):
-    problem: str
-    expected: str = ""
-    got: str = ""
-    where: str = ""
-    fix: str = ""
 
 
 class HttpServer:
@@ -128,9 +121,9 @@ class HttpServer:
         if status == 200:
             return answer
         try:
-            problem = msgspec.json.decode(answer, type=_Problem)
+            problem = msgspec.json.decode(answer, type=ErrorRecord)
         except msgspec.DecodeError:
-            problem = _Problem(f"the server has refused {verb}", got=f"HTTP status {status}")
+            problem = _failure(f"the server has refused {verb}", got=f"HTTP status {status}")
         raise ServerError(
             problem.problem,
             expected=problem.expected,
@@ -272,19 +265,18 @@ class _Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "")
         size = self.headers.get("Content-Length", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
-            return self._answer(403, _Problem("the token is not the server's", fix="Pass the token of serve(token=)."))
+            return self._answer(403, _failure("the token is not the server's", fix="Pass the token of serve(token=)."))
         if not size.isdecimal() or int(size) > self.server.most_bytes:
             most = f"at most {self.server.most_bytes} bytes"
-            return self._answer(413, _Problem("a request of a wrong size", expected=most, got=size or "no length"))
+            return self._answer(413, _failure("a request of a wrong size", expected=most, got=size or "no length"))
         body = self.rfile.read(int(size))
         try:
             with self.server.lock:
                 answer = self._run(self.path.strip("/"), body)
         except AccelError as error:
-            texts = {name: str(getattr(error, name) or "") for name in _Problem.__struct_fields__}
-            return self._answer(400, _Problem(**texts))
+            return self._answer(400, describe(error))
         except Exception as error:  # whatever a model raises: the client has to know
-            return self._answer(500, _Problem("the server has failed", got=f"{type(error).__name__}: {error}"))
+            return self._answer(500, _failure("the server has failed", got=f"{type(error).__name__}: {error}"))
         return self._answer(200, answer)
 
     def _run(self, verb: str, body: bytes) -> object:
@@ -320,6 +312,10 @@ def _as_sent(samples: Samples) -> _Drawn:
         facts = (samples.prompts[at], samples.samples[at], samples.finish_reasons[at])
         rows.append(_Row(integers(samples.ids[at, :end]), start, values[at][start:end], *facts))
     return _Drawn(rows, samples.drawn_from, samples.version)
+
+
+def _failure(problem: str, **fields: str) -> ErrorRecord:
+    return ErrorRecord(ServerError.__name__, problem, **fields)
 
 
 def _check_token(token: str, call: str) -> None:

@@ -136,8 +136,8 @@ def change_of(old: Any, new: Any) -> dict[str, Any] | None:
     """Return what turns one JSON value into another; None for equal ones.
 
     {"v": value} replaces it. {"k": {key: change}, "x": [keys]} changes and drops keys of an object; {"k": ..., "n":
-    length} does so for a list, whose keys are places. {"t": text, "a": before, "z": after} keeps that many characters
-    at both ends of a text, as a curve keeps its older values.
+    length} changes a list by index. {"t": text, "a": before, "z": after} keeps that many characters at both ends of a
+    text, as a curve keeps its older values.
     """
     if old == new:
         return None

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import language_models as lm
 import pytest
 import torch
+from simulated_reads import alive, read
 from torch import Tensor, nn
 
 import accel
@@ -38,19 +38,6 @@ class Block(nn.Module):
 def make(blocks: int = 6, **options: Any) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 16), *[Block(**options) for _ in range(blocks)], nn.Linear(16, 1)).double()
-
-
-def read(streams: Any, tensor: Tensor) -> Tensor:
-    there = streams.pinned(tensor.shape, tensor.dtype)
-    streams.copy(there, tensor.detach())
-    streams.synchronize(streams.current())
-    return there.clone()
-
-
-def alive(device: SimulatedDevice) -> int:
-    gc.collect()
-    device.settle()
-    return sum(each.bytes.numel() for each in list(device.memory._blocks.values()) if each.kind == "device")
 
 
 def train(

@@ -149,7 +149,7 @@ def chatter(connection: socket.socket) -> None:
 
 
 def end(connection: socket.socket) -> None:
-    """Close after the client: what is not read of a request would end the answer before it is read."""
+    """Close after the client. An unread request would reset the connection, and the client would lose the answer."""
     connection.shutdown(socket.SHUT_WR)
     while connection.recv(100_000):
         pass

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from simulated_reads import read
 from streamed import make_net, streamed_map, token_ids
 from torch import Tensor, nn
 from torch.nn import functional
@@ -38,14 +39,6 @@ ORDERS = st.builds(SimulatedDevice, st.integers(0, 2**32)) | st.sampled_from(STR
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def read(streams: DeviceStreams, tensor: Tensor) -> Tensor:
-    """Return values on the host, which waits for them."""
-    there = streams.pinned(tensor.shape, tensor.dtype)
-    streams.copy(there, tensor.detach())
-    streams.synchronize(streams.current())
-    return there.clone()
 
 
 # The users of streams, as small programs: each returns the values that every order must give.

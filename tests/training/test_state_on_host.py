@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import language_models as lm
 import pytest
 import torch
+from simulated_reads import alive, read
 from torch import Tensor, nn
 
 import accel
@@ -44,19 +44,6 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 def make() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)])
-
-
-def read(streams: Any, tensor: Tensor) -> Tensor:
-    there = streams.pinned(tensor.shape, tensor.dtype)
-    streams.copy(there, tensor.detach())
-    streams.synchronize(streams.current())
-    return there.clone()
-
-
-def alive(streams: Any) -> int:
-    gc.collect()
-    streams.settle()
-    return sum(each.bytes.numel() for each in list(streams.memory._blocks.values()) if each.kind == "device")
 
 
 def train(

@@ -316,23 +316,24 @@ class Alignment(NamedTuple):
 
 
 @kept
-def alignment_of(kinds: tuple[tuple[RowLayout | None, torch.Size], ...], rank: int, size: int) -> Alignment:
-    """Return how tensors of these layouts and whole shapes are cut alike, broadcast from the right as torch does."""
-    rights = {len(shape) - layout.dim for layout, shape in kinds if layout is not None}
+def alignment_of(kinds: tuple[tuple[RowLayout | None, torch.Size, bool], ...], rank: int, size: int) -> Alignment:
+    """Return how tensors of these layouts and whole shapes are cut alike, broadcast from the right as torch does; the
+    third number of each: whether it is plain, and a gradient flows back into it."""
+    rights = {len(shape) - layout.dim for layout, shape, _ in kinds if layout is not None}
     if not rights:
         return Alignment((None,) * len(kinds))
     if len(rights) > 1:
         raise no_rule(f"a function of parts that ranks divide along dimensions {sorted(rights)} from the right")
     right = rights.pop()
-    need = finest([layout.cut for layout, _ in kinds if layout is not None])
+    need = finest([layout.cut for layout, _, _ in kinds if layout is not None])
     places: list[tuple[int, Places] | None] = []
-    for layout, shape in kinds:
+    for layout, shape, is_followed in kinds:
         dim = len(shape) - right
         if dim < 0 or shape[dim] == 1 or (layout is not None and layout.cut == need):
             places.append(None)
         elif shape[dim] == need.total:
             places.append((dim, places_of(need, layout and layout.cut, rank, size)))
-        elif layout is None and shape[dim] == need.local:  # a gradient, in the backward of an own function
+        elif layout is None and shape[dim] == need.local and not is_followed:  # a gradient, in an own function
             places.append(None)
         else:
             raise no_rule(f"a function of {shape[dim]} rows and a part of {need.total}")
@@ -341,13 +342,10 @@ def alignment_of(kinds: tuple[tuple[RowLayout | None, torch.Size], ...], rank: i
 
 def aligned(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], Alignment]:
     """Return the rows of each tensor that this rank computes with, and their alignment."""
-    kinds = tuple((layout_of(each), whole_shape(each)) for each in tensors)
+    kinds = tuple(
+        (layout := layout_of(each), whole_shape(each), layout is None and _is_followed(each)) for each in tensors
+    )
     found = alignment_of(kinds, ranks.rank, ranks.size)
-    for each, (layout, shape) in zip(tensors, kinds, strict=True):
-        if found.cut is not None and layout is None and _is_followed(each):
-            dim = len(shape) - found.right
-            if dim >= 0 and shape[dim] == found.cut.local != found.cut.total and shape[dim] != 1:
-                raise no_rule(f"a function of {shape[dim]} rows and a part of {found.cut.total}")
     inside = [entered(each, ranks) for each in tensors]
     pairs = zip(inside, found.places, strict=True)
     return [each if at is None else taken(each, *at) for each, at in pairs], found

@@ -318,7 +318,7 @@ def _slope(
 ) -> Tensor:
     """Return the gradient by the matmul's outputs, in the memory of `powers`, which `factor` makes probabilities.
 
-    `lean`: what the entropy adds to the factor of each probability, shape of `powers`; its memory is used.
+    `lean`: term of the entropy in the factor of each probability, shape of `powers`. It is changed in place.
     """
     times = factors.times[cut] * by.scale
     of_all = factors.hard[cut] if factors.soft_sum is None else factors.hard[cut] + factors.soft_sum

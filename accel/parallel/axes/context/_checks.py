@@ -274,19 +274,6 @@ def multihead_attentions(model: nn.Module, excluded: Sequence[nn.Module]) -> dic
     return {name: module for name, module in found if isinstance(module, nn.MultiheadAttention)}
 
 
-def check_multihead(model: nn.Module, excluded: Sequence[nn.Module], method: str) -> None:
-    """Raise `PrepareError` for torch's modules of attention beside another method than "gather"."""
-    found = multihead_attentions(model, excluded)
-    if found and method != "gather":
-        raise PrepareError(
-            f"an attention that the method {method!r} does not reach",
-            expected='the method "gather", which gathers its keys and values',
-            got=f"MultiheadAttention at {next(iter(found)) or 'the top'}",
-            where="prepare_model, plan.context",
-            fix='Take Plan(context="gather").',
-        )
-
-
 _Refuse = Callable[..., PrepareError]
 
 

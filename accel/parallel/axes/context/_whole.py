@@ -8,9 +8,8 @@ attention of all positions, so that this is right for any attention, and saves n
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -32,8 +31,8 @@ from accel.parallel.axes.context._checks import (
     stacks_of,
     takes_cut_tokens,
 )
+from accel.parallel.axes.context._forward import evaluated, off_by, outputs_of
 from accel.parallel.axes.context._split import kept_positions, note_attention, note_cut, own_positions
-from accel.random import isolated_rng
 
 _LOG = logging.getLogger("accel.parallel")
 PROVED = 8  # positions of a rank in the proof
@@ -348,19 +347,6 @@ def _is_recomputed(module: nn.Module) -> bool:
     return bool(getattr(module, "gradient_checkpointing", False)) or isinstance(module, Recomputed)
 
 
-@contextlib.contextmanager
-def evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
-    """Compute without gradients and without dropout; streams of random numbers stay as they are."""
-    modes = [(each, each.training) for each in module.modules()]
-    try:
-        _ = module.eval()
-        with isolated_rng(device), torch.no_grad():
-            yield
-    finally:
-        for each, mode in modes:
-            each.training = mode
-
-
 def _replaced(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return an output with other hidden states."""
     if isinstance(output, Mapping):  # of transformers
@@ -370,31 +356,6 @@ def _replaced(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         first, *rest = cast("Sequence[Any]", output)
         return cast(Any, type(cast(Any, output)))([change(first), *rest])
     return change(output)
-
-
-def off_by(want: Tensor, have: Tensor) -> float:
-    """Return the norm of a difference by that of what is expected."""
-    wide = wide_dtype(want.device)
-    size = float(want.to(wide).square().sum().sqrt())
-    return float((want.to(wide) - have.to(wide)).square().sum().sqrt()) / max(size, 1e-30)
-
-
-def outputs_of(output: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a forward's output."""
-    values: Sequence[Any] = [output]
-    if isinstance(output, Mapping):
-        values = list(cast("Mapping[str, Any]", output).values())
-    elif isinstance(output, tuple | list):
-        values = list(cast("Sequence[Any]", output))
-    return [each for value in values for each in _tensors(value)]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield value
-    elif isinstance(value, Mapping):
-        for each in cast("Mapping[str, Any]", value).values():
-            yield from _tensors(each)
 
 
 def bound(module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:

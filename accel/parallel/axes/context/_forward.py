@@ -33,13 +33,20 @@ from accel.tensors import is_dtensor
 from accel.tree import map_tensors
 
 _PROOF = Call("positions", "proof", ordered=False)
+_COMPARED = Call("positions", "inputs", ordered=False)
 _PROVED = 8  # positions of a rank in the proof
 _LARGEST = 2**28  # elements of parameters whose gradients the proof compares; of larger models those of vectors
 
 
-def use_positions(ctx: DistContext, model: nn.Module) -> None:
-    """Let a model's forward compute with parts of positions, where its inputs are cut. Mutates it, by hooks."""
-    positions = _Positions(ctx)
+def use_positions(ctx: DistContext, model: nn.Module, within: Sequence[nn.Module] = (), *, is_cut: bool = True) -> None:
+    """Let a model's forward compute with parts of positions. Mutates it, by hooks.
+
+    `within`: first blocks of stacks whose inputs all ranks hold, and which get own positions of them. `is_cut`: whether
+    the model's inputs are.
+    """
+    positions = _Positions(ctx, is_cut=is_cut, divides=bool(within))
+    for block in within:
+        _ = block.register_forward_pre_hook(positions.divide, with_kwargs=True)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # its tokens without padding have other positions
@@ -58,14 +65,20 @@ class _Positions:
     """Hooks of one model.
 
     Attributes:
+        ranks: of parts that enter the model; those of parts that its blocks make are `within`.
+        is_cut: whether the model's inputs are.
+        divides: whether blocks get own positions of hidden states that all ranks hold.
         dim: dimension of the positions where several could be.
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
     """
 
-    def __init__(self, ctx: DistContext) -> None:
+    def __init__(self, ctx: DistContext, *, is_cut: bool, divides: bool) -> None:
         self.ctx = ctx
         self.ranks = PositionRanks(ctx)
+        self.within = PositionRanks(ctx)
+        self.is_cut = is_cut
+        self.divides = divides
         self.dim = 1
         self.is_proved = False
         self.crosses = False
@@ -76,32 +89,49 @@ class _Positions:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Make parts of the inputs that are cut, as a hook of the model. A collective of the first call."""
         given = _Given(inputs, keywords)
-        if self.crosses or has_all_positions(self.ctx) or not self._has_own(given):
+        if self.crosses or has_all_positions(self.ctx) or (self.is_cut and not self._has_own(given)):
             return None
+        if not self.is_cut:
+            note_cut(self.ctx, 0)  # by a first block
         if not self.is_proved:
             self._prove(module, given)
         return None if self.crosses else self._parts_of(given, self.dim)
 
+    @untraced
+    def divide(
+        self, _module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Cut the hidden states that all ranks hold, as a hook of a first block."""
+        if has_all_positions(self.ctx):
+            return None
+        name = next((each for each in keywords if not inputs), "")
+        hidden = inputs[0] if inputs else keywords[name]
+        if isinstance(hidden, PartTensor):
+            return None
+        own = self.within.part_of(hidden, 1)
+        return ((own, *inputs[1:]), keywords) if inputs else (inputs, {**keywords, name: own})
+
     def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Return own positions for parts in an output, as a hook of the model."""
+        """Return own positions for parts in an output, as a hook of the model; all where the model cut them."""
         return None if self.crosses else map_tensors(self._left, output)
 
     def _left(self, each: Tensor) -> Tensor:
         if not isinstance(each, PartTensor) or each.division is None:
             return plain_of(each)
         ways = [ways for _, ways in each.division.cut.segments]
-        is_own = ways == [self.ranks.size, -self.ranks.size]
+        is_own = each.ranks is self.ranks and ways == [self.ranks.size, -self.ranks.size]
         return plain_of(each) if is_own else whole_of(each)  # rows beside positions are on all ranks
 
     def _has_own(self, given: _Given) -> bool:
         found: list[bool] = []
-        map_tensors(lambda each: found.append(any(is_cut(self.ctx, length) for length in each.shape)), tuple(given))
+        map_tensors(lambda each: found.append(self._cut_dim(each, 1) is not None), tuple(given))
         return any(found)
 
     def _cut_dim(self, each: Tensor, dim: int) -> int | None:
         """The dimension of a tensor's positions; None where it has none."""
-        dims = [at for at, length in enumerate(each.shape) if is_cut(self.ctx, length)]
-        return (dim if dim in dims else dims[0]) if dims else None
+        last = 2 if each.dim() < 4 else 3  # a mask of queries and keys
+        dims = [at for at, length in enumerate(each.shape[:last]) if self.is_cut and is_cut(self.ctx, length)]
+        return (dim if dim in dims else dims[-1]) if dims else None
 
     def _parts_of(self, given: _Given, dim: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def part(each: Tensor) -> Tensor:
@@ -113,6 +143,8 @@ class _Positions:
     def _prove(self, module: nn.Module, given: _Given) -> None:
         """Raise `PrepareError` on every rank where parts of positions give something else than all of them. A
         collective."""
+        if not self.is_cut:
+            self._compare(given)
         problems: list[str] = []
         for most in (_PROVED * self.ranks.size, None):  # models of one length need all of it
             for dim in (1, 0):
@@ -132,16 +164,31 @@ class _Positions:
             fix="Call accel.parallel.context_attention in the model, or leave cp out of the mesh.",
         )
 
+    def _compare(self, given: _Given) -> None:
+        """Raise `ConfigError` on every rank where those along cp have other inputs, of a model that cuts them itself. A
+        collective."""
+        sums: list[float] = []
+        wide = wide_dtype(self.ctx.device)
+        map_tensors(lambda each: sums.append(float(each.detach().to(wide).sum())), tuple(given))
+        share = self.ctx.data_parallel[0]
+        facts = exchange_values(self.ctx.comm, _COMPARED, f"{share}: {sums}", str)
+        if len(set(facts)) > len({fact.partition(":")[0] for fact in facts}):
+            raise ConfigError(
+                "ranks that share a sequence have other inputs",
+                expected="whole inputs, alike on ranks along cp: this model cuts them itself",
+                got="inputs that are cut, or other samples",
+                where="forward of a model on a mesh with cp",
+                fix="Leave split_sequence out for this model.",
+            )
+
     def _problem(self, module: nn.Module, given: _Given, dim: int, most: int | None) -> str:
         """Return the difference of a call with parts from one with all positions; "" for none. A collective."""
         forward = cast(Any, module).forward
         pairs = self._pairs(given, dim, most)
-        if pairs is None:
-            return "no input that split_sequence has cut"
         whole = map_tensors(lambda each: pairs[id(each)][0], given)
         own = map_tensors(lambda each: pairs[id(each)][1], given)
         with evaluated(module, self.ctx.device), called_eagerly(module):
-            if attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
+            if not self.divides and attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
                 self.crosses = True
                 return ""
             parameters = _proved(module)
@@ -158,9 +205,9 @@ class _Positions:
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
-    def _pairs(self, given: _Given, dim: int, most: int | None) -> dict[int, tuple[Tensor, Tensor]] | None:
-        """Return the tensors of a call by `id`: of all positions, of `most` at most, and of the own among them; None
-        where none was cut. A collective."""
+    def _pairs(self, given: _Given, dim: int, most: int | None) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the tensors of a call by `id`: of all positions, of `most` at most, and of the own among them. A
+        collective."""
         rank, size = self.ranks.rank, self.ranks.size
         tensors: list[Tensor] = []
         map_tensors(tensors.append, tuple(given))
@@ -181,7 +228,7 @@ class _Positions:
                 if id(each) not in pairs and length in lengths:
                     whole = whole.narrow(at, 0, lengths[length])
             _ = pairs.setdefault(id(each), (whole, whole))
-        return pairs if lengths else None
+        return pairs
 
     def _difference(self, expected: Sequence[Tensor], got: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> str:
         """Return a line on the first output or gradient that is not that of all positions; "" for none. A

@@ -24,9 +24,9 @@ from accel.parallel.axes.context._attention import context_attention, sorted_pos
 from accel.parallel.axes.context._split import note_attention
 from accel.parallel.parts import NoRuleError, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._contractions import terms_of
-from accel.parallel.parts._elementwise import ELEMENTWISE, changes
-from accel.parallel.parts._layout import balanced
-from accel.parallel.parts._part import name_of, own_rows, tensors_of, whole_shape
+from accel.parallel.parts._elementwise import ELEMENTWISE, changes, elementwise
+from accel.parallel.parts._layout import RowCut, balanced
+from accel.parallel.parts._part import layouts_of, name_of, named, own_rows, ranks_of, tensors_of, whole_shape
 
 _Args = Sequence[Any]
 _Named = Mapping[str, Any]
@@ -60,19 +60,32 @@ class PositionRanks(Ranks):
 
     def part(self, rows: Tensor, dim: int) -> PartTensor:
         """Return own positions, as `split_sequence` gives them, as a part."""
-        with torch.no_grad() if not rows.is_floating_point() else torch.enable_grad():
-            return make(rows.view_as(rows), RowLayout(dim, balanced(rows.shape[dim] * self.size, self.size)), self)
+        return make(rows.view_as(rows), RowLayout(dim, balanced(rows.shape[dim] * self.size, self.size)), self)
+
+    def part_of(self, whole: Tensor, dim: int) -> Tensor:
+        """Return the own positions of a tensor that all ranks hold; those that they cannot share stay on each."""
+        rest = whole.shape[dim] % (2 * self.size)
+        shared = balanced(whole.shape[dim] - rest, self.size)
+        if not shared.total:
+            return whole
+        cut = RowCut(1, (*shared.segments, (rest, 1))) if rest else shared
+        with without_subclasses():
+            return make(own_rows(whole, dim, cut, self), RowLayout(dim, cut), self)
 
     def without_rule(self, func: Any, args: _Args, kwargs: _Named, problem: str) -> Any:
         """Gather what a function needs of other ranks, or raise `NoRuleError`."""
         name = name_of(func)
         parts = [each for each in tensors_of((args, kwargs)) if isinstance(each, PartTensor)]
+        if name in ELEMENTWISE and changes(name) and args[0] is parts[0]:
+            return func(args[0], *_of_rows(args, kwargs, parts[0])[0][1:], **kwargs)
         if changes(name) or name == "__setitem__" or kwargs.get("out") is not None:
             raise _refused(name, problem)
         if all(not each.is_floating_point() and not each.is_complex() for each in parts):
             return func(*_whole(args), **_whole(kwargs))  # of tokens, of which a row is a number
         if name == "scaled_dot_product_attention":
             return _attended(self, *args, **kwargs)
+        if name in _LOSSES:
+            return _loss(func, args, kwargs)
         if name == "__getitem__" and isinstance(args[1], PartTensor) and not isinstance(args[0], PartTensor):
             return functional.embedding(args[1], args[0]) if args[0].dim() == 2 else func(args[0], whole_of(args[1]))
         gathers = _GATHERS.get(name)
@@ -141,11 +154,12 @@ def _of_terms(args: _Args, kwargs: _Named) -> _Again:
     return (equation, *(each if at == kept else whole_of(each) for at, each in zip(letters, listed, strict=True))), {}
 
 
-def _of_rows(args: _Args, kwargs: _Named) -> _Again:
-    """Gather tensors whose divided dimension is not that of the rows, the first of a result: those of keys."""
+def _of_rows(args: _Args, kwargs: _Named, kept: PartTensor | None = None) -> _Again:
+    """Gather tensors whose divided dimension is not that of the one to keep, or of the rows, the first of a result."""
     parts = [each for each in tensors_of((args, kwargs)) if isinstance(each, PartTensor) and each.division is not None]
     places = [each.dim() - cast(RowLayout, each.division).dim for each in parts]
-    chosen = {id(each) for each, place in zip(parts, places, strict=True) if place != max(places)}
+    rows = max(places) if kept is None else places[0]
+    chosen = {id(each) for each, place in zip(parts, places, strict=True) if place != rows}
     gathered: Any = pytree.tree_map_only(
         PartTensor, lambda each: whole_of(each) if id(each) in chosen else each, (tuple(args), dict(kwargs))
     )
@@ -164,11 +178,57 @@ _GATHERS: Mapping[str, Callable[[_Args, _Named], _Again]] = {
     **dict.fromkeys(ELEMENTWISE, _of_rows),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _of_rows),
     **dict.fromkeys(
-        ("softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "var", "std", "norm", "normalize",
-         "__getitem__", "select", "narrow", "index_select", "gather", "take_along_dim", "split", "chunk", "triu",
+        ("softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "mean", "sum", "var", "std", "norm",
+         "normalize", "__getitem__", "select", "narrow", "index_select", "gather", "take_along_dim", "split", "chunk", "triu",
          "tril"), _of_all
     ),
 }  # fmt: skip
+
+
+_OF_CLASSES = ("cross_entropy", "nll_loss")
+_LOSSES = (
+    *_OF_CLASSES, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)  # fmt: skip
+
+
+def _loss(func: Any, args: _Args, kwargs: _Named) -> Any:
+    """A loss of all positions, of which each rank computes its own; a mean or a sum of them is a collective."""
+    given = named("input target weight", args, kwargs)
+    reduction = given.pop("reduction", "mean")
+    x, target = given.pop("input"), given.pop("target")
+    if reduction not in ("none", "sum", "mean"):
+        raise _refused(name_of(func), f"reduction={reduction!r}")
+    if name_of(func) in _OF_CLASSES:
+        losses, count = _loss_of_classes(func, x, target, given)
+    else:
+        with without_subclasses():
+            losses = elementwise(func, (x, target), {**given, "reduction": "none"})
+        count = losses.numel()
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / count
+
+
+def _loss_of_classes(func: Any, x: Tensor, target: Tensor, given: _Named) -> tuple[Tensor, Tensor]:
+    """The loss of each position, as a part, and the number of those that count, or their weight."""
+    if target.is_floating_point() or x.dim() < 2:
+        raise _refused(name_of(func), "with a probability for each class")
+    shape = target.shape
+    x = (x.movedim(1, -1) if x.dim() > 2 else x).flatten(0, -2)
+    target = target.flatten()
+    ranks = ranks_of(x, target)
+    with without_subclasses():
+        layouts = layouts_of((x, target))
+        if any(each.dim for each in layouts):
+            raise _refused(name_of(func), "of classes that ranks divide")
+        rows, labels = (plain_of(own_rows(each, 0, layouts[0].cut, ranks)) for each in (x, target))
+        losses = make(func(rows, labels, **given, reduction="none"), layouts[0], ranks)
+        counted = labels != given.get("ignore_index", -100)
+        weight = given.get("weight")
+        count = counted.sum() if weight is None else (weight[labels * counted] * counted).sum()
+        total = ranks.total(count)
+    return losses.view(shape), total
 
 
 def _attended(

@@ -19,8 +19,7 @@ from accel.parallel.axes.context._checks import (
 )
 from accel.parallel.axes.context._forward import use_positions
 from accel.parallel.axes.context._split import has_plan, plan_method, planned_method
-from accel.parallel.axes.context._transformers import transformers_models, use_context_attention
-from accel.parallel.axes.context._whole import use_whole_attention
+from accel.parallel.axes.context._transformers import transformers_models, use_context_attention, use_parts
 from accel.topology import ContextMethod
 
 _MARK = "accel_context_method"  # attribute of a prepared module
@@ -48,7 +47,7 @@ def _check(ctx: DistContext, model: nn.Module, options: ContextOptions) -> None:
         )
     whole = _whole_models(model, options)
     known = [each for _, each in transformers_models(model)]
-    check_mixers(model, whole, [tower for each in known for tower in towers_of(each)])
+    check_mixers(model, [*whole, *(tower for each in known for tower in towers_of(each))])
     if known and (inner := multihead_attentions(model, known)):
         raise PrepareError(
             "an attention that sees the own positions alone, beside a model of transformers",
@@ -80,9 +79,9 @@ def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions, *, is_e
     setattr(model, _MARK, options.context)
     known = [each for _, each in transformers_models(model)]
     whole = {id(each) for each in _whole_models(model, options)}
-    for path, each in transformers_models(model):
+    for _, each in transformers_models(model):
         if id(each) in whole:
-            use_whole_attention(ctx, each, path)
+            use_parts(ctx, each)
         else:
             use_context_attention(ctx, each, options.context)
     if not known and ctx.axis("pp").size == 1:

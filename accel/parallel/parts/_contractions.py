@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accel.comm import summed
 from accel.parallel.parts._elementwise import elementwise
 from accel.parallel.parts._layout import RowCut, RowLayout, at, finest, no_rule
 from accel.parallel.parts._part import (
@@ -55,7 +54,7 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
         if (own and own.dim != last) or (other and other.dim != 1):
             raise no_rule(_TWO)
         need = contracted_cut(over, ranks)
-        total = summed(func(own_rows(x, last, need, ranks), own_rows(weight, 1, need, ranks)), ranks.group)
+        total = ranks.total(func(own_rows(x, last, need, ranks), own_rows(weight, 1, need, ranks)))
         return total if bias is None else added(total, bias)
     if own and other:
         raise no_rule(_TWO)
@@ -95,7 +94,7 @@ def multiplied(x: Tensor, y: Tensor, ranks: Ranks) -> Tensor:
         if (own and own.dim != last) or (other and other.dim != first):
             raise no_rule(_TWO)
         need = contracted_cut(over, ranks)
-        return summed(torch.matmul(own_rows(x, last, need, ranks), own_rows(y, first, need, ranks)), ranks.group)
+        return ranks.total(torch.matmul(own_rows(x, last, need, ranks), own_rows(y, first, need, ranks)))
     in_batch = [each is not None and each.dim < tensor.dim() - 2 for each, tensor in ((own, x), (other, y))]
     if any(in_batch):
         return _batched(x, y, ranks, in_batch)
@@ -149,7 +148,7 @@ def einsum(func: Any, args: Args, kwargs: Named) -> Any:
     if not isinstance(equation, str):
         raise no_rule("without an equation")
     ranks = ranks_of(tensors)
-    terms, result = _terms(equation, [each.dim() for each in tensors])
+    terms, result = terms_of(equation, [each.dim() for each in tensors])
     layouts = map(layout_of, tensors)
     divided = {term[each.dim]: None for term, each in zip(terms, layouts, strict=True) if each is not None}
     written = f"{','.join(terms)}->{result}"
@@ -170,11 +169,11 @@ def einsum(func: Any, args: Args, kwargs: Named) -> Any:
     found = torch.einsum(written, *own)
     if letter in result:
         return make(found, RowLayout(result.index(letter), need), ranks)
-    return summed(found, ranks.group)
+    return ranks.total(found)
 
 
-def _terms(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
-    """The letters of each operand and of the result, with letters for `...`."""
+def terms_of(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
+    """Return the letters of each operand and of the result, with letters for `...`."""
     left, arrow, result = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     spare = "".join(each for each in ascii_letters if each not in equation)

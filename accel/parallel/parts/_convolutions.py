@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.comm import summed
 from accel.parallel.parts._contractions import contracted_cut
 from accel.parallel.parts._layout import RowCut, RowLayout, no_rule
 from accel.parallel.parts._part import (
@@ -52,7 +51,7 @@ def convolved(func: Any, args: Args, kwargs: Named) -> Any:
             raise no_rule("of two tensors that ranks divide along different dimensions")
         need = contracted_cut([each.cut for each in (own, other) if each is not None], ranks)
         found = func(own_rows(x, channels, need, ranks), own_rows(weight, into, need, ranks), None, **given)
-        total = summed(found, ranks.group)
+        total = ranks.total(found)
         return total if bias is None else total + bias.view(-1, *[1] * (weight.dim() - 2))
     assert other is not None
     if other.dim != out:

@@ -172,6 +172,7 @@ _OPERATORS: dict[str, Any] = {
     "__rdiv__": _quotient_by,
     "__floordiv__": torch.floor_divide,
 }
+ELEMENTWISE = ("where", *_BROADCAST, *_OPERATORS)
 _SAME = _names("""
     neg negative abs absolute exp exp2 expm1 log log1p log2 log10 sqrt rsqrt sin cos tan tanh sinh cosh asin acos
     atan sigmoid relu relu6 gelu silu mish elu selu celu softplus hardtanh hardswish hardsigmoid leaky_relu
@@ -186,7 +187,7 @@ _FACTS = _names("""
     stride storage_offset data_ptr is_same_size is_inference result_type can_cast __hash__ untyped_storage new_zeros
     new_ones new_empty new_full new_tensor ndim dtype device is_cuda requires_grad layout is_meta is_leaf grad_fn
     is_sparse is_quantized is_nested is_cpu is_mps is_xpu is_mkldnn itemsize is_xla is_mtia is_vulkan output_nr
-    retains_grad _base _version register_hook is_sparse_csr is_maia is_ipu
+    retains_grad _base _version _is_view register_hook is_sparse_csr is_maia is_ipu
 """)
 
 RULES = {

@@ -48,7 +48,7 @@ class RowCut(NamedTuple):
     Attributes:
         repeat: number of times that the segments follow each other.
         segments: (length, ways) of each: its rows are cut in `ways` equal pieces, and rank r of n holds number
-            `r * ways // n`. One way: all ranks hold all of it.
+            `r * ways // n`; of `-ways` pieces, counted from the last one. One way: all ranks hold all of it.
     """
 
     repeat: int
@@ -62,7 +62,7 @@ class RowCut(NamedTuple):
     @property
     def local(self) -> int:
         """Number of rows of each rank."""
-        return self.repeat * sum(length // ways for length, ways in self.segments)
+        return self.repeat * sum(length // abs(ways) for length, ways in self.segments)
 
     @property
     def listed(self) -> list[tuple[int, int]]:
@@ -71,7 +71,7 @@ class RowCut(NamedTuple):
 
     def is_shared(self, size: int) -> bool:
         """Return whether several of `size` ranks hold the same row."""
-        return any(ways != size for _, ways in self.segments)
+        return any(abs(ways) != size for _, ways in self.segments)
 
 
 class RowLayout(NamedTuple):
@@ -79,6 +79,11 @@ class RowLayout(NamedTuple):
 
     dim: int
     cut: RowCut
+
+
+def balanced(length: int, size: int) -> RowCut:
+    """Return the cut into an early and a late piece for each rank, as positions of a sequence are cut."""
+    return RowCut(1, ((length // 2, size), (length // 2, -size)))
 
 
 def even(length: int, size: int) -> RowCut:
@@ -106,8 +111,9 @@ def rows_of(cut: RowCut, rank: int, size: int) -> tuple[int, ...]:
     found: list[int] = []
     begin = 0
     for length, ways in cut.listed:
-        piece = length // ways
-        first = begin + rank * ways // size * piece
+        piece = length // abs(ways)
+        number = rank * abs(ways) // size
+        first = begin + (number if ways > 0 else -ways - 1 - number) * piece
         found += range(first, first + piece)
         begin += length
     return tuple(found)
@@ -119,7 +125,9 @@ Places = slice | tuple[int, ...]
 @kept
 def places_of(need: RowCut, have: RowCut | None, rank: int, size: int) -> Places:
     """Return where a rank finds the rows that it needs among those that it has; `have` is None for all of them."""
-    if have is None and need.repeat == 1 and len(need.segments) == 1:  # most often, so without a look at each row
+    if (
+        have is None and need.repeat == 1 and len(need.segments) == 1 and need.segments[0][1] > 0
+    ):  # most often, so without a look at each row
         ways = need.segments[0][1]
         first = rank * ways // size * need.local
         return slice(first, first + need.local)
@@ -186,22 +194,22 @@ def piece_of(cut: RowCut, start: int, stop: int) -> RowPiece:
         low = max(start, begin)
         high = min(stop, begin + length)
         if low < high:
-            if ways > 1 and high - low != length:
+            if ways != 1 and high - low != length:
                 raise no_rule(f"rows {start} to {stop} of {cut}: ranks hold pieces of a segment")
             first = own + low - begin if first is None else first
             segments.append((high - low, ways))
         begin += length
-        own += length // ways
+        own += length // abs(ways)
     if first is None:
         return RowPiece(0, 0, None)
-    return RowPiece(first, sum(length // ways for length, ways in segments), cut_of(1, segments))
+    return RowPiece(first, sum(length // abs(ways) for length, ways in segments), cut_of(1, segments))
 
 
 @kept
 def stepped(cut: RowCut, start: int, step: int) -> tuple[RowPiece, int]:
     """Return every `step`-th row from `start` on, with the step among this rank's rows; each piece must have as many
     of each kind, as of interleaved gates."""
-    if start >= step or any(length // ways % step for length, ways in cut.segments):
+    if start >= step or any(length // abs(ways) % step for length, ways in cut.segments):
         raise no_rule(f"every {step}-th row from {start} on of {cut}")
     fewer = RowCut(cut.repeat, tuple((length // step, ways) for length, ways in cut.segments))
     return RowPiece(start, fewer.local, fewer), step

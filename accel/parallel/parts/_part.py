@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from accel.comm import ThreadGroup, copied, gathered
+from accel.comm import ThreadGroup, copied, gathered, summed
 from accel.parallel._private import alias, subclasses_are_on, without_subclasses
 from accel.parallel.parts._layout import (
     NoRuleError,
@@ -78,6 +78,18 @@ class Ranks:
                 return inside
         return None
 
+    def total(self, summand: Tensor) -> Tensor:
+        """Return the sum of the ranks' summands, a plain tensor. A collective."""
+        return summed(summand, self.group)
+
+    def joined(self, rows: Tensor, dim: int) -> Tensor:
+        """Concatenate the rows of all ranks, a plain tensor. A collective."""
+        return gathered(rows, dim, self.group)
+
+    def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
+        """Compute a function that has no rule for its arguments; raise `NoRuleError` where these ranks cannot."""
+        raise no_rule(_named_problem(func, problem))
+
     def begin(self) -> Entered:
         """Begin a region, in which nothing has entered; return what has entered the one around it, for `end`."""
         outer, self._entered = self._entered, {}
@@ -95,6 +107,12 @@ def _method(name: str) -> Any:
         return self.__torch_function__(getattr(Tensor, name), (), (self, *args), kwargs)
 
     return method
+
+
+def _named_problem(func: Any, problem: str) -> str:
+    """Return a problem of a function's arguments behind its name, which is all of it where it has no rule."""
+    name = name_of(func)
+    return name if problem == name else f"{name}, {problem}"
 
 
 class PartTensor(Tensor):
@@ -125,16 +143,17 @@ class PartTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
         from accel.parallel.parts._rules import rule_of  # which imports this file
 
-        rule = rule_of(func)
-        if kwargs and kwargs.get("out") is not None:
-            raise no_rule(f"{name_of(func)}, with out=")
         try:
+            rule = rule_of(func)
+            if kwargs and kwargs.get("out") is not None:
+                raise no_rule("with out=")
             if getattr(rule, "composed", False):  # of functions that have rules
                 return rule(func, args, kwargs or {})
             with without_subclasses():
                 return rule(func, args, kwargs or {})
         except NoRuleError as error:
-            raise no_rule(f"{name_of(func)}, {error.got}") from None
+            problem = error.got
+        return ranks_of(args, kwargs).without_rule(func, args, kwargs or {}, problem)
 
 
 def make(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> PartTensor:
@@ -187,7 +206,7 @@ def leave(part: Tensor) -> Tensor:
     own = plain_of(part)
     if layout is None:
         return cast(Any, _Weighted).apply(own, 1 / ranks.size) if own.requires_grad else own
-    whole = gathered(own, layout.dim, ranks.group)
+    whole = ranks.joined(own, layout.dim)
     order = _order(layout.cut, ranks.size)
     if order is not None:
         whole = whole.index_select(layout.dim, torch.tensor(order).to(whole.device, non_blocking=True))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from accel.comm import copied, summed
 from accel.parallel.parts._elementwise import elementwise
 from accel.parallel.parts._layout import RowLayout, at, dims_of, no_rule
 from accel.parallel.parts._part import (
@@ -74,7 +73,7 @@ def reduced(func: Any, args: Args, kwargs: Named) -> Any:
     size = part.ranks.size
     if name not in ("sum", "mean") or layout.cut.is_shared(size):
         raise no_rule("over the divided dimension")
-    total = summed(func(*args, **kwargs), part.ranks.group)
+    total = part.ranks.total(func(*args, **kwargs))
     return total / size if name == "mean" else total
 
 
@@ -126,8 +125,8 @@ def _normed_over(given: dict[str, Any], layout: RowLayout, *, is_centered: bool)
     eps = given.get("eps", 1e-5 if is_centered else None)
 
     def mean(values: Tensor) -> Tensor:
-        total = summed(values.sum(-1, keepdim=True), ranks.group)
-        return copied(total, ranks.group) / layout.cut.total
+        total = ranks.total(values.sum(-1, keepdim=True))
+        return ranks.enter(total) / layout.cut.total
 
     if is_centered:
         rows = rows - mean(rows)

@@ -151,38 +151,13 @@ _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _ONE_POSITION = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 
 
-class Stack(NamedTuple):
-    """Blocks of a model of transformers that its hidden states pass one by one.
-
-    Attributes:
-        blocks: modules of one list.
-        attentions: modules of attention in them, the outermost ones.
-        owner: the module that calls the blocks.
-        ends_whole: whether what follows the owner reads positions of all ranks.
-    """
-
-    blocks: list[nn.Module]
-    attentions: list[nn.Module]
-    owner: nn.Module
-    ends_whole: bool
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Modules that know the length of the whole sequence."""
-        return [self.blocks[0], *self.attentions, self.blocks[-1], self.owner]
-
-
-def stacks_of(model: Any) -> list[Stack]:
-    """Return the lists of blocks with attention in a model of transformers."""
+def first_blocks(model: Any) -> list[nn.Module]:
+    """Return the first block of each list of blocks with attention whose hidden states are not made of tokens that are
+    cut, in a model of transformers."""
     decoder = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else model
-    in_decoder = {id(module) for module in decoder.modules()} if takes_cut_tokens(model) else set[int]()
-    found: list[Stack] = []
-    for group in _attending(model):
-        blocks = [block for _, block in group.entries]
-        attentions = [module for block in blocks for _, module in outermost(block, _is_attention)]
-        owner = model.get_submodule(group.around)
-        found.append(Stack(blocks, attentions, owner, ends_whole=id(blocks[0]) not in in_decoder))
-    return found
+    of_tokens = {id(module) for module in decoder.modules()} if takes_cut_tokens(model) else set[int]()
+    first = [group.entries[0][1] for group in _attending(model)]
+    return [block for block in first if id(block) not in of_tokens]
 
 
 def _attending(model: nn.Module) -> list[ModuleGroup]:
@@ -234,20 +209,14 @@ def _mixing(module: nn.Module) -> str:
     return "a convolution along the tokens, which ends where a rank's part ends" if convolves else ""
 
 
-def check_mixers(model: nn.Module, whole: Sequence[nn.Module] = (), towers: Sequence[nn.Module] = ()) -> None:
-    """Raise `PrepareError` for a module that mixes positions and that no attention of accel replaces.
-
-    `whole`: models that get whole sequences; their blocks alone work on own positions. `towers`: modules of images.
-    """
-    excluded = {id(module) for each in [*whole, *towers] for module in each.modules()}
-    cut: set[int] = set()
-    for stack in [stack for each in whole for stack in stacks_of(each)]:
-        cut |= {id(module) for block in stack.blocks for module in block.modules()}
-        cut -= {id(module) for attention in stack.attentions for module in attention.modules()}
+def check_mixers(model: nn.Module, excluded: Sequence[nn.Module] = ()) -> None:
+    """Raise `PrepareError` for a module that mixes positions and that no attention of accel replaces, outside of the
+    modules `excluded`."""
+    known = {id(module) for each in excluded for module in each.modules()}
     for name, module in named_modules(model):
         problem = _mixing(module)
         plane = isinstance(module, nn.Conv2d | nn.Conv3d)  # outside of blocks of tokens it works on images
-        if not problem or (id(module) not in cut and (id(module) in excluded or plane)):
+        if not problem or id(module) in known or plane:
             continue
         raise PrepareError(
             problem,
@@ -274,24 +243,11 @@ def multihead_attentions(model: nn.Module, excluded: Sequence[nn.Module]) -> dic
     return {name: module for name, module in found if isinstance(module, nn.MultiheadAttention)}
 
 
-def check_multihead(model: nn.Module, excluded: Sequence[nn.Module], method: str) -> None:
-    """Raise `PrepareError` for torch's modules of attention beside another method than "gather"."""
-    found = multihead_attentions(model, excluded)
-    if found and method != "gather":
-        raise PrepareError(
-            f"an attention that the method {method!r} does not reach",
-            expected='the method "gather", which gathers its keys and values',
-            got=f"MultiheadAttention at {next(iter(found)) or 'the top'}",
-            where="prepare_model, plan.context",
-            fix='Take Plan(context="gather").',
-        )
-
-
 _Refuse = Callable[..., PrepareError]
 
 
 def check_transformers(path: str, model: Any, method: str) -> bool:
-    """Return whether a model of transformers needs whole attention; raise `PrepareError` where its attention cannot
+    """Return whether a model of transformers computes with parts of positions; raise `PrepareError` where its attention cannot
     cross ranks."""
     where = f"prepare_model, {path or type(model).__name__}"
 
@@ -318,9 +274,10 @@ def check_transformers(path: str, model: Any, method: str) -> bool:
     if not reason:
         return False
     if method != "gather":
-        fix = 'Take Plan(context="gather"), which gathers the hidden states around the attention.'
+        fix = 'Take Plan(context="gather"), which gathers the keys and values.'
         raise refuse(reason, f"an attention that the method {method!r} reaches", _found(model, "Attention"), fix)
-    _check_blocks(model, reason, refuse)
+    if not takes_cut_tokens(model):
+        _check_blocks(model, reason, refuse)
     return True
 
 
@@ -348,11 +305,6 @@ def _check_blocks(model: Any, reason: str, refuse: _Refuse) -> None:
         if any(_attending(block) for _, block in group.entries):
             got = f"a list of blocks in each module of {group.holder}"
             raise refuse(reason, "blocks whose hidden states have one number of positions", got)
-    own = {id(module) for group in groups for _, block in group.entries for module in block.modules()}
-    if takes_cut_tokens(model):
-        for name, module in named_modules(model):
-            if _is_attention(module) and id(module) not in own:
-                raise refuse(reason, "attention in lists of blocks alone", f"{type(module).__name__} at {name}")
 
 
 def _check_layerdrop(model: Any, refuse: _Refuse) -> None:

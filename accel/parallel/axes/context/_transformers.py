@@ -24,11 +24,14 @@ from accel.parallel.axes.context._checks import (
     check_inputs,
     check_packed,
     check_pair_inputs,
+    first_blocks,
     has_relative_bias,
     mask_refused,
     numbers_positions,
+    takes_cut_tokens,
     text_decoder,
 )
+from accel.parallel.axes.context._forward import use_positions
 from accel.parallel.axes.context._kernels import Masks
 from accel.parallel.axes.context._split import kept_positions, own_positions, places
 from accel.topology import ContextMethod
@@ -110,6 +113,33 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
                 _ = module.register_forward_pre_hook(_Numbered(ctx), with_kwargs=True)
             if has_relative_bias(module) and "position_bias" in forward_names(module):
                 _ = module.register_forward_pre_hook(_Biased(ctx), with_kwargs=True)
+
+
+def use_parts(ctx: DistContext, model: Any) -> None:
+    """Let a model of transformers, whose attention no function reaches, compute with parts of positions. Mutates it, by
+    hooks."""
+    use_positions(ctx, model, first_blocks(model), is_cut=takes_cut_tokens(model))
+    if takes_cut_tokens(model):
+        _ = model.register_forward_pre_hook(_GivenParts(ctx, model), prepend=True, with_kwargs=True)
+
+
+class _GivenParts:
+    """A hook of a model that computes with parts: refuses inputs that cannot follow a cut."""
+
+    def __init__(self, ctx: DistContext, model: Any) -> None:
+        self.ctx = ctx
+        self.names = forward_names(model)
+        self.is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
+        self.padding = _kept_for_padding(model)
+
+    def __call__(self, _module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        known = {**dict(zip(self.names, inputs, strict=False)), **keywords}
+        if self.is_pair:  # whose labels are of its decoder's tokens; samples have a mask of their own
+            others = (*SAMPLES, "labels", *(["attention_mask"] if any(known.get(name) is not None for name in SAMPLES) else []))
+            known = {name: each for name, each in known.items() if name not in others}
+        check_inputs(known, self.ctx.axis("cp").size, has_positions=False)
+        if self.padding is not None and isinstance(known.get("position_ids"), Tensor):
+            _check_first(self.ctx, known["position_ids"], self.padding)
 
 
 def _drops_keywords(module: nn.Module) -> bool:

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose forward computes with parts of positions, and the proof of its first call against all positions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from accel.comm import Call, exchange_values
+from accel.context import DistContext
+from accel.devices import wide_dtype
+from accel.errors import ConfigError, PrepareError
+from accel.parallel._modules import written_class
+from accel.parallel._private import called_eagerly, untraced
+from accel.parallel.axes.context._attention import whole_positions
+from accel.parallel.axes.context._positions import PositionRanks, whole_of
+from accel.parallel.axes.context._split import (
+    all_positions,
+    attends,
+    has_all_positions,
+    is_cut,
+    note_attention,
+    note_cut,
+    own_positions,
+)
+from accel.parallel.parts import PartTensor, plain_of, rows_of
+from accel.random import isolated_rng
+from accel.tensors import is_dtensor
+from accel.tree import map_tensors
+
+_PROOF = Call("positions", "proof", ordered=False)
+_COMPARED = Call("positions", "inputs", ordered=False)
+_PROVED = 8  # positions of a rank in the proof
+_LARGEST = 2**28  # elements of parameters whose gradients the proof compares; of larger models those of vectors
+
+
+def use_positions(ctx: DistContext, model: nn.Module, within: Sequence[nn.Module] = (), *, is_cut: bool = True) -> None:
+    """Let a model's forward compute with parts of positions. Mutates it, by hooks.
+
+    `within`: first blocks of stacks whose inputs all ranks hold, and which get own positions of them. `is_cut`: whether
+    the model's inputs are.
+    """
+    positions = _Positions(ctx, is_cut=is_cut, divides=bool(within))
+    for block in within:
+        _ = block.register_forward_pre_hook(positions.divide, with_kwargs=True)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # its tokens without padding have other positions
+    _ = model.register_forward_pre_hook(positions.enter, prepend=True, with_kwargs=True)
+    _ = model.register_forward_hook(positions.leave)
+
+
+class _Given(NamedTuple):
+    """Arguments of a call."""
+
+    inputs: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+
+
+class _Positions:
+    """Hooks of one model.
+
+    Attributes:
+        ranks: of parts that enter the model; those of parts that its blocks make are `within`.
+        is_cut: whether the model's inputs are.
+        divides: whether blocks get own positions of hidden states that all ranks hold.
+        dim: dimension of the positions where several could be.
+        is_proved: whether a call was compared with one of all positions.
+        crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
+    """
+
+    def __init__(self, ctx: DistContext, *, is_cut: bool, divides: bool) -> None:
+        self.ctx = ctx
+        self.ranks = PositionRanks(ctx)
+        self.within = PositionRanks(ctx)
+        self.is_cut = is_cut
+        self.divides = divides
+        self.dim = 1
+        self.is_proved = False
+        self.crosses = False
+
+    @untraced
+    def enter(
+        self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Make parts of the inputs that are cut, as a hook of the model. A collective of the first call."""
+        given = _Given(inputs, keywords)
+        if self.crosses or has_all_positions(self.ctx) or (self.is_cut and not self._has_own(given)):
+            return None
+        if not self.is_cut:
+            note_cut(self.ctx, 0)  # by a first block
+        if not self.is_proved:
+            self._prove(module, given)
+        return None if self.crosses else self._parts_of(given, self.dim)
+
+    @untraced
+    def divide(
+        self, _module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Cut the hidden states that all ranks hold, as a hook of a first block."""
+        if has_all_positions(self.ctx):
+            return None
+        name = next((each for each in keywords if not inputs), "")
+        hidden = inputs[0] if inputs else keywords[name]
+        if isinstance(hidden, PartTensor):
+            return None
+        own = self.within.part_of(hidden, 1)
+        return ((own, *inputs[1:]), keywords) if inputs else (inputs, {**keywords, name: own})
+
+    def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        """Return own positions for parts in an output, as a hook of the model; all where the model cut them."""
+        return None if self.crosses else map_tensors(self._left, output)
+
+    def _left(self, each: Tensor) -> Tensor:
+        if not isinstance(each, PartTensor) or each.division is None:
+            return plain_of(each)
+        ways = [ways for _, ways in each.division.cut.segments]
+        is_own = each.ranks is self.ranks and ways == [self.ranks.size, -self.ranks.size]
+        return plain_of(each) if is_own else whole_of(each)  # rows beside positions are on all ranks
+
+    def _has_own(self, given: _Given) -> bool:
+        found: list[bool] = []
+        map_tensors(lambda each: found.append(self._cut_dim(each, 1) is not None), tuple(given))
+        return any(found)
+
+    def _cut_dim(self, each: Tensor, dim: int) -> int | None:
+        """The dimension of a tensor's positions; None where it has none."""
+        last = 2 if each.dim() < 4 else 3  # a mask of queries and keys
+        dims = [at for at, length in enumerate(each.shape[:last]) if self.is_cut and is_cut(self.ctx, length)]
+        return (dim if dim in dims else dims[-1]) if dims else None
+
+    def _parts_of(self, given: _Given, dim: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def part(each: Tensor) -> Tensor:
+            at = self._cut_dim(each, dim)
+            return each if at is None else self.ranks.part(each, at)
+
+        return map_tensors(part, (tuple(given.inputs), dict(given.keywords)))
+
+    def _prove(self, module: nn.Module, given: _Given) -> None:
+        """Raise `PrepareError` on every rank where parts of positions give something else than all of them. A
+        collective."""
+        if not self.is_cut:
+            self._compare(given)
+        problems: list[str] = []
+        for most in (_PROVED * self.ranks.size, None):  # models of one length need all of it
+            for dim in (1, 0):
+                problem = self._problem(module, given, dim, most)
+                problems.append(max(exchange_values(self.ctx.comm, _PROOF, problem, str)))
+                if not problems[-1]:
+                    if not self.crosses:
+                        note_attention(self.ctx)  # or no position needs another
+                    self.is_proved = True
+                    self.dim = dim
+                    return
+        raise PrepareError(
+            "the model computes something else where ranks share its positions",
+            expected="layers that work on positions one by one, and attention of tensors whose positions are cut",
+            got=problems[0],
+            where=f"first forward of {written_class(module).__name__} on a mesh with cp",
+            fix="Call accel.parallel.context_attention in the model, or leave cp out of the mesh.",
+        )
+
+    def _compare(self, given: _Given) -> None:
+        """Raise `ConfigError` on every rank where those along cp have other inputs, of a model that cuts them itself. A
+        collective."""
+        sums: list[float] = []
+        wide = wide_dtype(self.ctx.device)
+        map_tensors(lambda each: sums.append(float(each.detach().to(wide).sum())), tuple(given))
+        share = self.ctx.data_parallel[0]
+        facts = exchange_values(self.ctx.comm, _COMPARED, f"{share}: {sums}", str)
+        if len(set(facts)) > len({fact.partition(":")[0] for fact in facts}):
+            raise ConfigError(
+                "ranks that share a sequence have other inputs",
+                expected="whole inputs, alike on ranks along cp: this model cuts them itself",
+                got="inputs that are cut, or other samples",
+                where="forward of a model on a mesh with cp",
+                fix="Leave split_sequence out for this model.",
+            )
+
+    def _problem(self, module: nn.Module, given: _Given, dim: int, most: int | None) -> str:
+        """Return the difference of a call with parts from one with all positions; "" for none. A collective."""
+        forward = cast(Any, module).forward
+        pairs = self._pairs(given, dim, most)
+        whole = map_tensors(lambda each: pairs[id(each)][0], given)
+        own = map_tensors(lambda each: pairs[id(each)][1], given)
+        with evaluated(module, self.ctx.device), called_eagerly(module):
+            if not self.divides and attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
+                self.crosses = True
+                return ""
+            parameters = _proved(module)
+            try:
+                with torch.set_grad_enabled(bool(parameters)):
+                    with all_positions(self.ctx):
+                        expected = outputs_of(forward(*whole.inputs, **whole.keywords))
+                    inputs, keywords = self._parts_of(own, dim)
+                    return self._difference(expected, outputs_of(forward(*inputs, **keywords)), parameters)
+            except ConfigError:
+                raise
+            except PrepareError as error:
+                return str(error.got)
+            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+    def _pairs(self, given: _Given, dim: int, most: int | None) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the tensors of a call by `id`: of all positions, of `most` at most, and of the own among them. A
+        collective."""
+        rank, size = self.ranks.rank, self.ranks.size
+        tensors: list[Tensor] = []
+        map_tensors(tensors.append, tuple(given))
+        lengths: dict[int, int] = {}
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        for each in tensors:
+            at = self._cut_dim(each, dim)
+            if at is not None and id(each) not in pairs:
+                whole = whole_positions(self.ctx, each.detach(), at)
+                length = min(whole.shape[at], most or whole.shape[at])
+                lengths[whole.shape[at]] = length
+                note_cut(self.ctx, length // size)
+                whole = whole.narrow(at, 0, length)
+                pairs[id(each)] = whole, own_positions(whole, rank, size, at)
+        for each in tensors:  # masks of all positions
+            whole = each
+            for at, length in enumerate(each.shape):
+                if id(each) not in pairs and length in lengths:
+                    whole = whole.narrow(at, 0, lengths[length])
+            _ = pairs.setdefault(id(each), (whole, whole))
+        return pairs
+
+    def _difference(self, expected: Sequence[Tensor], got: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> str:
+        """Return a line on the first output or gradient that is not that of all positions; "" for none. A
+        collective."""
+        if len(expected) != len(got):
+            return f"{len(got)} outputs of {len(expected)}"
+        objectives: list[tuple[Tensor, Tensor]] = []
+        for number, (want, have) in enumerate(zip(expected, got, strict=True)):
+            if want.shape != have.shape:
+                return f"output {number} of shape {list(have.shape)}, expected {list(want.shape)}"
+            draw = torch.arange(want.numel(), device=want.device).sin().view(want.shape).to(want.dtype)
+            layout = have.division if isinstance(have, PartTensor) else None
+            share = draw / self.ranks.size
+            own = plain_of(have)
+            wanted = want
+            if layout is not None:
+                rows = torch.tensor(rows_of(layout.cut, self.ranks.rank, self.ranks.size), device=want.device)
+                wanted, share = (each.index_select(layout.dim, rows) for each in (want, draw))
+                if layout.cut.is_shared(self.ranks.size):
+                    share = share * 0
+            off = off_by(wanted.detach(), own.detach())
+            if not off <= torch.finfo(want.dtype).eps ** 0.4:
+                return f"output {number} is off by {off:.0e} of its norm"
+            whole_share = draw if layout is None or not layout.cut.is_shared(self.ranks.size) else draw * 0
+            objectives.append(((want * whole_share).sum(), (own * share).sum()))
+        return self._gradients(objectives, parameters)
+
+    def _gradients(self, objectives: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[nn.Parameter]) -> str:
+        """Return a line on the first gradient that the ranks' do not sum up to; "" for none. A collective."""
+        want, have = (torch.stack([each[at].real for each in objectives]).sum() for at in (0, 1))
+        if not parameters or not want.requires_grad:
+            return ""
+        expected = torch.autograd.grad(want, parameters, allow_unused=True)
+        own = torch.autograd.grad(have, parameters, allow_unused=True)
+        with torch.no_grad():
+            largest = max((float(each.norm()) for each in expected if each is not None), default=0.0)
+            for parameter, wanted, mine in zip(parameters, expected, own, strict=True):
+                total = self.ranks.total(torch.zeros_like(parameter) if mine is None else mine.contiguous())
+                difference = total if wanted is None else total - wanted
+                size = max(0.0 if wanted is None else float(wanted.norm()), largest / 100)
+                if not float(difference.norm()) <= torch.finfo(parameter.dtype).eps ** 0.4 * max(size, 1e-30):
+                    return f"a gradient of a parameter of shape {list(parameter.shape)} is off"
+        return ""
+
+
+def _proved(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters whose gradients the proof compares: those that are whole on each rank."""
+    found = [each for each in module.parameters() if each.requires_grad]
+    if any(is_dtensor(each) for each in found):
+        return []
+    is_large = sum(each.numel() for each in found) > _LARGEST
+    return [each for each in found if each.dim() < 2] if is_large else found
+
+
+@contextlib.contextmanager
+def evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
+    """Compute without gradients and without dropout; streams of random numbers stay as they are."""
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        _ = module.eval()
+        with isolated_rng(device), torch.no_grad():
+            yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
+
+
+def off_by(want: Tensor, have: Tensor) -> float:
+    """Return the norm of a difference by that of what is expected."""
+    wide = wide_dtype(want.device)
+    size = float(want.to(wide).square().sum().sqrt())
+    return float((want.to(wide) - have.to(wide)).square().sum().sqrt()) / max(size, 1e-30)
+
+
+def outputs_of(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a forward's output."""
+    values: Sequence[Any] = [output]
+    if isinstance(output, Mapping):
+        values = list(cast("Mapping[str, Any]", output).values())
+    elif isinstance(output, tuple | list):
+        values = list(cast("Sequence[Any]", output))
+    return [each for value in values for each in _tensors(value)]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    elif isinstance(value, Mapping):
+        for each in cast("Mapping[str, Any]", value).values():
+            yield from _tensors(each)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of positions: tensors of a model's forward that hold a rank's positions and report those of all ranks.
+
+Rules are those of `accel.parallel.parts`. What a rule refuses, because it needs positions of other ranks, gathers them
+here where a model's authors mean it: keys and values of an attention, single positions, tokens. Gradients are summands
+on each rank, as those of data-parallel ranks: parameters stay plain, and the step sums theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from accel.comm import copied, gathered_summed
+from accel.context import DistContext, group_of
+from accel.errors import ConfigError
+from accel.parallel._private import runs_in_backward, without_subclasses
+from accel.parallel.axes.context._attention import context_attention, sorted_positions
+from accel.parallel.axes.context._split import note_attention
+from accel.parallel.parts import NoRuleError, PartTensor, Ranks, RowLayout, leave, make, plain_of
+from accel.parallel.parts._contractions import terms_of
+from accel.parallel.parts._elementwise import ELEMENTWISE, changes, elementwise
+from accel.parallel.parts._layout import RowCut, balanced
+from accel.parallel.parts._part import layouts_of, name_of, named, own_rows, ranks_of, tensors_of, whole_shape
+
+_Args = Sequence[Any]
+_Named = Mapping[str, Any]
+
+
+class PositionRanks(Ranks):
+    """The ranks along cp of a model whose forward computes with parts of positions."""
+
+    __slots__ = ("ctx",)
+
+    def __init__(self, ctx: DistContext) -> None:
+        super().__init__(cast(Any, group_of(ctx, "cp")))
+        self.ctx = ctx
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Return a plain tensor as it is: its gradients are summands."""
+        return tensor
+
+    def total(self, summand: Tensor) -> Tensor:
+        """Return the sum of the ranks' summands; the backward sums the gradients of all who use it.
+
+        In the backward of a function of the user's it is a gradient, which the step sums: this rank's summand.
+        """
+        if runs_in_backward() and not torch.is_grad_enabled():
+            return summand
+        return copied(super().total(summand), self.group)
+
+    def joined(self, rows: Tensor, dim: int) -> Tensor:
+        """Concatenate the rows of all ranks; the backward sums the gradients of each row."""
+        return gathered_summed(rows, dim, self.group)
+
+    def part(self, rows: Tensor, dim: int) -> PartTensor:
+        """Return own positions, as `split_sequence` gives them, as a part."""
+        return make(rows.view_as(rows), RowLayout(dim, balanced(rows.shape[dim] * self.size, self.size)), self)
+
+    def part_of(self, whole: Tensor, dim: int) -> Tensor:
+        """Return the own positions of a tensor that all ranks hold; those that they cannot share stay on each."""
+        rest = whole.shape[dim] % (2 * self.size)
+        shared = balanced(whole.shape[dim] - rest, self.size)
+        if not shared.total:
+            return whole
+        cut = RowCut(1, (*shared.segments, (rest, 1))) if rest else shared
+        with without_subclasses():
+            return make(own_rows(whole, dim, cut, self), RowLayout(dim, cut), self)
+
+    def without_rule(self, func: Any, args: _Args, kwargs: _Named, problem: str) -> Any:
+        """Gather what a function needs of other ranks, or raise `NoRuleError`."""
+        name = name_of(func)
+        parts = [each for each in tensors_of((args, kwargs)) if isinstance(each, PartTensor)]
+        if name in ELEMENTWISE and changes(name) and args[0] is parts[0]:
+            return func(args[0], *_of_rows(args, kwargs, parts[0])[0][1:], **kwargs)
+        if changes(name) or name == "__setitem__" or kwargs.get("out") is not None:
+            raise _refused(name, problem)
+        if all(not each.is_floating_point() and not each.is_complex() for each in parts):
+            return func(*_whole(args), **_whole(kwargs))  # of tokens, of which a row is a number
+        if name == "scaled_dot_product_attention":
+            return _attended(self, *args, **kwargs)
+        if name in _LOSSES:
+            return _loss(func, args, kwargs)
+        if name == "__getitem__" and isinstance(args[1], PartTensor) and not isinstance(args[0], PartTensor):
+            return functional.embedding(args[1], args[0]) if args[0].dim() == 2 else func(args[0], whole_of(args[1]))
+        gathers = _GATHERS.get(name)
+        if gathers is None:
+            raise _refused(name, problem)
+        note_attention(self.ctx)
+        given, named_ones = gathers(args, kwargs)
+        return func(*given, **named_ones)
+
+
+def _refused(name: str, problem: str) -> NoRuleError:
+    return NoRuleError(
+        "a function has no rule for positions that ranks along cp share",
+        expected="functions of each position alone, or attention: softmax(q @ k.transpose(-1, -2)) @ v, einsum, or "
+        "torch's scaled_dot_product_attention",
+        got=problem if problem == name else f"{name}, {problem}",
+        where="forward of a model on a mesh with cp",
+        fix="Call accel.parallel.context_attention in its place, or leave cp out of the mesh.",
+    )
+
+
+def whole_of(tensor: Any) -> Any:
+    """Return all positions of a part, plain, in their order; others as they are. A collective, as its backward."""
+    if not isinstance(tensor, PartTensor):
+        return tensor
+    layout = tensor.division
+    if layout is None:
+        return plain_of(tensor)
+    if layout.cut == balanced(layout.cut.total, tensor.ranks.size):
+        joined = tensor.ranks.joined(plain_of(tensor), layout.dim)
+        return sorted_positions(joined, layout.dim, tensor.ranks.size)
+    return leave(tensor)
+
+
+def _whole(tree: Any) -> Any:
+    return pytree.tree_map_only(PartTensor, whole_of, tree)
+
+
+_Again = tuple[_Args, _Named]
+
+
+def _of_product(args: _Args, kwargs: _Named) -> _Again:
+    """Gather the second operand of a product, keys or values; the first where it alone is contracted."""
+    given = list(args)
+    named_ones = dict(kwargs)
+    places = [at for at, each in enumerate(given) if isinstance(each, Tensor)][-2:]
+    names = [name for name, each in named_ones.items() if isinstance(each, Tensor)]
+    x, y = [*(given[at] for at in places), *(named_ones[name] for name in names)][-2:]
+    own, other = (each.division if isinstance(each, PartTensor) else None for each in (x, y))
+    is_first = other is None or (own is not None and own.dim == x.dim() - 1 and other.dim != max(y.dim() - 2, 0))
+    chosen = x if is_first else y
+    given = [whole_of(each) if each is chosen else each for each in given]
+    return given, {name: whole_of(each) if each is chosen else each for name, each in named_ones.items()}
+
+
+def _of_terms(args: _Args, kwargs: _Named) -> _Again:
+    """Gather the operands of an einsum, but those along the first divided letter that its result has."""
+    equation, *given = args
+    listed: list[Tensor] = [*given[0]] if isinstance(given[0], list | tuple) else given
+    terms, result = terms_of(equation, [each.dim() for each in listed])
+    letters = [
+        term[each.division.dim] if isinstance(each, PartTensor) and each.division is not None else ""
+        for term, each in zip(terms, listed, strict=True)
+    ]
+    kept = next((letter for letter in letters if letter and letter in result), None)
+    return (equation, *(each if at == kept else whole_of(each) for at, each in zip(letters, listed, strict=True))), {}
+
+
+def _of_rows(args: _Args, kwargs: _Named, kept: PartTensor | None = None) -> _Again:
+    """Gather tensors whose divided dimension is not that of the one to keep, or of the rows, the first of a result."""
+    parts = [each for each in tensors_of((args, kwargs)) if isinstance(each, PartTensor) and each.division is not None]
+    places = [each.dim() - cast(RowLayout, each.division).dim for each in parts]
+    rows = max(places) if kept is None else places[0]
+    chosen = {id(each) for each, place in zip(parts, places, strict=True) if place != rows}
+    gathered: Any = pytree.tree_map_only(
+        PartTensor, lambda each: whole_of(each) if id(each) in chosen else each, (tuple(args), dict(kwargs))
+    )
+    return gathered
+
+
+def _of_all(args: _Args, kwargs: _Named) -> _Again:
+    """Gather all parts: for one row, some rows, a softmax over rows."""
+    return _whole(tuple(args)), _whole(dict(kwargs))
+
+
+_GATHERS: Mapping[str, Callable[[_Args, _Named], _Again]] = {
+    **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm", "mv", "linalg_matmul", "addmm", "baddbmm"), _of_product),
+    "linear": _of_all,
+    "einsum": _of_terms,
+    **dict.fromkeys(ELEMENTWISE, _of_rows),
+    **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _of_rows),
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "mean", "sum", "var", "std", "norm",
+         "normalize", "__getitem__", "select", "narrow", "index_select", "gather", "take_along_dim", "split", "chunk", "triu",
+         "tril"), _of_all
+    ),
+}  # fmt: skip
+
+
+_OF_CLASSES = ("cross_entropy", "nll_loss")
+_LOSSES = (
+    *_OF_CLASSES, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)  # fmt: skip
+
+
+def _loss(func: Any, args: _Args, kwargs: _Named) -> Any:
+    """A loss of all positions, of which each rank computes its own; a mean or a sum of them is a collective."""
+    given = named("input target weight", args, kwargs)
+    reduction = given.pop("reduction", "mean")
+    x, target = given.pop("input"), given.pop("target")
+    if reduction not in ("none", "sum", "mean"):
+        raise _refused(name_of(func), f"reduction={reduction!r}")
+    if name_of(func) in _OF_CLASSES:
+        losses, count = _loss_of_classes(func, x, target, given)
+    else:
+        with without_subclasses():
+            losses = elementwise(func, (x, target), {**given, "reduction": "none"})
+        count = losses.numel()
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / count
+
+
+def _loss_of_classes(func: Any, x: Tensor, target: Tensor, given: _Named) -> tuple[Tensor, Tensor]:
+    """The loss of each position, as a part, and the number of those that count, or their weight."""
+    if target.is_floating_point() or x.dim() < 2:
+        raise _refused(name_of(func), "with a probability for each class")
+    shape = target.shape
+    x = (x.movedim(1, -1) if x.dim() > 2 else x).flatten(0, -2)
+    target = target.flatten()
+    ranks = ranks_of(x, target)
+    with without_subclasses():
+        layouts = layouts_of((x, target))
+        if any(each.dim for each in layouts):
+            raise _refused(name_of(func), "of classes that ranks divide")
+        rows, labels = (plain_of(own_rows(each, 0, layouts[0].cut, ranks)) for each in (x, target))
+        losses = make(func(rows, labels, **given, reduction="none"), layouts[0], ranks)
+        counted = labels != given.get("ignore_index", -100)
+        weight = given.get("weight")
+        count = counted.sum() if weight is None else (weight[labels * counted] * counted).sum()
+        total = ranks.total(count)
+    return losses.view(shape), total
+
+
+def _attended(
+    ranks: PositionRanks,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return what torch's `scaled_dot_product_attention` does, whose arguments these are. A collective.
+
+    Own queries see all keys by the method of the plan; other forms gather their keys and values.
+    """
+    if dropout_p:
+        raise ConfigError(
+            "dropout of attention does not cross ranks",
+            expected="0",
+            got=str(dropout_p),
+            where="scaled_dot_product_attention on a mesh with cp",
+            fix="Set the dropout of attention to 0.",
+        )
+    places = [each.division if isinstance(each, PartTensor) else None for each in (query, key, value)]
+    note_attention(ranks.ctx)
+    rows = [query.dim() - 2 if each is None else each.dim for each in places]
+    is_cut = all(each is not None and each.cut == balanced(each.cut.total, ranks.size) for each in places)
+    if is_cut and rows == [query.dim() - 2] * 3 and query.dim() in (3, 4):
+        return _across(ranks, query, key, value, attn_mask, is_causal, scale)
+    own = places[0]
+    keys, values = whole_of(key), whole_of(value)
+    if own is None or own.dim != query.dim() - 2:
+        query, own = whole_of(query), None
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).tril()
+    with without_subclasses():
+        mask = whole_of(attn_mask)
+        if own is not None and mask is not None and whole_shape(mask)[-2] != 1:
+            mask = own_rows(mask, mask.dim() - 2, own.cut, ranks)
+        out = functional.scaled_dot_product_attention(
+            plain_of(query), keys, values, mask, scale=scale, enable_gqa=enable_gqa
+        )
+    return out if own is None else make(out, own, ranks)
+
+
+def _across(
+    ranks: PositionRanks,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Attention of own queries to own keys and those of other ranks, by the method of the plan."""
+    layout = cast(PartTensor, query).division
+    assert layout is not None
+    if mask is not None:
+        rows = mask.dim() - 2
+        whole = (
+            whole_of(mask) if isinstance(mask, PartTensor) and mask.division != RowLayout(rows, layout.cut) else mask
+        )
+        with without_subclasses():
+            mask = plain_of(own_rows(whole, rows, layout.cut, ranks) if whole_shape(whole)[rows] != 1 else whole)
+    q, k, v = (plain_of(each) if each.dim() == 4 else plain_of(each).unsqueeze(1) for each in (query, key, value))
+    if mask is not None and mask.dim() == 3 and query.dim() == 3:
+        mask = mask.unsqueeze(1)
+    out = context_attention(ranks.ctx, q, k, v, causal=is_causal, scale=scale, attn_mask=mask)
+    return make(out if query.dim() == 4 else out.squeeze(1), layout, ranks)

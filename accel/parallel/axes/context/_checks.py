@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +151,20 @@ _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _ONE_POSITION = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 
 
+def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the models of transformers in a module, with their paths; of nested ones the outermost."""
+    found: list[str] = []
+    for name, module in named_modules(model):
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if not inside and any(_is_pretrained(kind) for kind in type(module).__mro__):
+            found.append(name)
+            yield name, module
+
+
+def _is_pretrained(kind: type) -> bool:
+    return kind.__name__ == "PreTrainedModel" and kind.__module__.partition(".")[0] == "transformers"
+
+
 def first_blocks(model: Any) -> list[nn.Module]:
     """Return the first block of each list of blocks with attention whose hidden states are not made of tokens that are
     cut, in a model of transformers."""
@@ -247,8 +261,8 @@ _Refuse = Callable[..., PrepareError]
 
 
 def check_transformers(path: str, model: Any, method: str) -> bool:
-    """Return whether a model of transformers computes with parts of positions; raise `PrepareError` where its attention cannot
-    cross ranks."""
+    """Return whether a model of transformers computes with parts of positions; raise `PrepareError` where its attention
+    cannot cross ranks."""
     where = f"prepare_model, {path or type(model).__name__}"
 
     def refuse(problem: str, expected: str, got: str, fix: str = _LEAVE) -> PrepareError:

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+import logging
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from accel.comm import Call, exchange_values
 from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import written_class
-from accel.parallel._private import called_eagerly, untraced
+from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._positions import PositionRanks, whole_of
 from accel.parallel.axes.context._split import (
@@ -32,6 +35,7 @@ from accel.random import isolated_rng
 from accel.tensors import is_dtensor
 from accel.tree import map_tensors
 
+_LOG = logging.getLogger("accel.parallel")
 _PROOF = Call("positions", "proof", ordered=False)
 _COMPARED = Call("positions", "inputs", ordered=False)
 _PROVED = 8  # positions of a rank in the proof
@@ -39,7 +43,7 @@ _LARGEST = 2**28  # elements of parameters whose gradients the proof compares; o
 
 
 def use_positions(ctx: DistContext, model: nn.Module, within: Sequence[nn.Module] = (), *, is_cut: bool = True) -> None:
-    """Let a model's forward compute with parts of positions. Mutates it, by hooks.
+    """Let a model's forward compute with parts of positions. Mutates it, by a class and hooks.
 
     `within`: first blocks of stacks whose inputs all ranks hold, and which get own positions of them. `is_cut`: whether
     the model's inputs are.
@@ -50,19 +54,36 @@ def use_positions(ctx: DistContext, model: nn.Module, within: Sequence[nn.Module
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # its tokens without padding have other positions
-    _ = model.register_forward_pre_hook(positions.enter, prepend=True, with_kwargs=True)
-    _ = model.register_forward_hook(positions.leave)
+    add_mixin([model], _ByPositions, positions=positions)
+    # until the first call is proved, of all that can have an attention
+    inner = [each for each in model.modules() if each is not model]
+    positions.guard(each for each in inner if any(each.children()) or isinstance(each, nn.MultiheadAttention))
 
 
-class _Given(NamedTuple):
+class _ByPositions(Mixin, nn.Module):
+    """Stands before the class of a model: its forward computes with parts of positions."""
+
+    positions: _Positions
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward, with parts of the inputs that are cut."""
+        if self.positions.crosses:
+            return super().forward(*args, **kwargs)
+        return self.positions.call(self, super().forward, _Inputs(args, kwargs))
+
+
+class _Inputs(NamedTuple):
     """Arguments of a call."""
 
     inputs: tuple[Any, ...]
     keywords: Mapping[str, Any]
 
 
+_Forward = Callable[..., Any]
+
+
 class _Positions:
-    """Hooks of one model.
+    """Calls of one model, and hooks of its modules.
 
     Attributes:
         ranks: of parts that enter the model; those of parts that its blocks make are `within`.
@@ -71,6 +92,9 @@ class _Positions:
         dim: dimension of the positions where several could be.
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
+        is_running: whether a forward of the model runs.
+        is_compiled: whether torch compiles a part of the model, which runs as it is.
+        guards: hooks that refuse calls of parts of the model alone.
     """
 
     def __init__(self, ctx: DistContext, *, is_cut: bool, divides: bool) -> None:
@@ -82,20 +106,30 @@ class _Positions:
         self.dim = 1
         self.is_proved = False
         self.crosses = False
+        self.is_running = False
+        self.is_compiled = False
+        self.guards: list[RemovableHandle] = []
 
     @untraced
-    def enter(
-        self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Make parts of the inputs that are cut, as a hook of the model. A collective of the first call."""
-        given = _Given(inputs, keywords)
-        if self.crosses or has_all_positions(self.ctx) or (self.is_cut and not self._has_own(given)):
-            return None
+    def call(self, module: nn.Module, forward: _Forward, given: _Inputs) -> Any:
+        """Call a forward with parts of the inputs that are cut, and return own positions. A collective of the first
+        call, which is proved."""
+        if has_all_positions(self.ctx) or (self.is_cut and not self._has_own(given)):
+            return forward(*given.inputs, **given.keywords)
         if not self.is_cut:
             note_cut(self.ctx, 0)  # by a first block
-        if not self.is_proved:
-            self._prove(module, given)
-        return None if self.crosses else self._parts_of(given, self.dim)
+        self.is_running = True
+        try:
+            if not self.is_proved:
+                self._prove(module, forward, given)
+            if self.crosses:
+                return forward(*given.inputs, **given.keywords)
+            inputs, keywords = self._parts_of(given, self.dim)
+            with called_eagerly(module) if self.is_compiled else contextlib.nullcontext():
+                output = forward(*inputs, **keywords)
+        finally:
+            self.is_running = False
+        return map_tensors(self._left, output)
 
     @untraced
     def divide(
@@ -111,9 +145,18 @@ class _Positions:
         own = self.within.part_of(hidden, 1)
         return ((own, *inputs[1:]), keywords) if inputs else (inputs, {**keywords, name: own})
 
-    def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Return own positions for parts in an output, as a hook of the model; all where the model cut them."""
-        return None if self.crosses else map_tensors(self._left, output)
+    def refuse_alone(self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` where a loop calls a part of the model whose positions need others, as its hook."""
+        if self.is_running or runs_in_backward() or has_all_positions(self.ctx):
+            return
+        if self._has_own(_Inputs(inputs, keywords)):
+            raise ConfigError(
+                "a part of the model was called alone",
+                expected="a forward of the prepared model, in which positions see those of other ranks",
+                got=type(module).__name__,
+                where="forward of a module on a mesh with cp",
+                fix="Call the prepared model.",
+            )
 
     def _left(self, each: Tensor) -> Tensor:
         if not isinstance(each, PartTensor) or each.division is None:
@@ -122,7 +165,7 @@ class _Positions:
         is_own = each.ranks is self.ranks and ways == [self.ranks.size, -self.ranks.size]
         return plain_of(each) if is_own else whole_of(each)  # rows beside positions are on all ranks
 
-    def _has_own(self, given: _Given) -> bool:
+    def _has_own(self, given: _Inputs) -> bool:
         found: list[bool] = []
         map_tensors(lambda each: found.append(self._cut_dim(each, 1) is not None), tuple(given))
         return any(found)
@@ -133,14 +176,14 @@ class _Positions:
         dims = [at for at, length in enumerate(each.shape[:last]) if self.is_cut and is_cut(self.ctx, length)]
         return (dim if dim in dims else dims[-1]) if dims else None
 
-    def _parts_of(self, given: _Given, dim: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _parts_of(self, given: _Inputs, dim: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def part(each: Tensor) -> Tensor:
             at = self._cut_dim(each, dim)
             return each if at is None else self.ranks.part(each, at)
 
         return map_tensors(part, (tuple(given.inputs), dict(given.keywords)))
 
-    def _prove(self, module: nn.Module, given: _Given) -> None:
+    def _prove(self, module: nn.Module, forward: _Forward, given: _Inputs) -> None:
         """Raise `PrepareError` on every rank where parts of positions give something else than all of them. A
         collective."""
         if not self.is_cut:
@@ -148,11 +191,14 @@ class _Positions:
         problems: list[str] = []
         for most in (_PROVED * self.ranks.size, None):  # models of one length need all of it
             for dim in (1, 0):
-                problem = self._problem(module, given, dim, most)
+                problem = self._problem(module, forward, given, dim, most)
                 problems.append(max(exchange_values(self.ctx.comm, _PROOF, problem, str)))
                 if not problems[-1]:
+                    self.guard([] if self.crosses else [each for each in self.ranks.across if each is not module])
                     if not self.crosses:
                         note_attention(self.ctx)  # or no position needs another
+                        self.is_compiled = any(is_compiled(each) for each in module.modules())
+                        self._log(module)
                     self.is_proved = True
                     self.dim = dim
                     return
@@ -164,7 +210,23 @@ class _Positions:
             fix="Call accel.parallel.context_attention in the model, or leave cp out of the mesh.",
         )
 
-    def _compare(self, given: _Given) -> None:
+    def _log(self, model: nn.Module) -> None:
+        if not self.ctx.is_main_process:
+            return
+        if self.is_compiled:
+            text = "%s runs as it is, uncompiled, along cp=%d: call accel.parallel.context_attention in its attention"
+            _LOG.warning(text, written_class(model).__name__, self.ranks.size)
+        if self.ranks.whole:
+            text = "%s: each rank along cp=%d computes all positions in %s"
+            _LOG.info(text, written_class(model).__name__, self.ranks.size, ", ".join(self.ranks.whole))
+
+    def guard(self, modules: Iterable[nn.Module]) -> None:
+        """Refuse calls of these modules alone, and no longer of others. Mutates them, by hooks."""
+        for hook in self.guards:
+            hook.remove()
+        self.guards = [each.register_forward_pre_hook(self.refuse_alone, with_kwargs=True) for each in modules]
+
+    def _compare(self, given: _Inputs) -> None:
         """Raise `ConfigError` on every rank where those along cp have other inputs, of a model that cuts them itself. A
         collective."""
         sums: list[float] = []
@@ -181,13 +243,12 @@ class _Positions:
                 fix="Leave split_sequence out for this model.",
             )
 
-    def _problem(self, module: nn.Module, given: _Given, dim: int, most: int | None) -> str:
+    def _problem(self, module: nn.Module, forward: _Forward, given: _Inputs, dim: int, most: int | None) -> str:
         """Return the difference of a call with parts from one with all positions; "" for none. A collective."""
-        forward = cast(Any, module).forward
         pairs = self._pairs(given, dim, most)
         whole = map_tensors(lambda each: pairs[id(each)][0], given)
         own = map_tensors(lambda each: pairs[id(each)][1], given)
-        with evaluated(module, self.ctx.device), called_eagerly(module):
+        with _evaluated(module, self.ctx.device), called_eagerly(module):
             if not self.divides and attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
                 self.crosses = True
                 return ""
@@ -195,9 +256,11 @@ class _Positions:
             try:
                 with torch.set_grad_enabled(bool(parameters)):
                     with all_positions(self.ctx):
-                        expected = outputs_of(forward(*whole.inputs, **whole.keywords))
+                        expected = _outputs_of(forward(*whole.inputs, **whole.keywords))
                     inputs, keywords = self._parts_of(own, dim)
-                    return self._difference(expected, outputs_of(forward(*inputs, **keywords)), parameters)
+                    with _noted(module, self.ranks):
+                        got = _outputs_of(forward(*inputs, **keywords))
+                    return self._difference(expected, got, parameters)
             except ConfigError:
                 raise
             except PrepareError as error:
@@ -205,7 +268,7 @@ class _Positions:
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
-    def _pairs(self, given: _Given, dim: int, most: int | None) -> dict[int, tuple[Tensor, Tensor]]:
+    def _pairs(self, given: _Inputs, dim: int, most: int | None) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the tensors of a call by `id`: of all positions, of `most` at most, and of the own among them. A
         collective."""
         rank, size = self.ranks.rank, self.ranks.size
@@ -249,7 +312,7 @@ class _Positions:
                 wanted, share = (each.index_select(layout.dim, rows) for each in (want, draw))
                 if layout.cut.is_shared(self.ranks.size):
                     share = share * 0
-            off = off_by(wanted.detach(), own.detach())
+            off = _off_by(wanted.detach(), own.detach())
             if not off <= torch.finfo(want.dtype).eps ** 0.4:
                 return f"output {number} is off by {off:.0e} of its norm"
             whole_share = draw if layout is None or not layout.cut.is_shared(self.ranks.size) else draw * 0
@@ -261,17 +324,36 @@ class _Positions:
         want, have = (torch.stack([each[at].real for each in objectives]).sum() for at in (0, 1))
         if not parameters or not want.requires_grad:
             return ""
-        expected = torch.autograd.grad(want, parameters, allow_unused=True)
-        own = torch.autograd.grad(have, parameters, allow_unused=True)
+        expected = torch.autograd.grad(want, parameters, materialize_grads=True)
+        own = torch.autograd.grad(have, parameters, materialize_grads=True)
         with torch.no_grad():
-            largest = max((float(each.norm()) for each in expected if each is not None), default=0.0)
+            largest = max(_norm(each) for each in expected)
             for parameter, wanted, mine in zip(parameters, expected, own, strict=True):
-                total = self.ranks.total(torch.zeros_like(parameter) if mine is None else mine.contiguous())
-                difference = total if wanted is None else total - wanted
-                size = max(0.0 if wanted is None else float(wanted.norm()), largest / 100)
-                if not float(difference.norm()) <= torch.finfo(parameter.dtype).eps ** 0.4 * max(size, 1e-30):
+                off = _norm(self.ranks.total(mine.contiguous()) - wanted)
+                size = max(_norm(wanted), largest / 100, 1e-30)
+                if not off <= torch.finfo(parameter.dtype).eps ** 0.4 * size:
                     return f"a gradient of a parameter of shape {list(parameter.shape)} is off"
         return ""
+
+
+@contextlib.contextmanager
+def _noted(model: nn.Module, ranks: PositionRanks) -> Generator[None]:
+    """Note the modules of a model in which positions need those of other ranks, in `ranks.across`."""
+
+    def begin(module: nn.Module, _: Any) -> None:
+        ranks.callers.append(module)
+
+    def end(*_module: Any) -> None:
+        _ = ranks.callers.pop()
+
+    hooks = [each.register_forward_pre_hook(begin) for each in model.modules()]
+    hooks += [each.register_forward_hook(end, always_call=True) for each in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        ranks.callers.clear()
 
 
 def _proved(module: nn.Module) -> list[nn.Parameter]:
@@ -284,7 +366,7 @@ def _proved(module: nn.Module) -> list[nn.Parameter]:
 
 
 @contextlib.contextmanager
-def evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
+def _evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
     """Compute without gradients and without dropout; streams of random numbers stay as they are."""
     modes = [(each, each.training) for each in module.modules()]
     try:
@@ -296,26 +378,17 @@ def evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
             each.training = mode
 
 
-def off_by(want: Tensor, have: Tensor) -> float:
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.abs().to(wide_dtype(tensor.device)).square().sum().sqrt())
+
+
+def _off_by(want: Tensor, have: Tensor) -> float:
     """Return the norm of a difference by that of what is expected."""
-    wide = wide_dtype(want.device)
-    size = float(want.to(wide).square().sum().sqrt())
-    return float((want.to(wide) - have.to(wide)).square().sum().sqrt()) / max(size, 1e-30)
+    return _norm(want - have) / max(_norm(want), 1e-30)
 
 
-def outputs_of(output: Any) -> list[Tensor]:
+def _outputs_of(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of a forward's output."""
-    values: Sequence[Any] = [output]
-    if isinstance(output, Mapping):
-        values = list(cast("Mapping[str, Any]", output).values())
-    elif isinstance(output, tuple | list):
-        values = list(cast("Sequence[Any]", output))
-    return [each for value in values for each in _tensors(value)]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield value
-    elif isinstance(value, Mapping):
-        for each in cast("Mapping[str, Any]", value).values():
-            yield from _tensors(each)
+    found: list[Tensor] = []
+    map_tensors(found.append, output)
+    return [each for each in found if each.is_floating_point()]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -33,13 +33,23 @@ _Named = Mapping[str, Any]
 
 
 class PositionRanks(Ranks):
-    """The ranks along cp of a model whose forward computes with parts of positions."""
+    """The ranks along cp of a model whose forward computes with parts of positions.
 
-    __slots__ = ("ctx",)
+    Attributes:
+        ctx: the context.
+        callers: modules whose forward runs, while they are noted.
+        across: modules in whose forward a position needed those of other ranks, of the calls that were noted.
+        whole: names of the functions that computed all positions on each rank.
+    """
+
+    __slots__ = ("across", "callers", "ctx", "whole")
 
     def __init__(self, ctx: DistContext) -> None:
         super().__init__(cast(Any, group_of(ctx, "cp")))
         self.ctx = ctx
+        self.callers: list[nn.Module] = []
+        self.across: dict[nn.Module, None] = {}
+        self.whole: dict[str, None] = {}
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Return a plain tensor as it is: its gradients are summands."""
@@ -52,10 +62,12 @@ class PositionRanks(Ranks):
         """
         if runs_in_backward() and not torch.is_grad_enabled():
             return summand
+        self.across |= dict.fromkeys(self.callers)
         return copied(super().total(summand), self.group)
 
     def joined(self, rows: Tensor, dim: int) -> Tensor:
         """Concatenate the rows of all ranks; the backward sums the gradients of each row."""
+        self.across |= dict.fromkeys(self.callers)
         return gathered_summed(rows, dim, self.group)
 
     def part(self, rows: Tensor, dim: int) -> PartTensor:
@@ -78,8 +90,10 @@ class PositionRanks(Ranks):
         parts = [each for each in tensors_of((args, kwargs)) if isinstance(each, PartTensor)]
         if name in ELEMENTWISE and changes(name) and args[0] is parts[0]:
             return func(args[0], *_of_rows(args, kwargs, parts[0])[0][1:], **kwargs)
-        if changes(name) or name == "__setitem__" or kwargs.get("out") is not None:
+        if kwargs.get("out") is not None:
             raise _refused(name, problem)
+        if changes(name) or name == "__setitem__":
+            return _changed(func, args, kwargs)
         if all(not each.is_floating_point() and not each.is_complex() for each in parts):
             return func(*_whole(args), **_whole(kwargs))  # of tokens, of which a row is a number
         if name == "scaled_dot_product_attention":
@@ -88,12 +102,35 @@ class PositionRanks(Ranks):
             return _loss(func, args, kwargs)
         if name == "__getitem__" and isinstance(args[1], PartTensor) and not isinstance(args[0], PartTensor):
             return functional.embedding(args[1], args[0]) if args[0].dim() == 2 else func(args[0], whole_of(args[1]))
-        gathers = _GATHERS.get(name)
-        if gathers is None:
-            raise _refused(name, problem)
         note_attention(self.ctx)
-        given, named_ones = gathers(args, kwargs)
-        return func(*given, **named_ones)
+        gathers = _GATHERS.get(name)
+        if gathers is not None:
+            given, named_ones = gathers(args, kwargs)
+            return func(*given, **named_ones)
+        self.whole[name] = None
+        found = func(*_whole(tuple(args)), **_whole(dict(kwargs)))
+        layout = next((each.division for each in parts if each.division is not None), None)
+        if layout is None:
+            return found
+        return pytree.tree_map_only(Tensor, lambda each: self._cut_again(each, layout), found)
+
+    def _cut_again(self, found: Tensor, layout: RowLayout) -> Tensor:
+        """Return the own positions of what was computed of all of them, where it has as many."""
+        has_all = not isinstance(found, PartTensor) and found.shape[layout.dim : layout.dim + 1] == (layout.cut.total,)
+        return self.part_of(found, layout.dim) if has_all else found
+
+
+def _changed(func: Any, args: _Args, kwargs: _Named) -> Any:
+    """Change all positions of a tensor in place, and keep the own ones."""
+    target = args[0]
+    if not isinstance(target, PartTensor) or target.division is None:
+        return func(target, *_whole(args[1:]), **_whole(kwargs))
+    whole = whole_of(target)
+    _ = func(whole, *_whole(args[1:]), **_whole(kwargs))
+    rows = own_rows(whole, target.division.dim, target.division.cut, target.ranks)
+    with without_subclasses():
+        _ = plain_of(target).copy_(rows)
+    return target
 
 
 def _refused(name: str, problem: str) -> NoRuleError:
@@ -166,23 +203,12 @@ def _of_rows(args: _Args, kwargs: _Named, kept: PartTensor | None = None) -> _Ag
     return gathered
 
 
-def _of_all(args: _Args, kwargs: _Named) -> _Again:
-    """Gather all parts: for one row, some rows, a softmax over rows."""
-    return _whole(tuple(args)), _whole(dict(kwargs))
-
-
 _GATHERS: Mapping[str, Callable[[_Args, _Named], _Again]] = {
     **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm", "mv", "linalg_matmul", "addmm", "baddbmm"), _of_product),
-    "linear": _of_all,
     "einsum": _of_terms,
     **dict.fromkeys(ELEMENTWISE, _of_rows),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _of_rows),
-    **dict.fromkeys(
-        ("softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "mean", "sum", "var", "std", "norm",
-         "normalize", "__getitem__", "select", "narrow", "index_select", "gather", "take_along_dim", "split", "chunk", "triu",
-         "tril"), _of_all
-    ),
-}  # fmt: skip
+}
 
 
 _OF_CLASSES = ("cross_entropy", "nll_loss")
@@ -256,6 +282,7 @@ def _attended(
         )
     places = [each.division if isinstance(each, PartTensor) else None for each in (query, key, value)]
     note_attention(ranks.ctx)
+    ranks.across |= dict.fromkeys(ranks.callers)
     rows = [query.dim() - 2 if each is None else each.dim for each in places]
     is_cut = all(each is not None and each.cut == balanced(each.cut.total, ranks.size) for each in places)
     if is_cut and rows == [query.dim() - 2] * 3 and query.dim() in (3, 4):

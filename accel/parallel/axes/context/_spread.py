@@ -4,22 +4,29 @@ among them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
+from accel.parallel._modules import forward_names
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._checks import (
+    SAMPLES,
+    check_inputs,
     check_mixers,
     check_transformers,
+    first_blocks,
     multihead_attentions,
+    takes_cut_tokens,
     towers_of,
+    transformers_models,
 )
 from accel.parallel.axes.context._forward import use_positions
 from accel.parallel.axes.context._split import has_plan, plan_method, planned_method
-from accel.parallel.axes.context._transformers import transformers_models, use_context_attention, use_parts
+from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
 from accel.topology import ContextMethod
 
 _MARK = "accel_context_method"  # attribute of a prepared module
@@ -47,7 +54,8 @@ def _check(ctx: DistContext, model: nn.Module, options: ContextOptions) -> None:
         )
     whole = _whole_models(model, options)
     known = [each for _, each in transformers_models(model)]
-    check_mixers(model, [*whole, *(tower for each in known for tower in towers_of(each))])
+    if not _takes_parts(ctx, model):
+        check_mixers(model, [*whole, *(tower for each in known for tower in towers_of(each))])
     if known and (inner := multihead_attentions(model, known)):
         raise PrepareError(
             "an attention that sees the own positions alone, beside a model of transformers",
@@ -67,6 +75,11 @@ def _check(ctx: DistContext, model: nn.Module, options: ContextOptions) -> None:
         )
 
 
+def _takes_parts(ctx: DistContext, model: nn.Module) -> bool:
+    """Return whether all of a model computes with parts of positions: its first call is proved."""
+    return ctx.axis("pp").size == 1 and not any(transformers_models(model))
+
+
 def _whole_models(model: nn.Module, options: ContextOptions) -> list[Any]:
     """Return the models of transformers that need whole attention, or raise `PrepareError`."""
     return [each for path, each in transformers_models(model) if check_transformers(path, each, options.context)]
@@ -77,16 +90,43 @@ def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions, *, is_e
     compare_models(ctx, options, {})
     plan_method(ctx, options.context)
     setattr(model, _MARK, options.context)
-    known = [each for _, each in transformers_models(model)]
     whole = {id(each) for each in _whole_models(model, options)}
     for _, each in transformers_models(model):
         if id(each) in whole:
-            use_parts(ctx, each)
+            _use_parts(ctx, each)
         else:
             use_context_attention(ctx, each, options.context)
-    if not known and ctx.axis("pp").size == 1:
+    if _takes_parts(ctx, model):
         use_positions(ctx, model)
     return model
+
+
+def _use_parts(ctx: DistContext, model: Any) -> None:
+    """Let a model of transformers, whose attention no function reaches, compute with parts of positions. Mutates it, by
+    hooks."""
+    use_positions(ctx, model, first_blocks(model), is_cut=takes_cut_tokens(model))
+    if takes_cut_tokens(model):
+        _ = model.register_forward_pre_hook(_GivenParts(ctx, model), prepend=True, with_kwargs=True)
+
+
+class _GivenParts:
+    """A hook of a model that computes with parts: refuses inputs that cannot follow a cut."""
+
+    def __init__(self, ctx: DistContext, model: Any) -> None:
+        self.ctx = ctx
+        self.names = forward_names(model)
+        self.is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
+        self.padding = kept_for_padding(model)
+
+    def __call__(self, _module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        known = {**dict(zip(self.names, inputs, strict=False)), **keywords}
+        if self.is_pair:  # whose labels are of its decoder's tokens; samples have a mask of their own
+            has_samples = any(known.get(name) is not None for name in SAMPLES)
+            others = (*SAMPLES, "labels", *(["attention_mask"] if has_samples else []))
+            known = {name: each for name, each in known.items() if name not in others}
+        check_inputs(known, self.ctx.axis("cp").size, has_positions=False)
+        if self.padding is not None and isinstance(known.get("position_ids"), Tensor):
+            check_first(self.ctx, known["position_ids"], self.padding)
 
 
 CONTEXT = Spread(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, NamedTuple, cast
 
@@ -17,21 +17,18 @@ from accel.context import DistContext
 from accel.errors import ConfigError, MissingExtraError
 from accel.mixins import Mixin
 from accel.parallel._compile import add_within
-from accel.parallel._modules import forward_names, named_modules, written_class
+from accel.parallel._modules import forward_names, written_class
 from accel.parallel.axes.context._attention import context_attention, whole_positions
 from accel.parallel.axes.context._checks import (
     SAMPLES,
     check_inputs,
     check_packed,
     check_pair_inputs,
-    first_blocks,
     has_relative_bias,
     mask_refused,
     numbers_positions,
-    takes_cut_tokens,
     text_decoder,
 )
-from accel.parallel.axes.context._forward import use_positions
 from accel.parallel.axes.context._kernels import Masks
 from accel.parallel.axes.context._split import kept_positions, own_positions, places
 from accel.topology import ContextMethod
@@ -67,20 +64,6 @@ class ContextCall(NamedTuple):
     is_decoder: bool = False
 
 
-def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the models of transformers in a module, with their paths; of nested ones the outermost."""
-    found: list[str] = []
-    for name, module in named_modules(model):
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if not inside and any(_is_pretrained(kind) for kind in type(module).__mro__):
-            found.append(name)
-            yield name, module
-
-
-def _is_pretrained(kind: type) -> bool:
-    return kind.__name__ == "PreTrainedModel" and kind.__module__.partition(".")[0] == "transformers"
-
-
 def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -> None:
     """Let a model of transformers attend across the ranks along cp, or raise `MissingExtraError`. Mutates it, and
     transformers' lists of attentions and of masks."""
@@ -113,33 +96,6 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
                 _ = module.register_forward_pre_hook(_Numbered(ctx), with_kwargs=True)
             if has_relative_bias(module) and "position_bias" in forward_names(module):
                 _ = module.register_forward_pre_hook(_Biased(ctx), with_kwargs=True)
-
-
-def use_parts(ctx: DistContext, model: Any) -> None:
-    """Let a model of transformers, whose attention no function reaches, compute with parts of positions. Mutates it, by
-    hooks."""
-    use_positions(ctx, model, first_blocks(model), is_cut=takes_cut_tokens(model))
-    if takes_cut_tokens(model):
-        _ = model.register_forward_pre_hook(_GivenParts(ctx, model), prepend=True, with_kwargs=True)
-
-
-class _GivenParts:
-    """A hook of a model that computes with parts: refuses inputs that cannot follow a cut."""
-
-    def __init__(self, ctx: DistContext, model: Any) -> None:
-        self.ctx = ctx
-        self.names = forward_names(model)
-        self.is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
-        self.padding = _kept_for_padding(model)
-
-    def __call__(self, _module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        known = {**dict(zip(self.names, inputs, strict=False)), **keywords}
-        if self.is_pair:  # whose labels are of its decoder's tokens; samples have a mask of their own
-            others = (*SAMPLES, "labels", *(["attention_mask"] if any(known.get(name) is not None for name in SAMPLES) else []))
-            known = {name: each for name, each in known.items() if name not in others}
-        check_inputs(known, self.ctx.axis("cp").size, has_positions=False)
-        if self.padding is not None and isinstance(known.get("position_ids"), Tensor):
-            _check_first(self.ctx, known["position_ids"], self.padding)
 
 
 def _drops_keywords(module: nn.Module) -> bool:
@@ -193,7 +149,7 @@ class _HandOn:
         self.images = images
         self.method: ContextMethod = method
         self.names = forward_names(stack)
-        self.padding = _kept_for_padding(stack)
+        self.padding = kept_for_padding(stack)
         orders = [each.is_causal for each in stack.modules() if hasattr(each, "is_causal")]
         self.is_causal = not orders or any(orders)
 
@@ -209,7 +165,7 @@ class _HandOn:
         _FORWARD.masks = Masks(set(), set(), known.get("attention_mask") is not None)
         call = ContextCall(self.ctx, self.method, _FORWARD.masks, is_decoder=is_decoder)
         if has_positions and self.padding is not None:
-            _check_first(self.ctx, known["position_ids"], self.padding)
+            check_first(self.ctx, known["position_ids"], self.padding)
         # as in transformers: an order and no mask of the user's, or positions that begin anew are no documents
         if has_positions and self.is_causal and known.get("attention_mask") is None:
             positions = known["position_ids"]
@@ -273,7 +229,7 @@ class _Images:
         return inputs, {**keywords, "inputs_embeds": own_positions(cast(Tensor, embeddings), rank, size)}
 
 
-def _kept_for_padding(stack: nn.Module) -> int | None:
+def kept_for_padding(stack: nn.Module) -> int | None:
     """Return the last position that a model's table keeps for padding, as RoBERTa's does; None for none."""
     for module in stack.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
@@ -333,7 +289,7 @@ def _ignored(ctx: DistContext, mask: Tensor) -> tuple[Tensor | None, Tensor]:
     return ignored if bool(whole.any()) else None, places
 
 
-def _check_first(ctx: DistContext, position_ids: Tensor, padding: int) -> None:
+def check_first(ctx: DistContext, position_ids: Tensor, padding: int) -> None:
     """Raise `ConfigError` for positions that a table keeps for padding. A collective, and it syncs."""
     first = int(whole_positions(ctx, position_ids)[:, 0].min())
     if first <= padding:

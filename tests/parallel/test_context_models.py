@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand-written models compute along cp, as they are written, what one process computes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from handwritten import MODELS, Handwritten, tensors_of
+from handwritten._entry import noise
+from handwritten_runs import called
+from torch import Tensor, nn
+
+import accel
+from accel.errors import ConfigError
+from accel.testing import Simulator
+from accel.tree import map_tensors
+
+LENGTH = 8
+QUICK = ("nano_gpt", "moe", "lstm", "perceiver")
+NO_SEQUENCE = ("gnn", "dlrm")  # whose inputs are nodes, or features of a sample
+
+
+def is_sequence(tensor: Tensor) -> bool:
+    return tensor.dim() in (2, 3) and tensor.shape[1] == LENGTH
+
+
+def cut(ctx: accel.DistContext, tree: Any) -> Any:
+    """Own positions of the sequences in a tree."""
+    found: dict[str, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if is_sequence(tensor):
+            found[str(id(tensor))] = tensor
+        return tensor
+
+    _ = map_tensors(note, tree)
+    own = accel.parallel.split_sequence(ctx, found, shift=()) if found else {}
+    return map_tensors(lambda tensor: own.get(str(id(tensor)), tensor), tree)
+
+
+def floats(output: Any) -> list[Tensor]:
+    return [each for each in tensors_of(output) if each.is_floating_point()]
+
+
+def weighted(outputs: list[Tensor], draws: list[Tensor]) -> Tensor:
+    pairs = zip(outputs, draws, strict=True)
+    return torch.stack([(each * draw).sum() for each, draw in pairs if each.requires_grad]).sum()
+
+
+def own_of(ctx: accel.DistContext, whole: Tensor, own: Tensor) -> Tensor:
+    """The rows of a tensor at own positions; all of it if an output has them on each rank."""
+    dims = [dim for dim, length in enumerate(own.shape) if length != whole.shape[dim]]
+    if not dims:
+        return whole
+    (dim,) = dims
+    places = accel.parallel.split_sequence(ctx, {"at": torch.arange(whole.shape[dim])[None]}, shift=())["at"][0]
+    return whole.index_select(dim, places)
+
+
+def off(ranks: Simulator, entry: Handwritten, size: int) -> float:
+    """The largest difference of outputs and of summed gradients on a mesh cp."""
+    batch = entry.batch(5, 2, LENGTH).inputs
+    model = entry.make().eval()
+    whole = floats(called(model, batch))
+    draws = [noise(torch.Generator().manual_seed(at), *each.shape) for at, each in enumerate(whole)]
+    weighted(whole, draws).backward()
+    expected = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh=f"cp={size}")
+        spread = accel.prepare_model(ctx, entry.make().eval())
+        own = floats(called(spread, cut(ctx, batch)))
+        wanted = [own_of(ctx, each.detach(), mine) for each, mine in zip(whole, own, strict=True)]
+        shares = [
+            own_of(ctx, draw, mine) / (1 if mine.shape != draw.shape else size)
+            for draw, mine in zip(draws, own, strict=True)
+        ]
+        found = [float((each.detach() - want).abs().max()) for each, want in zip(own, wanted, strict=True)]
+        spread.zero_grad()
+        weighted(own, shares).backward()
+        for name, each in accel.unwrap_model(spread).named_parameters():
+            total = accel.reduce(ctx, torch.zeros_like(each) if each.grad is None else each.grad)
+            want = expected.get(name, torch.zeros_like(each))
+            found.append(float((total - want).abs().max() / max(1.0, float(want.abs().max()))))
+        return max(found)
+
+    return max(ranks.run(rank, size, default_group=True))
+
+
+SEQUENCES = [
+    each
+    for each in MODELS
+    if each.name not in NO_SEQUENCE and any(map(is_sequence, tensors_of(each.batch(5, 2, LENGTH).inputs)))
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "entry",
+    [pytest.param(each, marks=[] if each.name in QUICK else pytest.mark.slow) for each in SEQUENCES],
+    ids=lambda each: each.name,
+)
+def test_a_hand_written_model_computes_as_in_one_process(ranks: Simulator, entry: Handwritten) -> None:
+    assert off(ranks, entry, 2) < 1e-10
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("entry", SEQUENCES, ids=lambda each: each.name)
+def test_a_hand_written_model_computes_as_in_one_process_on_four_ranks(ranks: Simulator, entry: Handwritten) -> None:
+    assert off(ranks, entry, 4) < 1e-10
+
+
+class Attention(nn.Module):
+    """Attention of all positions, by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+
+class Body(nn.Module):
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.change = change
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(self.change(x)))
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_part_of_the_model_that_attends_is_refused_alone(ranks: Simulator, is_before: bool) -> None:
+    def rank(ctx: accel.DistContext) -> bool:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model: Any = accel.unwrap_model(accel.prepare_model(ctx, nn.Sequential(Body(nn.Identity()), nn.Linear(4, 2))))
+        own = cut(ctx, {"x": torch.randn(2, LENGTH, 4)})["x"]
+        if not is_before:
+            _ = model(own)
+            _ = model[0].head(own)  # works on positions one by one
+            with pytest.raises(ConfigError, match="a part of the model was called alone"):
+                model[0].attention(own)
+        with pytest.raises(ConfigError, match=r"called alone.*Call the prepared model"):
+            model[0](own)
+        _ = model[0](torch.randn(2, 3, 4))  # not of a sequence that was cut
+        return model(own).shape == (2, LENGTH // 2, 2)
+
+    assert all(ranks.run(rank, 2, default_group=True))
+
+
+def test_functions_of_all_positions_are_named_once(ranks: Simulator, caplog: pytest.LogCaptureFixture) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, Body(lambda x: x.flip(1)))
+        own = cut(ctx, {"x": torch.randn(2, LENGTH, 4)})["x"]
+        for _ in range(2):
+            _ = model(own)
+
+    with caplog.at_level(logging.INFO, "accel.parallel"):
+        ranks.run(rank, 2, default_group=True)
+    said = [each.getMessage() for each in caplog.records if "computes all positions" in each.getMessage()]
+    assert said == ["Body: each rank along cp=2 computes all positions in flip"]

@@ -95,7 +95,7 @@ class PositionRanks(Ranks):
         if changes(name) or name == "__setitem__":
             return _changed(func, args, kwargs)
         if all(not each.is_floating_point() and not each.is_complex() for each in parts):
-            return func(*_whole(args), **_whole(kwargs))  # of tokens, of which a row is a number
+            return func(*_whole(args), **_whole(kwargs))  # ids and the like: a number each
         if name == "scaled_dot_product_attention":
             return _attended(self, *args, **kwargs)
         if name in _LOSSES:
@@ -219,10 +219,11 @@ _LOSSES = (
 
 
 def _loss(func: Any, args: _Args, kwargs: _Named) -> Any:
-    """A loss of all positions, of which each rank computes its own; a mean or a sum of them is a collective."""
+    """A loss of all positions: each rank computes its own. A mean or a sum of them is a collective."""
     given = named("input target weight", args, kwargs)
     reduction = given.pop("reduction", "mean")
-    x, target = given.pop("input"), given.pop("target")
+    x = given.pop("input")
+    target = given.pop("target")
     if reduction not in ("none", "sum", "mean"):
         raise _refused(name_of(func), f"reduction={reduction!r}")
     if name_of(func) in _OF_CLASSES:
@@ -288,9 +289,11 @@ def _attended(
     if is_cut and rows == [query.dim() - 2] * 3 and query.dim() in (3, 4):
         return _across(ranks, query, key, value, attn_mask, is_causal, scale)
     own = places[0]
-    keys, values = whole_of(key), whole_of(value)
+    keys = whole_of(key)
+    values = whole_of(value)
     if own is None or own.dim != query.dim() - 2:
-        query, own = whole_of(query), None
+        query = whole_of(query)
+        own = None
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).tril()
     with without_subclasses():

@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._compile import add_within
 from accel.parallel._modules import named_modules, written_class
 from accel.parallel._private import is_compiled, runs_in_backward
 from accel.tensors import is_dtensor, mesh_of
@@ -226,8 +225,7 @@ def add_entries(model: nn.Module, methods: Sequence[str]) -> None:
             owner = attrgetter(path.rpartition(".")[0])(model) if "." in path else model
             owned.setdefault(owner, {})[path.rpartition(".")[2]] = _Method(path)
     vars(model)[_GATE] = gate
-    # behind all that a forward has around it, such as autocast and recomputation
-    add_within([model], _Entered)
+    add_mixin([model], _Entered)
     for owner, entries in owned.items():
         vars(owner)[_GATE] = gate
         add_mixin([owner], _HasMethods, **entries)

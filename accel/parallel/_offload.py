@@ -7,10 +7,9 @@ and are freed at the end of the next one. Before a block's backward those of the
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from accel.comm._streams import DeviceStreams, streams_of
 from accel.errors import ConfigError
-from accel.mixins import Mixin, add_mixin, remove_mixin
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import Select, selected
 from accel.parallel._modules import unwrap_model, written_class
 from accel.parallel._private import runs_in_backward
@@ -342,15 +341,6 @@ def offload_activations(
     for at, each in enumerate(chosen):
         vars(each)[_PLACE] = _BlockPlace(by, is_first=at == 0, is_last=at == len(chosen) - 1)
     return model
-
-
-def put_outside(blocks: Iterable[nn.Module]) -> None:
-    """Put `Offloaded` in front of what else is before the class of blocks, unless `fully_shard` is. Mutates them."""
-    for each in blocks:
-        if isinstance(each, Offloaded):
-            with contextlib.suppress(ConfigError):  # behind the class of `fully_shard`
-                remove_mixin([each], Offloaded)
-                add_mixin([each], Offloaded)
 
 
 def use_streams(model: nn.Module, streams: DeviceStreams) -> None:

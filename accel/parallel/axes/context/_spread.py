@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 from accel.comm import exchange_values
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
-from accel.mixins import Mixin
-from accel.parallel._compile import add_within
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import written_class
 from accel.parallel._private import called_eagerly, untraced
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
@@ -301,7 +300,7 @@ def use_torch_attention(proof: _Proof, model: nn.Module, excluded: Sequence[nn.M
     found = {} if ctx.axis("pp").size > 1 or excluded else attending_modules(model)
     for module in found.values():
         vars(module)[_PROOF] = proof
-    add_within(found.values(), _Crosses)
+    add_mixin(found.values(), _Crosses)
     if found and ctx.is_main_process:
         name, module = next(iter(found.items()))
         text = "scaled_dot_product_attention of %d modules crosses the ranks along cp=%d, such as of %s at %s"

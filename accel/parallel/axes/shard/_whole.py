@@ -16,8 +16,7 @@ from torch import nn
 
 from accel.comm import own_gradient
 from accel.errors import PrepareError
-from accel.mixins import Mixin
-from accel.parallel._compile import add_within
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._leftovers import await_mean, awaited_of, watch_whole
 from accel.parallel._modules import named_modules
 from accel.parallel._private import untraced
@@ -106,7 +105,7 @@ def see_plain(root: nn.Module, units: Sequence[str], kept: frozenset[int]) -> Ma
     modules = {path: root.get_submodule(path) for path in groups}
     for path, module in modules.items():
         vars(module)[_GROUP] = groups[path]
-    add_within(list(modules.values()), SeesPlain)
+    add_mixin(list(modules.values()), SeesPlain)
     return by_parameter
 
 

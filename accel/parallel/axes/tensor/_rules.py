@@ -12,9 +12,8 @@ from torch import nn
 
 from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean
-from accel.mixins import Mixin
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import block_groups, outermost_groups
-from accel.parallel._compile import add_within
 from accel.parallel._modules import OVERLAPS, RANKS, matching, named_modules
 from accel.parallel.axes.tensor._attention import Attention, Recurrent
 from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
@@ -323,5 +322,5 @@ def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rul
         layer: Layer = cast(Any, module).accel_layer
         cast(Any, module).accel_exchanges = exchanges_of(layer.rule.layouts, layer.rank, layer.size)
     for mixin, own in modules.items():
-        add_within(own, mixin)
-    add_within([model.get_submodule(path) for path, rule in rules.items() if rule.ends], RegionEnd)
+        add_mixin(own, mixin)
+    add_mixin([model.get_submodule(path) for path, rule in rules.items() if rule.ends], RegionEnd)

@@ -22,10 +22,10 @@ from accel.formats import CompileMode
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import Select, selected
 from accel.parallel._modules import (
-    OVERLAPS,
     is_elsewhere,
     is_pipelined,
     named_modules,
+    notes_of,
     stage_modules,
     unwrap_model,
     written_class,
@@ -326,7 +326,7 @@ def _whole(model: nn.Module) -> list[nn.Module]:
 
 def _check_overlap(model: nn.Module, regions: Iterable[nn.Module]) -> None:
     """Raise `ConfigError` for regions with layers that send beside their products: a graph has no place for both."""
-    inside = {id(each) for region in regions for each in region.modules() if OVERLAPS in vars(each)}
+    inside = {id(each) for region in regions for each in region.modules() if "overlaps" in notes_of(each)}
     if inside:
         raise ConfigError(
             "torch does not compile layers that overlap messages with matmuls",

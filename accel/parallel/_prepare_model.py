@@ -19,8 +19,8 @@ from accel.parallel._compile import compile_model
 from accel.parallel._empty import allocate_empty, expect_values, move_model, stays_empty
 from accel.parallel._engines import engine_of
 from accel.parallel._entries import add_entries, check_methods, lead_entries
-from accel.parallel._labels import label_parameters, name_of, note_micro_batches, watch_autocast
-from accel.parallel._modules import unwrap_model
+from accel.parallel._labels import label_parameters, name_of, watch_autocast
+from accel.parallel._modules import note_prepared, unwrap_model
 from accel.parallel._offload import use_streams
 from accel.parallel._private import is_compiled
 from accel.parallel._refused import (
@@ -215,7 +215,7 @@ def _spread_alike(
         allocate_empty(inner, ctx.device)
         expect_values(stage_comm(ctx), inner)
     if plan is not None and plan.micro_batches is not None:
-        note_micro_batches(prepared, plan.micro_batches)
+        note_prepared(unwrap_model(prepared), micro_batches=plan.micro_batches)
     _watch(ctx, prepared)
     return prepared
 

@@ -18,7 +18,7 @@ from accel.comm import exchange_values
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import written_class
+from accel.parallel._modules import note_module, note_prepared, notes_of, prepared_of, written_class
 from accel.parallel._private import called_eagerly, untraced
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._attention import context_attention, whole_positions
@@ -55,8 +55,6 @@ from accel.parallel.axes.context._whole import (
 from accel.topology import ContextMethod
 
 _LOG = logging.getLogger("accel.parallel")
-_PROOF = "accel_context_proof"  # attribute of a module that calls torch's attention
-_MARK = "accel_context_method"  # attribute of a prepared module
 
 
 class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
@@ -67,7 +65,7 @@ class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
 
 def _is_done(ctx: DistContext, model: nn.Module) -> bool:
     """Return whether a model was prepared, or is on a mesh of the user's, whose axes are the user's own."""
-    return not ctx.position.opened or any(hasattr(module, _MARK) for module in model.modules())
+    return not ctx.position.opened or any("context" in prepared_of(module) for module in model.modules())
 
 
 def _check(ctx: DistContext, model: nn.Module, options: ContextOptions) -> None:
@@ -111,7 +109,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions, *, is_e
     _ = is_empty
     compare_models(ctx, options, {})
     plan_method(ctx, options.context)
-    setattr(model, _MARK, options.context)
+    note_prepared(model, context=options.context)
     use_multihead(ctx, model, [each for _, each in transformers_models(model)])
     whole = {id(each) for each in _whole_models(model, options)}
     for path, each in transformers_models(model):
@@ -255,7 +253,7 @@ class _Crosses(Mixin, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, whose attention crosses the ranks."""
-        with _Shared(vars(self)[_PROOF]):
+        with _Shared(cast(_Proof, notes_of(self).get("proof"))):
             return super().forward(*args, **kwargs)
 
 
@@ -299,7 +297,7 @@ def use_torch_attention(proof: _Proof, model: nn.Module, excluded: Sequence[nn.M
     ctx = proof.ctx
     found = {} if ctx.axis("pp").size > 1 or excluded else attending_modules(model)
     for module in found.values():
-        vars(module)[_PROOF] = proof
+        note_module(module, proof=proof)
     add_mixin(found.values(), _Crosses)
     if found and ctx.is_main_process:
         name, module = next(iter(found.items()))

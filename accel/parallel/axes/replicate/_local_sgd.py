@@ -19,8 +19,8 @@ from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.errors._checks import check_count
 from accel.parallel._empty import move_model
-from accel.parallel._labels import STEPPED_ALONE, is_local, label_parameters, mark_local, note_micro_batches
-from accel.parallel._modules import is_pipelined, unwrap_model
+from accel.parallel._labels import STEPPED_ALONE, is_local, label_parameters, mark_local
+from accel.parallel._modules import is_pipelined, note_prepared, unwrap_model
 from accel.parallel._prepare_model import check_axes, compile_as_set, composition, own_options
 from accel.parallel._refused import check_devices, check_sparse
 from accel.parallel._same_batches import SHARING, compare_batches
@@ -112,7 +112,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
     if not SHARING.isdisjoint(each.dimension for each in spreads):
         compare_batches(ctx, model)
     if plan is not None and plan.micro_batches is not None:
-        note_micro_batches(model, plan.micro_batches)
+        note_prepared(model, micro_batches=plan.micro_batches)
     compile_as_set(ctx, model)
     return model
 

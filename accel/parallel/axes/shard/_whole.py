@@ -18,16 +18,13 @@ from accel.comm import own_gradient
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._leftovers import await_mean, awaited_of, watch_whole
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import named_modules, note_module, notes_of
 from accel.parallel._private import untraced
 from accel.tensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
-
-
-_GROUP = "accel_whole"
 
 
 class _Place(NamedTuple):
@@ -76,7 +73,7 @@ class SeesPlain(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        group = vars(self).get(_GROUP)
+        group: _Group | None = notes_of(cast(nn.Module, self)).get("plain")
         if group is None:
             return super().forward(*args, **kwargs)
         stored = _enter(group)
@@ -104,7 +101,7 @@ def see_plain(root: nn.Module, units: Sequence[str], kept: frozenset[int]) -> Ma
         by_parameter[key] = [groups.setdefault(path, _Group()) for path in paths]
     modules = {path: root.get_submodule(path) for path in groups}
     for path, module in modules.items():
-        vars(module)[_GROUP] = groups[path]
+        note_module(module, plain=groups[path])
     add_mixin(list(modules.values()), SeesPlain)
     return by_parameter
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from accel.errors import PrepareError, StepError
 from accel.parallel._modules import (
     TensorNotes,
     forget,
-    has_parameters,
     note_prepared,
     note_tensor,
     prepared_of,
@@ -190,50 +189,3 @@ def decide_independently(axes: Iterable[tuple[str, Axis]], optimizers: Iterable[
 def micro_batches_of(model: nn.Module) -> int:
     """Return the number of micro-batches that a model's plan makes of a batch; 1 without such a plan."""
     return prepared_of(unwrap_model(model)).get("micro_batches", 1)
-
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class _Look:
-    """A hook of all modules that hold parameters, until one of them has run with autocast on.
-
-    torch.compile traces it: it neither breaks a graph nor takes itself away there.
-    """
-
-    def __init__(self, device_type: str) -> None:
-        self.seen = [False, False]
-        self.device_type = device_type
-        self.handles: list[Any] = []
-
-    def __call__(self, _module: nn.Module, _inputs: Any) -> None:
-        on = torch.is_autocast_enabled(self.device_type)
-        self.seen[0 if on else 1] = True
-        if on and not torch.compiler.is_compiling():
-            for handle in self.handles:
-                handle.remove()
-
-
-def watch_autocast(model: nn.Module, device_type: str, compute: str) -> None:
-    """Note on a model's parameters whether its forward runs with autocast on, unless they have the compute dtype.
-    Mutates it by hooks until then."""
-    if all(each.dtype is _DTYPES[compute] for each in model.parameters() if each.is_floating_point()):
-        return
-    look = _Look(device_type)
-    for module in model.modules():
-        if has_parameters(module):
-            look.handles.append(module.register_forward_pre_hook(look))
-    for each in model.parameters():
-        note_tensor(each, autocast=look.seen)
-
-
-def runs_without_autocast(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether forwards of watched models have run, and none of them with autocast on."""
-    without = False
-    for each in parameters:
-        seen = tensor_notes(each).get("autocast")
-        if seen is not None:
-            if seen[0]:
-                return False
-            without = without or seen[1]
-    return without

@@ -410,10 +410,10 @@ def held_by(model: nn.Module) -> EngineGradients | None:
     return None
 
 
-def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
+def sparse_tables(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter]:
     """Return the trainable parameters that DDP expects sparse gradients of, those of `sparse=True`, by path."""
     found: dict[str, nn.Parameter] = {}
-    for path, module in named_modules(model):
+    for path, module in modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             own = module.named_parameters(path, recurse=False)
             found |= {name: each for name, each in own if each.requires_grad}

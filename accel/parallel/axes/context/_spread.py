@@ -20,7 +20,7 @@ from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import note_module, note_prepared, notes_of, prepared_of, written_class
 from accel.parallel._private import called_eagerly, untraced
-from accel.parallel._spread import Spread, SpreadOptions, compare_models
+from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._attention import context_attention, whole_positions
 from accel.parallel.axes.context._checks import (
     check_mixers,
@@ -63,12 +63,13 @@ class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
     context: ContextMethod = "gather"
 
 
-def _is_done(ctx: DistContext, model: nn.Module) -> bool:
+def _is_done(ctx: DistContext, view: ModelView) -> bool:
     """Return whether a model was prepared, or is on a mesh of the user's, whose axes are the user's own."""
-    return not ctx.position.opened or any("context" in prepared_of(module) for module in model.modules())
+    return not ctx.position.opened or any("context" in prepared_of(module) for module in view.modules.values())
 
 
-def _check(ctx: DistContext, model: nn.Module, options: ContextOptions) -> None:
+def _check(ctx: DistContext, view: ModelView, options: ContextOptions) -> None:
+    model = view.model
     if has_plan(ctx) and planned_method(ctx) != options.context:
         raise ConfigError(
             "two methods of context parallelism in one context",
@@ -427,5 +428,10 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 CONTEXT = Spread(
-    dimension="context", options=ContextOptions, is_done=_is_done, check=_check, spread=_spread, replaces=False
+    dimension="context",
+    options_from=lambda plan, _keywords, _view: ContextOptions(context=plan.context),
+    is_done=_is_done,
+    check=_check,
+    spread=_spread,
+    replaces=False,
 )

@@ -19,10 +19,19 @@ from accel.parallel._entries import refuse_parts
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._leftovers import watch_used
 from accel.parallel._modules import is_pipelined, layerdrops, stage_modules, unwrap_model, written_class
-from accel.parallel._refused import check_all, check_quantized, refuse_changes
-from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
-from accel.parallel._spread import PendingForward, Spread, compare_models, follow_first_, stage_comm
+from accel.parallel._refused import check_quantized, raised, report
+from accel.parallel._sharded import sharded_roots, spans_all
+from accel.parallel._spread import (
+    ModelView,
+    PendingForward,
+    ReplicateOptions,
+    Spread,
+    compare_models,
+    follow_first_,
+    stage_comm,
+)
 from accel.parallel._torch_fsdp import shards_of, sum_in_one_format, sum_unused
+from accel.parallel._watches import refuse_changes
 from accel.parallel.axes.experts import exchange_mesh, expert_modules, listed_prefixes, shard_experts
 from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, pipeline_of
 from accel.parallel.axes.replicate._ddp import replica_of
@@ -47,6 +56,7 @@ from accel.parallel.axes.shard._units import (
 )
 from accel.parallel.axes.shard._whole import keep_whole, see_plain, undivided
 from accel.tensors import is_dtensor, local_part
+from accel.topology import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -171,18 +181,34 @@ def begin_alike(ctx: DistContext, stage: Comm, mesh: DeviceMesh, tensors: Iterab
 _WHERE = "prepare_model, strategy fsdp"
 
 
-def _is_done(ctx: DistContext, model: nn.Module) -> bool:
+def _is_done(ctx: DistContext, view: ModelView) -> bool:
     """Tensor parallelism over some of the ranks leaves the others to shard over, experts the dense parameters."""
-    if replica_of(model) is not None or sharded_roots(model):
+    if replica_of(view.model) is not None or sharded_roots(view.model):
         return True
-    return is_sharded(model) and not expert_modules(model) and spans_all(ctx, model)
+    return view.is_sharded and not expert_modules(view.model) and spans_all(ctx, view.model)
 
 
-def _check(ctx: DistContext, model: nn.Module, options: ShardOptions) -> None:
-    inner = unwrap_model(model)
+def _options_from(plan: Plan, keywords: ReplicateOptions, _view: ModelView) -> ShardOptions:
+    return ShardOptions(
+        find_unused_parameters=keywords.find_unused_parameters,
+        broadcast_buffers=keywords.broadcast_buffers,
+        gather_dtype=plan.gather_dtype,
+        reduce_dtype=plan.reduce_dtype,
+        units=plan.units,
+        together=plan.together,
+        ignored=plan.ignored,
+        reshard_after_forward=plan.reshard_after_forward,
+        prefetch=plan.prefetch,
+        offload=plan.offload,
+        methods=plan.methods,
+    )
+
+
+def _check(ctx: DistContext, view: ModelView, options: ShardOptions) -> None:
+    inner = view.inner.model
     checks = (
         lambda: _check_device(ctx),
-        lambda: check_quantized(inner, _WHERE, left_out=ignored_ids(inner, options.ignored)),
+        lambda: check_quantized(view.inner, _WHERE, left_out=ignored_ids(inner, options.ignored)),
         lambda: check_formats(options.gather_dtype, ctx.precision),
         lambda: ignored_parameters(inner, options.ignored),
         lambda: modules_named(inner, options.together, where="Plan.together"),
@@ -195,7 +221,7 @@ def _check(ctx: DistContext, model: nn.Module, options: ShardOptions) -> None:
         ),
         lambda: check_mesh(ctx, inner, options.reshard_after_forward),
     )
-    check_all(checks, "the plan does not fit the model or the mesh", _WHERE)
+    report(raised(checks), "the plan does not fit the model or the mesh", _WHERE)
 
 
 def _check_device(ctx: DistContext) -> None:
@@ -387,4 +413,12 @@ def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
             each.data = each.data.to(device)
 
 
-SHARD = Spread(dimension="shard", options=ShardOptions, is_done=_is_done, check=_check, spread=_spread, replaces=True)
+SHARD = Spread(
+    dimension="shard",
+    options_from=_options_from,
+    keywords=("find_unused_parameters", "broadcast_buffers"),
+    is_done=_is_done,
+    check=_check,
+    spread=_spread,
+    replaces=True,
+)

@@ -160,7 +160,7 @@ class _ChangesWatch(_FirstForward):
                 expected="parameters that change only between steps",
                 got=", ".join(f"{name} by {way}" for name, way in [*lost.items()][:_SHOWN]),
                 where="the first training forward of a prepared model",
-                fix="Change them between steps, as accel.Ema does for a model's average; or keep them whole, on a mesh "
+                fix="Change them between steps, as accel.training.Ema does for a model's average; or keep them whole, on a mesh "
                 'of dp alone: accel.replace(ctx, strategy="ddp").',
             )
         if bounded:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,9 @@ PACKAGE = Path(accel.__file__).parent
 def _mixins() -> Iterator[tuple[str, str, list[str]]]:
     """Yield the name, the file and the bases of each class of the package that stands before others."""
     classes = [
-        (node.name, str(path.relative_to(PACKAGE)), [each.id for each in node.bases if isinstance(each, ast.Name)])
+        (name, str(path.relative_to(PACKAGE)), re.findall(r"\w+", bases))
         for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
+        for name, bases in re.findall(r"^class (\w+)\(([^)]*)\):", path.read_text(), re.MULTILINE)
     ]
     known = {"Mixin"}
     while more := {name for name, _, bases in classes if known & set(bases)} - known:

@@ -811,6 +811,7 @@ def _is_of(site: Site, file: str, problem: str) -> bool:
     return site.file == file and site.problem.startswith(problem)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of ZeroRedundancyOptimizer
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: f"{each.problem[:40]} ({each.file})")
 def test_the_line_of_a_refusal_mends_the_program(ranks: Simulator, program: Program) -> None:

@@ -164,6 +164,14 @@ class ModelView:
         return {path: module for path, module in self.paths if first[id(module)] == path}
 
     @cached_property
+    def places(self) -> dict[int, tuple[str, ...]]:
+        """All paths of each module, by its `id`."""
+        found: dict[int, tuple[str, ...]] = {}
+        for path, module in self.paths:
+            found[id(module)] = (*found.get(id(module), ()), path)
+        return found
+
+    @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters, each under its first name."""
         return _first_names((path, module.named_parameters(recurse=False)) for path, module in self.modules.items())

@@ -160,8 +160,8 @@ class _ChangesWatch(_FirstForward):
                 expected="parameters that change only between steps",
                 got=", ".join(f"{name} by {way}" for name, way in [*lost.items()][:_SHOWN]),
                 where="the first training forward of a prepared model",
-                fix="Change them between steps, as accel.training.Ema does for a model's average; or keep them whole, on a mesh "
-                'of dp alone: accel.replace(ctx, strategy="ddp").',
+                fix="Change them between steps, as accel.training.Ema does; or keep them whole, on a"
+                ' mesh of dp alone: accel.replace(ctx, strategy="ddp").',
             )
         if bounded:
             text = "the forward bounds parameters (%s): ranks keep them as they were, and bound them at each forward"

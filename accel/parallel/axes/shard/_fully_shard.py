@@ -47,14 +47,14 @@ from accel.parallel.axes.shard._options import (
 )
 from accel.parallel.axes.shard._running import note_units, reach_outputs, reduce_in_one_order
 from accel.parallel.axes.shard._units import (
+    check_ignored,
     ignored_ids,
-    ignored_parameters,
     modules_named,
     plan_units,
     together_ids,
     units_in,
 )
-from accel.parallel.axes.shard._whole import keep_whole, see_plain, undivided
+from accel.parallel.axes.shard._whole import keep_whole, see_plain
 from accel.tensors import is_dtensor, local_part
 from accel.topology import Plan
 
@@ -205,21 +205,15 @@ def _options_from(plan: Plan, keywords: ReplicateOptions, _view: ModelView) -> S
 
 
 def _check(ctx: DistContext, view: ModelView, options: ShardOptions) -> None:
-    inner = view.inner.model
+    inner = view.inner
     checks = (
         lambda: _check_device(ctx),
-        lambda: check_quantized(view.inner, _WHERE, left_out=ignored_ids(inner, options.ignored)),
+        lambda: check_quantized(inner, _WHERE, left_out=ignored_ids(inner, options.ignored)),
         lambda: check_formats(options.gather_dtype, ctx.precision),
-        lambda: ignored_parameters(inner, options.ignored),
+        lambda: check_ignored(inner, options.ignored),
         lambda: modules_named(inner, options.together, where="Plan.together"),
-        lambda: plan_units(
-            inner,
-            units=options.units,
-            wide=wide_parameters(inner),
-            ignored=ignored_ids(inner, options.ignored),
-            together=together_ids(inner, options.together),
-        ),
-        lambda: check_mesh(ctx, inner, options.reshard_after_forward),
+        lambda: _unit_names(inner, inner, options),
+        lambda: check_mesh(ctx, inner.model, options.reshard_after_forward),
     )
     report(raised(checks), "the plan does not fit the model or the mesh", _WHERE)
 
@@ -250,9 +244,10 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
         move_model(inner, ctx.streams)
         label_parameters(inner)
         return model
-    below = ignored_ids(inner, options.ignored)
-    ignored = [each for each in inner.parameters() if id(each) in below]
-    named = [_shard(ctx, inner, root, mesh, stage, options, is_empty=is_empty) for root in stage_modules(inner)]
+    view = ModelView(inner)
+    below = ignored_ids(view, options.ignored)
+    ignored = [each for each in view.parameters.values() if id(each) in below]
+    named = [_shard(ctx, view, root, mesh, stage, options, is_empty=is_empty) for root in stage_modules(inner)]
     units = [list(each.values()) for each in named]
     if is_empty:
         if options.offload:  # shards alone: the device computes with all else where it is
@@ -313,7 +308,7 @@ def _shard_unit(
 
 def _shard(
     ctx: DistContext,
-    model: nn.Module,
+    whole: ModelView,
     root: nn.Module,
     mesh: DeviceMesh,
     stage: Comm,
@@ -325,15 +320,16 @@ def _shard(
     # its import takes most of a second
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-    below = ignored_ids(model, options.ignored)
-    alone = [each for each in undivided(root) if id(each) not in below]
-    left = below | {id(each) for each in alone}
-    ignored = {each for each in root.parameters() if id(each) in left}
-    waiting = {id(each) for each in root.parameters()} - left
+    view = whole if root is whole.model else ModelView(root)
+    own_parameters = list(view.parameters.values())
+    below = ignored_ids(whole, options.ignored)
+    alone = [each for each in own_parameters if each.ndim == 0 and id(each) not in below]
+    ignored = {each for each in own_parameters if each.ndim == 0 or id(each) in below}
+    waiting = set(map(id, own_parameters)) - set(map(id, ignored))
     experts = expert_modules(root)
     same_experts = exchange_mesh(ctx) if experts else mesh
-    wide = wide_parameters(root)
-    names = _unit_names(root, model, options, experts, wide, below)
+    wide = wide_parameters(view)
+    names = _unit_names(view, whole, options, experts)
     plain = see_plain(root, names, below)
     # memory is pinned where it is copied to a device
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if options.offload else OffloadPolicy()
@@ -352,7 +348,7 @@ def _shard(
             begin_alike(ctx, stage, along, own)
         # a stage stays whole between micro-batches; experts do where gradients of weights come later, as that looks for
         # the parameters that the forward has used
-        stays = is_pipelined(model) and (name not in experts or _splits_backward(model))
+        stays = is_pipelined(whole.model) and (name not in experts or _splits_backward(whole.model))
         reshard = False if stays else reshard_setting(options.reshard_after_forward, along.size(along.ndim - 1))
         how: dict[str, Any] = {
             "mp_policy": MixedPrecisionPolicy(formats[name].gather, formats[name].reduce, cast_forward_inputs=False),
@@ -374,21 +370,16 @@ def _shard(
 
 
 def _unit_names(
-    root: nn.Module,
-    model: nn.Module,
-    options: ShardOptions,
-    experts: Sequence[str],
-    wide: frozenset[int],
-    ignored: frozenset[int],
+    root: ModelView, whole: ModelView, options: ShardOptions, experts: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """The names of the units of a model, or of one of its stages."""
     return plan_units(
         root,
         experts,
-        units=units_in(root, model, options.units),
-        wide=wide,
-        ignored=ignored,
-        together=together_ids(model, options.together),
+        units=options.units if root is whole else units_in(root, whole, options.units),
+        wide=wide_parameters(root),
+        ignored=ignored_ids(whole, options.ignored),
+        together=together_ids(whole, options.together),
     )
 
 

@@ -83,11 +83,6 @@ class SeesPlain(Mixin):
             _leave(stored)
 
 
-def undivided(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a model that have no dimension, each once."""
-    return [each for each in model.parameters() if each.ndim == 0]
-
-
 def see_plain(root: nn.Module, units: Sequence[str], kept: frozenset[int]) -> Mapping[int, Sequence[_Group]]:
     """Let modules with parameters without a dimension, and their units, compute with plain tensors.
 

@@ -95,9 +95,8 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
                 unused.append(name)
         elif name is None:
             _check_spread(rank, each)
-        elif (
-            known.get("viewed") and not is_view(grad) and not (grad.is_sparse and grad.is_coalesced())
-        ):  # as sums of ranks are
+        # sums of ranks are coalesced where they are sparse
+        elif known.get("viewed") and not (is_view(grad) or (grad.is_sparse and grad.is_coalesced())):
             own.append(name)
     if unused:
         raise unused_parameters(rank, unused)

@@ -206,7 +206,7 @@ class Prepared(TypedDict, total=False):
     Attributes:
         context: method of context parallelism. By prepare_model; read by a second one.
         expects_values: it was spread empty. By prepare_model; read until its first forward, which removes it.
-        follows: it copies a pipelined model, and is divided as that one is. By `Average`; read by saves.
+        follows: it copies a pipelined model, and is divided as that one is. By `Ema`; read by saves.
         local: no gradient crosses ranks with other samples. By prepare_local_model; read by `accumulate`.
         losses: texts of the loss functions that add up over micro-batches. By and for forward_backward.
         micro_batches: number of micro-batches of its plan. By prepare_model; read by forward_backward.

@@ -14,7 +14,7 @@ from torch import nn
 from accel.context import DistContext
 from accel.errors import StepError
 from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor
-from accel.parallel._modules import note_prepared, prepared_of
+from accel.parallel._modules import note_prepared, prepared_of, unwrap_model
 from accel.parallel._private import is_view
 from accel.random import isolated_rng
 from accel.training._backward import check_loss, rooted
@@ -47,9 +47,9 @@ class LossProbe:
         self._loss_fn = loss_fn
         self._weight = weight
         self._micro_batches = micro_batches
-        self._model = model
+        self._model = unwrap_model(model)
         self._key = _key(loss_fn)
-        known = _known(model)
+        known = _known(self._model)
         self._done = self._key in known or len(known) >= _MOST_KNOWN
 
     def halves(self, given: tuple[Any, ...], rows: int) -> tuple[float, ...]:

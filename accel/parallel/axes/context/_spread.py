@@ -17,11 +17,10 @@ from torch.overrides import TorchFunctionMode
 from accel.comm import exchange_values
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
-from accel.mixins import Mixin
-from accel.parallel._compile import add_within
-from accel.parallel._modules import written_class
+from accel.mixins import Mixin, add_mixin
+from accel.parallel._modules import note_module, note_prepared, notes_of, prepared_of, written_class
 from accel.parallel._private import called_eagerly, untraced
-from accel.parallel._spread import Spread, SpreadOptions, compare_models
+from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._attention import context_attention, whole_positions
 from accel.parallel.axes.context._checks import (
     check_mixers,
@@ -56,8 +55,6 @@ from accel.parallel.axes.context._whole import (
 from accel.topology import ContextMethod
 
 _LOG = logging.getLogger("accel.parallel")
-_PROOF = "accel_context_proof"  # attribute of a module that calls torch's attention
-_MARK = "accel_context_method"  # attribute of a prepared module
 
 
 class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
@@ -66,12 +63,13 @@ class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
     context: ContextMethod = "gather"
 
 
-def _is_done(ctx: DistContext, model: nn.Module) -> bool:
+def _is_done(ctx: DistContext, view: ModelView) -> bool:
     """Return whether a model was prepared, or is on a mesh of the user's, whose axes are the user's own."""
-    return not ctx.position.opened or any(hasattr(module, _MARK) for module in model.modules())
+    return not ctx.position.opened or any("context" in prepared_of(module) for module in view.modules.values())
 
 
-def _check(ctx: DistContext, model: nn.Module, options: ContextOptions) -> None:
+def _check(ctx: DistContext, view: ModelView, options: ContextOptions) -> None:
+    model = view.model
     if has_plan(ctx) and planned_method(ctx) != options.context:
         raise ConfigError(
             "two methods of context parallelism in one context",
@@ -112,7 +110,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions, *, is_e
     _ = is_empty
     compare_models(ctx, options, {})
     plan_method(ctx, options.context)
-    setattr(model, _MARK, options.context)
+    note_prepared(model, context=options.context)
     use_multihead(ctx, model, [each for _, each in transformers_models(model)])
     whole = {id(each) for each in _whole_models(model, options)}
     for path, each in transformers_models(model):
@@ -256,7 +254,7 @@ class _Crosses(Mixin, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, whose attention crosses the ranks."""
-        with _Shared(vars(self)[_PROOF]):
+        with _Shared(cast(_Proof, notes_of(self).get("proof"))):
             return super().forward(*args, **kwargs)
 
 
@@ -300,8 +298,8 @@ def use_torch_attention(proof: _Proof, model: nn.Module, excluded: Sequence[nn.M
     ctx = proof.ctx
     found = {} if ctx.axis("pp").size > 1 or excluded else attending_modules(model)
     for module in found.values():
-        vars(module)[_PROOF] = proof
-    add_within(found.values(), _Crosses)
+        note_module(module, proof=proof)
+    add_mixin(found.values(), _Crosses)
     if found and ctx.is_main_process:
         name, module = next(iter(found.items()))
         text = "scaled_dot_product_attention of %d modules crosses the ranks along cp=%d, such as of %s at %s"
@@ -430,5 +428,10 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 CONTEXT = Spread(
-    dimension="context", options=ContextOptions, is_done=_is_done, check=_check, spread=_spread, replaces=False
+    dimension="context",
+    options_from=lambda plan, _keywords, _view: ContextOptions(context=plan.context),
+    is_done=_is_done,
+    check=_check,
+    spread=_spread,
+    replaces=False,
 )

@@ -103,15 +103,24 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
 class Live(TorchDispatchMode):
-    """Finds the most bytes that tensors take at a time: those made while it is on, and `known` ones."""
+    """Finds the most bytes that tensors take at a time: those made while it is on, and `known` ones.
+
+    Tensors without memory count if they are among the known ones, and the run is one without memory.
+    """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._held: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._bytes = 0
         self.peak = 0
-        for tensor in known:
+        tensors = [*known]
+        self._counts_empty = any(_storage(each).device.type == "meta" for each in tensors)
+        for tensor in tensors:
             self._note(tensor)
 
     def restart(self) -> None:
@@ -120,7 +129,9 @@ class Live(TorchDispatchMode):
         self.peak = self._bytes
 
     def _note(self, tensor: torch.Tensor) -> None:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        storage = _storage(tensor)
+        if storage.device.type == "meta" and not self._counts_empty:
+            return
         key = id(storage)
         held, before = self._held.get(key, (None, 0))
         if held is None or held() is not storage:

@@ -6,13 +6,82 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from accel.errors import ConfigError
 
 _MARK = "_accel_mixed"  # attribute of each class made here: its description
+
+
+class Inserted(NamedTuple):
+    """A class, or its subclasses, in front of users' classes.
+
+    Attributes:
+        name: of the class.
+        home: its file in `accel/`.
+        by: the function that inserts it.
+        until: event that removes it; "" for none.
+    """
+
+    name: str
+    home: str
+    by: str
+    until: str = ""
+
+
+# The order in which a call goes through them, whatever the order of the functions that insert them. `fully_shard` puts
+# a class of its own before those that it finds: what is inserted later comes in front of it, in this order again.
+INSERTED = (
+    Inserted("AttributesWatched", "parallel/_calls.py", "forwards that are recorded", "the recorded forward ends"),
+    Inserted("_Unseen", "parallel/axes/tensor/_trace.py", "traces of a copied model", "the copy is freed"),
+    Inserted("Answered", "parallel/_calls.py", "forwards that are replayed", "the replayed forward ends"),
+    Inserted("_Shows", "parallel/_entries.py", "prepare_model: methods= under DDP"),
+    # The first batches are compared before anything computes with them.
+    Inserted("_Compared", "parallel/_same_batches.py", "prepare_model: tp, cp"),
+    Inserted("_HasMethods", "parallel/_entries.py", "prepare_model: methods="),
+    Inserted("_Part", "parallel/_entries.py", "prepare_model: methods="),
+    Inserted("Elsewhere", "parallel/axes/pipeline/_held.py", "prepare_model: pp"),
+    Inserted("PartlyHeld", "parallel/axes/pipeline/_held.py", "prepare_model: pp"),
+    Inserted("Pipelined", "parallel/axes/pipeline/_pipeline.py", "prepare_model: pp"),
+    Inserted("DefersLogits", "parallel/axes/tensor/_deferred.py", "defer_logits", "prepare_model, which adds it again"),
+    # A later stage stops the forward by an exception, which nothing below may take for an error.
+    Inserted("Stoppable", "parallel/axes/pipeline/_replayed.py", "prepare_model: pp"),
+    # torch keeps graphs by the first frame that is not torch's own.
+    Inserted("_Traced", "parallel/_compile.py", "compile_model"),
+    # A second forward in backward does not change the caller's containers again.
+    Inserted("FillsContainers", "parallel/_containers.py", "prepare_model: fsdp; dispatch_model", "hooks are removed"),
+    # Of a recomputed block the inputs alone leave the device.
+    Inserted("Offloaded", "parallel/_offload.py", "offload_activations"),
+    Inserted("InAutocast", "parallel/axes/shard/_options.py", "prepare_model: fsdp"),
+    # Recomputation goes through all that computes.
+    Inserted("Recomputed", "parallel/_compile.py", "checkpoint_activations", "a proof of a plan, on its copy"),
+    Inserted("NormInFp32", "parallel/axes/shard/_options.py", "prepare_model: fsdp"),
+    Inserted("SeesPlain", "parallel/axes/shard/_whole.py", "prepare_model: fsdp"),
+    # Each part of the sequence goes through the division along tp.
+    Inserted("Chunked", "parallel/_chunked.py", "chunk_sequence"),
+    Inserted("_Whole", "parallel/axes/tensor/_pairs.py", "prepare_model: tp"),
+    Inserted("_PairPart", "parallel/axes/tensor/_pairs.py", "prepare_model: tp"),
+    Inserted("_Marked", "parallel/axes/tensor/_dropout.py", "prepare_model: tp"),
+    Inserted("_ByPositions", "parallel/axes/context/_forward.py", "prepare_model: cp"),
+    Inserted("_Carries", "parallel/axes/context/_transformers.py", "prepare_model: cp"),
+    Inserted("RegionEnd", "parallel/axes/tensor/_part_layers.py", "prepare_model: tp"),
+    Inserted("Around", "parallel/axes/tensor/_layers.py", "prepare_model: tp"),
+    Inserted("LocalParameters", "parallel/axes/tensor/_layers.py", "prepare_model: tp"),
+    Inserted("ListedBlock", "parallel/axes/experts/_listed.py", "prepare_model: ep"),
+    Inserted("ListedExperts", "parallel/axes/experts/_listed.py", "prepare_model: ep"),
+    Inserted("ListedExpert", "parallel/axes/experts/_listed.py", "prepare_model: ep"),
+    Inserted("LocalExperts", "parallel/axes/experts/_layer.py", "prepare_model: ep"),
+    Inserted("DispatchedExperts", "parallel/axes/experts/_layer.py", "prepare_model: ep"),
+    Inserted("SortedExperts", "parallel/axes/experts/_layer.py", "prepare_model: ep"),
+    # An entry runs in the place of the model's own forward.
+    Inserted("_Entered", "parallel/_entries.py", "prepare_model: methods="),
+    Inserted("WithOutputs", "precision/_model.py", "apply_precision: outputs="),
+    Inserted("InFp32", "precision/_model.py", "apply_precision: fp32_modules="),
+    Inserted("KeepsParameters", "parallel/_modules.py", "copies without values", "the copy is freed"),
+)  # fmt: skip
+_PLACES = {each.name: at for at, each in enumerate(INSERTED)}
 
 
 class Mixin:
@@ -40,9 +109,10 @@ class KeepsFormat(Mixin):
 
 
 def add_mixin(objects: Iterable[object], mixin: type[Mixin], **settings: object) -> None:
-    """Put a class before the class of each object that lacks it, as torch's `fully_shard` does. Mutates the objects.
+    """Put a class before the class of each object that lacks it, in its place of `INSERTED`. Mutates the objects.
 
-    Objects of one class stay of one class, for which torch.compile compiles once. The settings become class attributes.
+    A class without a place goes in front. What is behind another library's class stays there. Objects of one class
+    stay of one class, for which torch.compile compiles once. The settings become class attributes.
     Functions of the mixin have code of their own in each class that is made: see `_own_code`.
     """
     made: dict[type, type] = {}
@@ -50,7 +120,9 @@ def add_mixin(objects: Iterable[object], mixin: type[Mixin], **settings: object)
         own = type(each)
         if not issubclass(own, mixin):
             if own not in made:
-                made[own] = _Mixed(mixin, _description(own) or own, settings).made
+                place = place_of(mixin)
+                above, rest = _parted(own, lambda other, place=place: place_of(other) >= place)
+                made[own] = _stacked(above, _Mixed(mixin, rest, settings))
             each.__class__ = made[own]
 
 
@@ -134,24 +206,38 @@ def _description(kind: type) -> _Mixed | None:
     return mixed if isinstance(mixed, _Mixed) else None
 
 
+def place_of(mixin: type) -> int:
+    """Return the place of a mixin in `INSERTED`; -1, in front of all, for one without a row."""
+    return next((_PLACES[each.__name__] for each in mixin.__mro__ if each.__name__ in _PLACES), -1)
+
+
+def _parted(kind: type, begins: Callable[[type], bool]) -> tuple[list[_Mixed], type | _Mixed]:
+    """Part a class before the first of its mixins for which `begins` is true; it ends at another library's class."""
+    above: list[_Mixed] = []
+    rest = _description(kind) or kind
+    while isinstance(rest, _Mixed) and not begins(rest.mixin):
+        above.append(rest)
+        rest = rest.own
+    return above, rest
+
+
+def _stacked(above: Sequence[_Mixed], rest: type | _Mixed) -> type:
+    for each in reversed(above):
+        rest = _Mixed(each.mixin, rest, each.settings)
+    return rest.made if isinstance(rest, _Mixed) else rest
+
+
 def _without(kind: type, mixin: type) -> type:
     """The class without a mixin; those before it are put before what was behind it."""
-    above: list[_Mixed] = []
-    mixed = _description(kind)
-    while mixed is not None and mixed.mixin is not mixin:
-        above.append(mixed)
-        mixed = mixed.own if isinstance(mixed.own, _Mixed) else None
-    if mixed is None:
+    above, rest = _parted(kind, lambda other: other is mixin)
+    if not isinstance(rest, _Mixed):
         raise ConfigError(
             "a class cannot be removed behind another library's",
             expected=f"{mixin.__name__} in front",
             got=", ".join(each.__qualname__ for each in kind.__mro__),
             fix="Undo first what was done to the object last.",
         )
-    rest = mixed.own
-    for each in reversed(above):
-        rest = _Mixed(each.mixin, rest, each.settings)
-    return rest.made if isinstance(rest, _Mixed) else rest
+    return _stacked(above, rest.own)
 
 
 def _restored(mixed: _Mixed, make: Any, given: tuple[Any, ...]) -> object:

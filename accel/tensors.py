@@ -13,7 +13,7 @@ import gc
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
@@ -246,12 +246,13 @@ def packed(module: nn.Module, key: str, tensor: object) -> Packed | None:
     return getattr(importlib.import_module(engine[0]), engine[1])(module, key, tensor)
 
 
-def packed_weights(model: nn.Module) -> dict[str, Packed]:
-    """Return the packed weights of a model by their paths, one with several paths under each of them."""
+def packed_weights(model: nn.Module | Iterable[tuple[str, nn.Module]]) -> dict[str, Packed]:
+    """Return the packed weights of a model, or of modules by all paths: one with several paths under each of them."""
     found: dict[str, Packed] = {}
     known: dict[int, Packed | None] = {}
-    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))
-    for path, module in modules:
+    if isinstance(model, nn.Module):
+        model = cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))
+    for path, module in model:
         for key, tensor in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
             if tensor is None or type(tensor) is nn.Parameter:
                 continue

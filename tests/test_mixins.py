@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import accel
-from accel.mixins import Mixin, add_mixin, remove_mixin
+from accel.mixins import INSERTED, Mixin, add_mixin, place_of, remove_mixin
+from accel.parallel._compile import Recomputed
+from accel.parallel._offload import Offloaded
+from accel.parallel.axes.context._forward import _ByPositions
+from accel.parallel.axes.tensor._dropout import _Holder
+from accel.parallel.axes.tensor._layers import Around, Colwise
 
 
 class Plus(Mixin, nn.Module):
@@ -98,3 +105,59 @@ def test_forwards_behind_mixins_are_called_as_torch_compile_follows_them():
     package = Path(accel.__file__).parent
     casts = [path for path in package.rglob("*.py") if "super()).forward" in path.read_text()]
     assert not casts
+
+
+PACKAGE = Path(accel.__file__).parent
+
+
+def _mixins() -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the name, the file and the bases of each class of the package that stands before others."""
+    classes = [
+        (name, str(path.relative_to(PACKAGE)), re.findall(r"\w+", bases))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name, bases in re.findall(r"^class (\w+)\(([^)]*)\):", path.read_text(), re.MULTILINE)
+    ]
+    known = {"Mixin"}
+    while more := {name for name, _, bases in classes if known & set(bases)} - known:
+        known |= more
+    yield from (each for each in classes if each[0] in known - {"Mixin"})
+
+
+def test_each_inserted_class_stands_in_the_table_once_with_its_file():
+    rows = {each.name: each.home for each in INSERTED}
+    found = {name: (home, bases) for name, home, bases in _mixins()}
+    assert len(found) > 40
+    assert len(rows) == len(INSERTED)
+    assert {name: found[name][0] for name in rows} == rows
+    bases_alone = {"KeepsFormat"}  # adds no function
+    covered = set(rows) | bases_alone
+    while more := {name for name, (_, bases) in found.items() if covered - bases_alone & set(bases)} - covered:
+        covered |= more
+    assert set(found) == covered
+
+
+KNOWN = [Recomputed, Offloaded, _ByPositions, _Holder, Around, Colwise]
+
+
+@given(order=st.permutations(KNOWN), removed=st.sampled_from(KNOWN), foreign=st.integers(0, len(KNOWN)))
+def test_inserted_classes_keep_the_order_of_the_table_in_front_and_behind_of_another_librarys(order, removed, foreign):
+    module: Any = nn.Linear(2, 2)
+    for at, mixin in enumerate(order):
+        if at == foreign:
+            module.__class__ = type("Foreign", (type(module),), {})
+        add_mixin([module], mixin)
+    stands = [each for each in type(module).__mro__ if each in KNOWN]
+    in_front, behind = sorted(order[foreign:], key=place_of), sorted(order[:foreign], key=place_of)
+    assert stands == [*in_front, *behind]
+    if removed in in_front:
+        remove_mixin([module], removed)
+        assert [each for each in type(module).__mro__ if each in KNOWN] == [e for e in stands if e is not removed]
+
+
+def test_the_page_on_the_design_draws_the_order_of_inserted_classes():
+    page = (PACKAGE.parent / "docs" / "design.md").read_text()
+    width = max(len(each.name) for each in INSERTED)
+    by = max(len(each.by) for each in INSERTED)
+    rows = [f"  {each.name:{width}}  {each.by:{by}}  {each.until}".rstrip() for each in INSERTED]
+    drawn = "\n".join([" a call of the module", "  │", *rows, "  │", "  ▼", " the class of its author"])
+    assert f"```text\n{drawn}\n```" in page, drawn

@@ -16,8 +16,8 @@ from accel.testing import simulate
 SCRIPT = Path(__file__).parent / "benchmarks" / "structure.py"
 MOST_FILES = {
     "batches": 8,
-    "prepare": 20,
-    "a loop's pass": 25,
+    "prepare": 16,
+    "a loop's pass": 24,
     "save a layer": 17,
     "load a layer": 19,
     "save a run": 29,  # a run is a model, AdamW, a scheduler, a TrainState and a loader

@@ -32,10 +32,10 @@ from accel.checkpoint._records import (
     make_record,
     record_tag,
 )
+from accel.comm._marks import Uncompared
 from accel.errors import CheckpointError, MissingExtraError
 from accel.errors._checks import with_article
 from accel.storage import stored_dtype
-from accel.tree._uncompared import Uncompared
 
 _PURE = {"PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # each is written as its text

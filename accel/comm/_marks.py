@@ -1,10 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks that guards put on records and tensors: beside the object, by its identity, until it or their owner ends."""
+"""Values beside the fields of records, which nothing compares; and marks that guards put on records and tensors."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from typing import Literal
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Uncompared:
+    """Values that are no fields, so that nothing compares, encodes or saves them.
+
+    A subclass declares each as a `ClassVar` with its default. They go along where a record is copied, pickled or
+    changed by `msgspec.structs.replace`; what is decoded has the defaults.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
 
 # Marks that guards put on frozen records: by object identity, weakly, and no part of the record. A copy, or an equal
 # record made afresh, is not marked. A record finds its own by its weak references, so that no context is needed.

@@ -33,8 +33,7 @@ from accel.items._source import (
     join_fields,
 )
 from accel.parallel._leftovers import clear_gradients
-from accel.parallel._modules import is_divided, is_pipelined, unwrap_model, wrapped_name
-from accel.parallel._same_batches import WATCH
+from accel.parallel._modules import is_divided, is_pipelined, prepared_of, unwrap_model, wrapped_name
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import is_absent, is_dtensor, local_part, part_names, state_tensors, stored_values
 
@@ -299,7 +298,7 @@ def _join(name: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _begin_again(live: nn.Module) -> None:
     """Drop gradients of before the load, and compare the batch of the next forward with other ranks."""
     clear_gradients(live)
-    if (watch := vars(unwrap_model(live)).get(WATCH)) is not None:
+    if (watch := prepared_of(unwrap_model(live)).get("same_batches")) is not None:
         watch.begin_again()
 
 

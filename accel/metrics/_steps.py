@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 import torch
 
+from accel.comm._marks import Uncompared
 from accel.context import DistContext, check_context
 from accel.devices import name_of_device, peak_memory, wait_for_device
 from accel.errors import ConfigError
@@ -20,7 +21,6 @@ from accel.metrics._metrics import Metrics, emptied, own_row, read_values, runni
 from accel.metrics._rows import MetricsRow, gather_rows
 from accel.terminal import show_seconds
 from accel.topology import data_dimension
-from accel.tree._uncompared import Uncompared
 
 _UNEVEN = 1.1  # times the median from which a rank counts as a straggler
 _SHARE = 0.05  # of the step, below which its delay does not matter

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from accel.comm._marks import carry_mark, find_mark
+from accel.comm._marks import Uncompared, carry_mark, find_mark
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_count
-from accel.tree._uncompared import Uncompared
 
 
 class WindowLosses(Uncompared):

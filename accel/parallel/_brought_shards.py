@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from accel.comm import ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import named_modules, note_tensor, tensor_notes
 from accel.parallel._private import root_mesh
 from accel.parallel._sharded import MODEL_DIMENSIONS, Sharded, ranks_of_mesh, sample_ranks
 from accel.parallel._torch_fsdp import meshes_of
@@ -212,7 +212,6 @@ def _whole_mesh(each: _Brought, world_size: int) -> tuple[tuple[str, ...], tuple
 
 
 _SUMMING = "replicated_with_grad_allreduce"  # a style of transformers
-_ADJUSTED = "accel_adjusted"  # the id of a parameter with a hook: a copy has none
 
 
 def sum_each_backward(model: nn.Module) -> None:
@@ -235,9 +234,9 @@ def sum_each_backward(model: nn.Module) -> None:
 def _adjust_each(size: int, layer: nn.Module, _inputs: Any) -> None:
     """Let the parameters that a layer has in this forward adjust their gradients: `fully_shard` has others between."""
     for each in layer.parameters(recurse=False):
-        if each.requires_grad and torch.is_grad_enabled() and getattr(each, _ADJUSTED, None) != id(each):
+        if each.requires_grad and torch.is_grad_enabled() and tensor_notes(each).get("adjusted") != id(each):
             _ = cast(Any, each).register_hook(partial(_adjusted, size, weakref.ref(each)))
-            setattr(each, _ADJUSTED, id(each))
+            note_tensor(each, adjusted=id(each))
 
 
 def _adjusted(size: int, parameter: weakref.ref[torch.Tensor], grad: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.mixins import Mixin, add_mixin, remove_mixin
 from accel.parallel._blocks import block_groups, is_called
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import NOTES, forget, named_modules, note_module, notes_of
 from accel.parallel._private import forward_hooks, forward_pre_hooks, written_arguments
 from accel.tensors import is_absent
 from accel.tree._walk import Container, Containers
@@ -76,7 +76,6 @@ def _has_own(module: nn.Module) -> bool:
 
 Plain = Callable[..., Any]
 Answer = Callable[[nn.Module, Plain, tuple[Any, ...], dict[str, Any]], Any]
-_ANSWER = "accel_answer"
 
 
 class Answered(Mixin):
@@ -85,27 +84,26 @@ class Answered(Mixin):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask for an answer, or call the module with its hooks, wrappers and compiled forward."""
         plain = cast(Any, super()).__call__
-        answer: Answer | None = vars(self).get(_ANSWER)
+        answer: Answer | None = notes_of(cast(nn.Module, self)).get("answer")
         return plain(*args, **kwargs) if answer is None else answer(cast(nn.Module, self), plain, args, kwargs)
 
 
 def answer_of(module: nn.Module) -> Answer | None:
     """Return what answers the calls of a module; None for its own forward."""
-    return vars(module).get(_ANSWER)
+    return notes_of(module).get("answer")
 
 
 def let_answer(module: nn.Module, answer: Answer | None) -> None:
     """Let calls of a module be answered; None for its own forward. Mutates the module; deep copies share the answer."""
     if answer is not None:
         add_mixin([module], Answered)
-        vars(module)[_ANSWER] = answer
-    elif _ANSWER in vars(module):
-        del vars(module)[_ANSWER]
+        note_module(module, answer=answer)
+    elif "answer" in notes_of(module):
+        forget(module, "answer")
         remove_mixin([module], Answered)
 
 
 Watch = Callable[[nn.Module, str, bool], None]
-_WATCH = "accel_watch"
 NUMBERS = (int, float, bool)
 
 
@@ -117,33 +115,38 @@ class AttributesWatched(Mixin):
         """Return an attribute of the module."""
         value = super().__getattribute__(name)
         own = super().__getattribute__("__dict__")
-        if (name in own or type(value) in NUMBERS) and (watch := own.get(_WATCH)) is not None:  # a class has first ones
-            watch(self, name, False)
+        if (name in own or type(value) in NUMBERS) and (watch := _watch_in(own)) is not None:  # a class has first ones
+            watch(cast(Any, self), name, False)
         return value
 
     def __getattr__(self, name: str) -> Any:
         """Return a parameter, buffer or module."""
         value = cast(Any, super()).__getattr__(name)
         own = super().__getattribute__("__dict__")
-        if name in own["_buffers"] and (watch := own.get(_WATCH)) is not None:
-            watch(self, name, False)
+        if name in own["_buffers"] and (watch := _watch_in(own)) is not None:
+            watch(cast(Any, self), name, False)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, parameter, buffer or module."""
-        watch = super().__getattribute__("__dict__").get(_WATCH)
+        watch = _watch_in(super().__getattribute__("__dict__"))
         super().__setattr__(name, value)
         if watch is not None:
             watch(cast(Any, self), name, True)
+
+
+def _watch_in(attributes: Mapping[str, Any]) -> Watch | None:
+    """The watch that a module's attributes note. `vars(module)` would be watched itself."""
+    return attributes.get(NOTES, {}).get("watch")
 
 
 def let_watch(module: nn.Module, watch: Watch | None) -> None:
     """Let reads and writes of a module's attributes be watched; None for no more. Mutates the module."""
     if watch is not None:
         add_mixin([module], AttributesWatched)
-        vars(module)[_WATCH] = watch
-    elif _WATCH in vars(module):
-        del vars(module)[_WATCH]
+        note_module(module, watch=watch)
+    elif "watch" in notes_of(module):
+        forget(module, "watch")
         remove_mixin([module], AttributesWatched)
 
 

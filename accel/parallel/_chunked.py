@@ -17,15 +17,12 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from accel.errors import ConfigError
-from accel.mixins import Mixin
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import Select, selected
-from accel.parallel._compile import add_within
-from accel.parallel._modules import named_modules, unwrap_model, written_class
+from accel.parallel._modules import named_modules, note_module, notes_of, unwrap_model, written_class
 from accel.parallel._private import untraced
 
 M = TypeVar("M", bound=nn.Module)
-
-_CHUNKS = "accel_chunks"  # attribute of a module: its `_Chunks`
 
 
 class _Chunks(NamedTuple):
@@ -136,7 +133,7 @@ class Chunked(Mixin, nn.Module):
 
 @untraced
 def _run_chunked(module: nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    chunks: _Chunks = vars(module)[_CHUNKS]
+    chunks = cast(_Chunks, notes_of(module).get("chunks"))
     _check_call(module, args, kwargs)
     x: Tensor = args[0]
 
@@ -200,7 +197,7 @@ def chunk_sequence(model: M, select: Select, *, dim: int = 1, parts: int) -> M:
     if parts < 1:
         raise ConfigError("no parts", expected="at least 1", got=str(parts), where="chunk_sequence, parts=")
     chosen = list(selected(unwrap_model(model), select, "chunk_sequence").values())
-    add_within([each for each in chosen if not isinstance(each, Chunked)], Chunked)
+    add_mixin(chosen, Chunked)
     for each in chosen:
-        vars(each)[_CHUNKS] = _Chunks(dim, parts)
+        note_module(each, chunks=_Chunks(dim, parts))
     return model

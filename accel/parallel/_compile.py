@@ -19,18 +19,17 @@ from torch.utils.checkpoint import (
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.formats import CompileMode
-from accel.mixins import Mixin, add_mixin, remove_mixin
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import Select, selected
 from accel.parallel._modules import (
-    OVERLAPS,
     is_elsewhere,
     is_pipelined,
     named_modules,
+    notes_of,
     stage_modules,
     unwrap_model,
     written_class,
 )
-from accel.parallel._offload import put_outside
 from accel.parallel._private import REGION
 from accel.parallel._recomputed_run import RecomputedRun
 
@@ -151,17 +150,6 @@ def _keeping(kept: tuple[str, ...]) -> Any:
     return create_selective_checkpoint_contexts([_operator(name) for name in kept])
 
 
-def add_within(modules: Iterable[nn.Module], mixin: type[Mixin]) -> None:
-    """Put a class before those of modules, behind `Recomputed`, so that recomputation goes through it too."""
-    modules = list(modules)
-    again = [(each, each.kept) for each in modules if isinstance(each, Recomputed)]
-    remove_mixin([each for each, _ in again], Recomputed)
-    add_mixin(modules, mixin)
-    for kept in dict.fromkeys(kept for _, kept in again):
-        add_mixin([each for each, own in again if own == kept], Recomputed, kept=kept)
-    put_outside(modules)
-
-
 def checkpoint_activations(model: M, select: Select = "repeated", *, keep: Keep = ()) -> M:
     """Trade time for memory: keep only the inputs of the chosen blocks for backward. No communication. Mutates them.
 
@@ -199,7 +187,6 @@ def checkpoint_activations(model: M, select: Select = "repeated", *, keep: Keep 
                 fix="Choose the blocks of each call separately, by select=.",
             )
     add_mixin(chosen.values(), Recomputed, kept=kept)
-    put_outside(chosen.values())
     _mark_inside(unwrap_model(model))
     return model
 
@@ -339,7 +326,7 @@ def _whole(model: nn.Module) -> list[nn.Module]:
 
 def _check_overlap(model: nn.Module, regions: Iterable[nn.Module]) -> None:
     """Raise `ConfigError` for regions with layers that send beside their products: a graph has no place for both."""
-    inside = {id(each) for region in regions for each in region.modules() if OVERLAPS in vars(each)}
+    inside = {id(each) for region in regions for each in region.modules() if "overlaps" in notes_of(each)}
     if inside:
         raise ConfigError(
             "torch does not compile layers that overlap messages with matmuls",

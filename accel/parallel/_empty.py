@@ -13,7 +13,7 @@ from accel.comm import Call, Comm, agreed, call_site, reduce_ints
 from accel.comm._streams import DeviceStreams
 from accel.errors import PrepareError
 from accel.parallel._labels import replace_parameter
-from accel.parallel._modules import named_modules, stage_modules, unwrap_model
+from accel.parallel._modules import forget, named_modules, note_prepared, prepared_of, stage_modules, unwrap_model
 from accel.tensors import become, is_dtensor, local_part
 
 _WHERE = "prepare_model"
@@ -24,7 +24,6 @@ _STACKS = (
     "Experts of a checkpoint of the hub: accel.bigmodel.load_checkpoint_in_model(ctx, model, folder, "
     "rename=accel.bigmodel.expert_recipes(...))."
 )
-_EXPECTS = "accel_expects_values"  # attribute of modules that were spread empty, until their first forward
 
 
 def stays_empty(comm: Comm, model: nn.Module) -> bool:
@@ -100,14 +99,14 @@ def expect_values(comm: Comm, model: nn.Module) -> None:
     """Raise at the first forward of an empty model unless its values have come. Mutates it by a hook."""
     first = stage_modules(model)[0]
     for module in model.modules():
-        vars(module)[_EXPECTS] = True
+        note_prepared(module, expects_values=True)
 
     def look(_module: nn.Module, _inputs: Any) -> None:
         with agreed(comm, Call("forward of an empty model", ordered=False)):
             check_filled(model, where="forward")
         handle.remove()
         for module in model.modules():
-            _ = vars(module).pop(_EXPECTS, None)
+            forget(module, "expects_values")
 
     handle = first.register_forward_pre_hook(cast(Any, torch.compiler).disable(look), prepend=True)
 
@@ -116,7 +115,7 @@ def check_filled(model: nn.Module, *, where: str) -> None:
     """Raise `PrepareError` for a model that was spread empty, and whose values have not come by its first forward;
     later it is not checked."""
     model = unwrap_model(model)
-    empty = names_of_empty(model) if _EXPECTS in vars(model) else []
+    empty = names_of_empty(model) if "expects_values" in prepared_of(model) else []
     if empty:
         unsaved = [name for name in empty if name in _unsaved_buffers(model)]
         stacks = [name for name, each in model.named_parameters() if each.ndim == 3 and "experts" in name.split(".")]

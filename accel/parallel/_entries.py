@@ -24,12 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._compile import add_within
-from accel.parallel._modules import named_modules, written_class
+from accel.parallel._modules import named_modules, note_module, notes_of, written_class
 from accel.parallel._private import is_compiled, runs_in_backward
 from accel.tensors import is_dtensor, mesh_of
 
-_GATE = "accel_gate"  # attribute of a model with entries, and of the modules that have them: its `_Gate`
 _WHERE = "Plan.methods"
 
 
@@ -71,11 +69,15 @@ class _Gate:
         return _Gate, ()
 
 
+def _gate_of(module: nn.Module) -> _Gate:
+    return cast(_Gate, notes_of(module).get("gate"))
+
+
 class _Entered(Mixin, nn.Module):
     """Stands before the class of a model with entries; the keyword `accel_entry` of its call names one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if vars(self)[_GATE].is_open:
+        if _gate_of(self).is_open:
             return self.accel_again(*args, **kwargs)
         if "accel_entry" in kwargs and is_compiled(self):
             # torch compiles the forward; a method may be a whole loop
@@ -92,7 +94,7 @@ class _Entered(Mixin, nn.Module):
 
     def forward(self, *args: Any, accel_entry: str | None = None, **kwargs: Any) -> Any:
         """Run the model's own forward, or the entry of a name."""
-        gate = vars(self)[_GATE]
+        gate = _gate_of(self)
         before = gate.is_open
         gate.is_open = True
         try:
@@ -113,7 +115,7 @@ class _Part(Mixin, nn.Module):
     accel_path = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer = vars(self)[_GATE].outer()
+        outer = _gate_of(self).outer()
         if outer is None:
             return super().__call__(*args, **kwargs)
         return outer(*args, accel_entry=self.accel_path, **kwargs)
@@ -133,7 +135,7 @@ class _Method:
         path = self._path
 
         def entered(module: Any, *args: Any, **kwargs: Any) -> Any:
-            outer = cast(_Gate, vars(module)[_GATE]).outer()
+            outer = _gate_of(module).outer()
             if outer is None:
                 return getattr(cast(Any, super(owner, module)), name)(*args, **kwargs)
             return outer(*args, accel_entry=path, **kwargs)
@@ -213,23 +215,22 @@ def add_entries(model: nn.Module, methods: Sequence[str]) -> None:
     """Let methods and submodules of a model, and the encoder of an encoder-decoder, run in calls of it. Mutates the
     model, before it is spread; `lead_entries` ends it."""
     paths = dict.fromkeys([*methods, *_encoders(model)])
-    if not paths or _GATE in vars(model):
+    if not paths or "gate" in notes_of(model):
         return
     gate = _Gate()
     owned: dict[nn.Module, dict[str, object]] = {}
     for path in paths:
         found = attrgetter(path)(model)
         if isinstance(found, nn.Module):
-            vars(found)[_GATE] = gate
+            note_module(found, gate=gate)
             add_mixin([found], _Part, accel_path=path)
         else:
             owner = attrgetter(path.rpartition(".")[0])(model) if "." in path else model
             owned.setdefault(owner, {})[path.rpartition(".")[2]] = _Method(path)
-    vars(model)[_GATE] = gate
-    # behind all that a forward has around it, such as autocast and recomputation
-    add_within([model], _Entered)
+    note_module(model, gate=gate)
+    add_mixin([model], _Entered)
     for owner, entries in owned.items():
-        vars(owner)[_GATE] = gate
+        note_module(owner, gate=gate)
         add_mixin([owner], _HasMethods, **entries)
 
 
@@ -240,7 +241,7 @@ class _HasMethods(Mixin, nn.Module):
 def lead_entries(model: nn.Module, prepared: nn.Module, methods: Sequence[str]) -> None:
     """Let entries of a model lead to what `prepare_model` returns: the model itself, or the wrapper around it, which
     shows the methods. Mutates both."""
-    gate = cast("_Gate | None", vars(model).get(_GATE))
+    gate: _Gate | None = notes_of(model).get("gate")
     if gate is None:
         return
     is_wrapped = isinstance(prepared, DistributedDataParallel)

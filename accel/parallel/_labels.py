@@ -4,22 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from accel.errors import PrepareError, StepError
-from accel.parallel._modules import has_parameters, unwrap_model, wrapped_name
+from accel.parallel._modules import (
+    TensorNotes,
+    forget,
+    note_prepared,
+    note_tensor,
+    prepared_of,
+    tensor_notes,
+    unwrap_model,
+)
 from accel.parallel._private import is_view
 from accel.tensors import is_dtensor
 from accel.topology import Dimension, dimension_of
 from accel.topology._axes import Axis
-
-_LABEL = "accel_label"  # holds plain values, so that a pickled model needs nothing of accel
-_HEIR = "accel_heir"
-_DROPPED = "accel_dropped"
 
 
 def label_parameters(
@@ -31,42 +35,42 @@ def label_parameters(
     exchanged gradient is a view of its bucket.
     """
     for name, parameter in model.named_parameters():
-        setattr(parameter, _LABEL, (name, needed and not name.startswith(spared), viewed))
+        note_tensor(parameter, name=name, needed=needed and not name.startswith(spared), viewed=viewed)
 
 
 def name_of(parameter: torch.Tensor) -> str:
     """Return a parameter's name in its prepared model; nothing for one without a label."""
-    label = _label_of(parameter)
-    return label[0] if label else ""
+    return tensor_notes(parameter).get("name", "")
 
 
 def replace_parameter(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
     """Label a parameter that an optimizer may hold with the one that replaced it; that gets the user's attributes of
     the old one. Mutates both."""
+    known = {**tensor_notes(old), **tensor_notes(new)}
     for key, value in vars(old).items():
         if key not in vars(new):
             setattr(new, key, value)
-    setattr(old, _LABEL, (name, False, False))
-    setattr(old, _HEIR, new)
+    note_tensor(new, **cast("TensorNotes", known))
+    note_tensor(old, name=name, needed=False, viewed=False, heir=new)
     old.grad = None
 
 
 def drop_parameter(parameter: nn.Parameter) -> None:
     """Label a parameter that an optimizer may hold and that another rank has instead. Frees its memory."""
-    setattr(parameter, _DROPPED, True)
+    note_tensor(parameter, dropped=True)
     parameter.grad = None
     parameter.data = parameter.data.new_empty(0)
 
 
 def is_dropped(parameter: torch.Tensor) -> bool:
     """Return whether another rank has a parameter instead of this one."""
-    return getattr(parameter, _DROPPED, False)
+    return "dropped" in tensor_notes(parameter)
 
 
 def heir_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the parameter that the model has in the place of this one; None if it still has this one."""
-    heir = getattr(parameter, _HEIR, None)
-    while heir is not None and (later := getattr(heir, _HEIR, None)) is not None:
+    heir = tensor_notes(parameter).get("heir")
+    while heir is not None and (later := tensor_notes(heir).get("heir")) is not None:
         heir = later
     return heir
 
@@ -82,16 +86,18 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
     unused: list[str] = []
     own: list[str] = []
     for each in parameters:
-        label, grad = _label_of(each), each.grad
+        known, grad = tensor_notes(each), each.grad
+        name = known.get("name")
         if grad is None:
             if heir_of(each) is not None:
                 raise replaced_parameter(rank, name_of(each))
-            if label and label[1] and each.requires_grad:
-                unused.append(label[0])
-        elif label is None:
+            if name is not None and known.get("needed") and each.requires_grad:
+                unused.append(name)
+        elif name is None:
             _check_spread(rank, each)
-        elif label[2] and not is_view(grad) and not (grad.is_sparse and grad.is_coalesced()):  # as sums of ranks are
-            own.append(label[0])
+        # sums of ranks are coalesced where they are sparse
+        elif known.get("viewed") and not (is_view(grad) or (grad.is_sparse and grad.is_coalesced())):
+            own.append(name)
     if unused:
         raise unused_parameters(rank, unused)
     if own:
@@ -142,55 +148,45 @@ def _check_spread(rank: int, parameter: torch.Tensor) -> None:
         )
 
 
-def _label_of(parameter: torch.Tensor) -> tuple[str, bool, bool] | None:
-    return getattr(parameter, _LABEL, None)
-
-
 # Along these, ranks of local SGD step on their own gradients.
 STEPPED_ALONE: tuple[Dimension, ...] = ("data", "replicate", "shard")
-
-_LOCAL = "accel_local"  # attribute of a prepared model
-_ALONE = "accel_steps_alone"  # attribute of parameters
 
 
 def mark_local(model: nn.Module) -> None:
     """Note that no gradient of a model crosses ranks with other samples. Mutates it."""
-    vars(model)[_LOCAL] = True
+    note_prepared(model, local=True)
     let_step_alone_(model.parameters())
 
 
 def is_local(model: nn.Module) -> bool:
     """Return whether no gradient of a model crosses ranks with other samples."""
-    return _LOCAL in vars(unwrap_model(model))
+    return "local" in prepared_of(unwrap_model(model))
 
 
 def let_step_alone_(parameters: Iterable[torch.Tensor], *, alone: bool = True) -> None:
     """Note whether ranks may decide differently about the steps of parameters. Mutates them."""
     for each in parameters:
         if alone:
-            setattr(each, _ALONE, True)
+            note_tensor(each, alone=True)
         elif steps_alone(each):
-            delattr(each, _ALONE)
+            forget(each, "alone")
 
 
 def steps_alone(parameter: torch.Tensor) -> bool:
     """Return whether ranks may decide differently about a parameter's steps."""
-    return hasattr(parameter, _ALONE)
-
-
-_ON_HOST = "accel_state_on_host"  # attribute of parameters
+    return "alone" in tensor_notes(parameter)
 
 
 def keep_state_on_host_(parameters: Iterable[torch.Tensor]) -> None:
     """Note that the optimizer's state of parameters is in the host's memory between steps. Mutates them."""
     for each in parameters:
-        setattr(each, _ON_HOST, True)
+        note_tensor(each, on_host=True)
 
 
 def has_state_on_host(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's state is in the host's memory between steps, by a parameter of each group."""
     groups = (group["params"] for group in optimizer.param_groups)
-    return any(params and hasattr(params[0], _ON_HOST) for params in groups)
+    return any(params and "on_host" in tensor_notes(params[0]) for params in groups)
 
 
 def decide_independently(axes: Iterable[tuple[str, Axis]], optimizers: Iterable[Optimizer]) -> bool:
@@ -201,65 +197,6 @@ def decide_independently(axes: Iterable[tuple[str, Axis]], optimizers: Iterable[
     return any(params and steps_alone(params[0]) for params in groups)
 
 
-_MICRO_BATCHES = "accel_micro_batches"
-
-
-def note_micro_batches(model: nn.Module, count: int) -> None:
-    """Let a model know the number of micro-batches of its plan. Mutates it by an attribute."""
-    vars(model)[_MICRO_BATCHES] = count
-
-
 def micro_batches_of(model: nn.Module) -> int:
     """Return the number of micro-batches that a model's plan makes of a batch; 1 without such a plan."""
-    while _MICRO_BATCHES not in vars(model) and (name := wrapped_name(model)) is not None:
-        model = getattr(model, name)
-    return vars(model).get(_MICRO_BATCHES, 1)
-
-
-# A list that the parameters of a model share: whether a forward ran with autocast on, and whether one ran with it off.
-_SEEN = "accel_autocast_seen"
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class _Look:
-    """A hook of all modules that hold parameters, until one of them has run with autocast on.
-
-    torch.compile traces it: it neither breaks a graph nor takes itself away there.
-    """
-
-    def __init__(self, device_type: str) -> None:
-        self.seen = [False, False]
-        self.device_type = device_type
-        self.handles: list[Any] = []
-
-    def __call__(self, _module: nn.Module, _inputs: Any) -> None:
-        on = torch.is_autocast_enabled(self.device_type)
-        self.seen[0 if on else 1] = True
-        if on and not torch.compiler.is_compiling():
-            for handle in self.handles:
-                handle.remove()
-
-
-def watch_autocast(model: nn.Module, device_type: str, compute: str) -> None:
-    """Note on a model's parameters whether its forward runs with autocast on, unless they have the compute dtype.
-    Mutates it by hooks until then."""
-    if all(each.dtype is _DTYPES[compute] for each in model.parameters() if each.is_floating_point()):
-        return
-    look = _Look(device_type)
-    for module in model.modules():
-        if has_parameters(module):
-            look.handles.append(module.register_forward_pre_hook(look))
-    for each in model.parameters():
-        setattr(each, _SEEN, look.seen)
-
-
-def runs_without_autocast(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether forwards of watched models have run, and none of them with autocast on."""
-    without = False
-    for each in parameters:
-        seen = cast("list[bool] | None", getattr(each, _SEEN, None))
-        if seen is not None:
-            if seen[0]:
-                return False
-            without = without or seen[1]
-    return without
+    return prepared_of(unwrap_model(model)).get("micro_batches", 1)

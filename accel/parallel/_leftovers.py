@@ -14,13 +14,10 @@ from torch import nn
 from accel.comm import all_reduce_flat
 from accel.context import DistContext
 from accel.errors import StepError
-from accel.parallel._modules import held_by, is_pipelined, stage_modules
+from accel.parallel._modules import forget, held_by, is_pipelined, note_tensor, stage_modules, tensor_notes
 from accel.parallel._spread import stage_comm
 from accel.parallel._torch_fsdp import drop_unsharded, shards_of
 from accel.tensors import integers, local_part, mesh_of
-
-_FOUND = "accel_found"  # whether the gradient that a window found holds a value other than zero, as a plain bool
-_WATCHED = "accel_watched"  # the id of the tensor whose hook may take the note back: a copy has no hook
 
 
 def has_compiled() -> bool:
@@ -62,7 +59,9 @@ def note_gradients(models: Iterable[nn.Module]) -> None:
         if (held := held_by(each)) is not None:
             held.note()
     parameters, sharded = _tables(models)
-    noted = [each for each in parameters if each is not None and (each.grad is not None or hasattr(each, _FOUND))]
+    noted = [
+        each for each in parameters if each is not None and (each.grad is not None or "found" in tensor_notes(each))
+    ]
     shards = [each for module in sharded for each in shards_of(module)]
     if not noted and not shards:
         return
@@ -106,7 +105,7 @@ def check_kept(models: Iterable[nn.Module]) -> None:
 
 def found_gradient(parameter: torch.Tensor) -> bool | None:
     """Return whether a parameter's gradient held more than zeros when the window began; None if there was none."""
-    return getattr(parameter, _FOUND, None)
+    return tensor_notes(parameter).get("found")
 
 
 class _FoundGradient(NamedTuple):
@@ -128,19 +127,19 @@ def _note(found: list[_FoundGradient]) -> None:
     counts = [_nonzero(each.grad) for each in found]
     read = integers(torch.stack([count.to(counts[0].device) for count in counts]))
     for (parameter, reached, _), count in zip(found, read, strict=True):
-        setattr(parameter, _FOUND, bool(found_gradient(parameter)) or count > 0)
+        note_tensor(parameter, found=bool(found_gradient(parameter)) or count > 0)
         if count and reached is not None and reached.requires_grad:
             _watch(parameter, reached)
 
 
 def _forget(parameter: torch.Tensor) -> None:
-    if hasattr(parameter, _FOUND):
-        delattr(parameter, _FOUND)
+    if "found" in tensor_notes(parameter):
+        forget(parameter, "found")
 
 
 def _watch(parameter: torch.Tensor, reached: torch.Tensor) -> None:
     """Take the note back if the gradient is gone when another one comes. One hook, which lasts as long as the note."""
-    if getattr(parameter, _WATCHED, None) == id(reached):
+    if tensor_notes(parameter).get("watched") == id(reached):
         return
     known = weakref.ref(parameter)
 
@@ -151,10 +150,10 @@ def _watch(parameter: torch.Tensor, reached: torch.Tensor) -> None:
         handle.remove()
         if live is not None:
             _forget(live)
-            setattr(live, _WATCHED, None)
+            note_tensor(live, watched=None)
 
     handle = cast(Any, reached).register_hook(look)
-    setattr(parameter, _WATCHED, id(reached))
+    note_tensor(parameter, watched=id(reached))
 
 
 def _nonzero(grad: torch.Tensor) -> torch.Tensor:
@@ -190,12 +189,6 @@ def _modules(models: Iterable[nn.Module]) -> Iterator[Any]:
             waiting += module._modules.values()
 
 
-_USED = "accel_used"  # of a parameter: whether a backward has reached it since the last exchange of these bits
-_SETTLED = "accel_settled"  # of a gradient: ranks have exchanged its bit
-_AWAITED = "accel_awaited"  # of a parameter that ranks have whole: placements of its gradient before their mean
-_REPORTS = "accel_reports"  # of a whole parameter: id of the sharded one that its hook notes
-
-
 def watch_used(units: Sequence[nn.Module]) -> None:
     """Note from now on which parameters a backward reaches, by hooks of modules of `fully_shard`, the outermost one
     last."""
@@ -212,12 +205,12 @@ def watch_used(units: Sequence[nn.Module]) -> None:
 
 def await_mean(parameter: torch.Tensor, placements: Sequence[object]) -> None:
     """Note with which placements the gradients of a replicated parameter await their mean over ranks."""
-    setattr(parameter, _AWAITED, tuple(placements))
+    note_tensor(parameter, awaited=tuple(placements))
 
 
 def awaited_of(parameter: torch.Tensor) -> Sequence[object]:
     """Return the placements of a replicated parameter's gradients; none of another."""
-    return getattr(parameter, _AWAITED, ())
+    return tensor_notes(parameter).get("awaited", ())
 
 
 def watch_whole(parameter: torch.Tensor, *, again: bool = False) -> None:
@@ -226,8 +219,8 @@ def watch_whole(parameter: torch.Tensor, *, again: bool = False) -> None:
     if again and not is_watched(parameter):
         return
     if parameter.grad is None:
-        setattr(parameter, _USED, False)
-    if again and getattr(parameter, _REPORTS, None) != id(parameter):
+        note_tensor(parameter, used=False)
+    if again and tensor_notes(parameter).get("reports") != id(parameter):
         known = weakref.ref(parameter)
 
         def reached(_grad: torch.Tensor) -> None:
@@ -235,23 +228,23 @@ def watch_whole(parameter: torch.Tensor, *, again: bool = False) -> None:
                 note_used(live)
 
         _ = cast(Any, parameter).register_hook(reached)
-        setattr(parameter, _REPORTS, id(parameter))
+        note_tensor(parameter, reports=id(parameter))
 
 
 def is_watched(parameter: torch.Tensor) -> bool:
     """Return whether it is noted for a parameter if a backward reaches it."""
-    return hasattr(parameter, _USED)
+    return "used" in tensor_notes(parameter)
 
 
 def is_used(parameter: torch.Tensor) -> bool:
     """Return whether a backward of this rank has reached a parameter; if it has a gradient where nobody watches it."""
-    return getattr(parameter, _USED, parameter.grad is not None)
+    return tensor_notes(parameter).get("used", parameter.grad is not None)
 
 
 def note_used(parameter: torch.Tensor) -> None:
     """Note that a backward has reached a parameter, if it is watched."""
-    if is_watched(parameter):
-        setattr(parameter, _USED, True)
+    if not tensor_notes(parameter).get("used", True):
+        note_tensor(parameter, used=True)
 
 
 def drop_unused(ctx: DistContext, parameters: Iterable[torch.Tensor]) -> None:
@@ -264,7 +257,7 @@ def drop_unused(ctx: DistContext, parameters: Iterable[torch.Tensor]) -> None:
     asked = [
         each
         for each in parameters
-        if hasattr(each, _USED) and each.grad is not None and not hasattr(each.grad, _SETTLED)
+        if is_watched(each) and each.grad is not None and "settled" not in tensor_notes(each.grad)
     ]
     if not asked:
         return
@@ -273,9 +266,9 @@ def drop_unused(ctx: DistContext, parameters: Iterable[torch.Tensor]) -> None:
     if comm.size > 1:
         _ = all_reduce_flat(comm, used, "max")
     for each, any_rank in zip(asked, integers(used), strict=True):
-        setattr(each, _USED, False)
+        note_tensor(each, used=False)
         if any_rank:
-            setattr(each.grad, _SETTLED, True)
+            note_tensor(cast(torch.Tensor, each.grad), settled=True)
         else:
             each.grad = None
 
@@ -291,18 +284,18 @@ def _awaited_zeros(parameter: torch.Tensor) -> torch.Tensor:
 def _report(unit: nn.Module, _inputs: Any) -> None:
     """Let the whole parameters of a unit report gradients. They are made by the unit's first forward, and stay."""
     for parameter, whole, _ in shards_of(unit):
-        if whole is None or not whole.requires_grad or getattr(whole, _REPORTS, None) == id(parameter):
+        if whole is None or not whole.requires_grad or tensor_notes(whole).get("reports") == id(parameter):
             continue
 
         def reached(_grad: torch.Tensor, parameter: torch.Tensor = parameter) -> None:
             note_used(parameter)
 
         _ = cast(Any, whole).register_hook(reached)
-        setattr(whole, _REPORTS, id(parameter))
+        note_tensor(whole, reports=id(parameter))
 
 
 def _forget_cleared(unit: nn.Module) -> None:
     """Take back the notes for gradients that somebody has cleared, as `zero_grad` does."""
     for parameter, _, held in shards_of(unit):
         if parameter.grad is None and not held:
-            setattr(parameter, _USED, False)
+            note_tensor(parameter, used=False)

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, FunctionType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -182,17 +182,10 @@ def has_parameters(module: nn.Module) -> bool:
 
 def is_elsewhere(module: nn.Module) -> bool:
     """Return whether a module is of another stage."""
-    return FREED in vars(module)
+    return "elsewhere" in notes_of(module)
 
 
-WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of the wrapped module
-HELD = "accel_held"  # attribute of an engine's wrapper: its `EngineGradients`
-EMPTIED = "accel_emptied"  # attribute of modules whose parameters are empty between passes: what makes them so
-FREED = "accel_freed"  # attribute of a module of another stage: paths of its tensors, by name
 RANKS = "accel_ranks"  # attribute of modules that compute with parts of tensors: the ranks that hold these
-OVERLAPS = "accel_overlaps"  # attribute of modules that send beside their own products
-STAGES = "accel_stages"  # attribute of a pipelined model
-_DIVIDED = "accel_divided"  # attribute of a module that follows a pipelined model
 
 
 class EngineGradients(Protocol):
@@ -205,6 +198,180 @@ class EngineGradients(Protocol):
     def note(self) -> None:
         """Note whether there are any now that a window begins; a step then refuses them. No communication."""
         ...
+
+
+class Prepared(TypedDict, total=False):
+    """Facts of a prepared model, kept on the module inside of wrappers.
+
+    Attributes:
+        context: method of context parallelism. By prepare_model; read by a second one.
+        expects_values: it was spread empty. By prepare_model; read until its first forward, which removes it.
+        follows: it copies a pipelined model, and is divided as that one is. By `Ema`; read by saves.
+        local: no gradient crosses ranks with other samples. By prepare_local_model; read by `accumulate`.
+        losses: texts of the loss functions that add up over micro-batches. By and for forward_backward.
+        micro_batches: number of micro-batches of its plan. By prepare_model; read by forward_backward.
+        pipeline: its `Pipeline`. By prepare_model, along pp; read by each pass.
+        same_batches: its `SameBatches`. By prepare_model, along tp, cp and pp; read by its first forwards.
+        stages: modules that run this rank's stages. By prepare_model, along pp; read wherever modules run.
+    """
+
+    context: str
+    expects_values: bool
+    follows: bool
+    local: bool
+    losses: tuple[str, ...]
+    micro_batches: int
+    pipeline: Any
+    same_batches: Any
+    stages: tuple[nn.Module, ...]
+
+
+class ModuleNotes(TypedDict, total=False):
+    """Facts of a module within a model.
+
+    Attributes:
+        absent: placeholders of tensors that other stages hold, by name. By prepare_model, along pp.
+        answer: function that answers its calls. By replays, until they end.
+        chunks: parts of the sequence on which it runs. By chunk_sequence; read by its forwards.
+        compute: function that a head runs instead of its forward. By a loss without logits, for one call.
+        early: product of a column-wise layer that is there before its call. For one call of the module around it.
+        elsewhere: another stage holds it. By prepare_model, along pp; read wherever modules are chosen.
+        emptied: engine that empties its parameters between passes. By DeepSpeed's engine; read by losses.
+        exchanges: rows of its parameters that ranks exchange, by name. By prepare_model, along tp.
+        expert, experts: its place in a list of experts; the name of its list. By prepare_model, along ep.
+        gate: leads calls of entries to the model. By prepare_model, methods=.
+        held: the `EngineGradients` of an engine's wrapper. By the engine; read by `accumulate`.
+        kept_gathered: an FSDP unit that is not resharded after a forward. By its first such forward.
+        moved: id of a module whose bias an `ExpertLoad` moves. Until that is closed.
+        offload: place of a block in `offload_activations`. Read in its forwards.
+        overlaps: it sends beside its own products. By prepare_model, along tp; read by compile_model.
+        pairs: guard of pairs of linear layers. By prepare_model, along tp.
+        path: its path in the model, of a layer of a pair. By prepare_model, along tp.
+        plain: replicated parameters that its forward sees as plain tensors. By prepare_model, fsdp.
+        positions: calls with parts of positions. By prepare_model, along cp.
+        recompute: whether logits are made again in backward. By defer_logits; read by losses.
+        reported: the line that made its deferred logits was logged. By that line.
+        wraps: attribute of the module in an engine's wrapper. By the engine; read by unwrap_model.
+        watch: function that reads and writes of its attributes call. By records, until they end.
+    """
+
+    absent: Mapping[str, Tensor]
+    answer: Any
+    chunks: Any
+    compute: Any
+    early: Any
+    elsewhere: bool
+    emptied: str
+    exchanges: Mapping[str, Any]
+    expert: int
+    experts: str
+    gate: Any
+    held: EngineGradients
+    kept_gathered: bool
+    moved: int
+    offload: Any
+    overlaps: bool
+    pairs: Any
+    path: str
+    plain: Any
+    positions: Any
+    recompute: bool | None
+    reported: bool
+    wraps: str
+    watch: Any
+
+
+class TensorNotes(TypedDict, total=False):
+    """Facts of a parameter, and of gradients and activations if a field says so.
+
+    Notes of hooks hold the id of the tensor with the hook: a copy of the tensor has the note, and no hook.
+
+    Attributes:
+        adjusted: id of a tensor whose hook adjusts what transformers sums. By its layer's forward.
+        alone: ranks may decide differently about its steps. By local SGD and `join_uneven_inputs`.
+        autocast: whether a forward ran with autocast off, and on; one list for a model. By its first forwards.
+        awaited: placements of the gradient of a replicated parameter before its mean. By prepare_model, fsdp.
+        dropped: another rank has it instead. By prepare_model, along pp; read by prepare_optimizer.
+        found: whether a window found a gradient with other values than zero. Until the gradient is cleared.
+        heir: the parameter in its place. By prepare_model; read by prepare_optimizer and steps.
+        name: its name in the prepared model. By prepare_model; read by errors.
+        needed: a step needs its gradient. By prepare_model; read by steps.
+        on_host: the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps.
+        reached: activation; a unit is gathered again when its gradient comes. By the unit's forward.
+        reports: id of the parameter that a hook notes as used.
+        settled: gradient; ranks have exchanged its bit. By steps.
+        tied_copy: a lower rank along pp has the same parameter. By prepare_model.
+        used: whether a backward has reached it since these bits were exchanged. By backwards; read by steps.
+        viewed: its exchanged gradient is a view of its bucket. By prepare_model, ddp; read by steps.
+        watched: id of the tensor whose hook may take `found` back; None for none.
+    """
+
+    adjusted: int
+    alone: bool
+    autocast: list[bool]
+    awaited: tuple[object, ...]
+    dropped: bool
+    found: bool
+    heir: nn.Parameter
+    name: str
+    needed: bool
+    on_host: bool
+    reached: bool
+    reports: int
+    settled: bool
+    tied_copy: bool
+    used: bool
+    viewed: bool
+    watched: int | None
+
+
+NOTES = "accel_notes"  # attribute of modules within a model and of tensors
+_PREPARED = "accel_prepared"  # attribute of models
+
+
+def prepared_of(model: nn.Module) -> Prepared:
+    """Return the facts of a model; none of a wrapper around it. Not to be changed."""
+    notes: Prepared | None = vars(model).get(_PREPARED)
+    return notes or {}
+
+
+def notes_of(module: nn.Module) -> ModuleNotes:
+    """Return the facts of a module within a model. Not to be changed."""
+    notes: ModuleNotes | None = vars(module).get(NOTES)
+    return notes or {}
+
+
+def tensor_notes(tensor: Tensor) -> TensorNotes:
+    """Return the facts of a tensor. Not to be changed."""
+    notes: TensorNotes | None = getattr(tensor, NOTES, None)
+    return notes or {}
+
+
+def note_prepared(model: nn.Module, **notes: Unpack[Prepared]) -> None:
+    """Note facts of a prepared model. Mutates it by one attribute."""
+    _add(model, _PREPARED, notes)
+
+
+def note_module(module: nn.Module, **notes: Unpack[ModuleNotes]) -> None:
+    """Note facts of a module. Mutates it by one attribute."""
+    _add(module, NOTES, notes)
+
+
+def note_tensor(tensor: Tensor, **notes: Unpack[TensorNotes]) -> None:
+    """Note facts of a tensor. Mutates it by one attribute, which nothing computes with."""
+    _add(tensor, NOTES, notes)
+
+
+def _add(owner: object, attribute: str, notes: Mapping[str, object]) -> None:
+    # a new dict, as a shallow copy of the owner shares the one before
+    vars(owner)[attribute] = {**vars(owner).get(attribute, {}), **notes}
+
+
+def forget(owner: nn.Module | Tensor, *names: str) -> None:
+    """Remove notes of a model, module or tensor. Mutates it."""
+    for attribute in (NOTES, _PREPARED):
+        if notes := getattr(owner, attribute, None) if isinstance(owner, Tensor) else vars(owner).get(attribute):
+            vars(owner)[attribute] = {name: each for name, each in notes.items() if name not in names}
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -230,8 +397,8 @@ def wrapped_name(module: nn.Module) -> str | None:
     """Return the attribute that holds the wrapped module, None for a module that wraps nothing."""
     if isinstance(module, DistributedDataParallel):
         return "module"
-    if (name := vars(module).get(WRAPS)) is not None:
-        return cast(str, name)
+    if (name := notes_of(module).get("wraps")) is not None:
+        return name
     compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)  # torch names the class in a private place
     return "_orig_mod" if compiled else None
 
@@ -240,48 +407,38 @@ def held_by(model: nn.Module) -> EngineGradients | None:
     """Return the gradients that an engine holds of a model, from under wrappers; None if no engine does."""
     at: nn.Module | None = model
     while at is not None:
-        if (held := vars(at).get(HELD)) is not None:
-            return cast(EngineGradients, held)
+        if (held := notes_of(at).get("held")) is not None:
+            return held
         name = wrapped_name(at)
         at = None if name is None else getattr(at, name)
     return None
 
 
-def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters that DDP expects sparse gradients of, those of `sparse=True`, by path."""
-    found: dict[str, nn.Parameter] = {}
-    for path, module in named_modules(model):
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            own = module.named_parameters(path, recurse=False)
-            found |= {name: each for name, each in own if each.requires_grad}
-    return found
-
-
 def emptied_by(module: nn.Module) -> str | None:
     """Return what makes a module's parameters empty between passes; None where they have their values."""
-    return cast("str | None", vars(module).get(EMPTIED))
+    return notes_of(module).get("emptied")
 
 
 def stage_modules(model: nn.Module) -> Sequence[nn.Module]:
     """Return the modules that run this rank's stages of a model; the model itself where it has no pipeline."""
-    return cast("Sequence[nn.Module] | None", vars(model).get(STAGES)) or (model,)
+    return prepared_of(model).get("stages") or (model,)
 
 
 def is_pipelined(model: nn.Module) -> bool:
     """Return whether a model is cut into the stages of a pipeline."""
-    return STAGES in vars(model)
+    return "stages" in prepared_of(model)
 
 
 def follow_stages(module: nn.Module, model: nn.Module) -> None:
     """Let a module that copies a model's parameters be divided among ranks as the model is. Mutates it."""
     if is_divided(model):
-        vars(module)[_DIVIDED] = True
+        note_prepared(module, follows=True)
 
 
 def is_divided(module: nn.Module) -> bool:
     """Return whether ranks along a pipeline hold different parts of a module, under the names of the whole one."""
     inner = unwrap_model(module)
-    return is_pipelined(inner) or _DIVIDED in vars(inner)
+    return is_pipelined(inner) or "follows" in prepared_of(inner)
 
 
 _ROWS, _TOKENS, _FRAMES, _SAMPLES = 2, 7, 64, 4000  # 7 tokens, as few models have 7 heads

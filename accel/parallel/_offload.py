@@ -7,10 +7,9 @@ and are freed at the end of the next one. Before a block's backward those of the
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -18,15 +17,13 @@ from torch import Tensor, nn
 
 from accel.comm._streams import DeviceStreams, streams_of
 from accel.errors import ConfigError
-from accel.mixins import Mixin, add_mixin, remove_mixin
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import Select, selected
-from accel.parallel._modules import unwrap_model, written_class
+from accel.parallel._modules import note_module, notes_of, unwrap_model, written_class
 from accel.parallel._private import runs_in_backward
 from accel.tensors import local_part
 
 M = TypeVar("M", bound=nn.Module)
-
-_PLACE = "accel_offload"  # attribute of a block: its `_BlockPlace`
 
 
 class _PinnedPool:
@@ -282,7 +279,7 @@ class Offloaded(Mixin, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward in hooks of saved tensors."""
-        place: _BlockPlace = vars(self)[_PLACE]
+        place: _BlockPlace = cast(_BlockPlace, notes_of(self).get("offload"))
         by = place.by
         if not torch.is_grad_enabled() or runs_in_backward():
             return super().forward(*args, **kwargs)
@@ -340,17 +337,8 @@ def offload_activations(
     by = _OffloadState(min_bytes, max_pinned_bytes, prefetch)
     add_mixin(chosen, Offloaded)
     for at, each in enumerate(chosen):
-        vars(each)[_PLACE] = _BlockPlace(by, is_first=at == 0, is_last=at == len(chosen) - 1)
+        note_module(each, offload=_BlockPlace(by, is_first=at == 0, is_last=at == len(chosen) - 1))
     return model
-
-
-def put_outside(blocks: Iterable[nn.Module]) -> None:
-    """Put `Offloaded` in front of what else is before the class of blocks, unless `fully_shard` is. Mutates them."""
-    for each in blocks:
-        if isinstance(each, Offloaded):
-            with contextlib.suppress(ConfigError):  # behind the class of `fully_shard`
-                remove_mixin([each], Offloaded)
-                add_mixin([each], Offloaded)
 
 
 def use_streams(model: nn.Module, streams: DeviceStreams) -> None:
@@ -361,5 +349,5 @@ def use_streams(model: nn.Module, streams: DeviceStreams) -> None:
 
 
 def _running(module: nn.Module) -> _OffloadState | None:
-    place: _BlockPlace | None = vars(module).get(_PLACE)
+    place: _BlockPlace | None = notes_of(module).get("offload")
     return None if place is None else place.by

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -19,41 +19,34 @@ from accel.parallel._compile import compile_model
 from accel.parallel._empty import allocate_empty, expect_values, move_model, stays_empty
 from accel.parallel._engines import engine_of
 from accel.parallel._entries import add_entries, check_methods, lead_entries
-from accel.parallel._labels import (
-    keep_state_on_host_,
-    label_parameters,
-    name_of,
-    note_micro_batches,
-    watch_autocast,
-)
-from accel.parallel._modules import unwrap_model
+from accel.parallel._labels import keep_state_on_host_, label_parameters, name_of
+from accel.parallel._modules import note_prepared, notes_of, unwrap_model
 from accel.parallel._offload import use_streams
 from accel.parallel._private import is_compiled
 from accel.parallel._refused import (
-    check_absent,
-    check_all,
-    check_bare,
-    check_devices,
-    check_frozen,
-    check_hooked,
-    check_masters,
-    check_shapes,
+    FORMS,
+    HOOKED,
+    MODELS,
+    PrepareCall,
     check_sparse,
     check_unallocated,
-    log_changed_buffers,
+    raised,
     refuse_foreign,
+    refused,
+    report,
 )
 from accel.parallel._same_batches import SHARING, compare_batches
-from accel.parallel._sharded import check_adopted, check_replicated, holds_dtensors, is_sharded
-from accel.parallel._spread import Spread, SpreadOptions, stage_comm
+from accel.parallel._sharded import check_adopted, check_replicated
+from accel.parallel._spread import ModelView, ReplicateOptions, Spread, SpreadOptions, stage_comm
+from accel.parallel._watches import log_changed_buffers, watch_autocast
 from accel.parallel.axes.context import CONTEXT
 from accel.parallel.axes.experts import EXPERT
 from accel.parallel.axes.pipeline import PIPELINE
-from accel.parallel.axes.replicate._comm_hooks import CommHook, ReplicateOptions
+from accel.parallel.axes.replicate._comm_hooks import CommHook, check_hook
 from accel.parallel.axes.replicate._ddp import REPLICATE, Replica, replica_of
 from accel.parallel.axes.shard import SHARD
 from accel.parallel.axes.tensor import TENSOR
-from accel.parallel.axes.tensor._deferred import deferral_after
+from accel.parallel.axes.tensor._deferred import DefersLogits, deferral_after
 from accel.topology import Dimension, Plan, data_dimension, dimension_of
 
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
@@ -75,9 +68,9 @@ def composition(ctx: DistContext) -> Sequence[Spread]:
     return [_SPREADS[dimension] for dimension in _ORDER if dimension in wanted and dimension in _SPREADS]
 
 
-def unspread(ctx: DistContext, model: nn.Module) -> Sequence[Spread]:
+def unspread(ctx: DistContext, view: ModelView) -> Sequence[Spread]:
     """Return what `prepare_model` would apply to a model; nothing on one rank. No communication."""
-    return [each for each in composition(ctx) if ctx.world_size > 1 and not each.is_done(ctx, model)]
+    return [each for each in composition(ctx) if ctx.world_size > 1 and not each.is_done(ctx, view)]
 
 
 def check_axes(ctx: DistContext, *, spreads: bool = True) -> None:
@@ -99,6 +92,9 @@ def check_axes(ctx: DistContext, *, spreads: bool = True) -> None:
             where="prepare_model, ctx.mesh",
             fix=f"Leave {name} out of the mesh, or keep the model out of prepare and exchange its gradients.",
         )
+
+
+_SEVERAL = "the model is refused for several reasons"
 
 
 @context_first
@@ -163,7 +159,6 @@ def prepare_model(
     """
     ctx.comm.check_open()
     check_kind(model, nn.Module, "not a model", expected="a torch.nn.Module", where="prepare_model", error=PrepareError)
-    check_hooked(model)
     keywords = ReplicateOptions(
         find_unused_parameters=find_unused_parameters,
         bucket_cap_mb=bucket_cap_mb,
@@ -173,83 +168,92 @@ def prepare_model(
         comm_hook=comm_hook,
     )
     keywords.check()
+    if comm_hook is not None:
+        check_hook(comm_hook)
     plan = ctx.plan if plan is None else plan
     engine = engine_of(ctx)
     if not allocate:
         check_unallocated(ctx)
+    view = ModelView(model, example)
+    report(refused(PrepareCall(ctx, view), [HOOKED]), _SEVERAL, "prepare_model")
     if engine is not None:
-        _check_for_engine(ctx, model, plan, keywords)
+        _check_for_engine(ctx, view, plan, keywords)
         compile_as_set(ctx, model)
         return engine.prepare(ctx, [model])[0]
-    with _deferral(ctx, model, plan, keywords):
-        prepared = _spread_alike(ctx, model, plan, keywords, example, allocate=allocate)
+    with _deferral(ctx, view, plan, keywords):
+        prepared = _spread_alike(ctx, view, plan, keywords, allocate=allocate)
     compile_as_set(ctx, prepared)
     return prepared
 
 
 def _deferral(
-    ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions
+    ctx: DistContext, view: ModelView, plan: Plan | None, keywords: ReplicateOptions
 ) -> AbstractContextManager[None]:
     """Keep a model's deferred logits in front of what this block puts before the class of its head."""
+    asked = _checked_plan(plan).logits == "deferred"
+    if not asked and not any(isinstance(each, DefersLogits) for each in view.modules.values()):
+        return nullcontext()
     passes = keywords.find_unused_parameters or keywords.static_graph
     replicated = ctx.world_size > 1 and composition(ctx)[-1] is REPLICATE
     obstacle = "DDP with find_unused_parameters or static_graph, which reads outputs" if passes and replicated else ""
-    return deferral_after(model, asked=_checked_plan(plan).logits == "deferred", obstacle=obstacle)
+    return deferral_after(view.model, asked=asked, obstacle=obstacle)
 
 
 def _spread_alike(
-    ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions, example: Any, *, allocate: bool
+    ctx: DistContext, view: ModelView, plan: Plan | None, keywords: ReplicateOptions, *, allocate: bool
 ) -> nn.Module:
     """Spread a model along every dimension, or adopt one that is spread. A collective."""
+    model = view.model
     spreads = composition(ctx)
-    options = [own_options(each, plan, keywords, example) for each in spreads]
     _check_used(ctx, keywords, spreads)
-    check_model(ctx, model, plan, keywords, example)
-    options = [_resolved(ctx, model, *each) for each in zip(spreads, options, strict=True)]
+    waiting = check_model(ctx, view, plan, keywords)
+    options = [_resolved(ctx, view, each, own) for each, own in waiting]
     prepared = model
-    if spreads[-1].is_done(ctx, model):  # data parallelism, which comes last
+    if spreads[-1].is_done(ctx, view):  # data parallelism, which comes last
         _check_free_of_options(keywords)
         _adopt(ctx, model)
     elif ctx.world_size == 1:
         move_model(model, ctx.streams)
         label_parameters(model)
-    is_empty = _is_empty(ctx, model)
+    is_empty = _is_empty(ctx, view)
     if ctx.world_size > 1:
-        prepared = _spread(ctx, model, zip(spreads, options, strict=True), plan, is_empty=is_empty)
+        prepared = _spread(ctx, view, options, plan, is_empty=is_empty)
     if is_empty and allocate:
         inner = unwrap_model(prepared)
         allocate_empty(inner, ctx.device)
         expect_values(stage_comm(ctx), inner)
     if plan is not None and plan.micro_batches is not None:
-        note_micro_batches(prepared, plan.micro_batches)
+        note_prepared(unwrap_model(prepared), micro_batches=plan.micro_batches)
     if plan is not None and plan.offload == "optimizer":
         keep_state_on_host_(prepared.parameters())
-    _watch(ctx, prepared)
+    _watch(ctx, view, prepared)
     return prepared
 
 
-def _watch(ctx: DistContext, model: nn.Module) -> None:
+def _watch(ctx: DistContext, view: ModelView, model: nn.Module) -> None:
     """Look at the model's first forwards: whether autocast is on, and which buffers change."""
     if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
         watch_autocast(model, ctx.device.type, ctx.precision.compute)
-    log_changed_buffers(ctx, model)
-    use_streams(model, ctx.streams)
+    if view.buffers:
+        log_changed_buffers(ctx, model)
+    if any("offload" in notes_of(each) for each in view.modules.values()):
+        use_streams(model, ctx.streams)
 
 
-def _check_for_engine(ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions) -> None:
+def _check_for_engine(ctx: DistContext, view: ModelView, plan: Plan | None, keywords: ReplicateOptions) -> None:
     """Raise the errors of a model that an engine prepares."""
-    if holds_dtensors(model):
-        check_divided(ctx, model)
+    if view.holds_dtensors:
+        check_divided(ctx, view.model)
     _check_used(ctx, keywords, ())
     refuse_plan(ctx, plan)
-    check_sparse(model, {f"the engine {ctx.settings.strategy}": True}, "prepare_model")
+    check_sparse(view, {f"the engine {ctx.settings.strategy}": True}, "prepare_model")
 
 
-def _resolved(ctx: DistContext, model: nn.Module, spread: Spread, options: SpreadOptions) -> SpreadOptions:
-    """Options that ranks decide on together. A collective for some models."""
-    if spread.resolve is None or ctx.world_size == 1 or spread.is_done(ctx, model):
-        return options
-    return spread.resolve(ctx, model, options)
+def _resolved(
+    ctx: DistContext, view: ModelView, spread: Spread, options: SpreadOptions
+) -> tuple[Spread, SpreadOptions]:
+    """A spread with the options that ranks decide on together. A collective for some models."""
+    return spread, options if spread.resolve is None else spread.resolve(ctx, view, options)
 
 
 def compile_as_set(ctx: DistContext, model: nn.Module) -> None:
@@ -269,7 +273,7 @@ def compile_as_set(ctx: DistContext, model: nn.Module) -> None:
 
 def _spread(
     ctx: DistContext,
-    model: nn.Module,
+    view: ModelView,
     spreads: Iterable[tuple[Spread, SpreadOptions]],
     plan: Plan | None,
     *,
@@ -277,14 +281,15 @@ def _spread(
 ) -> nn.Module:
     """Spread a model along each dimension along which it is not spread yet, with entries for methods. A collective."""
     spread: list[Dimension] = []
-    inner = unwrap_model(model)
+    model, inner = view.model, view.inner.model
     methods = () if plan is None else plan.methods
     has_entries = bool(methods) or (hasattr(inner, "get_encoder") and not _axes_within_forward(ctx))
     if has_entries:
         add_entries(inner, methods)
     for each, options in spreads:
-        if not each.is_done(ctx, model):
+        if not each.is_done(ctx, view):  # what another has spread may be so along this one too
             model = each.spread(ctx, model, options, is_empty=is_empty)
+            view = ModelView(model)
             spread.append(each.dimension)
     if has_entries:
         lead_entries(inner, model, methods)
@@ -299,72 +304,65 @@ def _axes_within_forward(ctx: DistContext) -> list[str]:
     return [name for name, axis in axes if axis.size > 1 and dimension_of(name) in ("pipeline", "context", "sequence")]
 
 
-def _is_empty(ctx: DistContext, model: nn.Module) -> bool:
+def _is_empty(ctx: DistContext, view: ModelView) -> bool:
     """Return whether no rank has values of a model that is not spread yet. A collective on several ranks."""
     if ctx.world_size == 1:
-        return ctx.device.type != "meta" and any(each.is_meta for each in model.parameters())
-    waiting = unspread(ctx, model)
+        return ctx.device.type != "meta" and any(each.is_meta for each in view.parameters.values())
+    waiting = unspread(ctx, view)
     if not waiting:
         return False
     cuts = any(each.dimension == "pipeline" for each in waiting)  # stages have the values of one model
-    return stays_empty(ctx.comm if cuts else stage_comm(ctx), model)
+    return stays_empty(ctx.comm if cuts else stage_comm(ctx), view.model)
 
 
 def check_model(
-    ctx: DistContext,
-    model: nn.Module,
-    plan: Plan | None = None,
-    keywords: ReplicateOptions | None = None,
-    example: Any = None,
-) -> None:
-    """Raise the errors of `prepare_model` for a model, before anything changes. No communication."""
-    if holds_dtensors(model):
-        check_divided(ctx, model)
-    if (replica := replica_of(model)) is not None:
+    ctx: DistContext, view: ModelView, plan: Plan | None = None, keywords: ReplicateOptions | None = None
+) -> list[tuple[Spread, SpreadOptions]]:
+    """Raise the errors of `prepare_model` for a model, before anything changes: all of them together. No communication.
+
+    Returns the spreads that are to come, with their options.
+    """
+    plan = _checked_plan(plan)
+    keywords = keywords or ReplicateOptions()
+    spreads = [(each, options_of(each, plan, keywords, view)) for each in composition(ctx)]
+    if view.holds_dtensors:
+        check_divided(ctx, view.model)
+    if (replica := replica_of(view.model)) is not None:
         if not isinstance(replica, Replica):
             check_replicated(ctx, replica)
-        return
-    check_bare(model)
-    check_frozen(model)
-    check_absent(ctx, model)
-    check_devices(ctx, model)
-    waiting = unspread(ctx, model)
-    check_masters(ctx, waiting)
-    keywords = keywords or ReplicateOptions()
-    refusing = [each.dimension for each in composition(ctx) if not each.takes_sparse]
+        return []
+    waiting = unspread(ctx, view)
+    to_come = [(each, options) for each, options in spreads if each in waiting]
+    asked = PrepareCall(ctx, view, waiting)
+    report(refused(asked, FORMS), _SEVERAL, "prepare_model")
+    refusing = [each.dimension for each, _ in spreads if not each.takes_sparse]
     obstacles = {
         f"parameters spread along {', '.join(refusing)}": bool(refusing),
         "master weights": ctx.precision.master_weights is not None,
         "a comm_hook that compresses": keywords.compresses,
-        "parameters that are sharded already": is_sharded(model),
+        "parameters that are sharded already": view.is_sharded,
     }
-    check_sparse(model, obstacles, "prepare_model")
-    if methods := _checked_plan(plan).methods:
-        check_methods(unwrap_model(model), methods, _axes_within_forward(ctx))
-    if waiting:
-        check_shapes(model)
-        check_axes(ctx)
-    checks = [partial(each.check, ctx, model, own_options(each, plan, keywords, example)) for each in waiting]
-    check_all(checks, "several axes of the mesh refuse the model", "prepare_model")
+    checks = [
+        partial(check_sparse, view, obstacles, "prepare_model"),
+        *([partial(check_axes, ctx)] if waiting else []),
+        *(partial(each.check, ctx, view, options) for each, options in to_come),
+    ]
+    if plan.methods:
+        checks.append(partial(check_methods, view.inner.model, plan.methods, _axes_within_forward(ctx)))
+    report([*refused(asked, MODELS), *raised(checks)], _SEVERAL, "prepare_model")
+    return to_come
 
 
-def replaces_parameters(ctx: DistContext, model: nn.Module) -> bool:
+def replaces_parameters(ctx: DistContext, view: ModelView) -> bool:
     """Return whether `prepare_model` would put other parameters in the place of the model's. No communication."""
-    return any(each.replaces for each in unspread(ctx, model))
+    return any(each.replaces for each in unspread(ctx, view))
 
 
-def own_options(
-    spread: Spread, plan: Plan | None, keywords: ReplicateOptions | None, example: Any = None
-) -> SpreadOptions:
-    """Return the options of one dimension from a plan and the keywords of `prepare_model`, or raise `ConfigError`."""
-    sources = (_checked_plan(plan), keywords or ReplicateOptions())
-    found: dict[str, Any] = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
-    found |= {"plan": sources[0], "example": example}
-    found |= {"beside": {}, "regions": {}}  # these follow from the model
-    found["offload"] = found["offload"] is True  # of shards
-    own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
-    own.check()
-    return own
+def options_of(spread: Spread, plan: Plan, keywords: ReplicateOptions, view: ModelView) -> SpreadOptions:
+    """Return the options of one dimension, or raise `ConfigError`. No communication."""
+    options = spread.options_from(plan, keywords, view)
+    options.check()
+    return options
 
 
 def refuse_plan(ctx: DistContext, plan: Plan | None) -> None:
@@ -390,8 +388,7 @@ def _check_used(ctx: DistContext, keywords: ReplicateOptions, spreads: Iterable[
     exchanges = list(spreads)
     if exchanges and exchanges[-1].dimension == "pipeline":
         exchanges += [SHARD]  # stages without peers take what stages with peers do, so that one script serves both
-    options = [name for each in exchanges for name in each.options.__struct_fields__]
-    used = [name for name in dict.fromkeys(options) if name in defaults.__struct_fields__]
+    used = list(dict.fromkeys(name for each in exchanges for name in each.keywords))
     unused = [name for name in keywords.__struct_fields__ if name not in used]
     if ignored := [name for name in unused if getattr(keywords, name) != getattr(defaults, name)]:
         raise ConfigError(

@@ -24,7 +24,7 @@ from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
 from accel.errors import DataError, PrepareError, TreeError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import is_pipelined, unwrap_model
+from accel.parallel._modules import is_pipelined, note_prepared, prepared_of, unwrap_model
 from accel.tensors import mesh_of, split_dims
 from accel.topology import Dimension, dimension_of
 from accel.tree._walk import Containers, leaves
@@ -32,7 +32,6 @@ from accel.tree._walk import Containers, leaves
 AXES = ("tp", "pp")
 SHARING: frozenset[Dimension] = frozenset({"tensor", "pipeline"})  # ranks along these get one batch
 
-WATCH = "accel_same_batches"  # attribute of a prepared model; a pipelined one is not called itself
 _HEAD = struct.Struct("<q16s")  # the context's rank, a digest of the batch's structure
 _LEAF = struct.Struct("<8s4d")  # a digest of what must be equal, and the figures of a floating-point tensor
 _MOST_LEAVES = 23  # that fit into the smallest first message; the rest counts as one
@@ -125,7 +124,7 @@ class _Compared(Mixin, nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
-        watch = cast("SameBatches | None", vars(self).get(WATCH))
+        watch: SameBatches | None = prepared_of(self).get("same_batches")
         if watch is not None and watch.awaited:
             watch.compare(_listed(args, kwargs), trains=self.training)
         try:
@@ -163,7 +162,7 @@ def compare_batches(ctx: DistContext, model: nn.Module) -> None:
     inner = unwrap_model(model)
     # Where each rank has the whole model, one of them may evaluate alone.
     modes = ("training", "evaluation") if is_pipelined(inner) or _is_cut(inner) else ("training",)
-    vars(inner)[WATCH] = SameBatches(adopt(group, ctx.device), ctx.rank, ctx.containers, modes)
+    note_prepared(inner, same_batches=SameBatches(adopt(group, ctx.device), ctx.rank, ctx.containers, modes))
     if not is_pipelined(inner):
         add_mixin([inner], _Compared)
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer for one dimension of a mesh, as a record of functions; and tensors that are alike on its ranks."""
+"""A model described once, and the answer for one dimension of a mesh as a record; tensors that ranks have alike."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 import torch
@@ -15,8 +16,14 @@ from torch import nn
 
 from accel.comm import Call, Comm, adopt, all_reduce_flat, alone, broadcast_flat, call_site, exchange
 from accel.context import DistContext, group_of
-from accel.tensors import packed_weights
-from accel.topology import Dimension, dimension_of
+from accel.errors import ConfigError
+from accel.parallel._blocks import ModelBlock, blocks_of
+from accel.parallel._modules import named_modules, unwrap_model
+from accel.parallel._sharded import sharded_roots
+from accel.tensors import Packed, is_dtensor, packed_weights
+from accel.topology import Dimension, Plan, dimension_of
+
+T = TypeVar("T", bound=torch.Tensor)
 
 
 def average_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> None:
@@ -127,8 +134,108 @@ def _in_flat(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], t
             _ = tensor.copy_(values.view_as(tensor))
 
 
+class ModelView:
+    """A model before it changes: each fact is found when it is first asked for, and the modules are walked once.
+
+    Args:
+        model: plain, wrapped or spread.
+        example: a batch as the model takes it; None for none.
+    """
+
+    def __init__(self, model: nn.Module, example: Any = None) -> None:
+        self.model = model
+        self.example = example
+
+    @cached_property
+    def inner(self) -> ModelView:
+        """The view of the module inside of wrappers; this one of a model without."""
+        inner = unwrap_model(self.model)
+        return self if inner is self.model else ModelView(inner, self.example)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[str, nn.Module], ...]:
+        """The modules, each under all of its paths."""
+        return tuple(named_modules(self.model, every_path=True))
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules, each under its first path."""
+        first = {id(module): path for path, module in reversed(self.paths)}
+        return {path: module for path, module in self.paths if first[id(module)] == path}
+
+    @cached_property
+    def places(self) -> dict[int, tuple[str, ...]]:
+        """All paths of each module, by its `id`."""
+        found: dict[int, tuple[str, ...]] = {}
+        for path, module in self.paths:
+            found[id(module)] = (*found.get(id(module), ()), path)
+        return found
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters, each under its first name."""
+        return _first_names((path, module.named_parameters(recurse=False)) for path, module in self.modules.items())
+
+    @cached_property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers, each under its first name."""
+        return _first_names((path, module.named_buffers(recurse=False)) for path, module in self.modules.items())
+
+    @cached_property
+    def owners(self) -> dict[int, tuple[str, ...]]:
+        """All names of each parameter, by its `id`; tied ones have several."""
+        found: dict[int, tuple[str, ...]] = {}
+        for path, module in self.paths:
+            for name, each in module.named_parameters(recurse=False, remove_duplicate=False):
+                found[id(each)] = (*found.get(id(each), ()), f"{path}.{name}" if path else name)
+        return found
+
+    @cached_property
+    def packed(self) -> dict[str, Packed]:
+        """The packed weights by all of their names."""
+        return packed_weights(self.paths)
+
+    @cached_property
+    def tables(self) -> dict[str, nn.Parameter]:
+        """The trainable weights of embeddings with sparse gradients."""
+        return sparse_tables(self.modules.items())
+
+    @cached_property
+    def blocks(self) -> tuple[ModelBlock, ...]:
+        """The blocks, also those within others."""
+        return blocks_of(self.model, nested=True)
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether somebody has spread the parameters over ranks."""
+        return any(map(is_dtensor, self.parameters.values())) or bool(sharded_roots(self.model))
+
+    @cached_property
+    def holds_dtensors(self) -> bool:
+        """Whether a parameter or a buffer is a DTensor."""
+        return any(map(is_dtensor, (*self.parameters.values(), *self.buffers.values())))
+
+
+def sparse_tables(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters that DDP expects sparse gradients of, those of `sparse=True`, by path."""
+    found: dict[str, nn.Parameter] = {}
+    for path, module in modules:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            own = module.named_parameters(path, recurse=False)
+            found |= {name: each for name, each in own if each.requires_grad}
+    return found
+
+
+def _first_names(tables: Iterable[tuple[str, Iterator[tuple[str, T]]]]) -> dict[str, T]:
+    found: dict[int, tuple[str, T]] = {}
+    for path, tensors in tables:
+        for name, each in tensors:
+            _ = found.setdefault(id(each), (f"{path}.{name}" if path else name, each))
+    return dict(found.values())
+
+
 class SpreadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of one dimension: fields of `Plan` and keywords of `prepare_model`, by their names; see there."""
+    """Options of one dimension: fields of `Plan` and keywords of `prepare_model`; see there."""
 
     def check(self) -> None:
         """Raise `ConfigError` for values out of range, or that contradict each other."""
@@ -136,6 +243,40 @@ class SpreadOptions(msgspec.Struct, frozen=True, kw_only=True):
     def describe(self) -> str:
         """Return the options as text that is the same on ranks with the same options."""
         return repr(self)
+
+
+class ReplicateOptions(SpreadOptions, frozen=True, kw_only=True):
+    """Options of DistributedDataParallel, which are keywords of `prepare_model`."""
+
+    find_unused_parameters: bool = False
+    bucket_cap_mb: float = 25.0
+    static_graph: bool = False
+    broadcast_buffers: bool = True
+    gradient_as_bucket_view: bool = True
+    comm_hook: Any = None
+
+    @property
+    def compresses(self) -> bool:
+        """Whether a hook of this package converts gradients for the exchange."""
+        return self.comm_hook is not None and not callable(self.comm_hook)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for options that contradict each other."""
+        if self.find_unused_parameters and self.static_graph:
+            raise ConfigError(
+                "a static graph is searched for unused parameters once, at the first step",
+                expected="find_unused_parameters or static_graph",
+                got="both",
+                where="prepare_model",
+            )
+        if not 0 < self.bucket_cap_mb < float("inf"):
+            raise ConfigError("no bucket has that size", expected="MiB above 0", got=repr(self.bucket_cap_mb))
+
+    def describe(self) -> str:
+        """Return the options as text that is the same on ranks with the same options."""
+        hook = self.comm_hook
+        named = f"function {getattr(hook, '__qualname__', type(hook).__qualname__)}" if callable(hook) else hook
+        return repr(msgspec.structs.replace(self, comm_hook=named))
 
 
 class SpreadFunction(Protocol):
@@ -152,7 +293,8 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         dimension: the dimension to spread along.
-        options: class of its options.
+        options_from: its options of a plan, of keywords of `prepare_model` and of a model. Pure.
+        keywords: those of `prepare_model` that it takes.
         is_done: whether the model is spread along it already. No communication.
         check: raises for a model that cannot be spread with these options. No communication, and nothing is changed.
         spread: spreads a model, from rank 0's values if there are some. A collective that mutates the model.
@@ -163,11 +305,12 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     dimension: Dimension
-    options: type[SpreadOptions]
-    is_done: Callable[[DistContext, nn.Module], bool]
-    check: Callable[[DistContext, nn.Module, Any], None]
+    options_from: Callable[[Plan, ReplicateOptions, ModelView], SpreadOptions]
+    keywords: tuple[str, ...] = ()
+    is_done: Callable[[DistContext, ModelView], bool]
+    check: Callable[[DistContext, ModelView, Any], None]
     spread: SpreadFunction
-    resolve: Callable[[DistContext, nn.Module, Any], SpreadOptions] | None = None
+    resolve: Callable[[DistContext, ModelView, Any], SpreadOptions] | None = None
     replaces: bool
     takes_sparse: bool = False
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from accel.precision._fp8 import (
     matched,
     qat_layers,
     round_layers,
-    submodules,
 )
 from accel.tensors import is_dtensor, is_half
 
@@ -119,8 +118,9 @@ def apply_precision(ctx: DistContext, model: M) -> M:
         PrepareError: parameters to convert have gradients, or are sharded.
     """
     precision = ctx.precision
-    check_compute(ctx.device, precision.compute)
-    spared = matched(model, precision.fp32_modules, "Precision.fp32_modules")
+    if precision.compute != "fp32":  # which every device has
+        check_compute(ctx.device, precision.compute)
+    spared = _spared(model, precision)
     layers: list[str] = []
     if precision.fp8 is not None and not _has_fp8(model):
         check_fp8(ctx.device, precision.fp8)
@@ -148,14 +148,20 @@ def apply_precision(ctx: DistContext, model: M) -> M:
 
 def planned_formats(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
     """Return the dtypes that `apply_precision` will give to parameters, by `id`; of those that it converts."""
-    spared = matched(model, precision.fp32_modules, "Precision.fp32_modules")
+    spared = _spared(model, precision)
     return {id(parameter): dtype for _, parameter, dtype in _formats(model, precision, spared)}
+
+
+def _spared(model: nn.Module, precision: Precision) -> set[str]:
+    """Return the submodules that keep float32, by name."""
+    named = precision.fp32_modules
+    return matched(model, named, "Precision.fp32_modules") if named else set()
 
 
 def _formats(model: nn.Module, precision: Precision, spared: set[str]) -> list[tuple[str, nn.Parameter, torch.dtype]]:
     """List parameters to convert, each once; of modules that share one, the wider format wins."""
     wanted: dict[int, torch.dtype] = {}
-    for name, module in submodules(model):
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         for parameter in module.parameters(recurse=False):
             if name in spared:
                 wanted[id(parameter)] = torch.float32

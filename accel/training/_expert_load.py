@@ -19,7 +19,7 @@ from accel.errors import ConfigError, PrepareError, StepError
 from accel.errors._checks import check_kind
 from accel.optim import Accumulation
 from accel.parallel import balanced_bias, expert_counts
-from accel.parallel._modules import is_pipelined, matching, named_modules, unwrap_model
+from accel.parallel._modules import forget, is_pipelined, matching, named_modules, note_module, notes_of, unwrap_model
 from accel.parallel._private import runs_in_backward, untraced
 from accel.parallel.axes.experts import WITH_OWN_TOKENS, ExpertCalls, calls_around, is_sorted_experts, moe_modules
 from accel.tensors import is_dtensor
@@ -27,7 +27,6 @@ from accel.training._evaluating import Stepped
 from accel.training._train_state import TrainState
 
 _WHERE = "ExpertLoad"
-_MOVED = "accel_moved"  # of a module with a bias that an ExpertLoad moves: its id, which a copy has not
 
 
 class ExpertCounts(msgspec.Struct, frozen=True):
@@ -145,7 +144,7 @@ class ExpertLoad:
             hook.remove()
         for each in self._layers.values():
             if each.holder is not None:
-                _ = vars(each.holder).pop(_MOVED, None)
+                forget(each.holder, "moved")
 
     @contextlib.contextmanager
     def counting(self, state: TrainState | Accumulation, *, mask: Tensor | None = None) -> Generator[Self]:
@@ -384,7 +383,7 @@ def _check_bias(bias: Tensor, name: str, path: str) -> None:
 
 
 def _mark_moved(holder: nn.Module, path: str) -> None:
-    if vars(holder).get(_MOVED) == id(holder):
+    if notes_of(holder).get("moved") == id(holder):  # a copy has another id
         raise PrepareError(
             "another ExpertLoad moves this bias, which would move twice a step",
             expected="one with a speed for each model",
@@ -392,7 +391,7 @@ def _mark_moved(holder: nn.Module, path: str) -> None:
             where=f"{_WHERE}(speed=), {path}",
             fix="Keep the first one; or call its close() before.",
         )
-    vars(holder)[_MOVED] = id(holder)
+    note_module(holder, moved=id(holder))
 
 
 def _move(bias: Tensor, counts: Tensor, speed: float) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from accel.context import DistContext
 from accel.errors import StepError
 from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor
+from accel.parallel._modules import note_prepared, prepared_of, unwrap_model
 from accel.parallel._private import is_view
 from accel.random import isolated_rng
 from accel.training._backward import check_loss, rooted
@@ -21,7 +22,6 @@ from accel.tree import map_tensors
 
 LossFn = Callable[..., torch.Tensor]
 
-_KNOWN = "accel_known_losses"  # of a model: texts, so that a copy or a pickle of it needs nothing of accel
 _MOST_KNOWN = 64
 _DEEPEST = 3  # functions in the closures of functions
 _TWICE = 1.5  # between the 1 of a sum and the 2 of a mean
@@ -47,9 +47,9 @@ class LossProbe:
         self._loss_fn = loss_fn
         self._weight = weight
         self._micro_batches = micro_batches
-        self._model = model
+        self._model = unwrap_model(model)
         self._key = _key(loss_fn)
-        known = _known(model)
+        known = _known(self._model)
         self._done = self._key in known or len(known) >= _MOST_KNOWN
 
     def halves(self, given: tuple[Any, ...], rows: int) -> tuple[float, ...]:
@@ -117,11 +117,11 @@ class LossProbe:
 
 
 def _known(model: nn.Module) -> tuple[str, ...]:
-    return vars(model).get(_KNOWN, ())
+    return prepared_of(model).get("losses", ())
 
 
 def _note(model: nn.Module, key: str) -> None:
-    vars(model)[_KNOWN] = (*_known(model), key)
+    note_prepared(model, losses=(*_known(model), key))
 
 
 def _key(function: object, deep: int = 0) -> str:

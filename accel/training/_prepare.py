@@ -27,6 +27,7 @@ from accel.parallel._labels import current_parameter, has_state_on_host, heir_of
 from accel.parallel._modules import unwrap_model
 from accel.parallel._prepare_model import check_model, compile_as_set, prepare_model, refuse_plan, replaces_parameters
 from accel.parallel._refused import check_sparse
+from accel.parallel._spread import ModelView
 from accel.precision import apply_precision
 from accel.tensors import has_wide_gradient, is_dtensor, is_half, is_offloaded
 from accel.topology import Plan
@@ -231,7 +232,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, exampl
             refuse_plan(ctx, plan)
             for each in objects:
                 if isinstance(each, nn.Module):
-                    check_sparse(each, {f"the engine {ctx.settings.strategy}": True}, "prepare")
+                    check_sparse(ModelView(each), {f"the engine {ctx.settings.strategy}": True}, "prepare")
                     compile_as_set(ctx, each)
     # Loaders first: one may be refused, and preparing it changes nothing.
     loaded = [prepare_loader(ctx, cast(Any, each)) if isinstance(each, DataLoader) else each for each in objects]
@@ -308,10 +309,11 @@ def prepare_scheduler(ctx: DistContext, scheduler: S) -> S:
 
 def _convert_models(ctx: DistContext, objects: tuple[Any, ...], plan: Plan | None, example: Any) -> None:
     """Check that models can be prepared, then give them the context's precision."""
-    models = [each for each in objects if isinstance(each, nn.Module)]
-    for each in models:
-        check_model(ctx, each, plan, example=example)
-    _check_replaced(ctx, objects)
+    views = [ModelView(each, example) for each in objects if isinstance(each, nn.Module)]
+    models = [each.model for each in views]
+    for each in views:
+        _ = check_model(ctx, each, plan)
+    _check_replaced(ctx, objects, views)
     _check_narrow(ctx, [each for each in objects if isinstance(each, Optimizer)], models)
     for each in models:
         apply_precision(ctx, unwrap_model(each))
@@ -372,10 +374,10 @@ def _check_optimizers(objects: tuple[Any, ...]) -> None:
                 )
 
 
-def _check_replaced(ctx: DistContext, objects: tuple[Any, ...]) -> None:
+def _check_replaced(ctx: DistContext, objects: tuple[Any, ...], views: Sequence[ModelView]) -> None:
     """Raise for models and optimizers that need the parameters replaced by shards."""
-    models = {id(each): each for each in objects if isinstance(each, nn.Module) and replaces_parameters(ctx, each)}
-    listed = [id(parameter) for model in models.values() for parameter in model.parameters()]
+    replaced = {id(each.model): each for each in views if replaces_parameters(ctx, each)}
+    listed = [id(parameter) for each in replaced.values() for parameter in each.parameters.values()]
     known = set(listed)
     if len(known) < len(listed):
         raise PrepareError(

@@ -18,7 +18,8 @@ from accel.errors import ConfigError, NonFiniteError, StepError
 from accel.items._kinds import unstorable
 from accel.optim import CLOSURE_LINE, Accumulation, first_nonfinite, parameters_of
 from accel.parallel._engines import ENGINES
-from accel.parallel._labels import name_of, runs_without_autocast
+from accel.parallel._labels import name_of
+from accel.parallel._watches import runs_without_autocast
 from accel.parallel.axes.context import check_context_used
 from accel.tensors import is_dtensor, split_dims
 from accel.topology import AXIS_NAMES, SHARED_DIMS

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accel.comm import refuse_replaced
-from accel.comm._marks import find_mark
+from accel.comm._marks import Uncompared, find_mark
 from accel.context import DistContext, context_first
 from accel.data import SampleCount
 from accel.data._batches import Batch
@@ -24,7 +24,6 @@ from accel.parallel._leftovers import clear_gradients
 from accel.precision._amp import LossScale, loss_scale
 from accel.training._deferred import Deferred
 from accel.training._window import StepWindow
-from accel.tree._uncompared import Uncompared
 
 
 def is_begun(window: Accumulation) -> bool:

@@ -21,6 +21,7 @@ from accel.comm._units import RankPlace, UnitLog, parting, read_place
 from accel.errors import CollectiveMismatch, PrepareError
 from accel.parallel import Plan
 from accel.parallel._modules import matching
+from accel.parallel._spread import ModelView
 from accel.parallel.axes.shard._units import plan_units, together_ids
 from accel.testing import Simulator
 
@@ -101,12 +102,12 @@ def test_a_plan_that_names_the_other_units_alone_trains_too(ranks: Simulator) ->
 
 def test_no_unit_lies_in_parts_that_are_kept_together() -> None:
     net = Vlm()
-    held = together_ids(net, ("vision*", "audio_tower"))
-    assert plan_units(net, together=held) == ("read.0", "read.1", "")
-    assert plan_units(net, units=1, together=held) == ("read.0.0", "read.1.0", "")
-    assert plan_units(net, together=together_ids(net, ())) == plan_units(net)
+    held = together_ids(ModelView(net), ("vision*", "audio_tower"))
+    assert plan_units(ModelView(net), together=held) == ("read.0", "read.1", "")
+    assert plan_units(ModelView(net), units=1, together=held) == ("read.0.0", "read.1.0", "")
+    assert plan_units(ModelView(net), together=together_ids(ModelView(net), ())) == plan_units(ModelView(net))
     with pytest.raises(PrepareError, match=r"vision.0.*Plan.together"):
-        plan_units(net, units=("vision.*", "read.*"), together=held)
+        plan_units(ModelView(net), units=("vision.*", "read.*"), together=held)
 
 
 @pytest.mark.parametrize(

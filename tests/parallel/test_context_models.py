@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -148,6 +149,18 @@ def test_a_part_of_the_model_that_attends_is_refused_alone(ranks: Simulator, is_
             model[0](own)
         _ = model[0](torch.randn(2, 3, 4))  # not of a sequence that was cut
         return model(own).shape == (2, LENGTH // 2, 2)
+
+    assert all(ranks.run(rank, 2, default_group=True))
+
+
+def test_copies_of_a_model_compute_alike(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> bool:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, Body(nn.Identity()))
+        own = cut(ctx, {"x": torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0))})["x"]
+        early = copy.deepcopy(model)
+        out = model(own)
+        return all(torch.equal(each(own), out) for each in (early, copy.deepcopy(model), model))
 
     assert all(ranks.run(rank, 2, default_group=True))
 

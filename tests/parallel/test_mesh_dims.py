@@ -14,7 +14,7 @@ from torch.optim import SGD
 import accel
 from accel.errors import PrepareError
 from accel.parallel._prepare_model import _ORDER, _SPREADS, composition
-from accel.parallel._spread import SpreadOptions
+from accel.parallel._spread import ModelView, SpreadOptions
 from accel.testing import Simulator
 from accel.topology import AXIS_NAMES, Dimension
 
@@ -71,18 +71,26 @@ def test_what_is_no_plan_is_refused() -> None:
         accel.prepare(accel.single(), nn.Linear(2, 2), plan={"sequence": True})  # type: ignore[call-overload]
 
 
-def test_refusals_of_several_dimensions_are_told_together(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_ctx: accel.DistContext, _model: nn.Module, options: SpreadOptions) -> None:
+def test_refusals_of_several_dimensions_and_of_the_model_are_reported_together(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_ctx: accel.DistContext, _view: ModelView, options: SpreadOptions) -> None:
         raise PrepareError(f"{type(options).__name__} cannot take it")
 
-    refusing = {name: msgspec.structs.replace(each, check=refuse) for name, each in _SPREADS.items()}
-    both = list(refusing.values())
-    monkeypatch.setattr("accel.parallel._prepare_model.unspread", lambda _ctx, _model: both)
+    both = [msgspec.structs.replace(each, check=refuse) for each in _SPREADS.values()]
+    monkeypatch.setattr("accel.parallel._prepare_model.composition", lambda _ctx: both)
+    monkeypatch.setattr("accel.parallel._prepare_model.unspread", lambda _ctx, _view: both)
 
     def rank(ctx: accel.DistContext) -> str:
-        with pytest.raises(PrepareError, match="several axes of the mesh refuse the model") as caught:
-            accel.prepare_model(ctx, nn.Linear(2, 2))
+        model = nn.ModuleDict({"on": nn.Linear(2, 2, device="meta"), "off": nn.Embedding(2, 2, sparse=True)})
+        model["off"].weight.data = model["off"].weight.data.clone()
+        ctx = accel.replace(ctx, precision=accel.precision.Precision(params="bf16", master_weights="fp32"))
+        with pytest.raises(PrepareError, match="the model is refused for several reasons") as caught:
+            accel.prepare_model(ctx, model)
         return caught.value.got
 
-    for told in ranks.run(rank, 2):
-        assert all(f"\n- {each.options.__name__} cannot take it" in told for each in both)
+    for got in ranks.run(rank, 2):
+        assert got.count("\n- ") == len(both) + 2
+        assert all("Options cannot take it" in line for line in got.splitlines()[-len(both) :])
+        assert "master weights are for replicated parameters" in got
+        assert "sparse gradients are exchanged by DDP only" in got

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import accel
 from accel.errors import ConfigError
+from accel.parallel._modules import notes_of
 from accel.testing import STREAM_ORDERS, SimulatedDevice, Simulator, StreamRace, simulate
 
 ROWS = torch.linspace(-1, 1, 40 * 16, dtype=torch.float64).view(40, 16)
@@ -217,8 +218,8 @@ def test_copies_of_a_model_have_their_own_memory() -> None:
     model(ROWS).sum().backward()
     twin = copy.deepcopy(model)
     twin(ROWS).sum().backward()
-    assert vars(twin[1])["accel_offload"].by is vars(twin[2])["accel_offload"].by
-    assert vars(twin[1])["accel_offload"].by is not vars(model[1])["accel_offload"].by
+    assert notes_of(twin[1])["offload"].by is notes_of(twin[2])["offload"].by
+    assert notes_of(twin[1])["offload"].by is not notes_of(model[1])["offload"].by
 
 
 @pytest.mark.slow
@@ -258,7 +259,7 @@ def test_meshes_train_as_without(
 
 def pinned(model: nn.Module) -> int:
     """Bytes of pinned memory that the blocks of a model hold."""
-    return next(vars(each)["accel_offload"].by.pool.held for each in model.modules() if "accel_offload" in vars(each))
+    return next(notes_of(each)["offload"].by.pool.held for each in model.modules() if "offload" in notes_of(each))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.errors import PrepareError
+from accel.parallel.axes.pipeline._pipeline import pipeline_of
 from accel.tensors import is_dtensor, is_fake
 from accel.testing import Simulator
 
@@ -230,7 +231,7 @@ def test_the_data_of_a_parameter_is_changed_in_the_stage_that_holds_it(ranks: Si
 
 
 def _lose_ties(model: nn.Module) -> None:
-    model.accel_pipeline.ties = ()
+    pipeline_of(model).ties = ()
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import accel
 from accel.errors import StageError
 from accel.parallel import Plan
+from accel.parallel.axes.pipeline._pipeline import pipeline_of
 from accel.parallel.axes.pipeline._replayed import Calls, ReplayedModule, causes_of
 from accel.parallel.axes.pipeline._work import Work
 from accel.testing import Simulator
@@ -174,7 +175,7 @@ def test_ranks_that_call_in_different_orders_are_told_before_a_message_is_sent(r
         for stage in accel.parallel._modules.stage_modules(model):
             stage.module.rank = ctx.rank
         ids, targets = _words(4)[0]
-        pipeline: Any = vars(model)["accel_pipeline"]
+        pipeline: Any = pipeline_of(model)
         pipeline.replays.ghost.rank = ctx.rank
         on = accel.replace(ctx, mesh="pp=2")
         given = (on, model, begin_batch(on), ids)
@@ -198,7 +199,7 @@ def test_an_order_that_one_rank_alone_follows_is_told_before_a_message_is_sent(r
     def rank(ctx: accel.DistContext) -> BaseException | None:
         ctx = accel.replace(ctx, mesh="pp=2")
         model = accel.prepare_model(ctx, _made(SkipsOnOne), plan=CUTS[0][1], example=_words(4)[0][0])
-        pipeline: Any = vars(model)["accel_pipeline"]
+        pipeline: Any = pipeline_of(model)
 
         def step(first: int) -> None:
             ids, targets = _words(4)[0]

@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW
 import accel
 from accel.errors import ConfigError, PrepareError
 from accel.parallel import Plan
+from accel.parallel._spread import ModelView
 from accel.parallel.axes.shard._options import reshard_setting
 from accel.parallel.axes.shard._units import plan_units
 from accel.testing import Simulator
@@ -135,15 +136,19 @@ def test_one_plan_serves_all_meshes(ranks: Simulator, mesh: str) -> None:
 def test_units_are_those_that_the_plan_names() -> None:
     model = _net()
     blocks = tuple(f"blocks.{at}" for at in range(3))
-    assert plan_units(model, units=("Block",)) == plan_units(model, units=("blocks.*",)) == (*blocks, "")
-    assert plan_units(model, units=("blocks.1.up", "last")) == ("blocks.1.up", "last", "")
-    assert plan_units(model, units=()) == ("",)
+    assert (
+        plan_units(ModelView(model), units=("Block",))
+        == plan_units(ModelView(model), units=("blocks.*",))
+        == (*blocks, "")
+    )
+    assert plan_units(ModelView(model), units=("blocks.1.up", "last")) == ("blocks.1.up", "last", "")
+    assert plan_units(ModelView(model), units=()) == ("",)
     products = [f"{block}.{part}" for block in blocks for part in ("down", "up")]
-    assert plan_units(model, units=1) == (*products, "first", "last", "scale", "")
-    assert plan_units(model, units=50) == (*blocks, "")
-    assert plan_units(model, units=10_000) == ("",)
+    assert plan_units(ModelView(model), units=1) == (*products, "first", "last", "scale", "")
+    assert plan_units(ModelView(model), units=50) == (*blocks, "")
+    assert plan_units(ModelView(model), units=10_000) == ("",)
     model.last.weight = model.first.weight
-    assert "first" not in plan_units(model, units=1)
+    assert "first" not in plan_units(ModelView(model), units=1)
 
 
 REFUSED = {

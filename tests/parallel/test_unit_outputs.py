@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 
 import accel
 from accel.parallel import Plan
+from accel.parallel._modules import notes_of
 from accel.parallel._torch_fsdp import shards_of
-from accel.parallel.axes.shard._running import _KEPT
 from accel.testing import Simulator
 
 
@@ -161,7 +161,11 @@ def _train(
             state = accel.backward(ctx, read(model(batch.data)).square().mean(), state)
         if state.sync:
             state = accel.optimizer_step(ctx, sgd, state)
-    kept = [name for name, each in model.named_modules() if isinstance(each, FSDPModule) and _KEPT in vars(each)]
+    kept = [
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, FSDPModule) and "kept_gathered" in notes_of(each)
+    ]
     return accel.get_state_dict(ctx, model, dst=None), kept
 
 

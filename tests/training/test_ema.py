@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import accel
 from accel.errors import ConfigError, PrepareError
-from accel.parallel._modules import EMPTIED
+from accel.parallel._modules import note_module
 from accel.testing import simulate
 from accel.training import Ema
 from accel.training._evaluating import ema_decay
@@ -116,7 +116,7 @@ def test_an_autocast_around_sees_the_average_in_the_block_and_the_weights_after_
 
 def test_a_model_whose_weights_are_empty_between_passes_has_no_average():
     early = Ema(model := nn.Linear(2, 2))
-    vars(model)[EMPTIED] = "stage 3"
+    note_module(model, emptied="stage 3")
     with pytest.raises(PrepareError, match=r"between passes, where these are empty.*stage 3.*strategy='fsdp'"):
         Ema(model)
     model.weight.data = torch.empty(0)

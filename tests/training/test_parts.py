@@ -175,6 +175,7 @@ BY_PARTS = {
     "parallel/test_pipelines.py",
     "training/test_closures.py",
     "training/test_dropped_records.py",
+    "training/test_fix_lines.py",
     "training/test_gan.py",
     "training/test_naming.py",
     "training/test_parts.py",

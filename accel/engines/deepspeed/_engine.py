@@ -24,7 +24,7 @@ from accel.engines.deepspeed._resolve import resolve
 from accel.engines.deepspeed._whole import loaded, whole_items
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest
-from accel.parallel._modules import EMPTIED, HELD, WRAPS
+from accel.parallel._modules import note_module
 from accel.tensors import packed_weights
 
 _WIDTHS = ("hidden_size", "hidden_sizes", "n_embd", "d_model", "dim")
@@ -143,7 +143,7 @@ def build_sharded(ctx: DistContext, make: Callable[[], M]) -> M:
 def mark_emptied(model: nn.Module) -> None:
     """Note on a model and its modules that their parameters are empty between passes. Mutates them."""
     for each in model.modules():
-        vars(each)[EMPTIED] = "DeepSpeed's stage 3"
+        note_module(each, emptied="DeepSpeed's stage 3")
 
 
 def make(ctx: DistContext) -> Engine:
@@ -264,8 +264,7 @@ def _trained(
         optimizer.param_groups = every
     link_weights(engine.optimizer)
     handle = ZeroOptimizer(engine, optimizer, groups, trained, resolved)
-    vars(engine)[WRAPS] = "module"
-    vars(engine)[HELD] = handle.gradients
+    note_module(engine, wraps="module", held=handle.gradients)
     if stage == 3:
         mark_emptied(engine)
     return engine, handle
@@ -277,7 +276,7 @@ def _frozen(ctx: DistContext, model: nn.Module, resolved: ResolvedDeepSpeed) -> 
         return model.to(ctx.device)
     _check_values(model, 3)
     engine, _, _, _ = initialized(model, config=_settings(ctx, resolved))
-    vars(engine)[WRAPS] = "module"
+    note_module(engine, wraps="module")
     mark_emptied(engine)
     return engine
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from accel.comm import is_replaced, refuse_replaced
 from accel.context import DistContext
 from accel.engines.deepspeed._package import ZeroOptimizer, flat_parameters, link_state, package
-from accel.parallel._modules import WRAPS
+from accel.parallel._modules import notes_of
 from accel.tensors import packed_weights, part_names
 
 _MASTER = torch.float32
@@ -42,7 +42,7 @@ def whole_items(ctx: DistContext, items: Mapping[str, object]) -> Mapping[str, o
     found = dict(items)
     for name, each in items.items():
         engine = each.engine if isinstance(each, ZeroOptimizer) else each
-        if not isinstance(engine, nn.Module) or WRAPS not in vars(engine):
+        if not isinstance(engine, nn.Module) or "wraps" not in notes_of(engine):
             continue
         if id(engine) not in made:
             made[id(engine)] = _whole(engine, handles.get(id(engine)))
@@ -56,7 +56,7 @@ def loaded(ctx: DistContext, items: Mapping[str, object], made: Mapping[str, obj
         whole = made.get(name)
         if isinstance(each, ZeroOptimizer):
             _give_optimizer(each, cast(Optimizer, whole))
-        elif isinstance(each, nn.Module) and WRAPS in vars(each) and isinstance(whole, nn.Module):
+        elif isinstance(each, nn.Module) and "wraps" in notes_of(each) and isinstance(whole, nn.Module):
             _give_model(cast(Any, each), whole)
 
 

@@ -17,7 +17,7 @@ from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import written_class
+from accel.parallel._modules import note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._positions import PositionRanks, whole_of
@@ -54,7 +54,8 @@ def use_positions(ctx: DistContext, model: nn.Module, within: Sequence[nn.Module
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # its tokens without padding have other positions
-    add_mixin([model], _ByPositions, positions=positions)
+    note_module(model, positions=positions)
+    add_mixin([model], _ByPositions)
     # until the first call is proved, of all that can have an attention
     inner = [each for each in model.modules() if each is not model]
     positions.guard(each for each in inner if any(each.children()) or isinstance(each, nn.MultiheadAttention))
@@ -63,13 +64,12 @@ def use_positions(ctx: DistContext, model: nn.Module, within: Sequence[nn.Module
 class _ByPositions(Mixin, nn.Module):
     """Stands before the class of a model: its forward computes with parts of positions."""
 
-    positions: _Positions
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward, with parts of the inputs that are cut."""
-        if self.positions.crosses:
+        positions: _Positions = notes_of(self).get("positions")
+        if positions.crosses:
             return super().forward(*args, **kwargs)
-        return self.positions.call(self, super().forward, _Inputs(args, kwargs))
+        return positions.call(self, super().forward, _Inputs(args, kwargs))
 
 
 class _Inputs(NamedTuple):

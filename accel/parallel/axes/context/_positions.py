@@ -51,6 +51,10 @@ class PositionRanks(Ranks):
         self.across: dict[nn.Module, None] = {}
         self.whole: dict[str, None] = {}
 
+    def __deepcopy__(self, _memo: object) -> PositionRanks:
+        """Return the ranks for a copy of the model: process groups are not copied."""
+        return PositionRanks(self.ctx)
+
     def enter(self, tensor: Tensor) -> Tensor:
         """Return a plain tensor as it is: its gradients are summands."""
         return tensor

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
-from accel.parallel._modules import forward_names
-from accel.parallel._spread import Spread, SpreadOptions, compare_models
+from accel.parallel._modules import forward_names, note_prepared, prepared_of
+from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._checks import (
     SAMPLES,
     check_inputs,
@@ -29,8 +29,6 @@ from accel.parallel.axes.context._split import has_plan, plan_method, planned_me
 from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
 from accel.topology import ContextMethod
 
-_MARK = "accel_context_method"  # attribute of a prepared module
-
 
 class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
     """Options of context parallelism: `context` of `Plan`."""
@@ -38,12 +36,13 @@ class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
     context: ContextMethod = "gather"
 
 
-def _is_done(ctx: DistContext, model: nn.Module) -> bool:
+def _is_done(ctx: DistContext, view: ModelView) -> bool:
     """Return whether a model was prepared, or is on a mesh of the user's, whose axes are the user's own."""
-    return not ctx.position.opened or any(hasattr(module, _MARK) for module in model.modules())
+    return not ctx.position.opened or any("context" in prepared_of(module) for module in view.modules.values())
 
 
-def _check(ctx: DistContext, model: nn.Module, options: ContextOptions) -> None:
+def _check(ctx: DistContext, view: ModelView, options: ContextOptions) -> None:
+    model = view.model
     if has_plan(ctx) and planned_method(ctx) != options.context:
         raise ConfigError(
             "two methods of context parallelism in one context",
@@ -89,7 +88,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions, *, is_e
     _ = is_empty
     compare_models(ctx, options, {})
     plan_method(ctx, options.context)
-    setattr(model, _MARK, options.context)
+    note_prepared(model, context=options.context)
     whole = {id(each) for each in _whole_models(model, options)}
     for _, each in transformers_models(model):
         if id(each) in whole:
@@ -130,5 +129,10 @@ class _GivenParts:
 
 
 CONTEXT = Spread(
-    dimension="context", options=ContextOptions, is_done=_is_done, check=_check, spread=_spread, replaces=False
+    dimension="context",
+    options_from=lambda plan, _keywords, _view: ContextOptions(context=plan.context),
+    is_done=_is_done,
+    check=_check,
+    spread=_spread,
+    replaces=False,
 )

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from accel.context import DistContext
 from accel.errors import ConfigError, MissingExtraError
-from accel.mixins import Mixin
-from accel.parallel._compile import add_within
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import forward_names, written_class
 from accel.parallel.axes.context._attention import context_attention, whole_positions
 from accel.parallel.axes.context._checks import (
@@ -128,7 +127,7 @@ class _Carries(Mixin, nn.Module):
 
 def _carry_context(block: nn.Module) -> None:
     """Pass the context from a block's keywords to its attention. Mutates the block."""
-    add_within([block], _Carries)
+    add_mixin([block], _Carries)
     for child in block.children():
         if "Attention" in type(child).__name__:
             _ = child.register_forward_pre_hook(_take_context, with_kwargs=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from accel.comm import exchanged, summed
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import named_modules, note_module, notes_of
 from accel.parallel._private import is_view
 from accel.parallel.axes.experts._expert_plan import EP, LISTED
 from accel.parallel.axes.experts._layer import DispatchedTokens, Run, bring_back, dispatch_tokens, in_parts
@@ -90,7 +90,7 @@ class ExpertCalls:
 def calls_around(module: nn.Module) -> ExpertCalls | None:
     """Return the calls of the list that a module loops over, or of an expert's list; None without one."""
     if isinstance(module, ListedBlock):
-        module = getattr(module, module.accel_list)
+        module = getattr(module, notes_of(cast(nn.Module, module)).get("experts", ""))
     return cast("ExpertCalls | None", vars(module).get("accel_calls"))
 
 
@@ -98,18 +98,16 @@ class ListedExpert(Mixin):
     """An expert of a list, whose calls are collected.
 
     Attributes:
-        accel_calls: calls of the list's experts; of the instance, as `accel_expert`.
-        accel_expert: place in the list.
+        accel_calls: calls of the list's experts; of the instance.
     """
 
     accel_calls: ExpertCalls
-    accel_expert: int
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Answer a call of the loop, or run."""
         if self.accel_calls.phase == "run":
             return super().forward(*inputs, **named)
-        return self.accel_calls.answer(self.accel_expert, (*inputs, *named.values()))
+        return self.accel_calls.answer(notes_of(cast(nn.Module, self)).get("expert", 0), (*inputs, *named.values()))
 
 
 class ListedExperts(Mixin):
@@ -139,11 +137,9 @@ class ListedBlock(Mixin):
 
     Attributes:
         accel_run_block: `run_block`, hidden from torch.compile.
-        accel_list: name of the list; of the instance.
     """
 
     accel_run_block: Run
-    accel_list: str
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the loop twice, with the experts between. A collective along `ep`, as its backward."""
@@ -153,17 +149,18 @@ class ListedBlock(Mixin):
 def follow_calls(block: nn.Module, listed: nn.Module, name: str, path: str) -> None:
     """Let a block's forward collect the calls of a list of experts in it. Mutates both."""
     calls = ExpertCalls(path)
-    vars(block)["accel_list"] = name
+    note_module(block, experts=name)
     vars(listed)["accel_calls"] = calls
     experts = list(cast("Iterable[nn.Module]", listed))
     add_mixin(experts, ListedExpert)
     for at, each in enumerate(experts):
-        vars(each).update({"accel_calls": calls, "accel_expert": at})
+        vars(each)["accel_calls"] = calls
+        note_module(each, expert=at)
 
 
 def run_block(block: Any, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """Run a block's forward to collect rows, the experts on them, and the forward again with their outputs."""
-    listed = getattr(block, block.accel_list)
+    listed = getattr(block, notes_of(block).get("experts", ""))
     calls: ExpertCalls = listed.accel_calls
     tensors = [each for each in (*inputs, *named.values()) if isinstance(each, Tensor) and each.is_floating_point()]
     if not tensors:

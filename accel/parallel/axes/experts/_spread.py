@@ -16,7 +16,7 @@ from accel.mixins import add_mixin
 from accel.parallel._empty import values_or_room
 from accel.parallel._labels import replace_parameter
 from accel.parallel._modules import named_modules, unwrap_model
-from accel.parallel._spread import Spread, SpreadOptions, compare_models
+from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.experts._expert_plan import (
     EP,
     STYLES,
@@ -49,11 +49,11 @@ class ExpertOptions(SpreadOptions, frozen=True, kw_only=True):
     experts: Mapping[str, str] | Literal["model"] = "model"
 
 
-def _is_done(ctx: DistContext, model: nn.Module) -> bool:
-    return ctx.axis(EP).size == 1 or bool(expert_modules(unwrap_model(model)))
+def _is_done(ctx: DistContext, view: ModelView) -> bool:
+    return ctx.axis(EP).size == 1 or bool(expert_modules(view.inner.model))
 
 
-def _check(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> None:
+def _check(ctx: DistContext, view: ModelView, options: ExpertOptions) -> None:
     names = () if ctx.mesh is None else ctx.mesh.mesh_dim_names or ()
     if any(dimension_of(name) == "expert" for name in names):
         raise PrepareError(
@@ -63,7 +63,7 @@ def _check(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> None:
             where=_WHERE,
             fix='Name the mesh by a text: accel.replace(ctx, mesh="dp=4,ep=2").',
         )
-    styles = resolve_experts(unwrap_model(model), options.experts, ctx.axes.ep)
+    styles = resolve_experts(view.inner.model, options.experts, ctx.axes.ep)
     alone = [path for path, style in styles.items() if style == "local"]
     if alone and ctx.axes.tp > 1:
         raise PrepareError(
@@ -132,5 +132,10 @@ def _own_part(ctx: DistContext, parameter: nn.Parameter, mesh: DeviceMesh, dim: 
 
 
 EXPERT = Spread(
-    dimension="expert", options=ExpertOptions, is_done=_is_done, check=_check, spread=_spread, replaces=True
+    dimension="expert",
+    options_from=lambda plan, _keywords, _view: ExpertOptions(experts=plan.experts),
+    is_done=_is_done,
+    check=_check,
+    spread=_spread,
+    replaces=True,
 )

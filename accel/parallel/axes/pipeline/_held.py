@@ -12,23 +12,16 @@ from torch import nn
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._fakes import stand_in
-from accel.parallel._modules import FREED, named_modules, shallow_copy
-
-_ABSENT = "accel_absent"
+from accel.parallel._modules import named_modules, note_module, notes_of, shallow_copy
 
 
 class PartlyHeld(Mixin):
-    """A module that lacks some of its parameters and buffers: they are None in its tables, and stand-ins as attributes.
-
-    Attributes:
-        accel_absent: the stand-ins by name.
-    """
-
-    accel_absent: Mapping[str, torch.Tensor]
+    """A module that lacks some of its parameters and buffers: they are None in its tables, and stand-ins as
+    attributes."""
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module, or a stand-in."""
-        found = self.__dict__.get(_ABSENT, {}).get(name)
+        found = notes_of(cast(nn.Module, self)).get("absent", {}).get(name)
         return cast(Any, super()).__getattr__(name) if found is None else found
 
 
@@ -74,7 +67,7 @@ def drop_others(
     for path in units:
         unit = model.get_submodule(path)
         if not any(True for _ in (*unit.parameters(), *unit.buffers())):
-            _mark_elsewhere(path, unit)
+            _mark_elsewhere(unit)
     live = {id(each) for each in model.parameters()}
     return [each for each in before if id(each) not in live]
 
@@ -101,7 +94,7 @@ def view_of(
         if absent or others:
             _lack(found, {**absent, **others})
         if path in units and not any(True for _ in found.parameters()):
-            _mark_elsewhere(path, found)
+            _mark_elsewhere(found)
         return found
 
     return view("", model)
@@ -129,13 +122,13 @@ def _part(
 
 
 def _lack(module: nn.Module, absent: Mapping[str, torch.Tensor]) -> None:
-    vars(module)[_ABSENT] = {**vars(module).get(_ABSENT, {}), **absent}
+    note_module(module, absent={**notes_of(module).get("absent", {}), **absent})
     add_mixin([module], PartlyHeld)
 
 
-def _mark_elsewhere(path: str, unit: nn.Module) -> None:
-    for below, each in named_modules(unit):
-        vars(each)[FREED] = {name: _joined(_joined(path, below), name) for name in vars(each).get(_ABSENT, {})}
+def _mark_elsewhere(unit: nn.Module) -> None:
+    for each in unit.modules():
+        note_module(each, elsewhere=True)
         add_mixin([each], Elsewhere)
 
 

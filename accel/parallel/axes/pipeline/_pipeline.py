@@ -15,8 +15,8 @@ from accel.context import DistContext
 from accel.errors import StageError
 from accel.mixins import Mixin
 from accel.parallel._leftovers import is_used, is_watched, note_used
-from accel.parallel._modules import STAGES, stage_modules
-from accel.parallel._same_batches import WATCH, SameBatches
+from accel.parallel._modules import note_prepared, note_tensor, prepared_of, stage_modules, tensor_notes
+from accel.parallel._same_batches import SameBatches
 from accel.parallel.axes.pipeline._layout import Layout, Norms, batch_norms, check_norms
 from accel.parallel.axes.pipeline._replayed import ReplayedModule, running
 from accel.parallel.axes.pipeline._replays import Replays, agreed_replay, looked
@@ -26,9 +26,6 @@ from accel.topology import rank_rows
 
 if TYPE_CHECKING:
     from accel.parallel.axes.pipeline._schedule import StageSchedule
-
-
-_COPY = "accel_tied_copy"
 
 
 class Tie(NamedTuple):
@@ -71,13 +68,13 @@ def open_ties(
         own = next(name for name in each if live.get(name) is not None)
         found.append(Tie(own, adopt(group, ctx.device)))
         if here != ranks[0]:
-            setattr(live[own], _COPY, True)
+            note_tensor(live[own], tied_copy=True)
     return tuple(found)
 
 
 def is_tied_copy(parameter: torch.Tensor) -> bool:
     """Return whether a lower rank along the pipeline has the same parameter."""
-    return getattr(parameter, _COPY, False)
+    return "tied_copy" in tensor_notes(parameter)
 
 
 def sum_tied_gradients(
@@ -118,7 +115,6 @@ def take_summed(model: nn.Module, ties: Sequence[Tie]) -> dict[str, torch.Tensor
 
 
 _MOST_SCHEDULES = 4  # each keeps buffers for the micro-batches of one shape
-_PIPELINE = "accel_pipeline"
 
 
 class Pipeline:
@@ -171,7 +167,7 @@ class Pipeline:
     def run(self, ctx: DistContext, model: nn.Module, work: Work, *, trains: bool) -> list[torch.Tensor]:
         """Run the micro-batches of a batch; return the last stage's results, on its rank alone. A collective along the
         pipeline, and of the stages' axes."""
-        watch = cast("SameBatches | None", vars(model).get(WATCH))
+        watch: SameBatches | None = prepared_of(model).get("same_batches")
         if watch is not None and watch.awaited:
             watch.compare(work.batch(), trains=trains)
         if self._norms is None:
@@ -248,13 +244,12 @@ class Pipelined(Mixin):
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
     """Return the pipeline of a model; None of a model that is whole."""
-    return cast("Pipeline | None", vars(model).get(_PIPELINE))
+    return prepared_of(model).get("pipeline")
 
 
 def attach(model: nn.Module, pipeline: Pipeline, stages: Sequence[nn.Module]) -> None:
     """Let a model know its pipeline. Mutates it; the stages are no modules below it, so names stay as they are."""
-    vars(model)[_PIPELINE] = pipeline
-    vars(model)[STAGES] = tuple(stages)
+    note_prepared(model, pipeline=pipeline, stages=tuple(stages))
 
 
 def _missing_somewhere(ctx: DistContext, along: Comm, missing: bool) -> bool:

@@ -21,16 +21,23 @@ from accel.parallel._empty import make_room, move_model
 from accel.parallel._fakes import free_large_buffers, without_memory
 from accel.parallel._labels import drop_parameter, label_parameters
 from accel.parallel._micro_batches import MicroBatch, example_batch, first_device
-from accel.parallel._modules import aliases_of, example_of, is_pipelined, named_tensors, unwrap_model, wrapped_name
+from accel.parallel._modules import aliases_of, example_of, is_pipelined, named_tensors, wrapped_name
 from accel.parallel._private import is_compiled
-from accel.parallel._spread import Spread, SpreadOptions, begin_with_rank_0_, compare_models
+from accel.parallel._spread import (
+    ModelView,
+    ReplicateOptions,
+    Spread,
+    SpreadOptions,
+    begin_with_rank_0_,
+    compare_models,
+)
 from accel.parallel.axes.pipeline._held import drop_others, view_of
 from accel.parallel.axes.pipeline._layout import Layout, batch_norms, check_norms, make_layout
 from accel.parallel.axes.pipeline._pipeline import Pipeline, Pipelined, attach, open_ties
 from accel.parallel.axes.pipeline._planned import Planned, planned, recorded_costs
 from accel.parallel.axes.pipeline._replayed import Calls, ReplayedModule
 from accel.parallel.axes.pipeline._replays import Replays
-from accel.topology import Balance, CallCosts, Dimension, dimension_of
+from accel.topology import Balance, CallCosts, Dimension, Plan, dimension_of
 from accel.tree import map_tensors
 from accel.tree._walk import Containers
 
@@ -57,11 +64,23 @@ class StageOptions(SpreadOptions, frozen=True, kw_only=True):
         return repr(msgspec.structs.replace(self, example=None))
 
 
-def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
-    return is_pipelined(unwrap_model(model))
+def _is_done(_ctx: DistContext, view: ModelView) -> bool:
+    return is_pipelined(view.inner.model)
 
 
-def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
+def _options_from(plan: Plan, keywords: ReplicateOptions, view: ModelView) -> StageOptions:
+    return StageOptions(
+        stages=plan.stages,
+        schedule=plan.schedule,
+        stages_per_rank=plan.stages_per_rank,
+        micro_batches=plan.micro_batches,
+        find_unused_parameters=keywords.find_unused_parameters,
+        example=view.example,
+    )
+
+
+def _check(ctx: DistContext, view: ModelView, options: StageOptions) -> None:
+    model = view.model
     if ctx.device.type == "xla":
         raise PrepareError("pipelines do not know XLA devices", where=_WHERE, fix="Leave pp out of the mesh.")
     if (name := wrapped_name(model)) is not None:
@@ -298,5 +317,11 @@ def _ghost(model: nn.Module, example: Any) -> tuple[nn.Module, MicroBatch | None
 
 
 PIPELINE = Spread(
-    dimension="pipeline", options=StageOptions, is_done=_is_done, check=_check, spread=_spread, replaces=False
+    dimension="pipeline",
+    options_from=_options_from,
+    keywords=("find_unused_parameters",),
+    is_done=_is_done,
+    check=_check,
+    spread=_spread,
+    replaces=False,
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchange of gradients: DDP's options as one record, its communication hooks by name, and PowerSGD."""
+"""Exchange of gradients: DDP's communication hooks by name, and PowerSGD."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.comm import adopt, all_gather_flat
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
-from accel.parallel._spread import SpreadOptions
 from accel.tensors import integers
 
 
@@ -204,41 +203,10 @@ class PowerSgd(msgspec.Struct, frozen=True, kw_only=True):
 CommHook = Wire | PowerSgd | Hook
 
 
-class ReplicateOptions(SpreadOptions, frozen=True, kw_only=True):
-    """Options of DistributedDataParallel."""
-
-    find_unused_parameters: bool = False
-    bucket_cap_mb: float = 25.0
-    static_graph: bool = False
-    broadcast_buffers: bool = True
-    gradient_as_bucket_view: bool = True
-    comm_hook: Any = None
-
-    @property
-    def compresses(self) -> bool:
-        """Whether a hook of this package converts gradients for the exchange."""
-        return self.comm_hook is not None and not callable(self.comm_hook)
-
-    def check(self) -> None:
-        """Raise `ConfigError` for options that contradict each other."""
-        if self.find_unused_parameters and self.static_graph:
-            raise ConfigError(
-                "a static graph is searched for unused parameters once, at the first step",
-                expected="find_unused_parameters or static_graph",
-                got="both",
-                where="prepare_model",
-            )
-        if not 0 < self.bucket_cap_mb < float("inf"):
-            raise ConfigError("no bucket has that size", expected="MiB above 0", got=repr(self.bucket_cap_mb))
-        hook = self.comm_hook
-        if hook is not None and not isinstance(hook, PowerSgd) and not callable(hook):
-            check_choice(hook, get_args(Wire), "unknown communication hook", where="comm_hook=")
-
-    def describe(self) -> str:
-        """Return the options as text that is the same on ranks with the same options."""
-        hook = self.comm_hook
-        named = f"function {getattr(hook, '__qualname__', type(hook).__qualname__)}" if callable(hook) else hook
-        return repr(msgspec.structs.replace(self, comm_hook=named))
+def check_hook(hook: object) -> None:
+    """Raise `ConfigError` for a `comm_hook=` that is neither a name, a `PowerSgd` nor a function."""
+    if hook is not None and not isinstance(hook, PowerSgd) and not callable(hook):
+        check_choice(hook, get_args(Wire), "unknown communication hook", where="comm_hook=")
 
 
 def gather_sparse(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -268,10 +236,8 @@ def gather_sparse(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.
     return done
 
 
-def register_hook(replica: DistributedDataParallel, group: Any, hook: CommHook | None) -> None:
+def register_hook(replica: DistributedDataParallel, group: Any, hook: CommHook) -> None:
     """Let a hook exchange the gradients of a replica instead of DDP's own all-reduce."""
-    if hook is None:
-        return
     state, function = group, cast(Any, hook)
     if isinstance(hook, PowerSgd):
         state, function = _power_sgd(group, hook), PowerSgdExchange.exchange

@@ -18,12 +18,20 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._labels import label_parameters, let_step_alone_
-from accel.parallel._modules import sparse_tables, unwrap_model, wrapped_name
+from accel.parallel._modules import named_modules, unwrap_model, wrapped_name
 from accel.parallel._private import exchange_in, rebuild_buckets
 from accel.parallel._refused import check_sparse
-from accel.parallel._sharded import is_sharded
-from accel.parallel._spread import PendingForward, Spread, begin_with_rank_0_, compare_models, replicated_tensors
-from accel.parallel.axes.replicate._comm_hooks import ReplicateOptions, gather_sparse, register_hook
+from accel.parallel._spread import (
+    ModelView,
+    PendingForward,
+    ReplicateOptions,
+    Spread,
+    begin_with_rank_0_,
+    compare_models,
+    replicated_tensors,
+    sparse_tables,
+)
+from accel.parallel.axes.replicate._comm_hooks import gather_sparse, register_hook
 from accel.tensors import has_wide_gradient, packed_weights
 
 _ddp = cast(Any, DistributedDataParallel)
@@ -108,7 +116,7 @@ class _Touch(nn.Module):
 
     def forward(self, _: None) -> torch.Tensor:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        tables = {id(each) for each in sparse_tables(self.model).values()}
+        tables = {id(each) for each in sparse_tables(named_modules(self.model)).values()}
         return torch.stack([_touched(each, sparse=id(each) in tables) for each in trained]).sum()
 
 
@@ -123,11 +131,11 @@ def _touched(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
     return real.sum().double() * 0
 
 
-def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
-    return replica_of(model) is not None or is_sharded(model)
+def _is_done(_ctx: DistContext, view: ModelView) -> bool:
+    return replica_of(view.model) is not None or view.is_sharded
 
 
-def _check(ctx: DistContext, _model: nn.Module, options: ReplicateOptions) -> None:
+def _check(ctx: DistContext, _view: ModelView, options: ReplicateOptions) -> None:
     # DDP arranges its buckets in float32 before the first step, and then needs to know that every parameter takes part
     if ctx.precision.master_weights is not None and (options.find_unused_parameters or options.static_graph):
         raise ConfigError(
@@ -167,12 +175,13 @@ def _replicate(ctx: DistContext, model: nn.Module, options: ReplicateOptions) ->
         **_initial_options(ctx, model),
     )
     hook = options.comm_hook
-    is_early = ctx.backend == "nccl" and bool(sparse_tables(model))  # NCCL does not even sum the rows of no sample
+    # NCCL does not even sum the rows of no sample
+    is_early = ctx.backend == "nccl" and bool(sparse_tables(named_modules(model)))
     if is_early:
         register_hook(replica, ctx.comm.group, hook or gather_sparse)
     if not options.find_unused_parameters and not options.static_graph:
         _fix_buckets(replica)
-    if not is_early:
+    if hook is not None and not is_early:
         register_hook(replica, ctx.comm.group, hook)
     return replica
 
@@ -224,7 +233,8 @@ def replica_of(model: nn.Module) -> DistributedDataParallel | None:
 
 REPLICATE = Spread(
     dimension="replicate",
-    options=ReplicateOptions,
+    options_from=lambda _plan, keywords, _view: keywords,
+    keywords=ReplicateOptions.__struct_fields__,
     is_done=_is_done,
     check=_check,
     spread=_spread,
@@ -264,7 +274,7 @@ def join_uneven_inputs(
         raise ConfigError("nothing to join", expected="the models that the block trains", got="none")
     for each in models:
         if isinstance(each, nn.Module):
-            check_sparse(unwrap_model(each), {"ranks that run out of inputs": True}, "join_uneven_inputs")
+            check_sparse(ModelView(unwrap_model(each)), {"ranks that run out of inputs": True}, "join_uneven_inputs")
     if ctx.world_size == 1:
         yield
         return

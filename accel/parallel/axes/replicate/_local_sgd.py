@@ -19,21 +19,13 @@ from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.errors._checks import check_count
 from accel.parallel._empty import move_model
-from accel.parallel._labels import (
-    STEPPED_ALONE,
-    is_local,
-    keep_state_on_host_,
-    label_parameters,
-    mark_local,
-    note_micro_batches,
-)
-from accel.parallel._modules import is_pipelined, unwrap_model
-from accel.parallel._prepare_model import check_axes, compile_as_set, composition, own_options
-from accel.parallel._refused import check_devices, check_sparse
+from accel.parallel._labels import STEPPED_ALONE, is_local, keep_state_on_host_, label_parameters, mark_local
+from accel.parallel._modules import is_pipelined, note_prepared, unwrap_model
+from accel.parallel._prepare_model import check_axes, compile_as_set, composition, options_of
+from accel.parallel._refused import DEVICES, PrepareCall, check_sparse, refused, report
 from accel.parallel._same_batches import SHARING, compare_batches
 from accel.parallel._sharded import is_sharded
-from accel.parallel._spread import average_along_, begin_with_rank_0_, replicated_tensors
-from accel.parallel.axes.replicate._comm_hooks import ReplicateOptions
+from accel.parallel._spread import ModelView, ReplicateOptions, average_along_, begin_with_rank_0_, replicated_tensors
 from accel.parallel.axes.replicate._ddp import replica_of
 from accel.parallel.axes.shard import SHARD
 from accel.tensors import local_part, packed_weights
@@ -94,7 +86,8 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
     ctx.comm.check_open()
     _check_local(model, "prepare_local_model")
     _check_values(ctx, model)
-    check_sparse(model, {"local SGD": True}, "prepare_local_model")
+    view = ModelView(model)
+    check_sparse(view, {"local SGD": True}, "prepare_local_model")
     plan = ctx.plan if plan is None else plan
     if plan is not None and plan.offload == "optimizer":
         keep_state_on_host_(model.parameters())  # those that replace them follow
@@ -111,9 +104,10 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
         return model
     _check_experts(ctx)
     spreads = [*within, *(each for each in (SHARD,) if ctx.axis("cp").size > 1)]
-    own = [own_options(each, plan, ReplicateOptions(broadcast_buffers=False)) for each in spreads]
+    keywords = ReplicateOptions(broadcast_buffers=False)
+    own = [options_of(each, plan or Plan(), keywords, view) for each in spreads]
     for each, options in zip(spreads, own, strict=True):
-        each.check(ctx, model, options)
+        each.check(ctx, view, options)
     mark_local(model)
     for each, options in zip(spreads, own, strict=True):
         _ = each.spread(ctx, model, options, is_empty=False)
@@ -121,7 +115,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
     if not SHARING.isdisjoint(each.dimension for each in spreads):
         compare_batches(ctx, model)
     if plan is not None and plan.micro_batches is not None:
-        note_micro_batches(model, plan.micro_batches)
+        note_prepared(model, micro_batches=plan.micro_batches)
     compile_as_set(ctx, model)
     return model
 
@@ -203,7 +197,7 @@ def _means(ctx: DistContext, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _check_values(ctx: DistContext, model: nn.Module) -> None:
-    check_devices(ctx, model)
+    report(refused(PrepareCall(ctx, ModelView(model)), [DEVICES]), "", "prepare_local_model")
     if empty := [name for name, each in model.named_parameters() if each.is_meta]:
         raise DeviceError(
             "a model for local SGD has no values",

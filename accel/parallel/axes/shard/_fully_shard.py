@@ -20,10 +20,19 @@ from accel.parallel._entries import refuse_parts
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._leftovers import watch_used
 from accel.parallel._modules import is_pipelined, layerdrops, stage_modules, unwrap_model, written_class
-from accel.parallel._refused import check_all, check_quantized, refuse_changes
-from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
-from accel.parallel._spread import PendingForward, Spread, compare_models, follow_first_, stage_comm
+from accel.parallel._refused import check_quantized, raised, report
+from accel.parallel._sharded import sharded_roots, spans_all
+from accel.parallel._spread import (
+    ModelView,
+    PendingForward,
+    ReplicateOptions,
+    Spread,
+    compare_models,
+    follow_first_,
+    stage_comm,
+)
 from accel.parallel._torch_fsdp import shards_of, sum_in_one_format, sum_unused
+from accel.parallel._watches import refuse_changes
 from accel.parallel.axes.experts import exchange_mesh, expert_modules, listed_prefixes, shard_experts
 from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, pipeline_of
 from accel.parallel.axes.replicate._ddp import replica_of
@@ -39,15 +48,16 @@ from accel.parallel.axes.shard._options import (
 )
 from accel.parallel.axes.shard._running import note_units, reach_outputs, reduce_in_one_order
 from accel.parallel.axes.shard._units import (
+    check_ignored,
     ignored_ids,
-    ignored_parameters,
     modules_named,
     plan_units,
     together_ids,
     units_in,
 )
-from accel.parallel.axes.shard._whole import keep_whole, see_plain, undivided
+from accel.parallel.axes.shard._whole import keep_whole, see_plain
 from accel.tensors import is_dtensor, local_part
+from accel.topology import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -172,31 +182,41 @@ def begin_alike(ctx: DistContext, stage: Comm, mesh: DeviceMesh, tensors: Iterab
 _WHERE = "prepare_model, strategy fsdp"
 
 
-def _is_done(ctx: DistContext, model: nn.Module) -> bool:
+def _is_done(ctx: DistContext, view: ModelView) -> bool:
     """Tensor parallelism over some of the ranks leaves the others to shard over, experts the dense parameters."""
-    if replica_of(model) is not None or sharded_roots(model):
+    if replica_of(view.model) is not None or sharded_roots(view.model):
         return True
-    return is_sharded(model) and not expert_modules(model) and spans_all(ctx, model)
+    return view.is_sharded and not expert_modules(view.model) and spans_all(ctx, view.model)
 
 
-def _check(ctx: DistContext, model: nn.Module, options: ShardOptions) -> None:
-    inner = unwrap_model(model)
+def _options_from(plan: Plan, keywords: ReplicateOptions, _view: ModelView) -> ShardOptions:
+    return ShardOptions(
+        find_unused_parameters=keywords.find_unused_parameters,
+        broadcast_buffers=keywords.broadcast_buffers,
+        gather_dtype=plan.gather_dtype,
+        reduce_dtype=plan.reduce_dtype,
+        units=plan.units,
+        together=plan.together,
+        ignored=plan.ignored,
+        reshard_after_forward=plan.reshard_after_forward,
+        prefetch=plan.prefetch,
+        offload=plan.offload is True,  # else of an optimizer's state
+        methods=plan.methods,
+    )
+
+
+def _check(ctx: DistContext, view: ModelView, options: ShardOptions) -> None:
+    inner = view.inner
     checks = (
         lambda: _check_device(ctx),
         lambda: check_quantized(inner, _WHERE, left_out=ignored_ids(inner, options.ignored)),
         lambda: check_formats(options.gather_dtype, ctx.precision),
-        lambda: ignored_parameters(inner, options.ignored),
+        lambda: check_ignored(inner, options.ignored),
         lambda: modules_named(inner, options.together, where="Plan.together"),
-        lambda: plan_units(
-            inner,
-            units=options.units,
-            wide=wide_parameters(inner),
-            ignored=ignored_ids(inner, options.ignored),
-            together=together_ids(inner, options.together),
-        ),
-        lambda: check_mesh(ctx, inner, options.reshard_after_forward),
+        lambda: _unit_names(inner, inner, options),
+        lambda: check_mesh(ctx, inner.model, options.reshard_after_forward),
     )
-    check_all(checks, "the plan does not fit the model or the mesh", _WHERE)
+    report(raised(checks), "the plan does not fit the model or the mesh", _WHERE)
 
 
 def _check_device(ctx: DistContext) -> None:
@@ -225,9 +245,10 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
         move_model(inner, ctx.streams)
         label_parameters(inner)
         return model
-    below = ignored_ids(inner, options.ignored)
-    ignored = [each for each in inner.parameters() if id(each) in below]
-    named = [_shard(ctx, inner, root, mesh, stage, options, is_empty=is_empty) for root in stage_modules(inner)]
+    view = ModelView(inner)
+    below = ignored_ids(view, options.ignored)
+    ignored = [each for each in view.parameters.values() if id(each) in below]
+    named = [_shard(ctx, view, root, mesh, stage, options, is_empty=is_empty) for root in stage_modules(inner)]
     units = [list(each.values()) for each in named]
     if is_empty:
         if options.offload:  # shards alone: the device computes with all else where it is
@@ -289,7 +310,7 @@ def _shard_unit(
 
 def _shard(
     ctx: DistContext,
-    model: nn.Module,
+    whole: ModelView,
     root: nn.Module,
     mesh: DeviceMesh,
     stage: Comm,
@@ -301,15 +322,16 @@ def _shard(
     # its import takes most of a second
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-    below = ignored_ids(model, options.ignored)
-    alone = [each for each in undivided(root) if id(each) not in below]
-    left = below | {id(each) for each in alone}
-    ignored = {each for each in root.parameters() if id(each) in left}
-    waiting = {id(each) for each in root.parameters()} - left
+    view = whole if root is whole.model else ModelView(root)
+    own_parameters = list(view.parameters.values())
+    below = ignored_ids(whole, options.ignored)
+    alone = [each for each in own_parameters if each.ndim == 0 and id(each) not in below]
+    ignored = {each for each in own_parameters if each.ndim == 0 or id(each) in below}
+    waiting = set(map(id, own_parameters)) - set(map(id, ignored))
     experts = expert_modules(root)
     same_experts = exchange_mesh(ctx) if experts else mesh
-    wide = wide_parameters(root)
-    names = _unit_names(root, model, options, experts, wide, below)
+    wide = wide_parameters(view)
+    names = _unit_names(view, whole, options, experts)
     plain = see_plain(root, names, below)
     # memory is pinned where it is copied to a device
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if options.offload else OffloadPolicy()
@@ -328,7 +350,7 @@ def _shard(
             begin_alike(ctx, stage, along, own)
         # a stage stays whole between micro-batches; experts do where gradients of weights come later, as that looks for
         # the parameters that the forward has used
-        stays = is_pipelined(model) and (name not in experts or _splits_backward(model))
+        stays = is_pipelined(whole.model) and (name not in experts or _splits_backward(whole.model))
         reshard = False if stays else reshard_setting(options.reshard_after_forward, along.size(along.ndim - 1))
         how: dict[str, Any] = {
             "mp_policy": MixedPrecisionPolicy(formats[name].gather, formats[name].reduce, cast_forward_inputs=False),
@@ -350,21 +372,16 @@ def _shard(
 
 
 def _unit_names(
-    root: nn.Module,
-    model: nn.Module,
-    options: ShardOptions,
-    experts: Sequence[str],
-    wide: frozenset[int],
-    ignored: frozenset[int],
+    root: ModelView, whole: ModelView, options: ShardOptions, experts: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """The names of the units of a model, or of one of its stages."""
     return plan_units(
         root,
         experts,
-        units=units_in(root, model, options.units),
-        wide=wide,
-        ignored=ignored,
-        together=together_ids(model, options.together),
+        units=options.units if root is whole else units_in(root, whole, options.units),
+        wide=wide_parameters(root),
+        ignored=ignored_ids(whole, options.ignored),
+        together=together_ids(whole, options.together),
     )
 
 
@@ -389,4 +406,12 @@ def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
             each.data = each.data.to(device)
 
 
-SHARD = Spread(dimension="shard", options=ShardOptions, is_done=_is_done, check=_check, spread=_spread, replaces=True)
+SHARD = Spread(
+    dimension="shard",
+    options_from=_options_from,
+    keywords=("find_unused_parameters", "broadcast_buffers"),
+    is_done=_is_done,
+    check=_check,
+    spread=_spread,
+    replaces=True,
+)

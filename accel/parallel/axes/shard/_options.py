@@ -18,7 +18,7 @@ from accel.formats import Precision
 from accel.mixins import KeepsFormat, Mixin, add_mixin
 from accel.parallel._labels import STEPPED_ALONE, is_local
 from accel.parallel._sharded import MODEL_DIMENSIONS
-from accel.parallel._spread import SpreadOptions
+from accel.parallel._spread import ModelView, SpreadOptions
 from accel.parallel.axes.experts import is_expert_parameter
 from accel.tensors import is_dtensor
 from accel.topology import AXIS_NAMES, Dimension, WireDtype, data_dimension, dimension_of
@@ -245,9 +245,9 @@ def check_formats(gather: WireDtype, precision: Precision) -> None:
     )
 
 
-def wide_parameters(model: nn.Module) -> frozenset[int]:
+def wide_parameters(view: ModelView) -> frozenset[int]:
     """Return the `id` of each parameter of modules that compute in the format in which it is stored."""
-    wide = (each for each in model.modules() if isinstance(each, KeepsFormat))
+    wide = (each for each in view.modules.values() if isinstance(each, KeepsFormat))
     return frozenset(id(parameter) for module in wide for parameter in module.parameters(recurse=False))
 
 

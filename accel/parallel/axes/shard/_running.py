@@ -15,7 +15,7 @@ from torch import nn
 
 from accel.comm import SUM_OF, Comm, in_unit
 from accel.parallel._containers import known_parts
-from accel.parallel._modules import written_class
+from accel.parallel._modules import note_module, note_tensor, notes_of, tensor_notes, written_class
 from accel.parallel._private import runs_in_backward
 from accel.parallel._torch_fsdp import SUMS, around_calls, gather_at, gather_before, shards_of, sum_at_end
 
@@ -78,8 +78,6 @@ def _with_gradient(value: Any) -> Any:
 
 
 _LOG = logging.getLogger("accel.parallel")
-_KEPT = "accel_kept_gathered"  # of a unit: its parameters are not resharded after a forward
-_REACHED = "accel_reached"  # of a tensor: a unit is gathered again when its gradient comes
 _DEEPEST = 16
 _ATOMS = (str, bytes, int, float, complex, torch.dtype, torch.device, type, nn.Module)
 _LATER = (Iterator, FunctionType, MethodType, partial)  # what may read parameters after the forward
@@ -110,7 +108,7 @@ class _Output:
             if value.requires_grad and not inside:
                 self.reached = True
                 self._seen.add(id(value))
-            elif value.requires_grad and id(value) not in self._seen and not hasattr(value, _REACHED):
+            elif value.requires_grad and id(value) not in self._seen and "reached" not in tensor_notes(value):
                 self.hidden.append(value)
         elif value is None or isinstance(value, _ATOMS) or depth == _DEEPEST or id(value) in self._seen:
             return
@@ -166,7 +164,7 @@ def _reach(name: str, unit: nn.Module, args: Any, kwargs: Mapping[str, object], 
         _keep_gathered(name, unit)
     elif trains and found.hidden and not runs_in_backward():
         for each in found.hidden:
-            setattr(each, _REACHED, True)
+            note_tensor(each, reached=True)
             gather_at(unit, each)
 
 
@@ -176,8 +174,8 @@ def _behind(tensor: torch.Tensor) -> torch.Tensor:
 
 def _keep_gathered(name: str, unit: nn.Module) -> None:
     """Let a unit keep its parameters after the forward, from this one on."""
-    if _KEPT not in vars(unit):
-        vars(unit)[_KEPT] = True
+    if "kept_gathered" not in notes_of(unit):
+        note_module(unit, kept_gathered=True)
         cast(Any, unit).set_reshard_after_forward(False, recurse=False)
         for _, whole, _ in shards_of(unit):
             if whole is not None and whole.requires_grad:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -13,57 +13,53 @@ from torch.nn.parameter import is_lazy
 
 from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean, with_article
-from accel.parallel._blocks import blocks_of, is_called
+from accel.parallel._blocks import is_called
 from accel.parallel._labels import heir_of
-from accel.parallel._modules import matching, named_modules
+from accel.parallel._modules import matching
 from accel.parallel._private import has_hooks
+from accel.parallel._spread import ModelView
 
 Fits = Callable[[nn.Module], str]  # the reason that keeps a module from being a unit; empty if there is none
 
 
-def modules_named(model: nn.Module, wanted: Sequence[str], *, where: str) -> dict[str, nn.Module]:
+def modules_named(view: ModelView, wanted: Sequence[str], *, where: str) -> dict[str, nn.Module]:
     """Return the modules that patterns of paths (`*` is one component) or class names mean, by name; `PrepareError`
     with all that mean none."""
-    hits = {entry: _matches(model, entry) for entry in wanted}
+    hits = {entry: _matches(view, entry) for entry in wanted}
     if strangers := [entry for entry, found in hits.items() if not found]:
-        named = dict(named_modules(model))
-        kinds = sorted({type(each).__name__ for each in named.values()})
+        kinds = sorted({type(each).__name__ for each in view.modules.values()})
         raise PrepareError(
             "the plan names modules that the model does not have",
             expected="paths of modules, with * for one component, or names of classes",
             got=", ".join(map(repr, strangers)),
             where=where,
-            fix=did_you_mean(strangers[0], [*filter(None, named), *kinds]),
+            fix=did_you_mean(strangers[0], [*filter(None, view.modules), *kinds]),
         )
     return {name: module for found in hits.values() for name, module in found.items()}
 
 
-def ignored_ids(model: nn.Module, ignored: Sequence[str]) -> frozenset[int]:
+def ignored_ids(view: ModelView, ignored: Sequence[str]) -> frozenset[int]:
     """Return the `id` of each parameter below modules that a plan ignores; entries that mean none are passed over."""
-    modules = [module for entry in ignored for module in _matches(model, entry).values()]
+    modules = [module for entry in ignored for module in _matches(view, entry).values()]
     return frozenset(id(each) for module in modules for each in module.parameters())
 
 
-def together_ids(model: nn.Module, together: Sequence[str]) -> frozenset[int]:
+def together_ids(view: ModelView, together: Sequence[str]) -> frozenset[int]:
     """Return the `id` of each module that a plan keeps in the unit around it, and of those below."""
-    held = [module for entry in together for module in _matches(model, entry).values()]
+    held = [module for entry in together for module in _matches(view, entry).values()]
     return frozenset(id(each) for module in held for each in module.modules())
 
 
-def _matches(model: nn.Module, entry: str) -> dict[str, nn.Module]:
+def _matches(view: ModelView, entry: str) -> dict[str, nn.Module]:
     """Return the modules that a pattern of paths or the name of a class means, by name."""
-    named = dict(named_modules(model))
-    hits = set(matching(named, entry))
-    return {name: each for name, each in named.items() if name in hits or type(each).__name__ == entry}
+    hits = set(matching(view.modules, entry))
+    return {name: each for name, each in view.modules.items() if name in hits or type(each).__name__ == entry}
 
 
-def ignored_parameters(model: nn.Module, ignored: Sequence[str]) -> list[nn.Parameter]:
-    """Return the parameters that a plan leaves alone, each once; `PrepareError` for a trainable one, whose gradient
-    nobody would exchange."""
-    found: dict[int, nn.Parameter] = {}
-    for name, module in modules_named(model, ignored, where="Plan.ignored").items():
+def check_ignored(view: ModelView, ignored: Sequence[str]) -> None:
+    """Raise `PrepareError` for a trainable parameter that a plan leaves alone: nobody would exchange its gradient."""
+    for name, module in modules_named(view, ignored, where="Plan.ignored").items():
         for key, parameter in module.named_parameters():
-            found[id(parameter)] = parameter
             if parameter.requires_grad:
                 raise PrepareError(
                     "a parameter that is not sharded is trainable, so its gradient would stay on each rank",
@@ -72,13 +68,12 @@ def ignored_parameters(model: nn.Module, ignored: Sequence[str]) -> list[nn.Para
                     where="Plan.ignored",
                     fix="Freeze it with requires_grad_(False), or let it be sharded.",
                 )
-    return list(found.values())
 
 
-def units_named(model: nn.Module, wanted: Sequence[str], problem_of: Fits) -> list[str]:
+def units_named(view: ModelView, wanted: Sequence[str], problem_of: Fits) -> list[str]:
     """Return the names of the modules that a plan's `units` name, but for the model; `PrepareError` with all that
     cannot be units."""
-    found = modules_named(model, wanted, where="Plan.units")
+    found = modules_named(view, wanted, where="Plan.units")
     problems = {name: problem for name, module in found.items() if name and (problem := problem_of(module))}
     if problems:
         raise PrepareError(
@@ -91,24 +86,22 @@ def units_named(model: nn.Module, wanted: Sequence[str], problem_of: Fits) -> li
 
 
 def units_in(
-    root: nn.Module, model: nn.Module, units: Literal["auto"] | Sequence[str] | int
+    root: ModelView, view: ModelView, units: Literal["auto"] | Sequence[str] | int
 ) -> Literal["auto"] | Sequence[str] | int:
     """Return a plan's `units` for a stage of a model: the names in the stage of the modules that it names in the
     model."""
     if isinstance(units, int) or units == "auto":
         return units
-    chosen = {id(module) for entry in units for module in _matches(model, entry).values()}
-    named = named_modules(root)
-    return [name for name, module in named if name and id(module) in chosen]
+    chosen = {id(module) for entry in units for module in _matches(view, entry).values()}
+    return [name for name, module in root.modules.items() if name and id(module) in chosen]
 
 
-def units_of_size(model: nn.Module, least: int, fits: Callable[[nn.Module], bool]) -> list[str]:
+def units_of_size(view: ModelView, least: int, fits: Callable[[nn.Module], bool]) -> list[str]:
     """Return the names of the innermost modules with so many parameters outside of inner units, and of those around
     with as many more."""
     found: list[str] = []
     taken: set[int] = set()
-    named = list(named_modules(model))
-    for name, module in reversed(named):  # submodules come after their module in the list
+    for name, module in reversed(view.modules.items()):  # submodules come after their module in the list
         own = {id(each): each.numel() for each in module.parameters() if id(each) not in taken}
         if name and sum(own.values()) >= least and fits(module):
             found.append(name)
@@ -120,7 +113,7 @@ _WHERE = "prepare_model, strategy fsdp"
 
 
 def plan_units(
-    model: nn.Module,
+    view: ModelView,
     leaves: Sequence[str] = (),
     *,
     units: Literal["auto"] | Sequence[str] | int = "auto",
@@ -133,11 +126,12 @@ def plan_units(
     `leaves`: further units, with no unit inside. `wide`, `ignored`: the `id` of parameters in wider formats, and of
     those not sharded. `together`: the `id` of modules that are no units.
     """
-    _check_model(model, ignored)
-    paths = _paths(model, wide)
-    unsharded = ignored | {id(each) for each in model.parameters() if each.ndim == 0}
+    model = view.model
+    _check_model(view, ignored)
+    paths = _Paths(view, wide)
+    unsharded = ignored | {id(each) for each in view.parameters.values() if each.ndim == 0}
     inside = tuple(f"{name}." for name in leaves)
-    chosen = [name for name in _chosen(model, units, paths, together) if not name.startswith(inside)]
+    chosen = [name for name in _chosen(view, units, paths, together) if not name.startswith(inside)]
     blocks = [name for name in chosen if _parameter_ids(model, name) - unsharded]
     # gradients of a unit travel together, in one dtype
     inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, (*blocks, *leaves), paths)]
@@ -151,17 +145,17 @@ def _parameter_ids(model: nn.Module, name: str) -> set[int]:
 
 
 def _chosen(
-    model: nn.Module, units: Literal["auto"] | Sequence[str] | int, paths: _Paths, together: frozenset[int]
+    view: ModelView, units: Literal["auto"] | Sequence[str] | int, paths: _Paths, together: frozenset[int]
 ) -> list[str]:
     """Return the names of the blocks to shard one by one."""
     if isinstance(units, int):
         return units_of_size(
-            model, units, lambda module: is_called(module) and _is_closed(module, paths) and id(module) not in together
+            view, units, lambda module: is_called(module) and _is_closed(module, paths) and id(module) not in together
         )
     if units != "auto":
-        return units_named(model, units, lambda module: _unit_problem(module, paths))
-    declared = {name for module in model.modules() for name in _declared(module)}
-    found = _blocks(model, declared, {id(block.module) for block in blocks_of(model, nested=True)})
+        return units_named(view, units, lambda module: _unit_problem(module, paths))
+    declared = {name for module in view.modules.values() for name in _declared(module)}
+    found = _blocks(view.model, declared, {id(block.module) for block in view.blocks})
     # a block whose parameters are used outside of it too stays with the model
     return [name for name, module in found if _is_closed(module, paths) and id(module) not in together]
 
@@ -188,28 +182,14 @@ def _unit_problem(module: nn.Module, paths: _Paths) -> str:
 
 
 class _Paths(NamedTuple):
-    """Every name of each parameter and of each module, by `id`; tied parameters and shared modules have several.
+    """Names and formats of a view's parameters; `wide` is as for `plan_units`."""
 
-    `wide` is as for `plan_units`.
-    """
-
-    parameters: Mapping[int, Sequence[str]]
-    modules: Mapping[int, Sequence[str]]
+    view: ModelView
     wide: frozenset[int]
 
     def format_of(self, parameter: nn.Parameter) -> tuple[torch.dtype, bool]:
         """Return the format of a parameter: what travels together has the same."""
         return parameter.dtype, id(parameter) in self.wide
-
-
-def _paths(model: nn.Module, wide: frozenset[int]) -> _Paths:
-    parameters: dict[int, list[str]] = {}
-    modules: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameters.setdefault(id(parameter), []).append(name)
-    for name, module in named_modules(model, every_path=True):
-        modules.setdefault(id(module), []).append(name)
-    return _Paths(parameters, modules, wide)
 
 
 def _declared(module: nn.Module) -> Iterable[str]:
@@ -233,8 +213,8 @@ def _blocks(
 
 def _is_closed(module: nn.Module, paths: _Paths) -> bool:
     """Whether every way to the module's parameters leads through it."""
-    own = tuple(f"{name}." for name in paths.modules[id(module)])
-    return all(name.startswith(own) for each in module.parameters() for name in paths.parameters[id(each)])
+    own = tuple(f"{name}." for name in paths.view.places[id(module)])
+    return all(name.startswith(own) for each in module.parameters() for name in paths.view.owners[id(each)])
 
 
 def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _Paths) -> list[str]:
@@ -256,7 +236,7 @@ def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _
                 "parameters whose gradients are sent together have two dtypes",
                 expected=f"{main[0]}, as most of {unit or type(model).__name__}",
                 got=str(parameter.dtype),
-                where=f"{_WHERE}, {paths.parameters[id(parameter)][0]}",
+                where=f"{_WHERE}, {paths.view.owners[id(parameter)][0]}",
                 fix="Convert it, or put it into a separate module.",
             )
     return found
@@ -280,16 +260,16 @@ def _trained(module: nn.Module, taken: set[int]) -> Iterator[nn.Parameter]:
     return (each for each in module.parameters() if each.requires_grad and each.ndim and id(each) not in taken)
 
 
-def _check_model(model: nn.Module, ignored: frozenset[int]) -> None:
-    if not is_called(model):
+def _check_model(view: ModelView, ignored: frozenset[int]) -> None:
+    if not is_called(view.model):
         raise PrepareError(
             "a container without a forward cannot be sharded",
             expected="a module with a forward",
-            got=type(model).__name__,
+            got=type(view.model).__name__,
             where=_WHERE,
             fix="Prepare the modules in it one by one.",
         )
-    for name, parameter in model.named_parameters():
+    for name, parameter in view.parameters.items():
         problem, fix = ("", "") if id(parameter) in ignored else _problem(parameter)
         if problem:
             raise PrepareError("a parameter cannot be sharded", got=problem, where=f"{_WHERE}, {name}", fix=fix)

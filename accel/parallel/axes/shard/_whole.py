@@ -16,19 +16,15 @@ from torch import nn
 
 from accel.comm import own_gradient
 from accel.errors import PrepareError
-from accel.mixins import Mixin
-from accel.parallel._compile import add_within
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._leftovers import await_mean, awaited_of, watch_whole
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import named_modules, note_module, notes_of
 from accel.parallel._private import untraced
 from accel.tensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
-
-
-_GROUP = "accel_whole"
 
 
 class _Place(NamedTuple):
@@ -77,7 +73,7 @@ class SeesPlain(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        group = vars(self).get(_GROUP)
+        group: _Group | None = notes_of(cast(nn.Module, self)).get("plain")
         if group is None:
             return super().forward(*args, **kwargs)
         stored = _enter(group)
@@ -85,11 +81,6 @@ class SeesPlain(Mixin):
             return super().forward(*args, **kwargs)
         finally:
             _leave(stored)
-
-
-def undivided(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a model that have no dimension, each once."""
-    return [each for each in model.parameters() if each.ndim == 0]
 
 
 def see_plain(root: nn.Module, units: Sequence[str], kept: frozenset[int]) -> Mapping[int, Sequence[_Group]]:
@@ -105,8 +96,8 @@ def see_plain(root: nn.Module, units: Sequence[str], kept: frozenset[int]) -> Ma
         by_parameter[key] = [groups.setdefault(path, _Group()) for path in paths]
     modules = {path: root.get_submodule(path) for path in groups}
     for path, module in modules.items():
-        vars(module)[_GROUP] = groups[path]
-    add_within(list(modules.values()), SeesPlain)
+        note_module(module, plain=groups[path])
+    add_mixin(list(modules.values()), SeesPlain)
     return by_parameter
 
 

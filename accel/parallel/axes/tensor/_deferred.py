@@ -17,9 +17,17 @@ from torch import Tensor, nn
 
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin, remove_mixin
-from accel.parallel._modules import is_elsewhere, named_modules, unwrap_model, written_class
+from accel.parallel._modules import (
+    forget,
+    is_elsewhere,
+    named_modules,
+    note_module,
+    notes_of,
+    unwrap_model,
+    written_class,
+)
 from accel.parallel._private import user_hooks
-from accel.parallel.axes.tensor._head_calls import COMPUTE, RECOMPUTE, WHERE, HeadCall, is_resharded, is_unit
+from accel.parallel.axes.tensor._head_calls import WHERE, HeadCall, is_resharded, is_unit
 from accel.parallel.axes.tensor._layers import Colwise, Layer
 from accel.parallel.axes.tensor._logits import DeferredLogits
 from accel.tensors import word_layers
@@ -36,25 +44,25 @@ class DefersLogits(Mixin):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the placeholder; the logits in regions of torch.compile, and where users' hooks look at them."""
-        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or COMPUTE in vars(self):
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or "compute" in notes_of(cast(nn.Module, self)):
             return cast(Any, super()).__call__(*args, **kwargs)
         head = cast(nn.Module, self)
         if type(args[0]) is not Tensor or cast(Any, torch.jit).is_tracing() or not _is_plain(head) or user_hooks(head):
             return cast(Any, super()).__call__(*args, **kwargs)
         if is_unit(head):  # whose hooks would gather its parameters for nothing
             return self._deferred(args[0])
-        vars(head)[COMPUTE] = self._deferred
+        note_module(head, compute=self._deferred)
         try:
             return cast(Any, super()).__call__(args[0])
         finally:
-            del vars(head)[COMPUTE]
+            forget(head, "compute")
 
     def _deferred(self, hidden: Tensor) -> DeferredLogits:
         return DeferredLogits(HeadCall(cast(nn.Module, self), hidden, super().forward))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run what the head is called for, its own forward by default."""
-        compute = vars(self).get(COMPUTE)
+        compute = notes_of(cast(nn.Module, self)).get("compute")
         return super().forward(*args, **kwargs) if compute is None else compute(*args)
 
 
@@ -105,7 +113,7 @@ def defer_logits(model: M, head: str | None = None, *, recompute: bool | None = 
     """
     inner = unwrap_model(model)
     path = head_path(inner, head)
-    vars(inner.get_submodule(path))[RECOMPUTE] = recompute
+    note_module(inner.get_submodule(path), recompute=recompute)
     place_deferral(inner, path)
     return model
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from accel.errors import PrepareError
+from accel.parallel._modules import forget, note_module
 from accel.parallel.axes.tensor._layers import LocalParameters
 from accel.tensors import is_dtensor, split_dims
 
-COMPUTE = "accel_compute"  # attribute of a head while it is called: what for; None for its logits
-RECOMPUTE = "accel_recomputes_logits"  # attribute of a head: as `linear_cross_entropy` has it
 WHERE = "defer_logits"
 
 
@@ -61,11 +60,11 @@ class HeadCall:
             if not is_unit(self.head):
                 _refuse_resharded(self.head)
                 return (function or self.forward)(self.hidden)
-            vars(self.head)[COMPUTE] = function or self.forward
+            note_module(self.head, compute=function or self.forward)
             try:
                 return nn.Module.__call__(self.head, self.hidden)
             finally:
-                del vars(self.head)[COMPUTE]
+                forget(self.head, "compute")
 
     def hooked(self, output: Tensor) -> Tensor:
         """Return a tensor whose gradient begins the backward."""

@@ -24,7 +24,7 @@ from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import with_article
 from accel.mixins import Mixin
 from accel.parallel._labels import name_of
-from accel.parallel._modules import KeepsParameters
+from accel.parallel._modules import KeepsParameters, forget, note_module, notes_of
 from accel.parallel._private import part_alone
 from accel.parallel.axes.tensor._heads import has_heads, own_heads, with_own_heads
 from accel.parallel.axes.tensor._overlap import (
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 SEQUENCE_DIM = 1  # of activations, [batch, sequence, features]
-EARLY = "accel_early"  # attribute of a column-wise layer in a call of the module around it: its `EarlyProduct`
 
 
 class EarlyProduct(NamedTuple):
@@ -212,11 +211,11 @@ class Colwise(LocalParameters):
         """This rank's outputs, where messages travel beside the products."""
         if not self.accel_layer.rule.copied:
             return copied_product(x, *self.operands(), self.accel_layer.group)[0]
-        early: EarlyProduct | None = vars(self).get(EARLY)
+        early: EarlyProduct | None = notes_of(cast(nn.Module, self)).get("early")
         if early is None or early.output is None or early.input is not x or early.format != autocast_format(x):
             return super().forward(x)
         output = early.output
-        vars(self)[EARLY] = early._replace(output=None)
+        note_module(cast(nn.Module, self), early=early._replace(output=None))
         return output
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -330,12 +329,13 @@ class Around(Mixin):
         product = gathered_product if layer.rule.style == "gather_sequence" else copied_product
         output, x = product(_first(layer.rule, args, kwargs), *first.operands(), layer.group)
         args, kwargs = _with_first(layer.rule, args, kwargs, lambda _: x)
-        vars(first)[EARLY] = EarlyProduct(x, autocast_format(x), output)
+        layer = cast(nn.Module, first)
+        note_module(layer, early=EarlyProduct(x, autocast_format(x), output))
         try:
             result = super().forward(*args, **kwargs)
-            is_taken = vars(first)[EARLY].output is None
+            is_taken = cast(EarlyProduct, notes_of(layer).get("early")).output is None
         finally:
-            del vars(first)[EARLY]
+            forget(layer, "early")
         if not is_taken:
             raise _other_input(first)
         return result

@@ -16,15 +16,15 @@ from torch.utils import _pytree as pytree
 from accel.comm import adopt, copied
 from accel.comm._units import users_line
 from accel.errors import PrepareError
+from accel.parallel._modules import note_module, notes_of
 from accel.parallel._private import is_library_hook, without_subclasses, wrapper_of
-from accel.parallel.axes.tensor._head_calls import RECOMPUTE, WHERE, HeadCall, parameters_of
+from accel.parallel.axes.tensor._head_calls import WHERE, HeadCall, parameters_of
 from accel.parallel.axes.tensor._head_chunks import Words, loss_of_rows
 from accel.parallel.axes.tensor._layers import Layer
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger("accel.parallel")
-_REPORTED = "accel_logits_reported"  # attribute of a head whose logits were made once
 
 
 class LogitParts(NamedTuple):
@@ -174,7 +174,7 @@ class DeferredLogits(Tensor):
         def of_rows(parts: LogitParts) -> Tensor:
             hidden, weight, bias, scale, cap, words = parts
             made: dict[str, Any] = {"bias": bias, "scale": scale, "softcap": cap, **options}
-            made["recompute"] = cast(dict[str, Any], vars(self.call.head)).get(RECOMPUTE)
+            made["recompute"] = notes_of(self.call.head).get("recompute")
             return loss_of_rows(hidden, weight, targets, words, **made)
 
         return self.call.hooked(self.compute(of_rows))
@@ -435,8 +435,8 @@ _NOTES: Mapping[str, Callable[..., _Changes]] = {
 
 def _report(head: Any) -> None:
     """Log once that a head's logits are made, and where."""
-    if _REPORTED not in vars(head):
-        vars(head)[_REPORTED] = True
+    if "reported" not in notes_of(head):
+        note_module(head, reported=True)
         line = "deferred logits are made%s: only cross entropies and token_logprobs are computed without them"
         _LOG.warning(line, users_line())
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import named_modules, note_module, notes_of
 from accel.parallel._private import forward_hooks, forward_pre_hooks, runs_in_backward
 from accel.parallel.axes.tensor._styles import is_linear, is_transposed
 from accel.topology import TensorStyle
@@ -73,10 +73,8 @@ class _Guard:
 class _Whole(Mixin):
     """A Sequential with pairs in it."""
 
-    accel_pairs: _Guard | None = None
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        guard = self.accel_pairs
+        guard: _Guard | None = notes_of(cast(nn.Module, self)).get("pairs")
         if guard is None:  # a slice, which torch makes of the same class
             return cast(Any, nn.Sequential).forward(self, *args, **kwargs)
         _check_hooks(guard, cast(nn.Module, self))
@@ -90,15 +88,12 @@ class _Whole(Mixin):
 class _PairPart(Mixin):
     """A linear layer of a pair."""
 
-    accel_pairs: _Guard
-    accel_path: str
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        guard = self.accel_pairs
+        guard: _Guard = cast(_Guard, notes_of(cast(nn.Module, self)).get("pairs"))
         if not guard.runs and not runs_in_backward():  # there a layer that is checkpointed alone is computed again
             raise guard.refused(
                 "a linear layer that tensor parallelism divides with another of its Sequential is called by itself",
-                f"a call of {self.accel_path}",
+                f"a call of {notes_of(cast(nn.Module, self)).get('path')}",
             )
         return super().forward(*args, **kwargs)
 
@@ -112,11 +107,12 @@ def guard_pairs(model: nn.Module, pairs: Sequence[LinearPair], keys: Mapping[str
     for sequence in dict.fromkeys(pair.sequence for pair in pairs):
         own = [pair for pair in pairs if pair.sequence == sequence]
         whole: Any = model.get_submodule(sequence)
-        whole.accel_pairs = guard = _Guard(sequence, [pair.layers for pair in own], way_out)
+        guard = _Guard(sequence, [pair.layers for pair in own], way_out)
+        note_module(whole, pairs=guard)
         wholes.append(whole)
         for path in (path for pair in own for path in pair.ends):
             part: Any = model.get_submodule(path)
-            part.accel_pairs, part.accel_path = guard, path
+            note_module(part, pairs=guard, path=path)
             parts.append(part)
     # All at once, so that modules of one class stay of one class, for which torch.compile compiles once.
     add_mixin(wholes, _Whole)

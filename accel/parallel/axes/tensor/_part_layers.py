@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin
+from accel.parallel._modules import notes_of
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, needed_rows
 from accel.parallel.axes.tensor._styles import RowExchange, row_exchange
 from accel.parallel.parts import PartTensor, Ranks, RowLayout, leave, make, rows_of
@@ -37,7 +38,6 @@ class PartParameters(LocalParameters):
     """Computes with parts of its parameters: this rank's rows of their layouts."""
 
     accel_ranks: LayerRanks
-    accel_exchanges: Mapping[str, RowExchange]
 
     def __getattr__(self, name: str) -> Any:
         """Return a part in the place of a parameter that another module reads, while a region runs."""
@@ -50,13 +50,14 @@ class PartParameters(LocalParameters):
         """Return parts, after an exchange of rows where this rank computes with others than it stores."""
         here = super().parameters_here(stored)
         layouts = self.accel_layer.rule.layouts
+        exchanges = notes_of(cast(nn.Module, self)).get("exchanges", {})
         for name, layout in layouts.items():
             own = here.get(name)
             if own is None:
                 continue
             rows = own.movedim(layout.dim, 0)
-            if name in self.accel_exchanges:
-                rows = needed_rows(rows, self.accel_layer, self.accel_exchanges[name])
+            if name in exchanges:
+                rows = needed_rows(rows, self.accel_layer, exchanges[name])
             here[name] = make(rows.movedim(0, layout.dim), layout, self.accel_ranks)
         return here
 

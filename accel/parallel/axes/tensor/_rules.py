@@ -12,10 +12,9 @@ from torch import nn
 
 from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean
-from accel.mixins import Mixin
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import block_groups, outermost_groups
-from accel.parallel._compile import add_within
-from accel.parallel._modules import OVERLAPS, RANKS, matching, named_modules
+from accel.parallel._modules import RANKS, matching, named_modules, note_module
 from accel.parallel.axes.tensor._attention import Attention, Recurrent
 from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
 from accel.parallel.axes.tensor._layers import Layer, ReadList, mixin_for
@@ -312,7 +311,7 @@ def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rul
             setattr(module, name, value)
         cast(Any, module).accel_layer = layer_of(rule)
         if rule.overlap:
-            vars(module)[OVERLAPS] = True
+            note_module(module, overlaps=True)
         mixin = ReadList if isinstance(module, nn.ParameterList) else mixin_for(rule) or Attention
         mixin = PartParameters if rule.layouts else Recurrent if isinstance(module, nn.RNNBase) else mixin
         modules.setdefault(mixin, []).append(module)
@@ -321,7 +320,7 @@ def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rul
     for module in within:
         setattr(module, RANKS, ranks)
         layer: Layer = cast(Any, module).accel_layer
-        cast(Any, module).accel_exchanges = exchanges_of(layer.rule.layouts, layer.rank, layer.size)
+        note_module(module, exchanges=exchanges_of(layer.rule.layouts, layer.rank, layer.size))
     for mixin, own in modules.items():
-        add_within(own, mixin)
-    add_within([model.get_submodule(path) for path, rule in rules.items() if rule.ends], RegionEnd)
+        add_mixin(own, mixin)
+    add_mixin([model.get_submodule(path) for path, rule in rules.items() if rule.ends], RegionEnd)

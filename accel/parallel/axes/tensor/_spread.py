@@ -28,8 +28,9 @@ from accel.parallel._empty import values_or_room
 from accel.parallel._labels import heir_of, label_parameters, replace_parameter
 from accel.parallel._modules import example_of, is_pipelined, named_modules, stage_modules, unwrap_model
 from accel.parallel._private import is_compiled
-from accel.parallel._refused import check_quantized, refuse_changes
-from accel.parallel._spread import Spread, SpreadOptions, compare_models, stage_comm
+from accel.parallel._refused import check_quantized
+from accel.parallel._spread import ModelView, ReplicateOptions, Spread, SpreadOptions, compare_models, stage_comm
+from accel.parallel._watches import refuse_changes
 from accel.parallel.axes.tensor._dropout import Streams, use_rank_streams
 from accel.parallel.axes.tensor._layers import Layer
 from accel.parallel.axes.tensor._overlap import with_overlap
@@ -52,7 +53,7 @@ from accel.parallel.axes.tensor._tensor_plan import (
 from accel.parallel.axes.tensor._vocabulary import gathered_note, set_own_loss
 from accel.parallel.parts import RowLayout
 from accel.tensors import is_dtensor, mesh_of
-from accel.topology import HeadStyle, TensorStyle, dimension_of
+from accel.topology import HeadStyle, Plan, TensorStyle, dimension_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,17 +94,23 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
             )
 
 
-def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
+def _is_done(_ctx: DistContext, view: ModelView) -> bool:
     """A model that its user has spread along tp in part stays unchanged."""
-    parameters = list(unwrap_model(model).parameters())
+    parameters = list(view.inner.parameters.values())
     meshes = {id(mesh): mesh for each in parameters if (mesh := mesh_of(each)) is not None}
     names = {name for mesh in meshes.values() for name in mesh.mesh_dim_names or ("tp",)}
     return not parameters or any(dimension_of(name) == "tensor" for name in names)
 
 
-def _check(ctx: DistContext, model: nn.Module, options: TensorOptions) -> None:
-    inner = unwrap_model(model)
-    check_quantized(inner, WHERE)
+def _options_from(plan: Plan, _keywords: ReplicateOptions, view: ModelView) -> TensorOptions:
+    return TensorOptions(
+        tensor=plan.tensor, head=plan.head, sequence=plan.sequence, overlap=plan.overlap, example=view.example
+    )
+
+
+def _check(ctx: DistContext, view: ModelView, options: TensorOptions) -> None:
+    inner = view.inner.model
+    check_quantized(view.inner, WHERE)
     if options.overlap:
         _check_overlap(ctx, inner)
     if not _is_found(inner, options):  # what is found has been proved
@@ -124,10 +131,10 @@ def _is_found(model: nn.Module, options: TensorOptions) -> bool:
     return finds(model) or (options.example is not None and not declares(model))
 
 
-def _resolve(ctx: DistContext, model: nn.Module, options: TensorOptions) -> TensorOptions:
+def _resolve(ctx: DistContext, view: ModelView, options: TensorOptions) -> TensorOptions:
     """Put the styles that rank 0 finds and proves in the place of "model", or beside those that the model declares. A
     collective where it declares none, or passes over attention."""
-    inner = unwrap_model(model)
+    inner = view.inner.model
     is_found = _is_found(inner, options)
     if not is_found and not _has_more(inner, options):
         if ctx.rank == 0 and options.tensor == "model":
@@ -351,7 +358,7 @@ def _mesh(ctx: DistContext) -> DeviceMesh:
 
 TENSOR = Spread(
     dimension="tensor",
-    options=TensorOptions,
+    options_from=_options_from,
     is_done=_is_done,
     check=_check,
     spread=_spread,

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model is described once: a view finds what torch finds, in one walk, and `prepare_model` walks models few times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.parallel._blocks import blocks_of
+from accel.parallel._spread import ModelView
+from accel.testing import Simulator
+
+# Walks over all modules in `prepare_model`, also for parameters and by torch; 45, 75 and 100 before.
+MOST_WALKS = {("ddp", None): 27, ("fsdp", None): 40, ("ddp", "tp=2"): 68}
+
+
+def blocks(count: int = 3) -> nn.ModuleList:
+    return nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(count))
+
+
+def tied() -> nn.Module:
+    model = nn.ModuleDict({"words": nn.Embedding(4, 4, sparse=True), "head": nn.Linear(4, 4)})
+    model["head"].weight = model["words"].weight
+    return model
+
+
+def shared() -> nn.Module:
+    block = nn.Linear(4, 4)
+    return nn.ModuleDict({"a": block, "inner": nn.ModuleDict({"again": block, "norm": nn.BatchNorm1d(4)})})
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "one layer": lambda: nn.Linear(2, 2),
+    "nothing": nn.Identity,
+    "blocks": blocks,
+    "tied": tied,
+    "shared": shared,
+    "wrapped": lambda: nn.DataParallel(nn.Linear(2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_view_tells_what_torch_tells(name: str) -> None:
+    model = MODELS[name]()
+    view = ModelView(model, example=1)
+    inner = accel.unwrap_model(model)
+    for seen, module in ((view, model), (view.inner, inner)):
+        assert list(seen.modules.items()) == list(module.named_modules())
+        assert list(seen.paths) == list(module.named_modules(remove_duplicate=False))
+        assert [(key, id(each)) for key, each in seen.parameters.items()] == [
+            (key, id(each)) for key, each in module.named_parameters()
+        ]
+        assert [(key, id(each)) for key, each in seen.buffers.items()] == [
+            (key, id(each)) for key, each in module.named_buffers()
+        ]
+        names: dict[int, list[str]] = {}
+        for key, each in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(each), []).append(key)
+        assert {key: sorted(each) for key, each in seen.owners.items()} == {k: sorted(v) for k, v in names.items()}
+        assert seen.blocks == blocks_of(module, nested=True)
+        assert (seen.model, seen.example) == (module, 1)
+    assert view.inner.inner is view.inner
+    assert set(view.inner.tables) == ({"words.weight"} if name == "tied" else set())
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The models that were walked, once for each walk; entered before ranks begin, as they are threads."""
+    seen: list[nn.Module] = []
+    named_modules: Any = nn.Module.named_modules
+
+    def counted(self: nn.Module, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        if memo is None and not prefix:
+            seen.append(self)
+        return named_modules(self, memo, prefix, remove_duplicate)
+
+    monkeypatch.setattr(nn.Module, "named_modules", counted)
+    return seen
+
+
+def test_all_facts_of_a_view_need_one_walk(walks: list[nn.Module]) -> None:
+    model = nn.Sequential(blocks(), tied())
+    view = ModelView(model)
+    for _ in range(2):
+        _ = view.paths, view.modules, view.parameters, view.buffers, view.owners, view.tables, view.packed
+        _ = view.is_sharded, view.holds_dtensors
+    assert sum(each is model for each in walks) == 1
+
+
+@pytest.mark.parametrize(("strategy", "mesh"), MOST_WALKS)
+def test_prepare_model_walks_a_model_few_times(
+    ranks: Simulator, walks: list[nn.Module], strategy: str, mesh: str | None
+) -> None:
+    def rank(ctx: accel.DistContext) -> nn.Module:
+        ctx = accel.replace(ctx, strategy=strategy, **({} if mesh is None else {"mesh": mesh}))
+        model = nn.Sequential(nn.Embedding(8, 4), blocks()[0], nn.Linear(4, 8))
+        if mesh is not None:
+            model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        _ = accel.prepare_model(ctx, model, **({} if mesh is None else {"example": torch.ones(2, 4)}))
+        return model
+
+    model = ranks.run(rank, 2, default_group=True)[0]
+    assert 0 < sum(each is model for each in walks) <= MOST_WALKS[strategy, mesh]

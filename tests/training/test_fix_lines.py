@@ -1,0 +1,846 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines that refusals of prepare and of the step tell the user to write: each is run by the program that met it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import accel
+from accel.errors import AccelError
+from accel.testing import Simulator
+
+PACKAGE = Path(accel.__file__).parent
+TESTS = Path(__file__).parents[1]
+FOLDERS = ("training", "parallel/axes/shard", "parallel/axes/replicate")
+FILES = (
+    "_prepare_model", "_refused", "_labels", "_leftovers", "_entries", "_watches", "_sharded", "_sync", "_empty",
+    "_brought_shards", "_same_batches",
+)  # fmt: skip
+
+HELD_BY_A_VARIABLE = ("call", "start")  # problems that the refusing function is passed
+
+# Lines that no test runs yet. A new refusal with a line to write gets a row of PROGRAMS; this number only falls.
+MOST_WITHOUT = 15
+
+
+class Site(NamedTuple):
+    """A refusal whose fix holds code, by its file and the beginning of its problem."""
+
+    file: str
+    problem: str
+
+
+def _text(node: ast.expr | None) -> str:
+    found = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)] if node is not None else []
+    return " ".join(each for each in found if isinstance(each, str))
+
+
+def _sites() -> Iterator[Site]:
+    paths = [PACKAGE / "parallel" / f"{name}.py" for name in FILES]
+    for path in [*paths, *(each for folder in FOLDERS for each in sorted((PACKAGE / folder).glob("*.py")))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            fix = next((_text(each.value) for each in node.keywords if each.arg == "fix"), "")
+            if re.search(r"\w\(.*\)|\w\[|\w ?= ?\S", fix):
+                yield Site(
+                    str(path.relative_to(PACKAGE)),
+                    (_text(node.args[0]) or ast.unparse(node.args[0])) if node.args else "",
+                )
+
+
+class Program(NamedTuple):
+    """A program that is refused, and what it does with the line.
+
+    Attributes:
+        file, problem: of the site.
+        before: statements before the refused ones; run again before the line.
+        refused: the statements that raise.
+        line: text within the fix.
+        then: statements in the place of the refused ones, with the line at `{line}`.
+        ranks: number of simulated ranks.
+        strategy, mesh: of the context.
+    """
+
+    file: str
+    problem: str
+    before: str
+    refused: str
+    line: str
+    then: str = "{line}"
+    ranks: int = 1
+    strategy: str = "ddp"
+    mesh: str | None = None
+
+
+NET = "net = nn.Linear(2, 1); optimizer = SGD(net.parameters(), lr=0.1); x = torch.ones(4, 2)\n"
+PREPARED = NET + "model, optimizer = accel.prepare(ctx, net, optimizer); state = accel.train_state(ctx)\n"
+BEGUN = PREPARED + "state = state.next(); loss = model(x).sum()\n"
+ENDED = BEGUN + "state = accel.backward(ctx, loss, state, weight=4)\n"
+HALF = PREPARED + (
+    "state = accel.backward(ctx, model(x).sum(), accel.train_state(ctx, accumulation=2).next(), weight=4)\n"
+)
+STEP = "\nstate = accel.optimizer_step(ctx, optimizer, state); assert not state.sync and state.figures.stepped"
+WHOLE = "\nstate = accel.backward(ctx, model(x).sum(), accel.train_state(ctx).next(), weight=4)" + STEP
+TWO = (
+    "one, two = nn.Linear(2, 1), nn.Linear(2, 1); x = torch.ones(4, 2)\n"
+    "first, second = SGD(one.parameters(), lr=0.1), SGD(two.parameters(), lr=0.1)\n"
+    "one, two, first, second = accel.prepare(ctx, one, two, first, second)\n"
+    "state = accel.backward(ctx, (one(x) + two(x)).sum(), accel.train_state(ctx).next(), weight=4)\n"
+)
+UNUSED = (
+    "net = nn.ModuleDict({'a': nn.Linear(2, 1), 'b': nn.Linear(2, 1)}); net.forward = lambda x: net['a'](x)\n"
+    "model = net; x = torch.ones(4, 2)\n"
+)
+ENCODES = (
+    "class Net(nn.Linear):\n    def encode(self, x): return self(x)\n"
+    "model = net = Net(2, 1); x = torch.ones(4, 2); optimizer = SGD(net.parameters(), lr=0.1)\n"
+)
+DISCARD = "state = accel.training.discard(state, model)"
+NEXT = "state = state.next(batch)"
+BATCHES = PREPARED + (
+    "data = torch.utils.data.TensorDataset(x)\n"
+    "loader = accel.prepare_loader(ctx, torch.utils.data.DataLoader(data, batch_size=2))\n"
+    "batch, other = accel.batches(ctx, loader, state)\n"
+)
+ABSENT = (
+    "make = lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))\n"
+    "folder = tempfile.mkdtemp(); model = make()\n"
+)
+DISPATCHED = "model = accel.disk_offload(model, None, 'cpu', scratch=folder).model"
+PAIR = (
+    "net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)); optimizer = SGD(net.parameters(), lr=0.1)\n"
+    "x = torch.ones(4, 2)\n"
+)
+LOOKUPS = (
+    "class Net(nn.Module):\n    def __init__(self, **options):\n        super().__init__()\n"
+    "        self.table, self.head = nn.Embedding(4, 2, **options), nn.Linear(2, 1)\n"
+    "    def forward(self, ids): return self.head(self.table(ids))\n"
+    "ids = torch.zeros(4, dtype=torch.long); state = accel.train_state(ctx).next()\n"
+)
+ROUTED = (
+    "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.layers = nn.ModuleList([nn.ModuleDict({'router': nn.Linear(2, 8)})])\n"
+    "        router = self.layers[0]['router']; router.register_buffer('expert_bias', torch.zeros(8))\n"
+    "        router.register_forward_hook(lambda _, given, out: (out.sum() * 0 + given[0].sum(), out.topk(2)[1]))\n"
+    "        self.first = nn.Linear(2, 2)\n"
+    "    def forward(self, x): return self.layers[0]['router'](self.first(x))[0] * 1\n"
+    "model = net = Net(); x = torch.ones(4, 2); optimizer = SGD(net.parameters(), lr=0.1)\n"
+    "ExpertLoad = accel.training.ExpertLoad; state = accel.train_state(ctx).next(); named = {'layers.*.router': 8}\n"
+)
+COUNTED = (
+    "with accel.accumulate(ctx, state, model), load.counting(state):\n"
+    "    state = accel.backward(ctx, model(x), state, weight=4)\n"
+)
+LAUNCHED = "ctx = dataclasses.replace(accel.replace(ctx, **{1}), launched={{{0!r}: 'the launcher'}})\n"
+PROGRAMS: tuple[Program, ...] = (
+    # the model, before it is prepared
+    Program(
+        "parallel/_refused.py",
+        "a model that Accelerate has dispatched",
+        "build = lambda: nn.Sequential(nn.Linear(2, 2)); model = build(); folder = tempfile.mkdtemp()\n"
+        "model[0]._hf_hook = types.SimpleNamespace(offload=True)\n"
+        "path = folder + '/model.safetensors'; safetensors.torch.save_file(build().state_dict(), path)\n",
+        "accel.prepare_model(ctx, model)",
+        'accel.load_checkpoint_and_dispatch(ctx, accel.init_empty_weights(build), path, "auto")',
+        "model = {line}.model\nassert model(torch.ones(1, 2)).shape == (1, 2)",
+    ),
+    Program(
+        "parallel/_refused.py",
+        "transformers has cut the model into stages",
+        "model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))\n"
+        "kind = type('Stage', (nn.Linear,), {'__module__': 'transformers.distributed.pipeline_parallel'})\n",
+        "model[1] = kind(2, 2)\naccel.prepare_model(ctx, model)",
+        "accel.replace(ctx, mesh='pp=2')",
+        "ctx = {line}\naccel.prepare_model(ctx, model, example=torch.ones(2, 2))",
+        ranks=2,
+    ),
+    Program(
+        "parallel/_refused.py",
+        "weights that are not in memory cannot be trained",
+        ABSENT,
+        DISPATCHED + "; model.requires_grad_(True); accel.prepare_model(ctx, model)",
+        "model.requires_grad_(False)",
+        "{line}\n" + DISPATCHED + "; accel.prepare_model(ctx, model)",
+    ),
+    Program(
+        "parallel/_refused.py",
+        "weights that are not in memory cannot be spread",
+        ABSENT,
+        "model.requires_grad_(False); " + DISPATCHED + "; accel.prepare_model(ctx, model)",
+        "prepare_model(ctx, model, allocate=False)",
+        "model = accel.init_empty_weights(make)\n"
+        "ctx = accel.replace(ctx, mesh='tp=2', plan=accel.parallel.Plan(tensor={'0.0': 'colwise', '1.0': 'rowwise'}))\n"
+        "accel.{line}\n"
+        "assert all(each.is_meta for each in model.parameters())",
+        ranks=2,
+    ),
+    Program(
+        "parallel/_refused.py",
+        "master weights are for replicated parameters",
+        NET,
+        "ctx = accel.replace(ctx, precision=accel.precision.Precision(params='bf16', master_weights='fp32'))\n"
+        "accel.prepare_model(ctx, net)",
+        'precision="bf16"',
+        "ctx = accel.replace(ctx, {line})\naccel.prepare_model(ctx, net)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/_refused.py",
+        "sparse gradients are exchanged by DDP only",
+        "make = functools.partial(nn.Embedding, 4, 2)\n",
+        "accel.prepare_model(ctx, make(sparse=True))",
+        "sparse=False",
+        "accel.prepare_model(ctx, make({line}))",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/_refused.py",
+        "a parameter would get sparse gradients and dense ones",
+        "class Tied(nn.Module):\n    def __init__(self, **options):\n        super().__init__()\n"
+        "        self.words, self.head = nn.Embedding(4, 2, **options), nn.Linear(2, 4, bias=False)\n"
+        "        self.head.weight = self.words.weight\n",
+        "accel.prepare_model(ctx, Tied(sparse=True))",
+        "sparse=False",
+        "accel.prepare_model(ctx, Tied({line}))",
+        ranks=2,
+    ),
+    # parameters and gradients, at the step
+    Program(
+        "parallel/_labels.py",
+        "the optimizer was built before the model was sharded",
+        NET + "model = net\n",
+        "model = accel.prepare_model(ctx, net)" + WHOLE,
+        "model, optimizer = accel.prepare(ctx, model, optimizer)",
+        "{line}" + WHOLE,
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/_labels.py",
+        "parameters took no part in the loss",
+        UNUSED,
+        "model = accel.prepare_model(ctx, net); optimizer = SGD(model.parameters(), lr=0.1)" + WHOLE,
+        "accel.prepare_model(ctx, model, find_unused_parameters=True)",
+        "model = {line}; optimizer = SGD(model.parameters(), lr=0.1)" + WHOLE,
+        ranks=2,
+    ),
+    Program(
+        "parallel/_labels.py",
+        "gradients were not exchanged between ranks",
+        ENCODES,
+        "model = accel.prepare_model(ctx, net)\n"
+        "state = accel.backward(ctx, net.encode(x).sum(), accel.train_state(ctx).next(), weight=4)" + STEP,
+        'accel.prepare_model(ctx, model, plan=accel.parallel.Plan(methods=("encode",)))',
+        "model = {line}\n"
+        "state = accel.backward(ctx, model.encode(x).sum(), accel.train_state(ctx).next(), weight=4)" + STEP,
+        ranks=2,
+    ),
+    Program(
+        "parallel/_labels.py",
+        "a parameter is not prepared, so its gradient stays",
+        NET + "model = net\n",
+        "accel.prepare_model(ctx, nn.Linear(2, 1))" + WHOLE,
+        "model = accel.prepare_model(ctx, model)",
+        "{line}" + WHOLE,
+        ranks=2,
+    ),
+    Program(
+        "parallel/_leftovers.py",
+        "the gradients of this window's first micro-batch are gone",
+        HALF,
+        "optimizer.zero_grad(); state = state.next()\nwith accel.accumulate(ctx, state, model): pass",
+        DISCARD,
+        "{line}" + WHOLE,
+    ),
+    Program(
+        "parallel/_sync.py",
+        "a parameter became trainable after preparing",
+        NET + "net.bias.requires_grad_(False); model = accel.prepare_model(ctx, net)\n",
+        "net.bias.requires_grad_(True)\nwith accel.accumulate(ctx, accel.train_state(ctx).next(), model): pass",
+        "accel.prepare_model(ctx, accel.unwrap_model(model))",
+        "net.bias.requires_grad_(True); model = {line}" + WHOLE,
+        ranks=2,
+    ),
+    Program(
+        "parallel/_sync.py",
+        "DDP records a static graph in a backward",
+        NET + "model = accel.prepare_model(ctx, net, static_graph=True); train_state = accel.train_state\n",
+        "with accel.accumulate(ctx, accel.train_state(ctx, accumulation=2).next(), model): pass",
+        "train_state(ctx, sync_each_batch=True)",
+        "with accel.accumulate(ctx, {line}.next(), model): pass",
+        ranks=2,
+    ),
+    # the order of calls
+    Program(
+        "training/_train_state.py",
+        "the window is not full",
+        HALF + "batch = None\n",
+        "state.next_epoch()",
+        DISCARD,
+        "{line}; state.next_epoch()",
+    ),
+    Program(
+        "training/_train_state.py",
+        "the state does not know of",
+        ENDED,
+        "state.next()",
+        "state = accel.optimizer_step(ctx, optimizer, state)",
+        "{line}; state.next()",
+    ),
+    Program(
+        "training/_train_state.py",
+        "call",
+        TWO,
+        "state = accel.optimizer_step(ctx, first, state); accel.optimizer_step(ctx, second, state)",
+        "optimizer_step(ctx, [first, second], state)",
+        "state = accel.{line}; assert state.figures.stepped",
+    ),
+    Program(
+        "training/_train_state.py",
+        "no model to discard the gradients of",
+        HALF,
+        "accel.training.discard(state)",
+        DISCARD,
+        "{line}" + WHOLE,
+    ),
+    Program(
+        "training/_train_state.py",
+        "the samples of this batch are counted already",
+        BATCHES,
+        "state = state.next(batch)\nfor _ in range(2): state = accel.backward(ctx, model(batch.data[0]).sum(), state)",
+        "same_units=True",
+        "state = accel.backward(ctx, model(batch.data[0]).sum(), state.next(batch))\n"
+        "state = accel.backward(ctx, model(batch.data[0]).sum(), state, {line})" + STEP,
+    ),
+    Program(
+        "training/_train_state.py",
+        "the number of samples of this batch is not known",
+        BEGUN + "count = 4\n",
+        "accel.backward(ctx, loss, state)",
+        "state = accel.backward(ctx, loss, state, weight=count)",
+        "{line}" + STEP,
+    ),
+    Program(
+        "training/_train_state.py",
+        "the batch does not begin at the state's position",
+        BATCHES,
+        "state.next(other)",
+        NEXT,
+        "{line}\nstate = accel.backward(ctx, model(batch.data[0]).sum(), state)" + STEP,
+    ),
+    Program(
+        "training/_step.py",
+        "some of the gradients were divided",
+        TWO,
+        "state = accel.unscale_gradients(ctx, first, state); accel.optimizer_step(ctx, [first, second], state)",
+        "state = accel.unscale_gradients(ctx, [first, second], state)",
+        "{line}; state = accel.optimizer_step(ctx, [first, second], state); assert state.figures.stepped",
+    ),
+    Program(
+        "training/_resume.py",
+        "start",
+        PREPARED + "out, items = tempfile.mkdtemp(), {'model': model}\n",
+        "accel.resume(ctx, out, items, None)",
+        "state = accel.resume(ctx, out, items, accel.train_state(ctx))",
+        "{line}; assert not state.updates",
+    ),
+    Program(
+        "training/_resume.py",
+        "a value among the items",
+        PREPARED + "out, items = tempfile.mkdtemp(), {'model': model, 'best': 1.0}\n"
+        "accel.save_state(ctx, out, items | {'state': state}, step=1)\n",
+        "accel.resume(ctx, out, items, state)",
+        'loaded = accel.load_state(ctx, out, items | {"state": state})',
+        "{line}; assert loaded['best'] == 1.0",
+    ),
+    Program(
+        "training/parts.py",
+        "a weight, or a graph that is kept",
+        PREPARED + "loss, scaler, weight = model(x).sum(), accel.LossScale(), 4\n",
+        "accel.training.parts.backward(ctx, loss, scaler, weight=weight)",
+        "accum = accel.training.parts.backward(ctx, loss, scaler, accel.Accumulation().next(), weight=weight)",
+        "{line}; accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)",
+    ),
+    Program(
+        "training/_fused.py",
+        "gradients of an earlier backward would be added",
+        PREPARED + "model(x).sum().backward()\n",
+        "accel.training.fused_step(ctx, model(x).sum(), optimizer)",
+        "optimizer.zero_grad()",
+        "{line}; accel.training.fused_step(ctx, model(x).sum(), optimizer)",
+    ),
+    Program(
+        "training/parts.py",
+        "the accumulation does not know of every backward",
+        PREPARED + "loss, scaler, accum = model(x).sum(), accel.LossScale(), accel.Accumulation().next()\n",
+        "_ = accel.training.parts.backward(ctx, loss, scaler, accum)\n"
+        "accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)",
+        "accum = accel.training.parts.backward(ctx, loss, scaler, accum, ...)",
+        "exec({line!r}.replace(', ...', '')); accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)",
+    ),
+    Program(
+        "training/_window.py",
+        "the step would use gradients from before its window",
+        PREPARED + "model(x).sum().backward()\n",
+        "state = state.next()\nwith accel.accumulate(ctx, state, model):\n"
+        "    state = accel.backward(ctx, model(x).sum(), state, weight=4)" + STEP,
+        "accel.training.clear_gradients(model)",
+        "{line}; state = state.next()\nwith accel.accumulate(ctx, state, model):\n"
+        "    state = accel.backward(ctx, model(x).sum(), state, weight=4)" + STEP,
+    ),
+    Program(
+        "training/_window.py",
+        "complex gradients cannot be cut to a value",
+        "net = nn.Linear(2, 1, dtype=torch.complex64); optimizer = SGD(net.parameters(), lr=0.1)\n"
+        "state = accel.train_state(ctx).next(); loss = net(torch.ones(4, 2, dtype=torch.complex64)).abs().sum()\n"
+        "state = accel.backward(ctx, loss, state, weight=4)\n",
+        "accel.optimizer_step(ctx, optimizer, state, max_value=1.0)",
+        "max_norm=",
+        "assert accel.optimizer_step(ctx, optimizer, state, {line}1.0).figures.stepped",
+    ),
+    Program(
+        "training/_window.py",
+        "sparse gradients of two backward passes",
+        LOOKUPS + "def run(model):\n    optimizer = SGD(model.parameters(), lr=0.1)\n"
+        "    kept = accel.backward(ctx, model(ids).sum(), state, weight=4, retain_graph=True)\n"
+        "    assert accel.optimizer_step(ctx, optimizer, kept).figures.stepped\n",
+        "run(accel.prepare_model(ctx, Net(sparse=True)))",
+        "sparse=False",
+        "run(accel.prepare_model(ctx, Net({line})))",
+        ranks=2,
+    ),
+    Program(
+        "training/_backward.py",
+        "some backward passes of this window have a weight",
+        PREPARED + "accum, scaler = accel.Accumulation(steps=2).next(), accel.LossScale(); loss = model(x).sum()\n"
+        "accum = accel.training.parts.backward(ctx, loss, scaler, accum, weight=4).next()\n",
+        "accel.training.parts.backward(ctx, model(x).sum(), scaler, accum)",
+        "weight=",
+        "accum = accel.training.parts.backward(ctx, model(x).sum(), scaler, accum, {line}4)\n"
+        "accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)",
+    ),
+    Program(
+        "training/_backward.py",
+        "gradients that ranks exchange have no graph",
+        BEGUN + "scale = torch.ones((), requires_grad=True); tensors = [scale]; loss = (model(x) * scale).sum()\n",
+        "accel.backward(ctx, loss, state, weight=4, create_graph=True)",
+        "torch.autograd.grad(loss, tensors, create_graph=True)",
+        "loss = loss + sum(each.square().sum() for each in {line})\n"
+        "state = accel.backward(ctx, loss, state, weight=4)" + STEP,
+        ranks=2,
+    ),
+    Program(
+        "training/_backward.py",
+        "parameters that are spread over ranks are no leaves",
+        PAIR,
+        "model, optimizer = accel.prepare(ctx, net, optimizer); state = accel.train_state(ctx).next()\n"
+        "leaves = list(model[1].parameters()); accel.backward(ctx, model(x).sum(), state, weight=4, inputs=leaves)",
+        "requires_grad_(False)",
+        "net[0].{line}; optimizer = SGD(net[1].parameters(), lr=0.1)\n"
+        "model, optimizer = accel.prepare(ctx, net, optimizer); state = accel.train_state(ctx).next()\n"
+        "state = accel.backward(ctx, model(x).sum(), state, weight=4)" + STEP,
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "training/_backward.py",
+        "DDP saw some gradients twice",
+        "net = nn.ModuleDict({'a': nn.Linear(2, 2), 'b': nn.Linear(2, 2)}); x = torch.ones(4, 2)\n"
+        "net.forward = lambda x: (net['a'](x).sum(), net['b'](net['a'](x)).sum())\n"
+        "optimizer = SGD(net.parameters(), lr=0.1); model, optimizer = accel.prepare(ctx, net, optimizer)\n"
+        "state = accel.train_state(ctx).next(); first, second = model(x)\n",
+        "state = accel.backward(ctx, first, state, weight=4, retain_graph=True)\n"
+        "state = accel.backward(ctx, second, state, weight=4)",
+        "(first + second)",
+        "state = accel.backward(ctx, {line}, state, weight=4)" + STEP,
+        ranks=2,
+    ),
+    Program(
+        "training/_backward.py",
+        "DDP exchanges the gradients of a parameter as sparse",
+        LOOKUPS,
+        "model = accel.prepare_model(ctx, Net(sparse=True))\n"
+        "accel.backward(ctx, model(ids).sum() + accel.unwrap_model(model).table.weight.sum(), state, weight=4)",
+        "sparse=False",
+        "model = accel.prepare_model(ctx, Net({line}))\n"
+        "accel.backward(ctx, model(ids).sum() + accel.unwrap_model(model).table.weight.sum(), state, weight=4)",
+        ranks=2,
+    ),
+    Program(
+        "training/_backward.py",
+        "the loss has no gradient",
+        BEGUN,
+        "accel.backward(ctx, loss.detach(), state, weight=4)",
+        "detach()",
+        "state = accel.backward(ctx, loss, state, weight=4)  # without {line}" + STEP,
+    ),
+    Program(
+        "training/_refused.py",
+        "the precision of this run has no effect",
+        LAUNCHED.format("precision", "{'precision': 'bf16'}") + PREPARED,
+        "state = accel.backward(ctx, model(x).sum(), state.next(), weight=4)" + STEP,
+        "with accel.autocast(ctx):",
+        "{line} loss = model(x).sum()\nstate = accel.backward(ctx, loss, state.next(), weight=4)" + STEP,
+    ),
+    Program(
+        "training/_refused.py",
+        "the accumulation of this run has no effect",
+        LAUNCHED.format("accumulation", "{'accumulation': 2}") + PREPARED,
+        "state = accel.backward(ctx, model(x).sum(), accel.train_state(ctx, accumulation=1).next(), weight=4)" + STEP,
+        "accel.train_state(ctx)",
+        "state = {line}\nfor _ in range(2): state = accel.backward(ctx, model(x).sum(), state.next(), weight=4)" + STEP,
+    ),
+    Program(
+        "training/_refused.py",
+        "a dimension of this run's mesh has no effect",
+        LAUNCHED.format("mesh", "{'mesh': 'tp=2'}")
+        + NET
+        + "state = accel.backward(ctx, net(x).sum(), accel.train_state(ctx).next(), weight=4)\n",
+        "state = accel.optimizer_step(ctx, optimizer, state)",
+        "ctx = accel.replace(ctx, mesh=ctx.mesh)",
+        "{line}\nassert 'mesh' not in ctx.launched",
+        ranks=2,
+    ),
+    Program(
+        "training/_refused.py",
+        "ReduceLROnPlateau needs a metric",
+        ENDED + "scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer); metric = 1.0\n",
+        "accel.optimizer_step(ctx, optimizer, state, scheduler=scheduler)",
+        "scheduler.step(metric)",
+        "state = accel.optimizer_step(ctx, optimizer, state); {line}",
+    ),
+    Program(
+        "training/_refused.py",
+        "a gradient of step",
+        BEGUN + "state = accel.backward(ctx, loss * float('inf'), state, weight=4)\n",
+        "accel.optimizer_step(ctx, optimizer, state)",
+        "nonfinite='skip'",
+        "assert not accel.optimizer_step(ctx, optimizer, state, {line}).figures.stepped",
+    ),
+    Program(
+        "training/_step.py",
+        "the learning rate's cycle is over",
+        PREPARED + "OneCycleLR = functools.partial(torch.optim.lr_scheduler.OneCycleLR, optimizer, max_lr=0.1)\n"
+        "take = lambda state, scheduler: accel.optimizer_step(\n"
+        "    ctx, optimizer, accel.backward(ctx, model(x).sum(), state.next(), weight=4), scheduler=scheduler)\n",
+        "scheduler = OneCycleLR(total_steps=2)\nfor _ in range(3): state = take(state, scheduler)",
+        "accel.total_steps(...)",
+        "data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x))\n"
+        "total = eval({line!r}.replace('...', 'accel.prepare_loader(ctx, data), accumulation=1, epochs=1'))\n"
+        "scheduler = OneCycleLR(total_steps=total)\nfor _ in range(3): state = take(state, scheduler)",
+    ),
+    Program(
+        "training/_loss_sums.py",
+        "loss_fn returns a mean",
+        PREPARED + "cross_entropy, logits, targets = nn.functional.cross_entropy, None, torch.zeros(4, 1)\n"
+        "x = torch.arange(8.0).view(4, 2); loss_fn = lambda logits, targets: nn.functional.mse_loss(logits, targets)\n"
+        "state = state.next()\n",
+        "accel.forward_backward(ctx, model, state, x, loss_fn=loss_fn, targets=targets, weight=4)",
+        "losses.sum()",
+        "loss_fn = lambda logits, targets: (lambda losses: {line})((logits - targets).square())\n"
+        "accel.forward_backward(ctx, model, state, x, loss_fn=loss_fn, targets=targets, weight=4)",
+    ),
+    Program(
+        "training/_evaluating.py",
+        "an average of weights whose latest step may",
+        ENDED.replace("SGD(net.parameters(), lr=0.1)", "torch.optim.AdamW(net.parameters(), fused=True)")
+        + "ema = accel.training.Ema(model, decay=0.9)\n",
+        "state = accel.optimizer_step(ctx, optimizer, state, nonfinite='defer'); ema.update_(model)",
+        "nonfinite='skip'",
+        "state = accel.optimizer_step(ctx, optimizer, state, {line}); ema.update_(model)",
+    ),
+    Program(
+        "training/_expert_load.py",
+        "no experts to count at",
+        ROUTED,
+        "ExpertLoad(model, experts={'none': 8})",
+        'experts={"layers.*.router": 8}',
+        "ExpertLoad(model, {line})",
+    ),
+    Program(
+        "training/_expert_load.py",
+        "no router has a bias",
+        ROUTED,
+        "ExpertLoad(model, experts=named, speed=0.1)",
+        'bias="expert_bias"',
+        "ExpertLoad(model, experts=named, speed=0.1, {line})",
+    ),
+    Program(
+        "training/_expert_load.py",
+        "another ExpertLoad moves this bias",
+        ROUTED + "make = functools.partial(ExpertLoad, model, experts=named, speed=0.1, bias='expert_bias')\n"
+        "first = make()\n",
+        "make()",
+        "close()",
+        "first.{line}; make()",
+    ),
+    Program(
+        "training/_expert_load.py",
+        "the counts of the window before were not taken",
+        ROUTED
+        + "load = ExpertLoad(model, experts=named)\n"
+        + COUNTED
+        + "state = accel.optimizer_step(ctx, optimizer, state)\n",
+        "state = state.next()\n" + COUNTED,
+        "counts = load.update_(ctx, state)",
+        "{line}; state = state.next()\n" + COUNTED,
+    ),
+    Program(
+        "training/_expert_load.py",
+        "the window's tokens were not counted",
+        ROUTED + "load = ExpertLoad(model, experts=named)\n",
+        "state = accel.backward(ctx, model(x), state, weight=4)\n"
+        "state = accel.optimizer_step(ctx, optimizer, state); load.update_(ctx, state)",
+        "with accel.accumulate(ctx, state, model), load.counting(state):",
+        "{line}\n    state = accel.backward(ctx, model(x), state, weight=4)\n"
+        "state = accel.optimizer_step(ctx, optimizer, state); counts = load.update_(ctx, state)\n"
+        "assert int(next(iter(counts.layers.values())).sum()) == 8",
+    ),
+    Program(
+        "training/_expert_load.py",
+        "no experts were called in the block",
+        ROUTED + "load = ExpertLoad(model, experts=named)\n",
+        "with load.counting(state): pass",
+        "with accel.accumulate(ctx, state, model), load.counting(state):",
+        "{line}\n    state = accel.backward(ctx, model(x), state, weight=4)",
+    ),
+    Program(
+        "parallel/_watches.py",
+        "the forward changes parameters that ranks divide",
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 1)\n"
+        "    def forward(self, x):\n        with torch.no_grad(): self.first.weight.mul_(0.9)\n"
+        "        return self.last(self.first(x))\n"
+        "net = Net(); x = torch.ones(4, 2)\n",
+        "ctx = accel.replace(ctx, strategy='fsdp'); accel.prepare_model(ctx, net)(x)",
+        'accel.replace(ctx, strategy="ddp")',
+        "accel.prepare_model({line}, net)(x)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/_entries.py",
+        "a part of a sharded model is called outside",
+        "net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)); x = torch.ones(4, 2)\n",
+        "model = accel.prepare_model(ctx, net); model.forward(x)",
+        "model(...)",
+        "model = accel.prepare_model(ctx, net); assert eval({line!r}.replace('...', 'x')).shape == (4, 1)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/_empty.py",
+        "the model has no values yet",
+        "model = accel.init_empty_weights(lambda: nn.Linear(2, 1)); path = tempfile.mkdtemp()\n"
+        "path = accel.save_state(ctx, path, {'model': nn.Linear(2, 1)}, step=1)\n"
+        "model = accel.prepare_model(ctx, model)\n",
+        "model(torch.ones(1, 2))",
+        "accel.load_state(ctx, path, {'model': model})",
+        "{line}; model(torch.ones(1, 2))",
+    ),
+    Program(
+        "parallel/axes/shard/_units.py",
+        "a parameter that is not sharded is trainable",
+        "net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)); plan = accel.parallel.Plan(ignored=('0',))\n",
+        "accel.prepare_model(ctx, net, plan=plan)",
+        "requires_grad_(False)",
+        "net[0].{line}; accel.prepare_model(ctx, net, plan=plan)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/axes/shard/_options.py",
+        "parameters would be gathered in a format",
+        NET + "plan = accel.parallel.Plan(gather_dtype='bf16')\n",
+        "accel.prepare_model(ctx, net, plan=plan)",
+        "precision='bf16'",
+        "accel.prepare_model(accel.replace(ctx, {line}), net, plan=plan)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/axes/shard/_options.py",
+        "a module computes without autocast",
+        NET + "ctx = accel.replace(ctx, precision='bf16'); Plan = accel.parallel.Plan\n"
+        "run = lambda model: torch.autocast('cpu', enabled=False)(model)(x)\n",
+        "run(accel.prepare_model(ctx, net))",
+        "Plan(gather_dtype='fp32')",
+        "run(accel.prepare_model(ctx, net, plan={line}))",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/axes/replicate/_local_sgd.py",
+        "ranks exchange this model's gradients at every step",
+        PREPARED,
+        "accel.parallel.local_sgd_step(ctx, model, accel.parallel.LocalSgd(every=2))",
+        "accel.unwrap_model(model)",
+        "accel.parallel.prepare_local_model(ctx, {line})",
+        ranks=2,
+    ),
+    Program(
+        "parallel/axes/replicate/_local_sgd.py",
+        "a model for local SGD has no values",
+        "model = nn.Linear(2, 1, device='meta')\n",
+        "accel.parallel.prepare_local_model(ctx, model)",
+        "model.to_empty(device='cpu')",
+        "{line}; accel.parallel.prepare_local_model(ctx, model)",
+        ranks=2,
+    ),
+    Program(
+        "parallel/axes/replicate/_ddp.py",
+        "DDP does not exchange float32 gradients",
+        NET,
+        "ctx = accel.replace(ctx, precision=accel.precision.Precision(params='bf16', master_weights='fp32'))\n"
+        "accel.prepare_model(ctx, net.to(torch.bfloat16), find_unused_parameters=True)",
+        'precision="bf16"',
+        "accel.prepare_model(accel.replace(ctx, {line}), net, find_unused_parameters=True)",
+        ranks=2,
+    ),
+    Program(
+        "training/_closure.py",
+        "the optimizer would see other gradients",
+        BATCHES + "state = state.next(batch); closure = lambda: model(batch.data[0]).sum()\n",
+        "accel.optimizer_step(ctx, optimizer, state, closure=closure, max_norm=1.0)",
+        "state = accel.optimizer_step(ctx, optimizer, state, closure=closure)",
+        "{line}; assert state.updates == 1",
+    ),
+    Program(
+        "training/_window.py",
+        "another loss scale than the gradients carry",
+        TWO + "parts, scaler, accum = accel.training.parts, accel.LossScale(scale=8.0), accel.Accumulation().next()\n"
+        "accum = parts.backward(ctx, (one(x) + two(x)).sum(), scaler, accum, weight=4)\n",
+        "parts.optimizer_step(ctx, first, accel.LossScale(scale=4.0), accum)",
+        "optimizer_step(ctx, [first, second], ...)",
+        "assert eval('parts.' + {line!r}.replace('...', 'scaler, accum')).stepped",
+    ),
+    Program(
+        "training/_prepare.py",
+        "a ZeroRedundancyOptimizer steps its own parameters",
+        NET + "from torch.distributed.optim import ZeroRedundancyOptimizer as Zero\n"
+        "masters = accel.precision.Precision(params='bf16', master_weights='fp32')\n",
+        "accel.prepare(accel.replace(ctx, precision=masters), net, Zero(net.parameters(), SGD, lr=0.1))",
+        'strategy="fsdp"',
+        'ctx = accel.replace(ctx, {line}, precision="bf16"); accel.prepare(ctx, net, optimizer)',
+        ranks=2,
+    ),
+    Program(
+        "training/_prepare.py",
+        "this parameter cannot have master weights",
+        NET + "masters = accel.precision.Precision(params='bf16', master_weights='fp32')\n",
+        "net.to(torch.bfloat16); accel.prepare_optimizer(accel.replace(ctx, precision=masters), optimizer)",
+        'precision="bf16"',
+        "accel.prepare(accel.replace(ctx, {line}), net, optimizer)",
+    ),
+    Program(
+        "training/_evaluating.py",
+        "an average takes weights between passes",
+        NET + "from accel.parallel._modules import note_module\n",
+        "note_module(net, emptied='an engine'); accel.training.Ema(net)",
+        "strategy='fsdp'",
+        "model = accel.prepare_model(accel.replace(ctx, {line}), net); accel.training.Ema(model)",
+        ranks=2,
+    ),
+    Program(
+        "training/_expert_load.py",
+        "the experts of tokens do not show where",
+        ROUTED,
+        "load = ExpertLoad(model, experts={'first': 8})\n" + COUNTED,
+        'experts={"layers.*.router": 8}',
+        "load = ExpertLoad(model, {line})\n" + COUNTED,
+    ),
+    Program(
+        "parallel/axes/replicate/_local_sgd.py",
+        "ranks hold different models between two averages",
+        NET + "model = accel.parallel.prepare_local_model(ctx, net); local_sgd_step = accel.parallel.local_sgd_step\n"
+        "state = accel.backward(ctx, model(x).sum(), accel.train_state(ctx).next(), weight=4)\n"
+        "accel.optimizer_step(ctx, optimizer, state); local = accel.parallel.LocalSgd(every=2)\n",
+        "local_sgd_step(ctx, model, local).check_saveable()",
+        "local_sgd_step(..., last=True)",
+        "eval({line!r}.replace('...', 'ctx, model, local')).check_saveable()",
+        ranks=2,
+    ),
+    Program(
+        "parallel/axes/shard/_fully_shard.py",
+        "blocks that each rank leaves out by chance",
+        "class Net(nn.Module):\n    layerdrop = 0.1\n    def __init__(self):\n        super().__init__()\n"
+        "        make = lambda: nn.Sequential(nn.Linear(2, 2)); self.blocks = nn.ModuleList([make(), make()])\n"
+        "    def forward(self, x):\n        for each in self.blocks: x = each(x)\n        return x\n"
+        "net = Net(); x = torch.ones(4, 2)\n",
+        "accel.prepare_model(accel.replace(ctx, strategy='fsdp'), net)(x)",
+        "find_unused_parameters=True",
+        "accel.prepare_model(ctx, net, {line})(x)",
+        ranks=2,
+    ),
+)
+
+# Sites whose line another test runs: the function that does.
+ELSEWHERE = {
+    Site("training/_prepare.py", "the optimizer was built on other parameters"): (
+        "training/test_lines_to_write.py", "test_a_criterion_with_parameters_is_prepared_along"
+    ),
+    Site("training/_backward.py", "a block that reentrant checkpointing runs several times"): (
+        "training/test_lines_to_write.py", "test_reentrant_checkpoints_of_a_shared_block_are_told_the_other_kind"
+    ),
+    Site("training/_closure.py", "a step with a closure is for one optimizer"): (
+        "training/test_closures.py", "test_shards_and_loss_scales_are_refused"
+    ),
+    Site("training/_closure.py", "each evaluation of a closure is a full window"): (
+        "training/test_closures.py", "test_a_window_of_several_batches_is_refused"
+    ),
+}  # fmt: skip
+
+SCOPE = (
+    "import dataclasses, functools, tempfile, types\n"
+    "import accel, safetensors.torch, torch\n"
+    "from torch import nn\n"
+    "from torch.optim import SGD\n"
+)
+
+
+def _is_of(site: Site, file: str, problem: str) -> bool:
+    return site.file == file and site.problem.startswith(problem)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of ZeroRedundancyOptimizer
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: f"{each.problem[:40]} ({each.file})")
+def test_the_line_of_a_refusal_mends_the_program(ranks: Simulator, program: Program) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, strategy=program.strategy, **({} if program.mesh is None else {"mesh": program.mesh}))
+        names: dict[str, Any] = {}
+        exec(SCOPE, names)
+        names["ctx"] = ctx
+        exec(program.before, names)
+        with pytest.raises(AccelError) as caught:
+            exec(program.refused, names)
+        error = caught.value
+        assert error.problem.startswith(program.problem) or program.problem in HELD_BY_A_VARIABLE
+        assert program.line in error.fix, error.fix
+        exec(program.before, names)
+        exec(program.then.replace("{line!r}", repr(program.line)).replace("{line}", program.line), names)
+
+    _ = ranks.run(rank, program.ranks, default_group=True)
+
+
+def test_every_line_that_a_refusal_has_is_run() -> None:
+    sites = set(_sites())
+    assert len(sites) > 60
+    stale = [each for each in PROGRAMS if not any(_is_of(site, each.file, each.problem) for site in sites)]
+    assert not stale, stale
+    for known, (file, function) in ELSEWHERE.items():
+        assert any(_is_of(site, known.file, known.problem) for site in sites), known
+        body = (TESTS / file).read_text().partition(f"def {function}(")[2].partition("\ndef ")[0]
+        assert "exec(" in body, f"{file} does not run a line in {function}"
+    run = [*ELSEWHERE, *(Site(each.file, each.problem) for each in PROGRAMS)]
+    without = sorted(site for site in sites if not any(_is_of(site, each.file, each.problem) for each in run))
+    assert len(without) <= MOST_WITHOUT, "no test runs the lines of:\n" + "\n".join(f"{a}: {b}" for a, b in without)

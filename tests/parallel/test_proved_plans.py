@@ -471,7 +471,7 @@ def test_prepare_says_what_is_divided_and_what_stays_whole(ranks: Any, caplog: A
         assert ranks.run(rank, 2, default_group=True) == ["", ""]
     (text,) = [each.getMessage() for each in caplog.records if each.name == "accel.parallel"]
     assert text.startswith("BertModel: 38% of the parameters are divided along tp=2, by a plan that is found and")
-    assert "encoder.layer.0.attention: self.query: 3 heads, not a multiple of tp=2" in text
+    assert "encoder.layer.0.attention: self.query.weight: several ranks need rows 8 to 15" in text
 
 
 @pytest.mark.parametrize("what", ["refuted", "failed"])
@@ -483,7 +483,8 @@ def test_a_plan_that_was_refuted_is_not_the_line_to_write(ranks: Any, what: str)
         return str(caught.value)
 
     for text in ranks.run(rank, 2, default_group=True):
-        assert ("1: output 0 differs" in text) == (what == "refuted")
+        said = "1: up.weight: its rows belong to ranks in another order"
+        assert (said in text) == (what == "refuted")
         assert ("plan=accel.parallel.Plan(tensor={})" in text) == (what == "refuted")
         assert ('tensor={"1.' in text) == (what == "failed")
 

@@ -167,7 +167,8 @@ def _inputs(options: TensorOptions) -> Any:
 def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentPlan:
     inputs = None if finds(model) else _inputs(options)
     size = _size(ctx)
-    with_regions = ctx.axis("ep").size == 1  # the search does not know yet which experts ep spreads
+    # the search does not know which experts ep spreads, nor attention along cp of parts
+    with_regions = ctx.axis("ep").size == ctx.axis("cp").size == 1
     is_staged = ctx.axis("pp").size > 1
     plan = found_styles(model, size, inputs, sequence=options.sequence, with_regions=with_regions, is_staged=is_staged)
     styles = collapsed(model, plan.styles)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -79,7 +79,9 @@ class ForwardTrace(NamedTuple):
     def signature(self, call: ModuleCall) -> str:
         """Return a text that is equal for calls of equal operations on equal shapes, whatever the layers' paths."""
         numbers: dict[int, int] = {}
-        digest = hashlib.sha256(repr([numbers.setdefault(each, len(numbers)) for each in call.inputs]).encode())
+        learns = [each.requires_grad for each in tensors_in((call.args, call.kwargs))]
+        inputs = [numbers.setdefault(each, len(numbers)) for each in call.inputs]
+        digest = hashlib.sha256(repr((inputs, learns)).encode())
         for at in call.nodes:
             node = self.nodes[at]
             places = [numbers.setdefault(each, len(numbers)) for each in (*node.inputs, *node.outputs)]
@@ -327,11 +329,6 @@ def _kind_of(module: nn.Module) -> str | None:
     if is_adapted(module) or (is_linear(module) and not any(True for _ in module.children())):
         return "linear layer"
     return "embedding" if isinstance(module, nn.Embedding) else None
-
-
-def callers(trace: ForwardTrace) -> Iterator[str]:
-    """Yield the paths of modules that were called."""
-    yield from dict.fromkeys(call.path for call in trace.calls)
 
 
 _INDEX = ("layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index")

@@ -70,6 +70,10 @@ class PlanSearch:
         self.styles: dict[str, TensorStyle] = {}
         self.regions: dict[str, Layouts] = {}
         self.left: dict[str, str] = {}
+        self._readers: dict[int, list[int]] = {}
+        for at, node in enumerate(recorded.nodes):
+            for number in node.inputs:
+                self._readers.setdefault(number, []).append(at)
         self._units: dict[str, list[ModuleCall]] = {}
         for call in recorded.calls:
             if len(self._open(call.path)) > 1:
@@ -135,7 +139,7 @@ class PlanSearch:
     def _of_equal(self, path: str, *, in_words: bool) -> _Found:
         """The plan that is found in a module, or was before in an equal one."""
         module = self._model.get_submodule(path)
-        calls = list({self._trace.signature(call): call for call in self._units[path]}.values())
+        calls = {(self._trace.signature(call), self._read_outputs(call)): call for call in self._units[path]}
         facts = [
             (own, type(each).__name__, [list(p.shape) for p in each.parameters(recurse=False)], settings_of(each))
             for own, each in named_modules(module)
@@ -153,7 +157,7 @@ class PlanSearch:
             for own, layouts in self.regions.items()
             if is_in(own, path)
         }
-        signatures = sorted(map(self._trace.signature, calls))
+        signatures = sorted(calls)
         key = repr((signatures, facts, styles, inner, in_words))
         if key not in self._known:
             outside = {
@@ -161,7 +165,9 @@ class PlanSearch:
                 for owner, readers in self._trace.readers.items()
                 if not all(is_in(reader, path) for reader in readers)
             }
-            unit = _Unit(module, calls, styles, inner, self._size, {each.path for each in self._trace.calls}, path)
+            called = {each.path for each in self._trace.calls}
+            proofs = [(call, read) for (_, read), call in calls.items()]
+            unit = _Unit(module, proofs, styles, inner, self._size, called, path)
             candidates, problem = self._candidates_of(repr((signatures, facts)), unit)
             wrong = self._wrong[in_words]
             candidates = [
@@ -175,6 +181,14 @@ class PlanSearch:
             self._known[key] = found._replace(problem=found.problem or problem or _ALL_WHOLE)
         return self._known[key]
 
+    def _read_outputs(self, call: ModuleCall) -> tuple[int, ...]:
+        """Places of outputs that anyone outside of the module reads."""
+        return tuple(
+            place
+            for place, number in enumerate(call.outputs)
+            if number in self._trace.outputs or any(at not in call.nodes for at in self._readers.get(number, ()))
+        )
+
     def _candidates_of(self, key: str, unit: _Unit) -> tuple[list[Candidate], str]:
         """Candidates of a module or an equal one, and why there are no more."""
         if key not in self._candidates:
@@ -186,12 +200,12 @@ class PlanSearch:
 
 
 class _Unit:
-    """A module, its distinct calls, and what is divided in it already."""
+    """A module, its distinct calls with the places of outputs that are read, and what is divided in it already."""
 
     def __init__(
         self,
         module: nn.Module,
-        calls: Sequence[ModuleCall],
+        calls: Sequence[tuple[ModuleCall, tuple[int, ...]]],
         styles: Styles,
         inner: Regions,
         size: int,
@@ -212,7 +226,7 @@ class _Unit:
     def candidates(self) -> list[Candidate]:
         """Return layouts that the module's gradients name, those of most elements first."""
         with cast(Any, torch.random).fork_rng(devices=[]):
-            call = self._calls[0]
+            call, _ = self._calls[0]
             values = drawn_inputs(call)
             found = dependent_layouts(redrawn(self._module), lambda whole: run_valued(whole, call, values), self._size)
         return sorted(found, key=self._elements, reverse=True)
@@ -318,12 +332,12 @@ class _Unit:
 
     def _problem(self, styles: Styles, regions: Regions) -> tuple[str, Styles]:
         """The difference in a call of the module; "" with the styles, and those of summands of gradients."""
-        for call in self._calls:
+        for call, read in self._calls:
             try:
                 verdict = prove(self._module, call, styles, self._size, regions=regions)
             except PrepareError as error:
                 return error.got, styles
-            if verdict.problem or verdict.outputs:
+            if verdict.problem or not verdict.outputs.keys().isdisjoint(read):
                 return verdict.problem or "ranks would hold parts of what it returns", styles
             styles = verdict.styles
         return "", styles

@@ -18,6 +18,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 import accel
 from accel.errors import PrepareError
+from accel.parallel.axes.tensor._found_plan import found_plan
+from accel.parallel.axes.tensor._rules import rules_of, share_of
 from accel.tensors import is_dtensor
 from accel.testing import Simulator
 
@@ -61,6 +63,7 @@ LEAST: Mapping[str, int] = {
     "torch_transformer": 90, "bert": 85, "mapping": 90, "reward": 90, "dit": 90, "weight_norm": 90, "keyed_blocks": 90,
     "listed_losses": 90, "cached_values": 90, "closures": 90, "branch_on_inputs": 90, "checkpointed": 90,
     "reentrant": 90, "in_place": 90, "called_by_parts": 90, "nested_outputs": 90, "frozen_body": 90, "vit": 75,
+    "aux_attribute": 90,
 }  # fmt: skip
 
 
@@ -197,14 +200,38 @@ def test_a_compiled_model_of_parts_trains_as_in_one_process(ranks: Simulator) ->
     torch.compiler.reset()
 
 
-def test_the_share_of_a_declared_plan_is_logged(ranks: Simulator, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_own", [False, True])
+def test_the_share_of_a_plan_by_structure_or_by_hand_is_logged(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture, is_own: bool
+) -> None:
     def rank(ctx: accel.DistContext) -> None:
         net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-        _ = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), net)
+        plan = accel.parallel.Plan(tensor={"0": "colwise", "2": "rowwise"}) if is_own else None
+        _ = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), net, plan=plan)
 
     with caplog.at_level("WARNING", "accel.parallel"):
         _ = ranks.run(rank, 2, default_group=True)
-    assert "Sequential: 99% of the parameters are divided along tp=2" in caplog.text
+    (text,) = [each.getMessage() for each in caplog.records if each.name == "accel.parallel"]
+    assert text.startswith("Sequential: 99% of the parameters are divided along tp=2, by ")
+    assert text.endswith("by styles of your own") == is_own
+
+
+ROWS, PAIR = torch.empty(2, 3, 8), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+STRUCTURES: Mapping[str, tuple[nn.Module, list[Tensor]]] = {
+    "transformer": (nn.Transformer(8, 2, 1, 1, 16, batch_first=True), [ROWS, ROWS]),
+    "encoder": (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False), [ROWS]),
+    "decoder": (nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16), 1), [ROWS, ROWS]),
+    "attention": (nn.MultiheadAttention(8, 2), [ROWS, ROWS, ROWS]),
+    "pairs": (nn.Sequential(PAIR, nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), [ROWS]),
+}
+
+
+@pytest.mark.parametrize("what", STRUCTURES)
+def test_an_example_never_divides_less_than_none(what: str) -> None:
+    model, inputs = STRUCTURES[what]
+    plan = found_plan(model, 2, inputs, regions_in=("",))
+    found = share_of(model, rules_of(model, plan.styles, 2, regions=plan.regions))
+    assert found >= share_of(model, rules_of(model, accel.parallel.tensor_plan(model), 2)) > 0.5
 
 
 def _checked(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> None:

@@ -344,6 +344,35 @@ def test_a_forward_that_hands_on_values_is_recorded_with_them_and_leaves_the_mod
     assert "blocks.*.mlp.up" not in accel.parallel.tensor_plan(Counted((4, 4)).to("meta"), example=[ids])
 
 
+class Messages(nn.Module):
+    """Adds messages along the edges of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, nodes: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nodes.index_add(0, target, self.down(functional.gelu(self.up(nodes[source]))))
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 8), Messages()
+
+    def forward(self, nodes: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.first(nodes), source, target)
+
+
+def test_integers_of_the_example_keep_their_values() -> None:
+    """More edges than nodes, so that the number of an edge is no node."""
+    source, target = torch.tensor([[0, 2, 1, 0, 2, 2, 1], [1, 0, 0, 2, 1, 1, 2]])
+    example = [torch.ones(3, 3), source, target]
+    found = accel.parallel.tensor_plan(Graph(), example=example)
+    assert found == {"inner.up": "colwise", "inner.down": "rowwise"}
+    assert torch.equal(source, torch.tensor([0, 2, 1, 0, 2, 2, 1]))
+
+
 class Flat(nn.Module):
     """A block whose attention and MLP have no modules of their own."""
 

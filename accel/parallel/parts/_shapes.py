@@ -102,12 +102,14 @@ def transpose(func: Any, args: Args, kwargs: Named) -> Any:
 
 
 def turned(func: Any, args: Args, kwargs: Named) -> Any:
-    """t, T, mT: the last two dimensions."""
+    """t, T, H, mT, mH: the last two dimensions."""
     part = part_of(func, args)
     if part.dim() < 2:
         return part
-    if part.dim() > 2 and name_of(func) != "mT":
+    if part.dim() > 2 and name_of(func) not in ("mT", "mH"):
         raise no_rule(f"of {part.dim()} dimensions")
+    if part.is_complex() and name_of(func) in ("H", "mH"):
+        raise no_rule("of complex numbers")
     return transpose(func, (part, -2, -1), {})
 
 
@@ -350,7 +352,7 @@ RULES = {
     "unflatten": unflatten,
     "permute": permute,
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), transpose),
-    **dict.fromkeys(("t", "T", "mT"), turned),
+    **dict.fromkeys(("t", "T", "H", "mT", "mH"), turned),
     **dict.fromkeys(("movedim", "moveaxis"), movedim),
     "unsqueeze": unsqueeze,
     "squeeze": squeeze,

@@ -49,6 +49,7 @@ class ModuleCall(NamedTuple):
         inputs: numbers of its tensors, in the order of the leaves of `(args, kwargs)`.
         outputs: numbers of the tensors that it returned.
         nodes: its operations, a slice of the trace's.
+        given: integers of the example among its tensors, by their number.
     """
 
     path: str
@@ -57,6 +58,7 @@ class ModuleCall(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     nodes: range
+    given: Mapping[int, Tensor] = {}
 
 
 class ForwardTrace(NamedTuple):
@@ -165,6 +167,9 @@ def _recorded(
         leaves, spec = pytree.tree_flatten(inputs)
         values = [given_as(each, dtype) if isinstance(each, Tensor) else each for each in leaves]
         given: Any = pytree.tree_unflatten(values, spec)
+        for leaf, value in zip(leaves, values, strict=True):
+            if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex() or leaf.is_meta):
+                recorder.given[recorder.number(value)] = leaf
         for path, module in named_modules(copied):
             stack.callback(module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(partial(recorder.leave, path), with_kwargs=True).remove)
@@ -244,6 +249,7 @@ class _Recorder(TorchFunctionMode):
         self._within: list[tuple[str, nn.Module]] = []
         self.nodes: list[Node] = []
         self.calls: list[ModuleCall] = []
+        self.given: dict[int, Tensor] = {}
         self._numbers: dict[int, int] = {}
         self._kept: list[Tensor] = []  # an `id` belongs to a tensor while it lives
         self._same_memory: dict[int, list[int]] = {}
@@ -315,7 +321,8 @@ class _Recorder(TorchFunctionMode):
         if kind is not None:
             shapes = [list(each.shape) for each in (*module.parameters(), *tensors_in(plain(output)))]
             self.nodes.append(Node(kind, path, inputs, outputs, f"{type(module).__name__} {shapes}"))
-        self.calls.append(ModuleCall(path, args, kwargs, inputs, outputs, range(begin, len(self.nodes))))
+        given = {number: self.given[number] for number in inputs if number in self.given}
+        self.calls.append(ModuleCall(path, args, kwargs, inputs, outputs, range(begin, len(self.nodes)), given))
 
 
 def _memory_of(tensor: Tensor) -> int:

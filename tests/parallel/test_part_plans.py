@@ -244,7 +244,7 @@ def _checked(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> None
 
 @pytest.mark.parametrize(
     "entry",
-    named("grouped_gpt", "weight_norm", "in_place"),
+    named("grouped_gpt", "weight_norm", "in_place", "cached_values", "aux_attribute"),
     ids=lambda each: each.name,
 )
 def test_a_hand_written_model_trains_divided_as_in_one_process(ranks: Simulator, entry: Handwritten) -> None:

@@ -114,7 +114,7 @@ class PlanSearch:
         is_around = any(other != path and is_in(other, path) for other in self._units)
         if len(whole) < 2 or share < _LEAST_SHARE * total or (is_around and total > _LARGEST):
             return
-        if in_words and (is_adapted(module) or self._is_copied(path)):
+        if in_words and (is_adapted(module) or self._is_copied(path) or any(map(self._is_left, self._units[path]))):
             return
         found = self._of_equal(path, in_words=in_words)
         prefix = f"{path}." if path else ""
@@ -180,6 +180,16 @@ class PlanSearch:
                 found = unit.in_layouts(candidates, whole, outside)
             self._known[key] = found._replace(problem=found.problem or problem or _ALL_WHOLE)
         return self._known[key]
+
+    def _is_left(self, call: ModuleCall) -> bool:
+        """Whether others read what a module does not return, as from a mapping that it fills, where ranks would have
+        rows."""
+        made = {number for at in call.nodes for number in self._trace.nodes[at].outputs}
+        made -= {*call.inputs, *call.outputs}
+        return any(
+            number in self._trace.outputs or any(at not in call.nodes for at in self._readers.get(number, ()))
+            for number in made
+        )
 
     def _read_outputs(self, call: ModuleCall) -> tuple[int, ...]:
         """Places of outputs that anyone outside of the module reads."""

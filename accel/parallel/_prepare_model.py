@@ -360,7 +360,7 @@ def own_options(
     sources = (_checked_plan(plan), keywords or ReplicateOptions())
     found: dict[str, Any] = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
     found |= {"plan": sources[0], "example": example}
-    found |= {"beside": {}, "regions": {}}  # these follow from the model
+    found |= {"beside": {}, "regions": {}, "is_found": False}  # these follow from the model
     found["offload"] = found["offload"] is True  # of shards
     own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
     own.check()

@@ -144,7 +144,7 @@ class PartsInTuples(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
         if subclasses_are_on():
-            tuples = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, tuple)]
+            tuples: list[object] = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, tuple)]
             if any(isinstance(each, PartTensor) for each in tensors_of(tuples)):
                 return PartTensor.__torch_function__(func, (), args, kwargs)
         return func(*args, **(kwargs or {}))

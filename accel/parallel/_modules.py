@@ -60,7 +60,10 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a model, with a `memo` of `copy.deepcopy`. Functions among its attributes that hold
     modules or lists of the model, as `self.mlp = lambda x: self.down(self.up(x))` and hooks do, hold those of the
-    copy."""
+    copy. A tensor that a forward left among the attributes, as a loss of its own, has no graph of gradients there."""
+    for each in (value for module in model.modules() for value in vars(module).values()):
+        if isinstance(each, torch.Tensor) and not each.is_leaf:
+            _ = memo.setdefault(id(each), each.detach().clone())
     found = copy.deepcopy(model, memo)
     for module in found.modules():
         own = vars(module)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +16,14 @@ from pipelines import batch_of, by_hand, differences, train
 from steps import two_steps
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional
 
 import accel
 from accel.errors import PrepareError
+from accel.parallel.axes.tensor._found_plan import found_plan
+from accel.parallel.axes.tensor._rules import rules_of, share_of
 from accel.parallel.parts import NoRuleError
-from accel.tensors import is_dtensor
+from accel.tensors import full_tensor, is_dtensor
 from accel.testing import Simulator
 
 
@@ -38,9 +42,13 @@ def trained(ctx: accel.DistContext, entry: Handwritten, mesh: str = "") -> tuple
     batch = entry.batch(2, 3, 9)
     losses = two_steps(ctx, model, optimizer, lambda: entry.loss(_called(model, batch.inputs), batch.targets))
     state = accel.get_state_dict(ctx, model, dst=None)
+    return (losses, {name: each for name, each in state.items() if each.is_floating_point()}), divided_share(model)
+
+
+def divided_share(model: nn.Module) -> float:
+    """Return the share of a model's parameters that ranks along the last axis divide."""
     divided = [each for each in model.parameters() if is_dtensor(each) and each.placements[-1].is_shard()]
-    share = sum(each.numel() for each in divided) / sum(each.numel() for each in model.parameters())
-    return (losses, {name: each for name, each in state.items() if each.is_floating_point()}), share
+    return sum(each.numel() for each in divided) / sum(each.numel() for each in model.parameters())
 
 
 def compared(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> float:
@@ -56,18 +64,15 @@ def compared(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> floa
 TRAINED = [each for each in MODELS if "random" not in each.tags]
 # What stays whole as a whole, and why; a share in percent for the others.
 REFUSED = frozenset({"lstm", "gru", "gnn", "unet_batch_norm", "resnet", "hooked_features"})
-# A norm with fewer groups than ranks; blocks that styles and parts divide and that share a tensor beside their outputs;
-# parts of a block that are called one by one, of a unit of fsdp.
-REFUSED_ON = frozenset({
-    ("unet", "tp=4"), ("called_by_parts", "dp=2,tp=2"),
-    *(("cached_values", mesh) for mesh in ("tp=2", "tp=4", "dp=2,tp=2")),
-})  # fmt: skip
+# A norm with fewer groups than ranks; parts of a block that are called one by one, of a unit of fsdp.
+REFUSED_ON = frozenset({("unet", "tp=4"), ("called_by_parts", "dp=2,tp=2")})
 LEAST: Mapping[str, int] = {
     "nano_gpt": 90, "min_gpt": 90, "llama": 98, "grouped_gpt": 85, "lambdas": 90, "shared_block": 90, "mamba": 90,
     "moe": 90, "lora": 85, "lora_of_last_block": 90, "residuals_between": 90, "t5_encoder": 95, "t5": 95,
     "torch_transformer": 90, "bert": 85, "mapping": 90, "reward": 90, "dit": 90, "weight_norm": 90, "keyed_blocks": 90,
-    "listed_losses": 90, "closures": 90, "branch_on_inputs": 90, "checkpointed": 90,
+    "listed_losses": 90, "cached_values": 90, "closures": 90, "branch_on_inputs": 90, "checkpointed": 90,
     "reentrant": 90, "in_place": 90, "called_by_parts": 90, "nested_outputs": 90, "frozen_body": 90, "vit": 75,
+    "aux_attribute": 90,
 }  # fmt: skip
 
 
@@ -204,14 +209,122 @@ def test_a_compiled_model_of_parts_trains_as_in_one_process(ranks: Simulator) ->
     torch.compiler.reset()
 
 
-def test_the_share_of_a_declared_plan_is_logged(ranks: Simulator, caplog: pytest.LogCaptureFixture) -> None:
+class Joined(Attention):
+    """Joins tensors of tuples, as rotary positions are written, and takes the head of keys by a list."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(x).split(8, 2))
+        return x + self.out(functional.scaled_dot_product_attention(self.joined(q), k, v).transpose(1, 2).flatten(2))
+
+    def joined(self, q: Tensor) -> Tensor:
+        """Return heads that depend on all of them, by a function that takes a tuple."""
+        return {
+            "cat": lambda: torch.cat((-q[..., 1:], q[..., :1]), dim=-1),
+            "of rows": lambda: torch.cat(tensors=(q, 2 * q))[: len(q)],
+            "stack": lambda: torch.stack((q, q * q)).sum(0),
+            "index": lambda: q[(slice(None), slice(None), torch.tensor([1, 0, 2]))],
+            "nested": lambda: torch.cat((torch.stack((q, -q), -1).flatten(-2)[..., ::2], q), -1)[..., :2],
+        }[self.form]()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["cat", "of rows", "stack", "index", "nested"])
+def test_a_compiled_module_finds_parts_in_tuples(ranks: Simulator, form: str) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(Joined(form)).double()
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+
+    def rank(ctx: accel.DistContext) -> dict[str, Tensor]:
+        model: Any = copy.deepcopy(whole)
+        if ctx.world_size > 1:
+            ctx = accel.replace(ctx, mesh="tp=2")
+            model = accel.prepare_model(ctx, model, example=[x])
+            assert divided_share(model) > 0.5
+            model[0].compile(backend="aot_eager", fullgraph=True)
+        out = model(x)
+        out.square().sum().backward()
+        return {"out": out.detach()} | {key: full_tensor(each.grad) for key, each in model.named_parameters()}
+
+    torch.compiler.reset()
+    want = rank(accel.single())
+    for got in ranks.run(rank, 2, default_group=True, timeout_s=300):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+class Around(nn.Module):
+    """A block whose heads are joined outside of the module that makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Rotated(), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.first(x))
+
+
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inside(x).unflatten(-1, (4, 2))
+        return torch.cat((-heads[..., 1:], heads[..., :1]), -1).flatten(2).tanh()
+
+
+@pytest.mark.slow
+def test_a_module_within_a_region_that_is_compiled_alone_finds_parts_in_tuples(ranks: Simulator) -> None:
+    torch.manual_seed(0)
+    whole = Around().double()
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+
+    def rank(ctx: accel.DistContext) -> Tensor:
+        model: Any = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), copy.deepcopy(whole), example=[x])
+        assert divided_share(model) > 0.5
+        model.first.compile(backend="aot_eager")
+        return model(x).detach()
+
+    torch.compiler.reset()
+    for got in ranks.run(rank, 2, default_group=True, timeout_s=300):
+        torch.testing.assert_close(got, whole(x).detach(), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_the_share_of_a_plan_by_structure_or_by_hand_is_logged(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture, is_own: bool
+) -> None:
     def rank(ctx: accel.DistContext) -> None:
         net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-        _ = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), net)
+        plan = accel.parallel.Plan(tensor={"0": "colwise", "2": "rowwise"}) if is_own else None
+        _ = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), net, plan=plan)
 
     with caplog.at_level("WARNING", "accel.parallel"):
         _ = ranks.run(rank, 2, default_group=True)
-    assert "Sequential: 99% of the parameters are divided along tp=2" in caplog.text
+    (text,) = [each.getMessage() for each in caplog.records if each.name == "accel.parallel"]
+    assert text.startswith("Sequential: 99% of the parameters are divided along tp=2, by ")
+    assert text.endswith("by styles of your own") == is_own
+
+
+ROWS, PAIR = torch.empty(2, 3, 8), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+STRUCTURES: Mapping[str, tuple[nn.Module, list[Tensor]]] = {
+    "transformer": (nn.Transformer(8, 2, 1, 1, 16, batch_first=True), [ROWS, ROWS]),
+    "encoder": (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False), [ROWS]),
+    "decoder": (nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16), 1), [ROWS, ROWS]),
+    "attention": (nn.MultiheadAttention(8, 2), [ROWS, ROWS, ROWS]),
+    "pairs": (nn.Sequential(PAIR, nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), [ROWS]),
+}
+
+
+@pytest.mark.parametrize("what", STRUCTURES)
+def test_an_example_never_divides_less_than_none(what: str) -> None:
+    model, inputs = STRUCTURES[what]
+    plan = found_plan(model, 2, inputs, regions_in=("",))
+    found = share_of(model, rules_of(model, plan.styles, 2, regions=plan.regions))
+    assert found >= share_of(model, rules_of(model, accel.parallel.tensor_plan(model), 2)) > 0.5
 
 
 def _checked(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> None:
@@ -224,7 +337,7 @@ def _checked(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> None
 
 @pytest.mark.parametrize(
     "entry",
-    named("grouped_gpt", "weight_norm", "in_place"),
+    named("grouped_gpt", "weight_norm", "in_place", "cached_values", "aux_attribute"),
     ids=lambda each: each.name,
 )
 def test_a_hand_written_model_trains_divided_as_in_one_process(ranks: Simulator, entry: Handwritten) -> None:

@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from steps import two_steps
 from torch import Tensor, nn
 from torch.nn import functional
 
 import accel
-from accel.errors import PrepareError
 from accel.parallel.axes.tensor._found_plan import found_plan
 from accel.parallel.axes.tensor._prove import Verdict, prove
 from accel.parallel.axes.tensor._rules import rules_of
-from accel.parallel.axes.tensor._styles import needed_grouped, needed_groups, needed_queries, row_exchange
 from accel.parallel.axes.tensor._trace import trace
 
 HEADS, WIDTH = 8, 4
@@ -83,46 +80,36 @@ class Block(nn.Module):
 
 EXAMPLE = [torch.empty(2, 5, 3)]
 APART = {"q": "colwise", "k": "replicated_with_grad_allreduce", "v": "replicated_with_grad_allreduce"}
-FOUND: dict[str, tuple[Attention, int, dict[str, str]]] = {
-    "one key behind the queries": (Attention("behind", 1), 2, {"qkv": "multi_query_colwise"}),
-    "two keys behind the queries": (Attention("behind", 2), 4, {"qkv": "multi_query_colwise"}),
-    "four keys behind the queries, on two ranks": (Attention("behind", 4), 2, {"qkv": "multi_query_colwise"}),
-    "groups of queries with a key each": (Attention("grouped", 2), 4, {"qkv": "grouped_query_colwise"}),
-    "as many groups as ranks": (Attention("grouped", 2), 2, {"qkv": "colwise"}),
-    "four groups of packs": (Attention("packs", HEADS), 2, {"qkv": "packed_colwise_4x3"}),
-    "a key in a layer of its own": (Attention("apart", 1), 2, {"": "copy_input", **APART}),
-    "a table of biases": (
-        Attention("apart", HEADS, biases=HEADS),
-        2,
-        {"": "copy_input", "q": "colwise", "k": "colwise", "v": "colwise", "bias": "split_heads"},
-    ),
-    "one bias for all heads": (
-        Attention("behind", 1, biases=1),
-        2,
-        {"qkv": "multi_query_colwise", "bias": "replicated_with_grad_allreduce"},
-    ),
+PROJECTIONS = {"q": "colwise", "k": "colwise", "v": "colwise"}
+FOUND: dict[str, tuple[Attention, int, dict[str, str]]] = {  # styles, or none where layouts divide the module
+    "one key behind the queries": (Attention("behind", 1), 2, {}),
+    "two keys behind the queries": (Attention("behind", 2), 4, {}),
+    "four keys behind the queries, on two ranks": (Attention("behind", 4), 2, {}),
+    "groups of queries with a key each": (Attention("grouped", 2), 4, {}),
+    "as many groups as ranks": (Attention("grouped", 2), 2, {"qkv": "colwise", "o": "rowwise"}),
+    "four groups of packs": (Attention("packs", HEADS), 2, {}),
+    "a key in a layer of its own": (Attention("apart", 1), 2, {"": "copy_input", **APART, "o": "rowwise"}),
+    "a table of biases": (Attention("apart", HEADS, biases=HEADS), 2, {}),
+    "one bias for all heads": (Attention("behind", 1, biases=1), 2, {}),
 }
 
 
 @pytest.mark.parametrize("what", FOUND)
 def test_attention_is_divided(what: str) -> None:
     module, size, styles = FOUND[what]
-    found = found_plan(Block(module), size, EXAMPLE)
-    assert found.left == {}
-    assert found.styles == {f"attention.{path}".strip("."): each for path, each in {**styles, "o": "rowwise"}.items()}
+    found = found_plan(Block(module), size, EXAMPLE, regions_in=("",))
+    assert found.styles == {f"attention.{path}".strip("."): each for path, each in styles.items()}
+    divided = {name.rpartition(".")[0] for name in found.regions.get("attention", ())}
+    assert divided >= ({"attention.o"} if not styles else set())
+    rules = rules_of(Block(module), found.styles, size, regions=found.regions)
+    assert {"attention.q", "attention.qkv"}.intersection(path for path, rule in rules.items() if rule.dims)
 
 
 PLANTED: dict[str, tuple[Attention, int, dict[str, str]]] = {
-    "keys behind the queries cut as groups": (Attention("behind", 2), 4, {"qkv": "grouped_query_colwise"}),
-    "groups cut as queries with keys behind": (Attention("grouped", 2), 4, {"qkv": "multi_query_colwise"}),
     "groups of packs cut as packs": (Attention("packs", HEADS), 2, {"qkv": "packed_colwise_3"}),
-    "packs cut as groups of packs": (Attention("behind", HEADS), 2, {"qkv": "packed_colwise_4x3"}),
     "two keys, both on each of two ranks": (Attention("apart", 2), 2, {"": "copy_input", **APART}),
     "a whole key whose gradient is not summed": (Attention("apart", 1), 2, {"q": "colwise"}),
-    "biases of all heads beside some": (Attention("behind", 1, biases=HEADS), 2, {"qkv": "multi_query_colwise"}),
-    "one bias for all heads, cut": (
-        Attention("behind", 1, biases=1), 2, {"qkv": "multi_query_colwise", "bias": "split_heads"},
-    ),
+    "biases of all heads beside some": (Attention("apart", HEADS, biases=HEADS), 2, PROJECTIONS),
 }  # fmt: skip
 
 
@@ -146,67 +133,10 @@ def test_attention_with_few_keys_and_biases_trains_as_in_one_process(ranks: Any)
         torch.manual_seed(4)
         model = nn.Sequential(nn.Linear(3, 16), Attention("grouped", 2, biases=HEADS), Attention("behind", 2)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        plan: Any = {
-            "1.qkv": "grouped_query_colwise",
-            "1.o": "rowwise",
-            "1.bias": "split_heads",
-            "2.qkv": "multi_query_colwise",
-            "2.o": "rowwise",
-        }
-        model, optimizer = accel.prepare(
-            ctx, model, optimizer, plan=accel.parallel.Plan(tensor=plan if size > 1 else {})
-        )
+        model, optimizer = accel.prepare(ctx, model, optimizer, example=[x])
         figures = two_steps(ctx, model, optimizer, lambda: model(x).square().mean())
         return figures, accel.get_state_dict(ctx, model, dst=None)
 
     expected = rank(accel.single())
     for got in ranks.run(rank, 4, default_group=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
-
-
-@given(
-    size=st.integers(1, 6), keys=st.integers(1, 6), times=st.integers(1, 3), width=st.integers(1, 3),
-    packs=st.integers(1, 4),
-)  # fmt: skip
-def test_ranks_get_the_rows_that_they_need_in_their_order(
-    size: int, keys: int, times: int, width: int, packs: int
-) -> None:
-    queries = size * keys * times * width
-    ways = [(needed_groups(queries * packs, keys, packs, size), queries * packs)]
-    if size % keys == 0:
-        ways.append((needed_grouped(queries + 2 * keys * width, width, keys, size), queries + 2 * keys * width))
-    if size % keys == 0 or keys % size == 0:
-        ways.append((needed_queries(queries + 2 * keys * width, width, keys, size), queries + 2 * keys * width))
-    for needed, rows in ways:
-        assert {row for own in needed for each in own for row in each} == set(range(rows))
-        if rows % size:
-            continue
-        stored = torch.arange(rows).chunk(size)
-        plans = [row_exchange(rows, needed, rank) for rank in range(size)]
-        sent = [stored[rank][list(each.order)].split(list(each.to)) for rank, each in enumerate(plans)]
-        for rank, each in enumerate(plans):
-            received = torch.cat([parts[rank] for parts in sent])
-            computed = received[list(each.places)] if each.places else received
-            assert computed.tolist() == [row for own in needed[rank] for row in own]
-
-
-def test_queries_keys_and_packs_have_their_places() -> None:
-    # two heads of one row each and a key and a value; two groups of a query, a key and a value; two groups of two packs
-    assert needed_queries(4, 1, 1, 2) == [[range(1), range(2, 3), range(3, 4)], [range(1, 2), range(2, 3), range(3, 4)]]
-    assert needed_grouped(8, 1, 2, 4)[1:3] == [[range(1, 2), range(2, 4)], [range(4, 5), range(6, 8)]]
-    assert needed_groups(8, 2, 2, 2) == [
-        [range(1), range(2, 3), range(1, 2), range(3, 4)],
-        [range(4, 5), range(6, 7), range(5, 6), range(7, 8)],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("styles", "said"),
-    [
-        ({"qkv": "grouped_query_colwise"}, "3 heads of keys, which 2 ranks along tp cannot share"),
-        ({"bias": "split_heads"}, "bias: split_heads is of modules in one with divided heads"),
-    ],
-)
-def test_heads_that_ranks_cannot_share_are_refused(styles: Any, said: str) -> None:
-    with pytest.raises(PrepareError, match=said):
-        _ = rules_of(Attention("grouped", 3, biases=HEADS), styles, 2)

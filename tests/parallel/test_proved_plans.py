@@ -344,6 +344,35 @@ def test_a_forward_that_hands_on_values_is_recorded_with_them_and_leaves_the_mod
     assert "blocks.*.mlp.up" not in accel.parallel.tensor_plan(Counted((4, 4)).to("meta"), example=[ids])
 
 
+class Messages(nn.Module):
+    """Adds messages along the edges of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, nodes: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nodes.index_add(0, target, self.down(functional.gelu(self.up(nodes[source]))))
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 8), Messages()
+
+    def forward(self, nodes: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.first(nodes), source, target)
+
+
+def test_integers_of_the_example_keep_their_values() -> None:
+    """More edges than nodes, so that the number of an edge is no node."""
+    source, target = torch.tensor([[0, 2, 1, 0, 2, 2, 1], [1, 0, 0, 2, 1, 1, 2]])
+    example = [torch.ones(3, 3), source, target]
+    found = accel.parallel.tensor_plan(Graph(), example=example)
+    assert found == {"inner.up": "colwise", "inner.down": "rowwise"}
+    assert torch.equal(source, torch.tensor([0, 2, 1, 0, 2, 2, 1]))
+
+
 class Flat(nn.Module):
     """A block whose attention and MLP have no modules of their own."""
 
@@ -471,7 +500,7 @@ def test_prepare_says_what_is_divided_and_what_stays_whole(ranks: Any, caplog: A
         assert ranks.run(rank, 2, default_group=True) == ["", ""]
     (text,) = [each.getMessage() for each in caplog.records if each.name == "accel.parallel"]
     assert text.startswith("BertModel: 38% of the parameters are divided along tp=2, by a plan that is found and")
-    assert "encoder.layer.0.attention: self.query: 3 heads, not a multiple of tp=2" in text
+    assert "encoder.layer.0.attention: self.query.weight: several ranks need rows 8 to 15" in text
 
 
 @pytest.mark.parametrize("what", ["refuted", "failed"])
@@ -483,7 +512,8 @@ def test_a_plan_that_was_refuted_is_not_the_line_to_write(ranks: Any, what: str)
         return str(caught.value)
 
     for text in ranks.run(rank, 2, default_group=True):
-        assert ("1: output 0 differs" in text) == (what == "refuted")
+        said = "1: up.weight: its rows belong to ranks in another order"
+        assert (said in text) == (what == "refuted")
         assert ("plan=accel.parallel.Plan(tensor={})" in text) == (what == "refuted")
         assert ('tensor={"1.' in text) == (what == "failed")
 

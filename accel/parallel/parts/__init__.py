@@ -15,6 +15,7 @@ from accel.parallel.parts._layout import (
     rows_of as rows_of,
 )
 from accel.parallel.parts._part import (
+    PartsInTuples as PartsInTuples,
     PartTensor as PartTensor,
     Ranks as Ranks,
     leave as leave,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.comm import ThreadGroup, copied, gathered, summed
@@ -154,6 +155,18 @@ class PartTensor(Tensor):
         except NoRuleError as error:
             problem = error.got
         return ranks_of(args, kwargs).without_rule(func, args, kwargs or {}, problem)
+
+
+class PartsInTuples(TorchFunctionMode):
+    """Calls the rules of functions that take a tuple of parts, in a trace of torch.compile, which looks for subclasses
+    in lists and dicts alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
+        if subclasses_are_on():
+            tuples: list[object] = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, tuple)]
+            if any(isinstance(each, PartTensor) for each in tensors_of(tuples)):
+                return PartTensor.__torch_function__(func, (), args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def make(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> PartTensor:

@@ -102,12 +102,14 @@ def transpose(func: Any, args: Args, kwargs: Named) -> Any:
 
 
 def turned(func: Any, args: Args, kwargs: Named) -> Any:
-    """t, T, mT: the last two dimensions."""
+    """t, T, H, mT, mH: the last two dimensions."""
     part = part_of(func, args)
     if part.dim() < 2:
         return part
-    if part.dim() > 2 and name_of(func) != "mT":
+    if part.dim() > 2 and name_of(func) not in ("mT", "mH"):
         raise no_rule(f"of {part.dim()} dimensions")
+    if part.is_complex() and name_of(func) in ("H", "mH"):
+        raise no_rule("of complex numbers")
     return transpose(func, (part, -2, -1), {})
 
 
@@ -262,10 +264,11 @@ def split(func: Any, args: Args, kwargs: Named) -> Any:
 
 def join(func: Any, args: Args, kwargs: Named) -> Any:
     """cat, concat, concatenate."""
-    tensors = [each for each in args[0] if each.dim() != 1 or each.numel()]  # as torch passes empty ones over
+    given = named("tensors dim", args, kwargs)
+    tensors = [each for each in given["tensors"] if each.dim() != 1 or each.numel()]  # torch passes empty ones over
     ranks = ranks_of(tensors)
     rank = tensors[0].dim()
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % rank
+    dim = given.get("dim", 0) % rank
     layouts = [each for each in map(layout_of, tensors) if each is not None]
     inside = [entered(each, ranks) for each in tensors]
     if not layouts:
@@ -289,10 +292,11 @@ def _repeated(segments: list[tuple[int, int]]) -> RowCut:
 
 def stack(func: Any, args: Args, kwargs: Named) -> Any:
     """stack."""
-    ranks = ranks_of(args[0])
-    own, alignment = aligned(list(args[0]), ranks)
+    given = named("tensors dim", args, kwargs)
+    ranks = ranks_of(given["tensors"])
+    own, alignment = aligned(list(given["tensors"]), ranks)
     rank = own[0].dim()
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % (rank + 1)
+    dim = given.get("dim", 0) % (rank + 1)
     layout = alignment.layout(rank)
     return make(torch.stack(own, dim), layout and RowLayout(layout.dim + (layout.dim >= dim), layout.cut), ranks)
 
@@ -350,7 +354,7 @@ RULES = {
     "unflatten": unflatten,
     "permute": permute,
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), transpose),
-    **dict.fromkeys(("t", "T", "mT"), turned),
+    **dict.fromkeys(("t", "T", "H", "mT", "mH"), turned),
     **dict.fromkeys(("movedim", "moveaxis"), movedim),
     "unsqueeze": unsqueeze,
     "squeeze": squeeze,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class _ByPositions(Mixin, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward, with parts of the inputs that are cut."""
-        positions: _Positions = notes_of(self).get("positions")
+        positions = cast(_Positions, notes_of(self).get("positions"))
         if positions.crosses:
             return super().forward(*args, **kwargs)
         return positions.call(self, super().forward, _Inputs(args, kwargs))

@@ -22,6 +22,30 @@ from accel.parallel.parts._attention import written_out
 from accel.parallel.parts._layout import even, fit
 
 Layouts = Mapping[str, RowLayout]
+
+
+class NeededRows(NamedTuple):
+    """Rows of a parameter that ranks need, where no layout has them.
+
+    Attributes:
+        dim: of the rows.
+        rows: of each rank.
+    """
+
+    dim: int
+    rows: tuple[frozenset[int], ...]
+
+    @property
+    def problem(self) -> str:
+        """Why they are no layout."""
+        every = frozenset[int]().union(*self.rows)
+        shared = {row for row in every if sum(row in own for own in self.rows) > 1}
+        if not shared:
+            return "its rows belong to ranks in another order"
+        return f"several ranks need rows {min(shared)} to {max(shared)}"
+
+
+Candidate = Mapping[str, RowLayout | NeededRows]
 # Places of the activation and of the weight among arguments, and their contracted dimensions.
 _MATMULS: Mapping[str, tuple[int, int, int, int]] = {
     "linear": (0, 1, -1, 1),
@@ -123,7 +147,7 @@ class _MatmulRecorder(TorchFunctionMode):
         return True
 
 
-def dependent_layouts(whole: nn.Module, forward: Callable[[nn.Module], object], size: int) -> list[Layouts]:
+def dependent_layouts(whole: nn.Module, forward: Callable[[nn.Module], object], size: int) -> list[Candidate]:
     """Return layouts of parameters, by name, that end in a matmul each; those of one pattern of paths are one mapping.
 
     `forward` runs a module with values, in evaluation mode; its gradients are left as they are.
@@ -134,7 +158,7 @@ def dependent_layouts(whole: nn.Module, forward: Callable[[nn.Module], object], 
     with torch.enable_grad(), recorder:
         _ = forward(whole)
     search = _Search(parameters, names, recorder, size)
-    merged: dict[str, dict[str, RowLayout]] = {}
+    merged: dict[str, dict[str, RowLayout | NeededRows]] = {}
     for row, layouts in search.found():
         group = merged.setdefault(pattern_of(row), {})
         if all(group.get(name, layout) == layout for name, layout in layouts.items()):
@@ -174,16 +198,18 @@ class _Search:
         found = torch.autograd.grad([(tensor * weights).sum()], leaves, retain_graph=True, allow_unused=True)
         return list(zip(names, found, strict=True))
 
-    def found(self) -> list[tuple[str, Layouts]]:
+    def found(self) -> list[tuple[str, Candidate]]:
         """The largest weight that is contracted, and all layouts, of each set of matmuls that are divided together."""
-        found: list[tuple[str, Layouts]] = []
+        found: list[tuple[str, Candidate]] = []
         for matmuls in self._together():
             length = matmuls[0].weight.shape[matmuls[0].dims[1]]
             alike = all(
                 each.input.requires_grad and each.input.shape[each.dims[0]] == length == each.weight.shape[each.dims[1]]
                 for each in matmuls
             )
-            layouts, rows = self._layouts(matmuls, length) if alike and length % self._size == 0 else ({}, [])
+            if not alike or length % self._size:
+                continue
+            layouts, rows = self._layouts(matmuls, length)
             matrices = [name for name in layouts if self._parameters[name].dim() > 1]
             if rows and set(matrices) - set(rows):
                 found.append((max(rows, key=lambda name: self._parameters[name].numel()), layouts))
@@ -206,24 +232,30 @@ class _Search:
             found[root(id(each.input))].append(each)
         return list(found.values())
 
-    def _layouts(self, matmuls: Sequence[_Matmul], length: int) -> tuple[dict[str, RowLayout], list[str]]:
+    def _layouts(self, matmuls: Sequence[_Matmul], length: int) -> tuple[Candidate, list[str]]:
         """Layouts of the parameters behind the inputs and of the weights, and the names of the latter."""
         before = self._needed([(each.input, each.dims[0]) for each in matmuls], length)
         contracted = self._needed([(each.weight, each.dims[1]) for each in matmuls], length)
         layouts: dict[str, RowLayout] = {}
-        for each in matmuls:  # a weight that is made of a parameter of its shape, whatever couples its rows
+        divided = {name for (name, dim), ranks in contracted.items() if fit(ranks, self._shape(name)[dim]) is not None}
+        for each in matmuls:  # a weight that is made of a parameter of its shape, whose rows are coupled
             if id(each.weight) not in self._names:
                 alike = [name for name in self._made_of(each.weight) if self._shape(name) == each.weight.shape]
-                layouts |= {name: RowLayout(each.dims[1], even(length, self._size)) for name in alike}
+                layouts |= {name: RowLayout(each.dims[1], even(length, self._size)) for name in {*alike} - divided}
         rows = list(layouts)
+        others: dict[str, NeededRows] = {}
         for needed, is_weight in ((before, False), (contracted, True)):
             for (name, dim), ranks in sorted(needed.items(), key=lambda item: item[0][1]):
-                cut = None if name in layouts else fit(ranks, self._shape(name)[dim])
+                if name in layouts:
+                    continue
+                cut = fit(ranks, self._shape(name)[dim])
+                if cut is None and not is_weight and len({*ranks}) > 1 and len(self._shape(name)) > 1:
+                    _ = others.setdefault(name, NeededRows(dim, tuple(ranks)))
                 if cut is None or cut.total % self._size or (is_weight and cut.repeat > 1):
                     continue
                 layouts[name] = RowLayout(dim, cut)
                 rows += [name] * is_weight
-        return layouts, rows
+        return {**others, **layouts}, rows
 
     def _shape(self, name: str) -> torch.Size:
         return self._parameters[name].shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`found_plan`: styles and parts of a model that are found in its forward and proved."""
+"""`found_plan`: styles and parts of a model that are found in its forward and proved; its embeddings and head."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from accel.parallel._modules import example_of, without_cache
-from accel.parallel.axes.tensor._found import Styles, StyleSearch
-from accel.parallel.axes.tensor._part_search import found_regions
-from accel.parallel.axes.tensor._prove import proved_in_parts, short
+from accel.parallel._modules import example_of, named_modules, without_cache
+from accel.parallel.axes.tensor._found import PlanSearch, Styles
+from accel.parallel.axes.tensor._prove import Verdict, prove, proved_in_parts, short
 from accel.parallel.axes.tensor._rules import is_in
-from accel.parallel.axes.tensor._trace import trace
+from accel.parallel.axes.tensor._styles import is_adapted, is_linear, output_dim, problems_of
+from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, settings_of, trace
 from accel.parallel.parts import RowLayout
+from accel.topology import TensorStyle
+
+_LEAST_ROWS = 32  # of a table that is worth dividing
 
 
 class FoundPlan(NamedTuple):
@@ -57,19 +60,120 @@ def found_plan(
         recorded = trace(model, inputs)
     except Exception as error:  # whatever a forward raises without values
         return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"}, is_seen=False)
-    search = StyleSearch(model, recorded, size)
-    styles, left = search.blocks(within)
-    styles |= search.ends(styles) if "" in within else {}
-    read = search.read(within)
-    regions: Mapping[str, Mapping[str, RowLayout]] = {}
-    if regions_in:
-        regions, more = found_regions(model, recorded, size, read | styles, regions_in)
-        divided = {name for layouts in regions.values() for name in layouts}
-        left = {unit: each for unit, each in left.items() if not any(is_in(name, unit) for name in divided)}
-        left |= {unit: each for unit, each in more.items() if unit not in left}
-    if not styles and not regions:
-        return FoundPlan({}, left)
-    styles = read | styles
+    search = PlanSearch(model, recorded, size)
+    search.look(within, in_words=True)
+    proofs = _Proofs(model, recorded, size)
+    ends = proofs.ends(search.styles) if "" in within else {}
+    read = sorted(each for each in recorded.read - {""} if any(is_in(each, path) for path in within))
+    search.take({**dict.fromkeys(read, "replicated_local"), **search.styles, **ends})
+    search.look(regions_in, in_words=False)
+    divides = bool(search.regions) or any(style != "replicated_local" for style in search.styles.values())
+    if not divides:
+        return FoundPlan({}, search.left)
     if in_parts is not None:
-        return FoundPlan(proved_in_parts(recorded, in_parts(styles), search.verdict), left)
-    return FoundPlan(styles, left, regions=regions)
+        return FoundPlan(proved_in_parts(recorded, in_parts(search.styles), proofs.verdict), search.left)
+    return FoundPlan(search.styles, search.left, regions=search.regions)
+
+
+class _Proofs:
+    """Proofs of single modules in a recorded forward, and of the ends of the model."""
+
+    def __init__(self, model: nn.Module, recorded: ForwardTrace, size: int) -> None:
+        self._modules = dict(named_modules(model))
+        self._model = model
+        self._trace = recorded
+        self._size = size
+        self._verdicts: dict[str, Verdict] = {}
+        self._linear = {path: each for path, each in self._modules.items() if is_linear(_layer(each))}
+
+    def verdict(self, unit: str, call: ModuleCall, styles: Styles, parts: Mapping[int, int]) -> Verdict:
+        """A proof, or that of an equal module."""
+        module = self._modules[unit]
+        divided = {number: parts[number] for number in call.inputs if number in parts}
+        places = [(place, parts[number]) for place, number in enumerate(call.inputs) if number in parts]
+        facts = [
+            (path, type(each).__name__, [list(p.shape) for p in each.parameters(recurse=False)], settings_of(each))
+            for path, each in named_modules(module)
+        ]
+        key = repr((self._trace.signature(call), facts, styles, places))
+        if key not in self._verdicts:
+            self._verdicts[key] = prove(module, call, styles, self._size, divided=divided)
+        return self._verdicts[key]
+
+    def _features(self, path: str) -> int:
+        layer = _layer(self._modules[path])
+        return layer.get_parameter("weight").shape[output_dim(layer)]
+
+    def ends(self, styles: Styles) -> dict[str, TensorStyle]:
+        """Styles of the embedding of words and of the head, and of all that is tied to them."""
+        head = self._named("get_output_embeddings")
+        words = self._named("get_input_embeddings")
+        heads = [each for each in self._linear.values() if each is head]
+        first = [each for each in self._modules.values() if each is words and isinstance(each, nn.Embedding)]
+        if not hasattr(self._model, "get_input_embeddings"):
+            first = self._tables(styles)
+            heads = [self._linear[path] for path in self._heads(first) if path not in styles]
+        found: dict[str, TensorStyle] = {}
+        for weight in {id(each.weight): each.weight for each in (*heads, *first) if not is_adapted(each)}.values():
+            found |= self._with_weight(weight)
+        return found
+
+    def _tables(self, styles: Styles) -> list[nn.Embedding]:
+        """Embeddings that were called, without small ones, as of positions, and those with a style."""
+        total = sum(each.numel() for each in self._model.parameters())
+        paths = dict.fromkeys(call.path for call in self._trace.calls if call.path not in styles)
+        called = (self._modules[path] for path in paths)
+        tables = [each for each in called if isinstance(each, nn.Embedding)]
+        return [each for each in tables if len(each.weight) >= _LEAST_ROWS and each.weight.numel() * 100 >= total]
+
+    def _heads(self, tables: Sequence[nn.Embedding]) -> list[str]:
+        """Paths of layers with as many outputs as a table has rows, which the model returns or ties to the table."""
+        rows = {len(each.weight) for each in tables}
+        tied = {id(each.weight) for each in tables}
+        returned = {
+            node.path
+            for node in self._trace.nodes
+            if node.path in self._linear and not set(node.outputs).isdisjoint(self._trace.outputs)
+        }
+        return [
+            path
+            for path, each in self._linear.items()
+            if self._features(path) in rows and (path in returned or id(each.weight) in tied)
+        ]
+
+    def _named(self, name: str) -> object:
+        """The layer that a model of transformers names; None for none."""
+        ask: Any = getattr(self._model, name, None)
+        try:
+            return ask() if callable(ask) else None
+        except NotImplementedError:
+            return None
+
+    def _with_weight(self, weight: Any) -> dict[str, TensorStyle]:
+        """Styles of all modules with a weight; none where one of them cannot be divided."""
+        called = {call.path for call in self._trace.calls}
+        found: dict[str, TensorStyle] = {}
+        for path, each in self._modules.items():
+            if not any(own is weight for own in each.parameters(recurse=False)):
+                continue
+            if path in self._trace.read:
+                return {}
+            style: TensorStyle = "embedding_rowwise" if isinstance(each, nn.Embedding) else "colwise_gather_output"
+            if next(iter(problems_of(each, style, self._size)), None) is not None:
+                return {}
+            if path in called and not self._is_known(path, each, style):
+                return {}
+            found[path] = style
+        return found
+
+    def _is_known(self, path: str, module: nn.Module, style: TensorStyle) -> bool:
+        """Whether a layer has torch's own forward, or is proved."""
+        own: Any = type(module)
+        if own.forward in (nn.Embedding.forward, nn.Linear.forward):
+            return True
+        calls = [each for each in self._trace.calls if each.path == path]
+        return all(not self.verdict(path, call, {"": style}, {}).problem for call in calls)
+
+
+def _layer(module: nn.Module) -> nn.Module:
+    return module.get_submodule("base_layer") if is_adapted(module) else module

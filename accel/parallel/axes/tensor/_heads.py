@@ -13,7 +13,6 @@ from torch import nn
 from accel.comm import own_part
 from accel.parallel.axes.tensor._styles import (
     COLWISE,
-    FUSED_QUERIES,
     Rule,
     is_adapted,
     is_linear,
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 # arguments of an attention that may have an entry for each head, by name
 _SHARED = ("alibi", "position_bias", "attention_mask", "mask")
-_KEYS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_head_kv")
 _WIDTHS = ("all_head_size",)  # of all heads together
 _NO_COUNTS = ("dim", "size", "width", "group", "mask")
 
@@ -36,15 +34,13 @@ class HeadCounts(NamedTuple):
     """Heads in a column-wise layer's outputs, for its rule and for the module that calls it.
 
     Attributes:
-        number: of heads, where ranks do not divide them evenly; beside `keys` the width of a head.
-        keys: number of heads of keys in outputs that are queries, keys and values; 0 in others.
+        number: of heads, where ranks do not divide them evenly.
         attributes: values on one rank for attributes of modules, by path and name.
         total: number of heads of the whole module that calls the layer, where it counts them; 0 elsewhere.
         problems: reasons why ranks cannot share them.
     """
 
     number: int = 0
-    keys: int = 0
     attributes: Mapping[str, Mapping[str, int]] = {}
     total: int = 0
     problems: tuple[str, ...] = ()
@@ -58,8 +54,6 @@ def heads_of(model: nn.Module, path: str, style: str, size: int) -> HeadCounts:
     holder = holder_of(model, path)
     around = model.get_submodule(holder)
     if is_transposed(module):
-        if style in FUSED_QUERIES:
-            return HeadCounts(problems=(f"{style} is of nn.Linear",))
         local = {path: {"nf": cast(int, module.nf) // size}}
         heads: object = getattr(around, "n_head", None)
         if type(heads) is int and heads % size == 0:  # as the first GPT splits its outputs
@@ -69,10 +63,6 @@ def heads_of(model: nn.Module, path: str, style: str, size: int) -> HeadCounts:
         return HeadCounts(attributes=local)
     outputs = module.get_parameter("weight").shape[output_dim(module)]
     width: Any = getattr(around, "head_dim", None) or getattr(around, "attention_head_size", None)
-    if style in FUSED_QUERIES:
-        return _with_keys(around, holder, outputs, width, size, style)
-    if style == "packed_colwise_4x3" and type(width) is int and outputs // (3 * width) % (4 * size):
-        return HeadCounts(problems=(_uneven_groups(outputs // (3 * width), 4, size),))
     if style == "colwise" and type(width) is int:
         heads = outputs // width
         if outputs % width == 0 and heads and heads % size:
@@ -88,36 +78,6 @@ def _few(around: nn.Module, holder: str, outputs: int, heads: int, size: int) ->
         own = {name: 1 for name, value in _counts(around, outputs) if value == heads}
         return HeadCounts(heads, attributes={holder: {**own, "num_key_value_groups": heads * groups // size}})
     return HeadCounts(problems=(uneven_heads(heads, size),))
-
-
-def _with_keys(around: nn.Module, holder: str, outputs: int, width: object, size: int, style: str) -> HeadCounts:
-    """Heads of a layer of queries, keys and values, where the module around it counts those of keys; else one."""
-    named = (vars(around).get(name) for name in _KEYS)
-    keys = next((each for each in named if type(each) is int and each), 1)
-    if type(width) is not int or outputs % width or outputs // width <= 2 * keys:
-        return HeadCounts(problems=(f"{style} is of layers in a module whose head_dim divides the outputs",))
-    heads = outputs // width - 2 * keys
-    if heads % size:
-        return HeadCounts(problems=(uneven_heads(heads, size),))
-    is_grouped = style == "grouped_query_colwise"
-    if heads % keys or (size % keys and (is_grouped or keys % size)):
-        return HeadCounts(problems=(f"{keys} heads of keys, which {size} ranks along tp cannot share",))
-    here = max(keys // size, 1)
-    local: dict[str, int] = {}
-    for name, value in _counts(around, outputs=heads * keys * width):
-        if value in (heads, keys):
-            local[name] = heads // size if value == heads else here
-    local |= {name: value // size for name, value in _widths(around, heads * width, heads).items()}
-    held = cast("dict[str, object]", vars(around))
-    if held.get("num_key_value_groups") == heads // keys:
-        local["num_key_value_groups"] = heads // size // here
-    if held.get("embed_dim") == heads * width and held.get("kv_dim") == keys * width:  # as GPT-BigCode splits outputs
-        local |= {"embed_dim": heads // size * width, "kv_dim": here * width}
-    return HeadCounts(number=width, keys=keys, attributes={holder: local}, total=heads)
-
-
-def _uneven_groups(heads: int, groups: int, size: int) -> str:
-    return f"{heads} heads in {groups} groups, not a multiple of {groups} times tp={size}"
 
 
 def _counted(around: nn.Module, holder: str, outputs: int, size: int) -> HeadCounts:
@@ -178,22 +138,12 @@ def with_own_heads(
 
 
 def _own_heads(name: str, value: Any, heads: int, group: dist.ProcessGroup) -> Any:
-    """This rank's heads of an argument; other values as they are, parts too."""
-    if not has_heads(value, heads) or (value.ndim == 3 and "mask" in name):  # a mask may be of [batch, ...]
-        return value
-    return own_heads(value, heads, group)
-
-
-def has_heads(value: Any, heads: int) -> bool:
-    """Return whether a value has an entry for each head: [batch, heads, queries, keys], or [batch * heads, queries,
-    keys]."""
+    """This rank's heads of an argument with an entry for each, [batch, heads, queries, keys] or
+    [batch * heads, queries, keys]; other values as they are."""
     if not isinstance(value, torch.Tensor):
-        return False
-    return (value.ndim == 4 and value.shape[1] == heads) or (value.ndim == 3 and value.shape[0] % heads == 0)
-
-
-def own_heads(value: torch.Tensor, heads: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's heads of a tensor with an entry for each. The backward is a collective."""
-    if value.ndim == 4:
+        return value
+    if value.ndim == 4 and value.shape[1] == heads:
         return own_part(value, 1, group)
+    if value.ndim != 3 or value.shape[0] % heads or "mask" in name:  # a mask may be of [batch, ...]
+        return value
     return own_part(value.view(-1, heads, *value.shape[1:]), 1, group).flatten(0, 1)

@@ -21,12 +21,11 @@ from accel.comm import (
     summed,
 )
 from accel.errors import ConfigError, PrepareError
-from accel.errors._checks import with_article
 from accel.mixins import Mixin
 from accel.parallel._labels import name_of
 from accel.parallel._modules import KeepsParameters, forget, note_module, notes_of
 from accel.parallel._private import part_alone
-from accel.parallel.axes.tensor._heads import has_heads, own_heads, with_own_heads
+from accel.parallel.axes.tensor._heads import with_own_heads
 from accel.parallel.axes.tensor._overlap import (
     autocast_format,
     copied_product,
@@ -164,27 +163,6 @@ class GatherOutput(LocalParameters):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output for the whole sequence on every rank."""
         return _gathered(super().forward(*args, **kwargs), SEQUENCE_DIM, self.accel_layer)
-
-
-class OwnHeads(LocalParameters):
-    """Computes an output with an entry for each head, and keeps those of this rank's heads."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the entries of this rank's heads."""
-        layer = self.accel_layer
-        output = super().forward(*args, **kwargs)
-        if not has_heads(output, layer.rule.heads):
-            raise PrepareError(
-                "a module has no output with an entry for each head",
-                expected=f"a tensor of shape [batch, {layer.rule.heads}, queries, keys], or of a multiple of"
-                f" {layer.rule.heads} entries in the first of three dimensions",
-                got=str(list(output.shape))
-                if isinstance(output, torch.Tensor)
-                else with_article(type(output).__name__),
-                where="forward, plan.tensor",
-                fix='Leave the style "split_heads" of this module out of accel.parallel.Plan(tensor={...}).',
-            )
-        return own_heads(output, layer.rule.heads, layer.group)
 
 
 class Colwise(LocalParameters):
@@ -441,7 +419,6 @@ def mixin_for(rule: Rule) -> type[LocalParameters | Around] | None:
     return {
         "embedding_rowwise": Embedding,
         "multihead_attention": None,
-        "split_heads": OwnHeads,
         "replicated_local": ReadParameters,
         "sequence_parallel_gather_output": GatherOutput,
         "copy_input": Around,

@@ -15,7 +15,7 @@ from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import named_modules, note_module, notes_of
 from accel.parallel._private import forward_hooks, forward_pre_hooks, runs_in_backward
-from accel.parallel.axes.tensor._styles import is_linear, is_transposed
+from accel.parallel.axes.tensor._styles import is_linear
 from accel.topology import TensorStyle
 
 _OWN = ("accel.", "torch.distributed.")  # modules whose hooks know of parts: those of this package, and `fully_shard`'s
@@ -209,15 +209,6 @@ def _styles_in(module: nn.Module, places: Counter[int]) -> Iterator[tuple[str, T
         for first, *_, last in _pairs(module, places):
             yield first, "colwise"
             yield last, "rowwise"
-    elif type(module).__name__ == "GPT2Attention" and _are_transposed(module, "c_attn", "c_proj"):
-        crosses = "q_attn" in dict(module.named_children())
-        yield "c_attn", "packed_colwise_2" if crosses else "packed_colwise_3"
-        yield "c_proj", "rowwise"
-        if crosses:
-            yield "q_attn", "colwise"
-    elif type(module).__name__ == "GPT2MLP" and _are_transposed(module, "c_fc", "c_proj"):
-        yield "c_fc", "colwise"
-        yield "c_proj", "rowwise"
 
 
 def _feeds_forward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> bool:
@@ -264,13 +255,3 @@ def _has_forward_of(module: nn.Module, *kinds: type[nn.Module]) -> bool:
         if "forward" in vars(own) and not issubclass(own, Mixin):
             return own in kinds
     return False
-
-
-def _are_transposed(module: nn.Module, *names: str) -> bool:
-    return all(is_transposed(_layer(module, name)) for name in names)
-
-
-def _layer(module: nn.Module, name: str) -> nn.Module:
-    """A layer, without the adapters that are around it."""
-    child = module.get_submodule(name)
-    return child.get_submodule("base_layer") if "base_layer" in dict(child.named_children()) else child

@@ -6,26 +6,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin
 from accel.parallel._modules import notes_of
+from accel.parallel._private import REGION, is_compiled
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, needed_rows
 from accel.parallel.axes.tensor._styles import RowExchange, row_exchange
-from accel.parallel.parts import PartTensor, Ranks, RowLayout, leave, make, rows_of
-from accel.parallel.parts._layout import even
+from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowLayout, leave, make, rows_of
+from accel.parallel.parts._layout import even, no_rule
 
 
 class LayerRanks(Ranks):
     """The ranks of a layer's group. Copies of a model have one of their own, and pickles one of the layer's."""
 
-    __slots__ = ("depth", "layer")
+    __slots__ = ("depth", "layer", "sees_tuples")
 
     def __init__(self, layer: Layer) -> None:
         super().__init__(layer.group)
         self.layer = layer
         self.depth = 0  # of the regions that run
+        self.sees_tuples = False  # whether the region that runs finds parts in tuples
 
     def __deepcopy__(self, memo: object) -> LayerRanks:
         return LayerRanks(self.layer)
@@ -48,6 +51,8 @@ class PartParameters(LocalParameters):
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, Tensor | None]:
         """Return parts, after an exchange of rows where this rank computes with others than it stores."""
+        if torch.compiler.is_compiling() and not self.accel_ranks.sees_tuples:
+            raise no_rule("torch.compile of a function of modules; compile these, or the model")
         here = super().parameters_here(stored)
         layouts = self.accel_layer.rule.layouts
         exchanges = notes_of(cast(nn.Module, self)).get("exchanges", {})
@@ -72,6 +77,13 @@ def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict
     return found
 
 
+def compiles(module: nn.Module) -> bool:
+    """Return whether torch.compile traces a module's forward, or that of a module in it."""
+    if torch.compiler.is_compiling():
+        return True
+    return any(is_compiled(each) or REGION in vars(each) for each in module.modules())
+
+
 class RegionEnd(Mixin):
     """A module around others that compute with parts; what it returns is whole."""
 
@@ -82,9 +94,15 @@ class RegionEnd(Mixin):
         ranks = self.accel_ranks
         outer = ranks.begin()
         ranks.depth += 1
+        sees_around, ranks.sees_tuples = ranks.sees_tuples, compiles(cast(Any, self))
         try:
-            output = super().forward(*args, **kwargs)
+            if ranks.sees_tuples:
+                with PartsInTuples():
+                    output = super().forward(*args, **kwargs)
+            else:
+                output = super().forward(*args, **kwargs)
             return pytree.tree_map_only(PartTensor, leave, output)
         finally:
+            ranks.sees_tuples = sees_around
             ranks.depth -= 1
             ranks.end(outer)

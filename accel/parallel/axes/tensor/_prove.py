@@ -165,10 +165,11 @@ def _values(like: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def drawn_inputs(call: ModuleCall) -> Mapping[int, Tensor]:
-    """Return drawn values of a call's tensors, by their number."""
+    """Return values of a call's tensors, by their number: integers of the example, and drawn ones for others."""
     draw = torch.Generator().manual_seed(23)
     tensors = tensors_in((call.args, call.kwargs))
-    return {number: _values(each, draw) for number, each in zip(call.inputs, tensors, strict=True)}
+    drawn = {number: _values(each, draw) for number, each in zip(call.inputs, tensors, strict=True)}
+    return drawn | {number: each.detach().to("cpu", copy=True) for number, each in call.given.items()}
 
 
 class _Wide(TorchFunctionMode):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -69,7 +69,7 @@ def rules_of(
         problems += [f"{path or 'the model'}: {each}" for each in (*found, *heads.problems)]
         if not found and not heads.problems:
             is_copied = _is_copied(path, known)
-            rules[path] = rule_for(module, style, size, copied=is_copied, heads=heads.number, keys=heads.keys)
+            rules[path] = rule_for(module, style, size, copied=is_copied, heads=heads.number)
             for holder, values in heads.attributes.items():
                 attributes.setdefault(holder, {}).update(values)
             if heads.total:
@@ -77,7 +77,6 @@ def rules_of(
                 totals[holder] = max(heads.total, totals.get(holder, 0))
     rules = _with_aliases(model, rules, known)
     problems += _tied_problems(model, rules)
-    problems += [f"{path}: split_heads is of modules in one with divided heads" for path in _alone(rules, totals)]
     if problems:
         raise _refused(problems, size)
     rules = _with_shares(model, _with_attributes(model, rules, attributes), totals)
@@ -168,13 +167,6 @@ def _named_around(path: str, named: Mapping[str, object]) -> str | None:
     return None
 
 
-def clashes(plans: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the modules of these plans that would sum the gradients for layers of another of them, too."""
-    every = {path: style for plan in plans for path, style in plan.items()}
-    around = {_named_around(path, every) for plan in plans for path in plan if _named_around(path, plan) is None}
-    return {path for path in around if path is not None and every[path] in COPYING}
-
-
 def passed_over(model: nn.Module, declared: Iterable[str], styles: Mapping[str, str]) -> list[str]:
     """Return the paths of modules of several linear layers in the blocks that a declared plan divides, without those
     that styles name, or any module around or in them."""
@@ -221,17 +213,10 @@ def is_in(path: str, around: str) -> bool:
 def _with_shares(model: nn.Module, rules: Mapping[str, Rule], totals: Mapping[str, int]) -> dict[str, Rule]:
     """Rules of attentions that take what has an entry for each head."""
     found = dict(rules)
-    for path, rule in rules.items():
-        if rule.style == "split_heads":
-            found[path] = msgspec.structs.replace(rule, heads=totals[_named_around(path, totals) or ""])
     for path, heads in totals.items():
         if shares := shares_of(model.get_submodule(path)):
             found[path] = msgspec.structs.replace(found[path], shares=shares, heads=heads)
     return found
-
-
-def _alone(rules: Mapping[str, Rule], totals: Mapping[str, int]) -> list[str]:
-    return [path for path, rule in rules.items() if rule.style == "split_heads" and _named_around(path, totals) is None]
 
 
 def _tied_problems(model: nn.Module, rules: Mapping[str, Rule]) -> list[str]:

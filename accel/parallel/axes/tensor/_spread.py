@@ -69,6 +69,7 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
     example: Any = None
     beside: Mapping[str, TensorStyle] = {}  # found for what a declared plan passes over
     regions: Mapping[str, Mapping[str, RowLayout]] = {}  # found for what styles leave whole
+    is_found: bool = False  # whether `tensor` has styles that were found, and logged
 
     def describe(self) -> str:
         """Return the options without what follows from them, and without the example."""
@@ -150,7 +151,7 @@ def _resolve(ctx: DistContext, view: ModelView, options: TensorOptions) -> Tenso
     if not is_found:
         return msgspec.structs.replace(options, beside=plan.styles, example=None)
     styles = plan.styles if options.head is None else with_head(inner, plan.styles, options.head)
-    return msgspec.structs.replace(options, tensor=styles, regions=plan.regions, example=None)
+    return msgspec.structs.replace(options, tensor=styles, regions=plan.regions, is_found=True, example=None)
 
 
 class _SentPlan(NamedTuple):
@@ -174,7 +175,8 @@ def _inputs(options: TensorOptions) -> Any:
 def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentPlan:
     inputs = None if finds(model) else _inputs(options)
     size = _size(ctx)
-    with_regions = ctx.axis("ep").size == 1  # the search does not know yet which experts ep spreads
+    # the search does not know which experts ep spreads, nor attention along cp of parts
+    with_regions = ctx.axis("ep").size == ctx.axis("cp").size == 1
     is_staged = ctx.axis("pp").size > 1
     plan = found_styles(model, size, inputs, sequence=options.sequence, with_regions=with_regions, is_staged=is_staged)
     styles = collapsed(model, plan.styles)
@@ -202,6 +204,8 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
     rules = _rules(ctx, inner, styles, options, is_stage=ctx.axis("pp").size > 1)
     pairs = [] if isinstance(options.tensor, Mapping) else found_pairs(inner)
     compare_models(ctx, options, dict(inner.named_parameters()))
+    if ctx.rank == 0 and styles is options.tensor and styles and not options.is_found:
+        log_share(inner, rules, _size(ctx), "styles of your own", {})
     mesh = _mesh(ctx)
     stage = stage_comm(ctx)
     made: dict[int, nn.Parameter] = {}  # tied parameters stay tied

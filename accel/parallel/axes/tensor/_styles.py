@@ -47,49 +47,6 @@ def needed_heads(rows: int, heads: int, size: int) -> Sequence[Sequence[range]]:
     return [[range(at * head, (at + 1) * head)] for at in (rank * heads // size for rank in range(size))]
 
 
-def needed_groups(rows: int, groups: int, packs: int, size: int) -> Sequence[Sequence[range]]:
-    """Return the rows that each rank needs of equal groups of equal packs, such as CodeGen's queries, values and keys:
-    its part of all features of each pack, in as many groups."""
-    pack = rows // (groups * packs)
-    part = pack // size
-    starts = [[divmod((rank * groups + at) * part, pack) for at in range(groups)] for rank in range(size)]
-    return [
-        [
-            range((group * packs + at) * pack + begin, (group * packs + at) * pack + begin + part)
-            for group, begin in own
-            for at in range(packs)
-        ]
-        for own in starts
-    ]
-
-
-def needed_queries(rows: int, width: int, keys: int, size: int) -> Sequence[Sequence[range]]:
-    """Return the rows that each rank needs of queries and, behind them, heads of keys and as many of values: its part
-    of the queries, and the heads for them, which neighbours share where they are fewer than ranks. `width` is that of
-    a head."""
-    behind = rows - 2 * keys * width
-    part, own = behind // size, max(keys // size, 1) * width
-    found: list[list[range]] = []
-    for rank in range(size):
-        key = behind + rank * keys // size * width
-        value = key + keys * width
-        found.append([range(rank * part, (rank + 1) * part), range(key, key + own), range(value, value + own)])
-    return found
-
-
-def needed_grouped(rows: int, width: int, keys: int, size: int) -> Sequence[Sequence[range]]:
-    """Return the rows that each rank needs of fewer groups than ranks, each of queries, a head of keys and one of
-    values: its part of a group's queries, and both heads."""
-    group = rows // keys
-    part = (group - 2 * width) * keys // size
-    found: list[list[range]] = []
-    for rank in range(size):
-        begin, end = rank * keys // size * group, (rank * keys // size + 1) * group
-        query = begin + rank % (size // keys) * part
-        found.append([range(query, query + part), range(end - 2 * width, end)])
-    return found
-
-
 def row_exchange(rows: int, needed: Sequence[Sequence[range]], rank: int) -> RowExchange:
     """Return the all-to-all of one rank, from rows stored in equal parts in order to the `needed` rows of each
     rank."""
@@ -113,10 +70,9 @@ def _common(stored: range, needed: Sequence[range]) -> list[int]:
 
 STYLES: tuple[str, ...] = get_args(TensorStyle)
 COLWISE = frozenset({
-    "colwise", "colwise_gather_output", "packed_colwise_2", "packed_colwise_3", "packed_colwise_4x3",
-    "multi_query_colwise", "grouped_query_colwise",
+    "colwise", "colwise_gather_output", "packed_colwise_2", "packed_colwise_3",
 })  # fmt: skip
-FUSED_QUERIES = frozenset({"multi_query_colwise", "grouped_query_colwise"})  # with their keys and values
+_PACKS: Mapping[str, int] = {"packed_colwise_2": 2, "packed_colwise_3": 3}
 ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_sequence"})
 COPYING = frozenset({"copy_input", "gather_sequence"})  # sums gradients of its input for all modules inside
 # its own parameters see a part of the tokens or of the heads on each rank, so their gradients are summands
@@ -175,25 +131,15 @@ Regions = Mapping[str, Mapping[str, RowLayout]]
 _FRESH = {nn.LayerNorm.forward, nn.RMSNorm.forward, nn.GroupNorm.forward}
 
 
-def packs_of(style: str) -> tuple[int, int]:
-    """Return the numbers of groups and of packs in each, of a style for packs of outputs; ones for others."""
-    groups, _, packs = style.rpartition("_")[2].rpartition("x") if style.startswith("packed") else ("", "", "1")
-    return int(groups or 1), int(packs)
-
-
-def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, heads: int = 0, keys: int = 0) -> Rule:
+def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, heads: int = 0) -> Rule:
     """Return the rule of a module without a problem; `heads` is the number of heads in its outputs, 0 where any rank
-    can divide them. Beside `keys`, the number of heads of keys, it is the width of a head."""
+    can divide them."""
     dims = _dims(module, style)
     rows = uneven = 0
     needed: Sequence[Sequence[range]] = ()
-    if style.startswith("packed_colwise"):
+    if style in _PACKS:
         rows = module.get_parameter("weight").shape[dims["weight"]]
-        groups, packs = packs_of(style)
-        needed = needed_packs(rows, packs, size) if groups == 1 else needed_groups(rows, groups, packs, size)
-    elif style in FUSED_QUERIES:
-        rows = module.get_parameter("weight").shape[dims["weight"]]
-        needed = (needed_queries if style == "multi_query_colwise" else needed_grouped)(rows, heads, keys, size)
+        needed = needed_packs(rows, _PACKS[style], size)
     elif style == "multihead_attention":
         rows = 3 * cast(nn.MultiheadAttention, module).embed_dim
         needed = needed_packs(rows, 3, size)
@@ -287,11 +233,10 @@ def _linear_problems(module: nn.Module, style: TensorStyle, size: int) -> Iterat
         return
     weight = module.get_parameter("weight")
     dim = _dims(module, style)["weight"]
-    groups, each = packs_of(style)
-    packs = groups * each
+    packs = _PACKS.get(style, 1)
     length = weight.shape[dim]
     what = "outputs" if dim == output_dim(module) else "inputs"
-    if packs > 1 or style in FUSED_QUERIES | {"rowwise_split_input"} or is_transposed(module):
+    if packs > 1 or style == "rowwise_split_input" or is_transposed(module):
         if length % (packs * size):
             times = f"{packs} packs of " if packs > 1 else ""
             yield f"{length} {what}, not a multiple of {times}tp={size}"

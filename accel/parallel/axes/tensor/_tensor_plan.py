@@ -183,7 +183,6 @@ def _around(path: str, top: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
-_KNOWN = ("GPT2Attention",)  # classes of transformers that declare nothing
 _EXPERTS = "moe_tp_experts"  # transformers' style of modules that are left to expert parallelism
 # Styles of transformers by the names that it gives them.
 _DECLARED: Mapping[str, TensorStyle] = {
@@ -211,7 +210,7 @@ def tensor_plan(
     They are those that a model of transformers declares in its `tp_plan` for its blocks, completed for layers whose
     weights the module around them reads and embeddings tied to a head, and those of layers that leave no doubt:
     torch's nn.MultiheadAttention, nn.Transformer and its layers, linear layers that follow each other in an
-    nn.Sequential with element-wise layers between, and GPT-2. For other models of transformers, for what a declared
+    nn.Sequential with element-wise layers between. For other models of transformers, for what a declared
     plan passes over in its blocks, and for any model with an `example`, they are found in a forward without values, and
     proved for two ranks: a module that two simulated ranks divide must give the outputs and gradients of the whole one,
     with other parameters, in float64, to 1e-10. What is not proved stays whole, and with `sequence` so does what a
@@ -330,11 +329,10 @@ def finds(model: nn.Module, example: object = None) -> bool:
 
 
 def declares(model: nn.Module) -> bool:
-    """Return whether a model declares styles of its blocks, or has layers whose styles leave no doubt. Pure."""
+    """Return whether a model declares styles of its blocks. Pure."""
     try:
         around = modules_around(_declared_styles(model))
-        divides = any(path in around for group in block_groups(model) for path, _ in group.entries)
-        return divides or any(type(each).__name__ in _KNOWN for each in model.modules())
+        return any(path in around for group in block_groups(model) for path, _ in group.entries)
     except PrepareError:  # styles that have no counterpart here
         return False
 

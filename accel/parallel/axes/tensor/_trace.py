@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -49,6 +49,7 @@ class ModuleCall(NamedTuple):
         inputs: numbers of its tensors, in the order of the leaves of `(args, kwargs)`.
         outputs: numbers of the tensors that it returned.
         nodes: its operations, a slice of the trace's.
+        given: integers of the example among its tensors, by their number.
     """
 
     path: str
@@ -57,6 +58,7 @@ class ModuleCall(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     nodes: range
+    given: Mapping[int, Tensor] = {}
 
 
 class ForwardTrace(NamedTuple):
@@ -79,7 +81,9 @@ class ForwardTrace(NamedTuple):
     def signature(self, call: ModuleCall) -> str:
         """Return a text that is equal for calls of equal operations on equal shapes, whatever the layers' paths."""
         numbers: dict[int, int] = {}
-        digest = hashlib.sha256(repr([numbers.setdefault(each, len(numbers)) for each in call.inputs]).encode())
+        learns = [each.requires_grad for each in tensors_in((call.args, call.kwargs))]
+        inputs = [numbers.setdefault(each, len(numbers)) for each in call.inputs]
+        digest = hashlib.sha256(repr((inputs, learns)).encode())
         for at in call.nodes:
             node = self.nodes[at]
             places = [numbers.setdefault(each, len(numbers)) for each in (*node.inputs, *node.outputs)]
@@ -163,6 +167,9 @@ def _recorded(
         leaves, spec = pytree.tree_flatten(inputs)
         values = [given_as(each, dtype) if isinstance(each, Tensor) else each for each in leaves]
         given: Any = pytree.tree_unflatten(values, spec)
+        for leaf, value in zip(leaves, values, strict=True):
+            if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex() or leaf.is_meta):
+                recorder.given[recorder.number(value)] = leaf
         for path, module in named_modules(copied):
             stack.callback(module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(partial(recorder.leave, path), with_kwargs=True).remove)
@@ -242,6 +249,7 @@ class _Recorder(TorchFunctionMode):
         self._within: list[tuple[str, nn.Module]] = []
         self.nodes: list[Node] = []
         self.calls: list[ModuleCall] = []
+        self.given: dict[int, Tensor] = {}
         self._numbers: dict[int, int] = {}
         self._kept: list[Tensor] = []  # an `id` belongs to a tensor while it lives
         self._same_memory: dict[int, list[int]] = {}
@@ -313,7 +321,8 @@ class _Recorder(TorchFunctionMode):
         if kind is not None:
             shapes = [list(each.shape) for each in (*module.parameters(), *tensors_in(plain(output)))]
             self.nodes.append(Node(kind, path, inputs, outputs, f"{type(module).__name__} {shapes}"))
-        self.calls.append(ModuleCall(path, args, kwargs, inputs, outputs, range(begin, len(self.nodes))))
+        given = {number: self.given[number] for number in inputs if number in self.given}
+        self.calls.append(ModuleCall(path, args, kwargs, inputs, outputs, range(begin, len(self.nodes)), given))
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -327,11 +336,6 @@ def _kind_of(module: nn.Module) -> str | None:
     if is_adapted(module) or (is_linear(module) and not any(True for _ in module.children())):
         return "linear layer"
     return "embedding" if isinstance(module, nn.Embedding) else None
-
-
-def callers(trace: ForwardTrace) -> Iterator[str]:
-    """Yield the paths of modules that were called."""
-    yield from dict.fromkeys(call.path for call in trace.calls)
 
 
 _INDEX = ("layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index")

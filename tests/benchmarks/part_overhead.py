@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward and backward of a block that the search divides between two ranks, against layers written for one of them.
+
+    OMP_NUM_THREADS=1 python tests/benchmarks/part_overhead.py
+
+One process runs the first rank's share: its messages go nowhere, and both variants make as many. Printed is the median
+over rounds of the ratio. The attention translates sizes by layouts, and the layers of the MLP run bare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from accel.comm import SilentGroup, copied, summed
+from accel.parallel.axes.tensor._found_plan import found_plan
+from accel.parallel.axes.tensor._layers import GroupLayer
+from accel.parallel.axes.tensor._rules import install, rules_of
+
+RANKS, HEADS, ROWS, TOKENS = 2, 8, 4, 64
+
+
+class Attention(nn.Module):
+    """Counts its heads in a mapping, where no style finds them; `share` is that of the heads."""
+
+    def __init__(self, width: int, share: int = 1) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width // share)
+        self.out = nn.Linear(width // share, width, bias=False)
+        self.settings = {"heads": HEADS // share, "width": width // share}
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        heads, width = self.settings["heads"], self.settings["width"]
+        q, k, v = (each.view(rows, tokens, heads, -1).transpose(1, 2) for each in self.qkv(x).split(width, 2))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, share: int = 1) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width // share)
+        self.down = nn.Linear(4 * width // share, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Both, with norms; of a rank's sizes with the messages of its layers, where it has a `group`."""
+
+    def __init__(self, width: int, share: int = 1, group: Any = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.mlp = Attention(width, share), Mlp(width, share)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, part in ((self.first, self.attention), (self.second, self.mlp)):
+            y = norm(x)
+            x = x + (part(y) if self.group is None else summed(part(copied(y, self.group)), self.group))
+        return x
+
+
+def divided(width: int, group: Any) -> nn.Module:
+    """Return the first rank's share of a block by the plan that is found."""
+    whole = Block(width)
+    plan = found_plan(whole, RANKS, [torch.empty(ROWS, TOKENS, width)], regions_in=("",))
+    rules = rules_of(whole, plan.styles, RANKS, regions=plan.regions)
+    part = copy.deepcopy(whole)
+    for path, rule in rules.items():
+        module = part.get_submodule(path)
+        for name, dim in rule.dims.items():
+            own = module.get_parameter(name).detach().chunk(RANKS, dim)[0]
+            setattr(module, name, nn.Parameter(own.clone()))
+    install(part, rules, lambda rule: GroupLayer(rule, group))
+    return part
+
+
+def seconds(module: nn.Module, x: Tensor, passes: int) -> float:
+    """Return the time of some passes."""
+    start = time.perf_counter()
+    for _ in range(passes):
+        module(x).sum().backward()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--rounds", type=int, default=15)
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    for width in given.widths:
+        group: Any = SilentGroup(RANKS)
+        own, written = divided(width, group), Block(width, RANKS, group)
+        x = torch.randn(ROWS, TOKENS, width, requires_grad=True)
+        passes = max(2, 4096 // width)
+        _ = seconds(own, x, 2), seconds(written, x, 2)
+        ratios = [seconds(own, x, passes) / seconds(written, x, passes) for _ in range(given.rounds)]
+        print(f"width {width}: {statistics.median(ratios):.2f} of written layers")
+
+
+if __name__ == "__main__":
+    main()

@@ -233,7 +233,7 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     ] = 300.0
     rdzv_last_call_s: Annotated[
         Seconds,
-        Meta(description="Seconds to wait for further hosts once the smallest number has arrived, if the number may vary."),
+        Meta(description="Seconds to wait for further hosts once the smallest number has arrived."),
     ] = 30.0
     rdzv_id: Annotated[
         str,

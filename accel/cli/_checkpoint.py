@@ -33,7 +33,7 @@ from accel.terminal import byte_progress, show_age, show_size, show_table, show_
 
 _DIFFERENT = 1
 _ONE_RUN = "RUN is the folder that was given to save_state."
-_ONE_CHECKPOINT = "CHECKPOINT is the folder of one step; of a run's folder, the newest one counts."
+_ONE_CHECKPOINT = "CHECKPOINT is the folder of a step, or of a run for its newest checkpoint."
 
 
 class Verb(NamedTuple):
@@ -234,12 +234,12 @@ _VERBS = {
         _ls,
         "RUN",
         "list checkpoints: size, age, items, the best",
-        "List a run's checkpoints. The best by a metric is marked, such as best-loss; without --by that of each metric "
-        f"with a known direction, such as a loss. {_ONE_RUN}",
+        "List a run's checkpoints, and mark the best by each metric with a known direction, such as best-loss, or by "
+        f"--by. {_ONE_RUN}",
         ("run",),
         {
             "--by": _option("the metric to mark the best by", default="", metavar="METRIC"),
-            "--max": _option("the highest metric is best, and not the lowest", action="store_true"),
+            "--max": _option("the highest value is the best, not the lowest", action="store_true"),
         },
         "[--by METRIC [--max]]",
     ),
@@ -309,7 +309,7 @@ _VERBS = {
             "--every": _option("steps that are multiples of N stay, too", type=int, metavar="N"),
             "--best": _option("number with the best metric that stay, too", type=int, default=0, metavar="N"),
             "--by": _option("the metric's name", default="", metavar="METRIC"),
-            "--max": _option("the highest metric is best, and not the lowest", action="store_true"),
+            "--max": _option("the highest value is the best, not the lowest", action="store_true"),
             "--dry-run": _option("print what would be deleted, and delete nothing", action="store_true"),
         },
         "[--every N] [--best N --by METRIC [--max]] [--dry-run]",

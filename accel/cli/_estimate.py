@@ -48,7 +48,7 @@ SOURCE is one of
   config.json         of Hugging Face's transformers (extra `transformers`)
   model.safetensors   or pytorch_model.bin, or an index of several; only headers
                       are read, so activations are left out
-  a folder            with such files; config.json counts if --input is given
+  a folder            with such files; config.json is used if --input is given
   organisation/model  in the local cache of the Hub; nothing is downloaded
   timm/NAME           a model of timm (extra `timm`)"""
 _PRECISIONS: tuple[PrecisionName, ...] = ("fp32", "bf16", "pure-bf16")

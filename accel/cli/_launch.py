@@ -34,7 +34,7 @@ _OURS_ALONE = ("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint",
 _HOST_FLAGS = ("hostfile", "include", "exclude", "shell", "export")
 _ABOUT = """Run a script on N processes of this host, alone or together with other hosts.
 Flags come before the script; all words after it go to the script.
-A flag overrides its ACCEL_* variable, and that the file.
+Flags override ACCEL_* variables, and these override the file.
 
 examples:
   accel launch --nproc-per-node 2 train.py --epochs 3

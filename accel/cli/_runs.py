@@ -333,8 +333,8 @@ _WATCH_USAGE = "accel watch DIR [--every-s SECONDS] [--plain] [--once]"
 _WATCH_ABOUT = (
     "Follow a run: curves, throughput, ranks and checkpoints. DIR is a run's folder, as given to save_state and "
     "tracking; it need not exist yet. Without a terminal, a line is printed at each change until the run ends. The "
-    "exit status is then 0 if the run finished or continues, 1 if it failed, was stopped or killed, 2 if nothing of it "
-    "can be read, 3 if there is no run."
+    "exit status is then 0 if the run finished or continues, 1 if it failed, was stopped or killed, 2 if it cannot be "
+    "read, 3 if there is no run."
 )
 
 
@@ -366,7 +366,7 @@ def watch_parser() -> Parser:
     built = Parser("accel watch", usage=_WATCH_USAGE, description=_WATCH_ABOUT)
     _ = built.add_argument("folder", type=Path, metavar="DIR", help="folder of a run")
     _ = built.add_argument(
-        "--every-s", type=_seconds, default=1.0, metavar="SECONDS", help="time between two looks (default: 1)"
+        "--every-s", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between two updates (default: 1)"
     )
     _ = built.add_argument("--plain", action="store_true", help="print lines, also in a terminal")
     _ = built.add_argument("--once", action="store_true", help="print one line, and do not follow")

@@ -61,7 +61,7 @@ _PERSONAL_NAME = re.compile(r".*_(USER|ACCOUNT|UID|GID)", re.IGNORECASE)
 
 _TEST_USAGE = "accel test [--folder DIR] [flags of accel launch]"
 _TEST_ABOUT = """Check devices, collectives, order of data, gradients, checkpoints and
-bandwidth on the ranks of a launch. Flags, variables and the file count as for
+bandwidth on the ranks of a launch. Flags, variables and the file apply as for
 `accel launch`. On several hosts, run it on each."""
 _SCRIPT = Path(accel.__path__[0], "testing", "selfcheck", "__main__.py")
 _STOPPED = (130, 143)  # by Ctrl-C or SIGTERM, which is no finding

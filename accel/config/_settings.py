@@ -212,7 +212,7 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
         Count | Span,
         Meta(
             examples=["1:4"],
-            description="Hosts of the job, with one launcher each; 1:4: as many as arrive, 1 to 4.",
+            description="Hosts of the job, with one launcher each; 1:4: from 1 to 4 hosts.",
         ),
     ] = 1
     node_rank: Annotated[
@@ -233,7 +233,7 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     ] = 300.0
     rdzv_last_call_s: Annotated[
         Seconds,
-        Meta(description="Seconds that hosts which have met wait for more of them, if their number may vary."),
+        Meta(description="Seconds to wait for further hosts once the smallest number has arrived."),
     ] = 30.0
     rdzv_id: Annotated[
         str,
@@ -248,7 +248,7 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
         Meta(
             pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$",
             examples=["default", "trainer"],
-            description="Role of this host's processes, for their ROLE_NAME; ROLE_RANK counts those of one role.",
+            description="Role of this host's processes, for ROLE_NAME; ROLE_RANK counts the ranks of a role.",
         ),
     ] = "default"
     gpu_ids: Annotated[

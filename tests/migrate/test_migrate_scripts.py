@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import io
@@ -36,12 +37,20 @@ PAIRS = sorted((Path(__file__).parent / "pairs").glob("*.before"))
 SHORT = [  # the two long ones take longer than all others together
     pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stat().st_size > 10_000)) for path in PAIRS
 ]
+PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
 SOURCES = sorted((Path(accel.__file__).parent / "migrate").glob("*.py"))
 
 
 @functools.cache
 def migrated(text: str, name: str = "script.py") -> FileResult:
     return migrate_bytes(text.encode(), Path(name))
+
+
+def test_the_page_shows_what_the_command_writes() -> None:
+    before, after, diff = re.findall(r"^```(?:py|diff)\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
+    assert migrated(before).new.decode() == after
+    expected = difflib.unified_diff(before.splitlines(), after.splitlines(), "a/train.py", "b/train.py", lineterm="")
+    assert diff.splitlines() == [line.rstrip() for line in expected]
 
 
 def commented(text: str) -> str:

@@ -166,12 +166,13 @@ def check_methods(model: nn.Module, methods: Sequence[str], axes: Sequence[str])
     """
     for path in methods:
         if problem := _problem(model, path):
+            known = _callables(model)
             raise PrepareError(
                 "the plan names what is no method or submodule to call",
                 expected="methods of the model, as 'encode'; paths of its submodules, as 'model.encoder'; or both",
                 got=f"{path!r}: {problem}",
                 where=_WHERE,
-                fix=did_you_mean(path, _callables(model)) or "Name what the script calls besides model(...).",
+                fix=did_you_mean(path, known) if known else "Leave methods out: it has none besides model(...).",
             )
     if axes:
         raise PrepareError(

@@ -111,12 +111,15 @@ def _names(manifest: Manifest) -> dict[str, str]:
     if not states and all(len(names) == 1 for names in found.values()):
         return {part: name for part, [name] in found.items()}
     several = states or [name for names in found.values() for name in names]
+    parts = ", ".join([f"{name!r}: state" for name in several[-1:]] + [f"{name!r}: None" for name in several[:-1]])
     raise CheckpointError(
         "the checkpoint holds more than one state" if several else "the checkpoint holds no state of a loop",
         expected="one TrainState; or a Cursor, an Accumulation and a LossScale",
         got=", ".join(several) or f"{', '.join(sorted(manifest.items))}",
         where="resume",
-        fix='Load by name: loaded = accel.load_state(ctx, out, items | {"state": state}).',
+        fix=f"Load by name: loaded = accel.load_state(ctx, out, items | {{{parts}}})."
+        if several
+        else "Load the items alone: accel.load_state(ctx, out, items).",
     )
 
 

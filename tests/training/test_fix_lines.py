@@ -23,10 +23,10 @@ FILES = (
     "_brought_shards", "_same_batches",
 )  # fmt: skip
 
-HELD_BY_A_VARIABLE = ("call", "start")  # problems that the refusing function is passed
+HELD_BY_A_VARIABLE = ("batch", "call", "start")  # problems that the refusing function is passed
 
 # Lines that no test runs yet. A new refusal with a line to write gets a row of PROGRAMS; this number only falls.
-MOST_WITHOUT = 15
+MOST_WITHOUT = 2
 
 
 class Site(NamedTuple):
@@ -66,6 +66,7 @@ class Program(NamedTuple):
         then: statements in the place of the refused ones, with the line at `{line}`.
         ranks: number of simulated ranks.
         strategy, mesh: of the context.
+        needs: an optional package.
     """
 
     file: str
@@ -77,6 +78,7 @@ class Program(NamedTuple):
     ranks: int = 1
     strategy: str = "ddp"
     mesh: str | None = None
+    needs: str = ""
 
 
 NET = "net = nn.Linear(2, 1); optimizer = SGD(net.parameters(), lr=0.1); x = torch.ones(4, 2)\n"
@@ -139,6 +141,26 @@ COUNTED = (
     "    state = accel.backward(ctx, model(x), state, weight=4)\n"
 )
 LAUNCHED = "ctx = dataclasses.replace(accel.replace(ctx, **{1}), launched={{{0!r}: 'the launcher'}})\n"
+QUANTIZED = NET + (
+    "from accel.engines import quantized; folder = tempfile.mkdtemp()\n"
+    "make = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))\n"
+    "accel.save_model(accel.single('cpu'), make(), folder)\n"
+    "build = lambda: accel.init_empty_weights(make); x = torch.ones(4, 64)\n"
+    "load = lambda: quantized.load_quantized(\n"
+    "    accel.single('cpu'), build(), folder, config=quantized.Torchao()).requires_grad_(False)\n"
+)
+LISTED = (
+    "class Router(nn.Linear):\n    def __init__(self): super().__init__(2, 8, bias=False)\n"
+    "    def forward(self, x): return super().forward(x).softmax(-1).topk(2)\n"
+    "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.router = Router()\n"
+    "        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(8))\n"
+    "    def forward(self, x):\n        weights, chosen = self.router(x); out = x * 0\n"
+    "        for at, each in enumerate(self.experts):\n            row, choice = torch.where(chosen == at)\n"
+    "            out = out.index_add(0, row, each(x[row]) * weights[row, choice, None])\n        return out\n"
+    "net = nn.Module(); net.layers = nn.ModuleList([Block(), Block()]); x = torch.ones(4, 2)\n"
+    "net.forward = lambda x: net.layers[1](net.layers[0](x))\n"
+)
 PROGRAMS: tuple[Program, ...] = (
     # the model, before it is prepared
     Program(
@@ -781,6 +803,155 @@ PROGRAMS: tuple[Program, ...] = (
         "accel.prepare_model(ctx, net, {line})(x)",
         ranks=2,
     ),
+    Program(
+        "parallel/_entries.py",
+        "the plan names what is no method or submodule",
+        "class Net(nn.Module):\n    def forward(self, x): return x * 1\n"
+        "model = Net(); x = torch.ones(4, 2); plan = accel.parallel.Plan(methods=('encode',))\n",
+        "accel.prepare_model(ctx, model, plan=plan)",
+        "model(...)",
+        "model = accel.prepare_model(ctx, model); assert torch.equal(eval({line!r}.replace('...', 'x')), x)",
+    ),
+    Program(
+        "parallel/_refused.py",
+        "Accelerate has prepared the model",
+        "class Wide:\n    def __init__(self, forward): self.model_forward = forward\n"
+        "    def __call__(self, *given): return self.model_forward(*given).float()\n"
+        "model = nn.Linear(2, 1); own = model.forward\n"
+        "class accelerator:\n    def unwrap_model(model, keep_fp32_wrapper):\n"
+        "        del model.forward, model._original_forward; return model\n",
+        "model._original_forward, model.forward = own, Wide(own); accel.prepare_model(ctx, model)",
+        "accelerator.unwrap_model(model, keep_fp32_wrapper=False)",
+        "model._original_forward, model.forward = own, Wide(own); accel.prepare_model(ctx, {line})",
+    ),
+    Program(
+        "parallel/_refused.py",
+        "quantized weights cannot be divided",
+        QUANTIZED,
+        'accel.prepare_model(accel.replace(ctx, strategy="fsdp"), load())',
+        'strategy="ddp"',
+        "accel.prepare_model(accel.replace(ctx, {line}), load())(x)",
+        ranks=2,
+        needs="torchao",
+    ),
+    Program(
+        "parallel/_refused.py",
+        "quantized weights cannot be trained",
+        QUANTIZED,
+        "model = load().requires_grad_(True); accel.prepare_model(ctx, model)",
+        "model.get_parameter(name).requires_grad_(False)",
+        "model = load().requires_grad_(True)\nfor name in ('0.weight', '1.weight'): {line}\n"
+        "accel.prepare_model(ctx, model)(x)",
+        needs="torchao",
+    ),
+    Program(
+        "parallel/_same_batches.py",
+        "ranks that share samples were given different",
+        PAIR
+        + "model = accel.prepare_model(ctx, net); data = torch.utils.data.TensorDataset(torch.arange(8.0).view(4, 2))\n"
+        "sampler = torch.utils.data.DistributedSampler(data, ctx.world_size, ctx.rank)\n",
+        "for (each,) in torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler): model(each)",
+        "accel.prepare_loader(ctx, loader)",
+        "loader = torch.utils.data.DataLoader(data, batch_size=2)\n"
+        "for batch in accel.batches(ctx, {line}): model(batch.data[0])",
+        ranks=2,
+        mesh="tp=2",
+    ),
+    Program(
+        "parallel/_same_batches.py",
+        "the forward reads parameters of a module",
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.blocks = nn.ModuleList([nn.ModuleDict({'name': nn.Linear(2, 2), 'up': nn.Linear(2, 4),"
+        " 'down': nn.Linear(4, 2)})])\n"
+        "    def forward(self, x):\n        each = self.blocks[0]\n"
+        "        return each['down'](each['up'](x @ each['name'].weight))\n"
+        "model = Net(); x = torch.ones(4, 2); tensor = {'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}\n",
+        "accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor=tensor | {'blocks.*.name': 'replicated'}))(x)",
+        'plan=accel.parallel.Plan(tensor={**accel.parallel.tensor_plan(model), "blocks.*.name": "replicated_local"})',
+        "accel.prepare_model(ctx, model, {line})(x)",
+        ranks=2,
+        mesh="tp=2",
+    ),
+    Program(
+        "parallel/_brought_shards.py",
+        "another library has divided experts",
+        LISTED + "from torch.distributed.tensor import Shard, distribute_tensor\n"
+        "plan = accel.parallel.Plan(experts={'layers.*.experts': 'dispatch'}, tensor={})\n",
+        "mesh = torch.distributed.init_device_mesh('cpu', (2,), mesh_dim_names=('ep',))\n"
+        "expert = net.layers[0].experts[0]\n"
+        "expert.weight = nn.Parameter(distribute_tensor(expert.weight.detach(), mesh, [Shard(0)]))\n"
+        "accel.prepare_model(ctx, net)",
+        "accel.replace(ctx, mesh='dp=2,ep=2')",
+        "accel.prepare_model({line}, net, plan=plan)(x)",
+        ranks=2,
+    ),
+    Program(
+        "parallel/axes/shard/_options.py",
+        "torch cannot combine the axes",
+        PAIR
+        + "sizes = dict(pp=1, dp=2, tp=2, cp=2); plan = accel.parallel.Plan(tensor={'0': 'colwise', '1': 'rowwise'})\n"
+        "mesh = torch.distributed.init_device_mesh('cpu', tuple(sizes.values()), mesh_dim_names=tuple(sizes))\n",
+        "accel.prepare_model(accel.replace(ctx, mesh=mesh), net, plan=plan)",
+        "accel.replace(ctx, mesh=...)",
+        "ctx = eval({line!r}.replace('...', repr('pp=1,dp=2,cp=2,tp=2'))); accel.prepare_model(ctx, net, plan=plan)",
+        ranks=8,
+        strategy="fsdp",
+    ),
+    Program(
+        "training/_expert_load.py",
+        "the rows of experts in a list do not show",
+        LISTED + "model = accel.prepare_model(ctx, net); ExpertLoad = accel.training.ExpertLoad\n"
+        "state, mask = accel.train_state(ctx).next(), torch.ones(4)\n",
+        "load = ExpertLoad(model, experts={'layers.*.experts': 8})\nwith load.counting(state, mask=mask): model(x)",
+        'experts={"layers.*.router": 8}',
+        "load = ExpertLoad(model, {line})\nwith load.counting(state, mask=mask): model(x)",
+    ),
+    Program(
+        "training/_find_lr.py",
+        "batch",
+        PREPARED + "data = [{'x': torch.ones(2), 'y': torch.ones(1)} for _ in range(8)]\n"
+        "loader = accel.prepare_loader(ctx, torch.utils.data.DataLoader(data, batch_size=4))\n"
+        "loss_fn = nn.MSELoss(reduction='sum'); find_lr = accel.schedules.find_lr\n"
+        "find = functools.partial(find_lr, ctx, state, loader, model, optimizer, loss_fn, steps=10)\n",
+        "find()",
+        'unpack=lambda batch: (batch.data["x"], batch.data["y"], None)',
+        "find({line})",
+    ),
+    Program(
+        "training/_generate.py",
+        "the model attends to later tokens",
+        "from transformers import BertConfig, BertLMHeadModel\n"
+        "sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=8)\n"
+        "config = BertConfig(**sizes)\n"
+        "ids = torch.ones(1, 3, dtype=torch.long)\n",
+        "model = BertLMHeadModel(config); accel.training.generate(ctx, model, ids, max_new_tokens=2)",
+        "config.is_decoder = True",
+        "{line}; model = BertLMHeadModel(config); accel.training.generate(ctx, model, ids, max_new_tokens=2)",
+        needs="transformers",
+    ),
+    Program(
+        "training/_resume.py",
+        "the checkpoint holds more than one state",
+        PREPARED + "out, items = tempfile.mkdtemp(), {'model': model}\n"
+        "accel.save_state(ctx, out, items | {'state': state, 'other': state}, step=1)\n",
+        "accel.resume(ctx, out, items, state)",
+        "loaded = accel.load_state(ctx, out, items | {'other': state, 'state': None})",
+        "{line}; assert loaded['other'] == state",
+    ),
+    Program(
+        "parallel/_brought_shards.py",
+        "a parametrization computes with parts",
+        PAIR + "from torch.distributed.tensor import Replicate, Shard, distribute_tensor\n"
+        "class Gathers(nn.Module):\n"
+        "    def forward(self, part): return part.redistribute(placements=[Replicate()]).to_local()\n",
+        "mesh = torch.distributed.init_device_mesh('cpu', (2,), mesh_dim_names=('fsdp',))\n"
+        "net[0].weight = nn.Parameter(distribute_tensor(net[0].weight.detach(), mesh, [Shard(0)]))\n"
+        "nn.utils.parametrize.register_parametrization(net[0], 'weight', Gathers(), unsafe=True)\n"
+        "accel.prepare_model(ctx, net)",
+        'accel.replace(ctx, strategy="fsdp")',
+        "accel.prepare_model({line}, net)(x)",
+        ranks=2,
+    ),
 )
 
 # Sites whose line another test runs: the function that does.
@@ -815,6 +986,9 @@ def _is_of(site: Site, file: str, problem: str) -> bool:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of ZeroRedundancyOptimizer
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: f"{each.problem[:40]} ({each.file})")
 def test_the_line_of_a_refusal_mends_the_program(ranks: Simulator, program: Program) -> None:
+    if program.needs:
+        _ = pytest.importorskip(program.needs)
+
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, strategy=program.strategy, **({} if program.mesh is None else {"mesh": program.mesh}))
         names: dict[str, Any] = {}

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
+from profiles import share
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -166,15 +168,41 @@ def test_a_local_server_refuses_what_it_should_not_sample_from() -> None:
     publish(ctx, server, trained, version=Version("b", 0))  # a trainer that resumes opens a session
 
 
+def digest(given: Mapping[str, Tensor]) -> str:
+    made = Digest()
+    for name, each in given.items():
+        made.add({name: each})
+    return made.value
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64]
+
+
+@settings(max_examples=share(0.3), deadline=None)
+@given(st.data(), st.sampled_from(DTYPES), st.sampled_from([1, 2, 3, 7, 8, 64]), st.sampled_from([0, 16_380, 540_000]))
+def test_a_digest_sees_elements_in_another_order(data: Any, dtype: torch.dtype, count: int, before: int) -> None:
+    values = st.sampled_from([0, 1, -1] if dtype.is_signed else [0, 1])
+    first = data.draw(st.lists(values, min_size=count, max_size=count))
+    second = data.draw(st.permutations(first))
+    filling = torch.zeros(before, dtype=dtype)  # so that the elements lie in other rows and parts of the sum
+    one, other = (torch.cat([torch.tensor(each, dtype=dtype), filling]) for each in (first, second))
+    assert (digest({"a": one}) == digest({"a": other})) == (first == second)
+    far = torch.cat([filling, torch.tensor(first, dtype=dtype)])
+    assert (digest({"a": far}) == digest({"a": one})) == torch.equal(far, one)
+    apart = one[:, None].expand(-1, 2)[:, 1]  # the same elements at other distances
+    assert digest({"a": apart}) == digest({"a": one}) == digest({"a": one.clone()})
+
+
+def test_a_digest_sees_a_transposed_matrix_and_takes_any_size() -> None:
+    square = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    assert digest({"a": square}) != digest({"a": square.T})
+    assert digest({"a": square.T}) == digest({"a": square.T.contiguous()})
+    shapes = [(), (0,), (3, 0), (1,), (5,)]
+    assert len({digest({"a": torch.zeros(shape)}) for shape in shapes}) == len(shapes)
+
+
 def test_a_digest_sees_each_change_and_no_order() -> None:
     tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 2), "c": torch.ones(4, dtype=torch.int32)}
-
-    def digest(given: Mapping[str, Tensor]) -> str:
-        made = Digest()
-        for name, each in given.items():
-            made.add({name: each})
-        return made.value
-
     whole = digest(tensors)
     assert digest(dict(reversed(tensors.items()))) == whole
     for changed in (

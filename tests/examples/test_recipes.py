@@ -134,22 +134,24 @@ def test_a_recipe_killed_once_ends_as_one_that_was_not(recipe: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
-def test_recipes_of_post_training_have_the_same_curves_on_one_and_on_two_ranks(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model", "grpo"])
+def test_recipes_of_post_training_have_the_same_curves_on_any_number_of_ranks(name: str, tmp_path: Path) -> None:
     recipe = RECIPES[name]
     if recipe.missing:
         pytest.skip(f"needs {', '.join(recipe.missing)}")
     _, steps, _, size = recipe.small.split()[:4]
     options: dict[str, Any] = {"steps": int(steps), "size": int(size)} | ({"lora": False} if name == "sft" else {})
     script, curves = load(name), list[Any]()
-    for world in (1, 2):
+    for world in (1, 2, 3) if name == "grpo" else (1, 2):
         out = str(tmp_path / str(world))
         simulate(functools.partial(script.main, out=out, **options), world_size=world)
         curves.append(GALLERY.read_metrics(Path(out) / recipe.metrics))
-    alone, shared = curves
-    assert len(alone) == len(shared) >= 4
-    for mine, theirs in zip(alone, shared, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    close = {"rel": 1e-7, "abs": 1e-10} if name == "grpo" else {"rel": 1e-3, "abs": 1e-4}
+    alone, *others = curves
+    for shared in others:
+        assert len(alone) == len(shared) >= 4
+        for mine, theirs in zip(alone, shared, strict=True):
+            assert mine == pytest.approx(theirs, **close)
     assert any("/" in column for column in alone[-1])  # a group of the report
 
 

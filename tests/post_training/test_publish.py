@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from processes import job, patience
 from profiles import share
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -213,3 +217,74 @@ def test_a_digest_sees_each_change_and_no_order() -> None:
         {"a": tensors["a"], "b": tensors["b"]},
     ):
         assert digest(changed) != whole
+
+
+PEAK = """
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import accel
+from accel.post_training import Version, publish
+from accel.post_training.servers import Digest, check_arrived
+
+
+class Counted:
+    layout, checks = "model", frozenset({"digest"})
+    def begin(self, version):
+        self.arrived = Digest()
+    def load(self, tensors):
+        self.arrived.add(tensors)
+    def commit(self, digest, count):
+        check_arrived(self.arrived, digest, count)
+
+
+def status(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024
+
+
+def made(width, blocks):
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(blocks)))
+
+
+def run(ctx, model, number):
+    server = Counted() if ctx.is_main_process else None
+    return publish(ctx, server, model, version=Version("a", number), chunk_bytes=2**24, dtype=torch.float32)
+
+
+with accel.session() as ctx:
+    ctx = accel.replace(ctx, mesh=sys.argv[1], strategy=sys.argv[2])
+    model = accel.prepare_model(ctx, made(2048, 12))
+    run(ctx, accel.prepare_model(ctx, made(64, 4)), 0)  # what torch makes once
+    base = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
+    published = run(ctx, model, 1)
+    print("peak", status("VmHWM") - base, published.nbytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("mesh", "strategy"), [("dp=2", "fsdp"), pytest.param("pp=2", "ddp", marks=pytest.mark.nightly)]
+)
+def test_a_publish_takes_memory_for_three_tensors(tmp_path: Path, mesh: str, strategy: str) -> None:
+    script = tmp_path / "peak.py"
+    script.write_text(PEAK)
+    common = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}  # else glibc keeps some of what is given free
+    words = [sys.executable, str(script), mesh, strategy]
+    ranks = [subprocess.Popen(words, env={**common, **each}, stdout=subprocess.PIPE, text=True) for each in job(2)]
+    try:
+        said = [rank.communicate(timeout=patience(100))[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not any(rank.returncode for rank in ranks), said
+    largest = 2048 * 2048 * 4
+    for each in said:
+        peak, nbytes = map(int, each.split("peak", 1)[1].split())
+        assert nbytes == 12 * largest
+        assert peak <= 3 * largest, peak / largest

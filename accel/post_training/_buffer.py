@@ -56,8 +56,12 @@ def group_samples(samples: Samples, rewards: Tensor | None = None) -> dict[int, 
         DataError: another number of rewards than of rows.
     """
     if rewards is not None and rewards.shape != (len(samples.prompts),):
-        expected, got = f"shape [{len(samples.prompts)}], one for each row", f"shape {list(rewards.shape)}"
-        raise DataError("rewards do not fit the samples", expected=expected, got=got, where="group_samples(rewards)")
+        raise DataError(
+            "rewards do not fit the samples",
+            expected=f"shape [{len(samples.prompts)}], one for each row",
+            got=f"shape {list(rewards.shape)}",
+            where="group_samples(rewards)",
+        )
     rows: dict[int, list[int]] = {}
     for at, prompt in enumerate(samples.prompts):
         rows.setdefault(prompt, []).append(at)

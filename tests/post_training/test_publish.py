@@ -288,3 +288,42 @@ def test_a_publish_takes_memory_for_three_tensors(tmp_path: Path, mesh: str, str
         peak, nbytes = map(int, each.split("peak", 1)[1].split())
         assert nbytes == 12 * largest
         assert peak <= 3 * largest, peak / largest
+
+
+class Loose:
+    """A server that compares nothing, and may lose what it is sent."""
+
+    layout: Any = "model"
+    checks = frozenset[Any]()
+    place: Any = "rank"
+
+    def __init__(self, model: nn.Module, *, loses: bool) -> None:
+        self._server, self._loses = servers.local(model), loses
+
+    def begin(self, version: Version) -> None:
+        self._server.begin(version)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        if not self._loses:
+            self._server.load(tensors)
+
+    def commit(self, digest: str, count: int) -> None:
+        arrived = self._server._arrived
+        self._server.commit(arrived.value, arrived.count)
+
+    def sample(self, *asked: Any) -> Any:
+        return self._server.sample(*asked)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 3, 50])
+def test_log_probabilities_are_compared_for_any_vocabulary(vocabulary: int) -> None:
+    ctx, trained, sampled = accel.single(), *(nn.Embedding(vocabulary, vocabulary) for _ in range(2))
+    with torch.no_grad():
+        trained.weight.copy_(torch.arange(float(vocabulary)).expand(vocabulary, -1))
+        sampled.weight.zero_()
+    published = publish(ctx, Loose(sampled, loses=False), trained, version=Version("a", 1))
+    assert published.mismatch == pytest.approx(0.0, abs=1e-6)
+    with torch.no_grad():
+        sampled.weight.zero_()
+    with pytest.raises(ServerError, match="other log-probabilities"):
+        publish(ctx, Loose(sampled, loses=True), trained, version=Version("a", 1))

@@ -159,7 +159,7 @@ def _weighted_sum(words: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return odd numbers of 64 bits for positions, mixed so that no sum of a few of them is another such sum."""
+    """Return odd numbers of 64 bits for positions, mixed so that two sums of some of them hardly ever agree."""
     mixed = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47  # as splitmix64
     mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15

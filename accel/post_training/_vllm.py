@@ -89,6 +89,7 @@ class VllmServer:
         if self._adapter is None:
             self._reload()
         else:
+            self._forget({*held.adapters} & {_name(self._coming)})  # of a publish that failed
             self._load_adapter()
         self._write(_FolderState(self._coming, None, adapters))
         if held.adapters:  # those of a trainer that died among them
@@ -171,7 +172,6 @@ class VllmServer:
         _ = (self._stage / "adapter_model.safetensors").write_bytes(as_safetensors(whole))
         self._adapter.save_pretrained(self._stage)
         place = self._folder / _name(self._coming)
-        shutil.rmtree(place, ignore_errors=True)  # of a publish that failed
         _ = self._stage.rename(place)
         _ = self._post("v1/load_lora_adapter", {"lora_name": place.name, "lora_path": str(place.absolute())})
 

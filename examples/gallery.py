@@ -35,7 +35,16 @@ FOLDER = Path(__file__).parent
 DOCS = FOLDER.parent / "docs"
 COMPARE = {">=": operator.ge, "<=": operator.le}
 # others are lower case
-WORDS = {"dpo": "DPO", "gan": "GAN", "gpt": "GPT", "lm": "LM", "lora": "LoRA", "sft": "SFT", "sgd": "SGD"}
+WORDS = {
+    "dpo": "DPO",
+    "gan": "GAN",
+    "gpt": "GPT",
+    "grpo": "GRPO",
+    "lm": "LM",
+    "lora": "LoRA",
+    "sft": "SFT",
+    "sgd": "SGD",
+}
 TINY = "--depth 4 --length 64 --vocabulary 1024"
 WIDTH, HEIGHT, MARGIN = 320, 180, 30  # of a curve
 
@@ -90,6 +99,13 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("gan", "modes >= 7", small="--steps 12 --size 16", falls="critic_loss"),
     Recipe("generation", "right >= 0.95", small="--steps 12 --size 16"),
     Recipe("gpt", "loss <= 4", small=f"--steps 8 --size 16 {TINY}", full=f"--size 64 --lr 3e-3 --batch 32 {TINY}"),
+    Recipe(
+        "grpo",
+        "rollout/reward >= 0.9",
+        small="--steps 16 --size 32",
+        falls="-rollout/reward",
+        needs=("transformers",),
+    ),
     Recipe("images", "accuracy >= 0.95", small="--steps 12 --size 8", needs=("sklearn",)),
     Recipe("local_sgd", "accuracy >= 0.95", small="--steps 32 --size 16", needs=("sklearn",)),
     Recipe("lora", "gain >= 0.2", small="--steps 8 --size 16", needs=("transformers", "peft")),
@@ -195,6 +211,16 @@ CHANGES: dict[str, tuple[str, tuple[str, ...]]] = {
             "`--model llama`, `mixtral` or `gpt2` trains a model of transformers.",
             "`load_words`: return your tokens.",
             "Add `--mesh dp=2,tp=2` or `--strategy fsdp` to `accel launch`.",
+        ),
+    ),
+    "grpo": (
+        "GRPO, RLHF, RLVR, policy gradient, verifiable reward, rollouts, TRL",
+        (
+            "`reward`: score an answer. It runs in a helper process, and a failure or a late end counts as 0.",
+            "`make_model`: load your model. In fp32 and bf16 samples depend on the number of processes.",
+            "`prompts`: return the tokens of your prompts by their numbers.",
+            "`--server`: address of a second process that draws the samples; `servers.vllm` takes its place.",
+            "`MEANS`: the metrics of the group `rollout` in the report.",
         ),
     ),
     "images": (

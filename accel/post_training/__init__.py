@@ -8,7 +8,7 @@ model drew, `_sample.py` draws them, `_buffer.py` has the states of their prompt
 """
 
 from accel.post_training import servers
-from accel.post_training._buffer import FinishedPrompt, RolloutBuffer, RolloutGroup, StartedPrompt
+from accel.post_training._buffer import FinishedPrompt, RolloutBuffer, RolloutGroup, StartedPrompt, group_samples
 from accel.post_training._logprobs import token_logprobs
 from accel.post_training._losses import (
     LossSum,
@@ -62,6 +62,7 @@ __all__ = [
     "dpo_loss",
     "gae",
     "group_advantages",
+    "group_samples",
     "join_samples",
     "loss_weight",
     "pack",

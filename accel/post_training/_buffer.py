@@ -45,6 +45,32 @@ class RolloutGroup(msgspec.Struct, frozen=True, eq=False):
     rewards: Tensor | None = None
 
 
+def group_samples(samples: Samples, rewards: Tensor | None = None) -> dict[int, RolloutGroup]:
+    """Return the samples of each prompt, by its number, for `RolloutBuffer.put`. No communication.
+
+    Args:
+        samples: rows of any number of prompts.
+        rewards: reward of each row, shape [rows]; None if they are computed later.
+
+    Raises:
+        DataError: another number of rewards than of rows.
+    """
+    if rewards is not None and rewards.shape != (len(samples.prompts),):
+        raise DataError(
+            "rewards do not fit the samples",
+            expected=f"shape [{len(samples.prompts)}], one for each row",
+            got=f"shape {list(rewards.shape)}",
+            where="group_samples(rewards)",
+        )
+    rows: dict[int, list[int]] = {}
+    for at, prompt in enumerate(samples.prompts):
+        rows.setdefault(prompt, []).append(at)
+    return {
+        prompt: RolloutGroup(samples.rows(which), None if rewards is None else rewards[which])
+        for prompt, which in rows.items()
+    }
+
+
 class FinishedPrompt(msgspec.Struct, frozen=True, eq=False):
     """A prompt whose samples wait for a step.
 

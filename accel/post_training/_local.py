@@ -56,7 +56,7 @@ class WeightServer(Protocol):
 
 
 class Digest:
-    """Digest of tensors by name, dtype, shape and bits, whatever their order; servers compute their own."""
+    """Digest of tensors by name, dtype, shape and bits, in any order of the tensors; servers compute their own."""
 
     def __init__(self) -> None:
         self._sum = 0
@@ -64,7 +64,7 @@ class Digest:
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Count some tensors in. Waits for the device once."""
-        for name, bits in checksums(tensors).items():
+        for name, bits in checksums(tensors, by_position=True).items():
             facts = f"{name} {tensors[name].dtype} {list(tensors[name].shape)} {bits}"
             each = hashlib.blake2b(facts.encode(), digest_size=16).digest()
             self._sum = (self._sum + int.from_bytes(each, "little")) % 2**128

@@ -30,7 +30,7 @@ from accel.tensors import integers
 
 Adapters = Literal["merged", "alone"]
 Whole = Callable[[str], Tensor]
-_PROBE, _PROBE_TOKENS = (0, 1, 2, 3), 8
+_PROBE, _PROBE_TOKENS = (0, 1, 0, 1), 8  # of any vocabulary
 
 
 class Published(msgspec.Struct, frozen=True):

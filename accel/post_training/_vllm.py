@@ -32,6 +32,7 @@ class _FolderState(msgspec.Struct, frozen=True):
 
     version: Version = Version()
     coming: Version | None = None
+    adapters: tuple[str, ...] = ()  # that the server may have loaded
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
@@ -73,7 +74,7 @@ class VllmServer:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors as one more file; see `WeightServer`."""
-        name = f"model-{len({*self._index.values()}) + 1:05d}.safetensors"
+        name = f"{_name(self._coming)}-{len({*self._index.values()}) + 1:05d}.safetensors"
         _ = (self._stage / name).write_bytes(as_safetensors(tensors))
         self._index |= dict.fromkeys(tensors, name)
 
@@ -83,12 +84,17 @@ class VllmServer:
             expected, got = f"{count} tensors", str(len(self._index))
             raise ServerError("tensors are missing in the folder", expected=expected, got=got, where=str(self._stage))
         held = self._state()
-        self._write(_FolderState(held.version, self._coming))
+        adapters = () if self._adapter is None else (*held.adapters, _name(self._coming))
+        self._write(_FolderState(held.version, self._coming, adapters))
         if self._adapter is None:
             self._reload()
         else:
-            self._load_adapter(held.version)
-        self._write(_FolderState(self._coming))
+            self._forget({*held.adapters} & {_name(self._coming)})  # of a publish that failed
+            self._load_adapter()
+        self._write(_FolderState(self._coming, None, adapters))
+        if held.adapters:  # those of a trainer that died among them
+            self._forget({*held.adapters} - {_name(self._coming)})
+            self._write(_FolderState(self._coming, None, adapters[-1:]))
 
     def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
         """Draw samples, each by a request with a seed of its own; see `SampleServer`. No communication with ranks."""
@@ -142,20 +148,23 @@ class VllmServer:
         )
 
     def _reload(self) -> None:
-        """Put the new files in the place of the old ones while the server has no weights in memory."""
+        """Put the new files beside the old ones, and change the index, which is whole at any moment, while the server
+        has no weights in memory."""
         index = msgspec.json.encode({"metadata": {}, "weight_map": self._index})
         _ = (self._stage / _INDEX).write_bytes(index)
         _ = self._post("sleep?level=2")
+        kept = {*self._index.values()}
+        for name in (*sorted(kept), _INDEX):
+            _ = (self._stage / name).replace(self._folder / name)
         for old in self._folder.glob("*.safetensors"):
-            old.unlink()
-        for new in self._stage.iterdir():
-            _ = new.rename(self._folder / new.name)
+            if old.name not in kept:
+                old.unlink()
         _ = self._post("wake_up?tags=weights")
         _ = self._post("collective_rpc", {"method": "reload_weights"})
         _ = self._post("wake_up?tags=kv_cache")
 
-    def _load_adapter(self, old: Version) -> None:
-        """Load a folder of the version's own, and forget the one before."""
+    def _load_adapter(self) -> None:
+        """Load a folder of the version's own."""
         parts = [*self._stage.glob("*.safetensors")]  # of what is small beside the weights: one file is read
         whole = {name: each for part in parts for name, each in load(part.read_bytes()).items()}
         for part in parts:
@@ -163,12 +172,15 @@ class VllmServer:
         _ = (self._stage / "adapter_model.safetensors").write_bytes(as_safetensors(whole))
         self._adapter.save_pretrained(self._stage)
         place = self._folder / _name(self._coming)
-        shutil.rmtree(place, ignore_errors=True)  # of a publish that failed
         _ = self._stage.rename(place)
         _ = self._post("v1/load_lora_adapter", {"lora_name": place.name, "lora_path": str(place.absolute())})
-        if old != Version():
-            _ = self._post("v1/unload_lora_adapter", {"lora_name": _name(old)})
-            shutil.rmtree(self._folder / _name(old), ignore_errors=True)
+
+    def _forget(self, names: set[str]) -> None:
+        """Unload adapters and remove their folders; the server refuses those that it has not, as after its restart."""
+        for name in sorted(names):
+            body = msgspec.json.encode({"lora_name": name})
+            _ = request(f"{self._url}/v1/unload_lora_adapter", body, self._timeout_s, self._token)
+            shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         data = b"" if body is None else msgspec.json.encode(body)

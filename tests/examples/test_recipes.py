@@ -20,10 +20,12 @@ import base64
 import functools
 import importlib.util
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,9 +34,11 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 import torch
-from processes import job, patience, script_ranks
+from processes import free_port, job, patience, script_ranks, wait_for
 from safetensors.torch import load_file, save_file
 
+import accel
+from accel import post_training
 from accel.testing import simulate
 
 ROOT = Path(__file__).parents[2]
@@ -134,22 +138,24 @@ def test_a_recipe_killed_once_ends_as_one_that_was_not(recipe: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
-def test_recipes_of_post_training_have_the_same_curves_on_one_and_on_two_ranks(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model", "grpo"])
+def test_recipes_of_post_training_have_the_same_curves_on_any_number_of_ranks(name: str, tmp_path: Path) -> None:
     recipe = RECIPES[name]
     if recipe.missing:
         pytest.skip(f"needs {', '.join(recipe.missing)}")
     _, steps, _, size = recipe.small.split()[:4]
     options: dict[str, Any] = {"steps": int(steps), "size": int(size)} | ({"lora": False} if name == "sft" else {})
     script, curves = load(name), list[Any]()
-    for world in (1, 2):
+    for world in (1, 2, 3) if name == "grpo" else (1, 2):
         out = str(tmp_path / str(world))
         simulate(functools.partial(script.main, out=out, **options), world_size=world)
         curves.append(GALLERY.read_metrics(Path(out) / recipe.metrics))
-    alone, shared = curves
-    assert len(alone) == len(shared) >= 4
-    for mine, theirs in zip(alone, shared, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    close = {"rel": 1e-7, "abs": 1e-10} if name == "grpo" else {"rel": 1e-3, "abs": 1e-4}
+    alone, *others = curves
+    for shared in others:
+        assert len(alone) == len(shared) >= 4
+        for mine, theirs in zip(alone, shared, strict=True):
+            assert mine == pytest.approx(theirs, **close)
     assert any("/" in column for column in alone[-1])  # a group of the report
 
 
@@ -215,3 +221,49 @@ def test_the_gallery_draws_a_run_and_sees_whether_it_learned(tmp_path: Path) -> 
 
     easier = msgspec.structs.replace(recipe, learned="loss <= 1")
     assert GALLERY.check(easier, tmp_path, tmp_path) == ("loss 1, expected <= 1", True)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_grpo_draws_the_same_samples_from_a_server_in_a_second_process(tmp_path: Path) -> None:
+    recipe = RECIPES["grpo"]
+    if recipe.missing:
+        pytest.skip(f"needs {', '.join(recipe.missing)}")
+    port, script, ctx = free_port(), load("grpo"), accel.single()
+    arguments = ("--serve", port, "--size", 16)
+    with script_ranks(EXAMPLES / "grpo.py", [{"OMP_NUM_THREADS": "1"}], *arguments, folder=tmp_path) as [server]:
+        wait_for(lambda: "http://" in server.said(), 60)
+        script.main(ctx, steps=4, size=16, out=str(tmp_path / "server"), server=f"http://127.0.0.1:{port}")
+    script.main(ctx, steps=4, size=16, out=str(tmp_path / "alone"))
+    rows = [GALLERY.read_metrics(tmp_path / each / recipe.metrics) for each in ("server", "alone")]
+    assert len(rows[0]) == 4
+    for mine, theirs in zip(*rows, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
+    with pytest.raises(accel.errors.ServerError, match="does not answer"):  # it has ended
+        script.main(ctx, steps=5, size=16, out=str(tmp_path / "server"), server=f"http://127.0.0.1:{port}")
+
+
+@pytest.mark.slow
+def test_rewards_that_fail_hang_or_crash_count_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    script = load("grpo")
+
+    def reward(prompt: list[int], answer: list[int]) -> float:
+        match prompt[0]:
+            case 1:
+                raise ValueError("no number")
+            case 2:
+                time.sleep(600)
+            case 3:
+                os._exit(1)
+            case _:
+                return 0.5
+        return 1.0
+
+    rows = [post_training.SampleRow([at, 10, 4], 2, prompt=at) for at in (0, 1, 2, 3, 4)]
+    reward.__module__, reward.__qualname__ = script.__name__, "reward"  # helpers find it by its name
+    monkeypatch.setattr(script, "reward", reward)
+    monkeypatch.setattr(script, "LIMIT_S", patience(0.5))
+    began = time.monotonic()
+    assert script.score(post_training.Samples.of(rows)).tolist() == [0.5, 0.0, 0.0, 0.0, 0.5]
+    assert time.monotonic() - began < patience(10)

@@ -14,7 +14,7 @@ from profiles import share
 
 import accel
 from accel.errors import DataError
-from accel.post_training import RolloutBuffer, RolloutGroup, SampleRow, Samples, Version
+from accel.post_training import RolloutBuffer, RolloutGroup, SampleRow, Samples, Version, group_samples
 from accel.testing import simulate
 
 EVENTS = st.lists(
@@ -78,6 +78,23 @@ class History:
             self.buffer = self.buffer.discard(prompt, "equal" if at % 2 else "long")
             self.discarded.append(prompt)
         assert_sound(self.buffer, self.used, self.discarded)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
+def test_samples_are_grouped_by_prompt_in_any_order(order: list[int]) -> None:
+    rows = [SampleRow([7, each], 1, logprobs=[-0.5], prompt=each % 2, sample=each // 2) for each in order]
+    rewards = torch.tensor([float(each) for each in order])
+    groups = group_samples(Samples.of(rows), rewards)
+    assert {*groups} == {0, 1}
+    for prompt, each in groups.items():
+        assert each.samples.prompts == (prompt, prompt)
+        assert each.rewards is not None
+        assert torch.equal(each.samples.ids[:, 1].float(), each.rewards)
+    assert all(each.rewards is None for each in group_samples(Samples.of(rows)).values())
+    assert group_samples(Samples.of(rows).rows([]), torch.zeros(0)) == {}  # a rank without prompts
+    for wrong in (rewards[:3], rewards[:, None]):
+        with pytest.raises(DataError, match="one for each row"):
+            group_samples(Samples.of(rows), wrong)
 
 
 @settings(max_examples=share(4))

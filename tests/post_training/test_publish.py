@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
+from processes import job, patience
+from profiles import share
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -106,7 +112,7 @@ def test_any_mesh_publishes_what_save_pretrained_writes(
     found = ranks.run(rank, int(size), default_group=True)
     (first, server), *others = found
     assert all(each == first and nothing is None for each, nothing in others)
-    assert first.count == len(expected)
+    assert (first.count, first.digest) == (len(expected), digest(expected))
     assert server.tensors.keys() == expected.keys()
     assert all(torch.equal(server.tensors[key], each) for key, each in expected.items())
     assert server.most <= 4096 + max(each.nbytes for each in made(name).parameters())
@@ -166,15 +172,41 @@ def test_a_local_server_refuses_what_it_should_not_sample_from() -> None:
     publish(ctx, server, trained, version=Version("b", 0))  # a trainer that resumes opens a session
 
 
+def digest(given: Mapping[str, Tensor]) -> str:
+    made = Digest()
+    for name, each in given.items():
+        made.add({name: each})
+    return made.value
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64]
+
+
+@settings(max_examples=share(0.3), deadline=None)
+@given(st.data(), st.sampled_from(DTYPES), st.sampled_from([1, 2, 3, 7, 8, 64]), st.sampled_from([0, 16_380, 540_000]))
+def test_a_digest_sees_elements_in_another_order(data: Any, dtype: torch.dtype, count: int, before: int) -> None:
+    values = st.sampled_from([0, 1, -1] if dtype.is_signed else [0, 1])
+    first = data.draw(st.lists(values, min_size=count, max_size=count))
+    second = data.draw(st.permutations(first))
+    filling = torch.zeros(before, dtype=dtype)  # so that the elements lie in other rows and parts of the sum
+    one, other = (torch.cat([torch.tensor(each, dtype=dtype), filling]) for each in (first, second))
+    assert (digest({"a": one}) == digest({"a": other})) == (first == second)
+    far = torch.cat([filling, torch.tensor(first, dtype=dtype)])
+    assert (digest({"a": far}) == digest({"a": one})) == torch.equal(far, one)
+    apart = one[:, None].expand(-1, 2)[:, 1]  # the same elements at other distances
+    assert digest({"a": apart}) == digest({"a": one}) == digest({"a": one.clone()})
+
+
+def test_a_digest_sees_a_transposed_matrix_and_takes_any_size() -> None:
+    square = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    assert digest({"a": square}) != digest({"a": square.T})
+    assert digest({"a": square.T}) == digest({"a": square.T.contiguous()})
+    shapes = [(), (0,), (3, 0), (1,), (5,)]
+    assert len({digest({"a": torch.zeros(shape)}) for shape in shapes}) == len(shapes)
+
+
 def test_a_digest_sees_each_change_and_no_order() -> None:
     tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 2), "c": torch.ones(4, dtype=torch.int32)}
-
-    def digest(given: Mapping[str, Tensor]) -> str:
-        made = Digest()
-        for name, each in given.items():
-            made.add({name: each})
-        return made.value
-
     whole = digest(tensors)
     assert digest(dict(reversed(tensors.items()))) == whole
     for changed in (
@@ -185,3 +217,113 @@ def test_a_digest_sees_each_change_and_no_order() -> None:
         {"a": tensors["a"], "b": tensors["b"]},
     ):
         assert digest(changed) != whole
+
+
+PEAK = """
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import accel
+from accel.post_training import Version, publish
+from accel.post_training.servers import Digest, check_arrived
+
+
+class Counted:
+    layout, checks = "model", frozenset({"digest"})
+    def begin(self, version):
+        self.arrived = Digest()
+    def load(self, tensors):
+        self.arrived.add(tensors)
+    def commit(self, digest, count):
+        check_arrived(self.arrived, digest, count)
+
+
+def status(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024
+
+
+def made(width, blocks):
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(blocks)))
+
+
+def run(ctx, model, number):
+    server = Counted() if ctx.is_main_process else None
+    return publish(ctx, server, model, version=Version("a", number), chunk_bytes=2**24, dtype=torch.float32)
+
+
+with accel.session() as ctx:
+    ctx = accel.replace(ctx, mesh=sys.argv[1], strategy=sys.argv[2])
+    model = accel.prepare_model(ctx, made(2048, 12))
+    run(ctx, accel.prepare_model(ctx, made(64, 4)), 0)  # what torch makes once
+    base = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
+    published = run(ctx, model, 1)
+    print("peak", status("VmHWM") - base, published.nbytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("mesh", "strategy"), [("dp=2", "fsdp"), pytest.param("pp=2", "ddp", marks=pytest.mark.nightly)]
+)
+def test_a_publish_takes_memory_for_three_tensors(tmp_path: Path, mesh: str, strategy: str) -> None:
+    script = tmp_path / "peak.py"
+    script.write_text(PEAK)
+    common = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}  # else glibc keeps some of what is given free
+    words = [sys.executable, str(script), mesh, strategy]
+    ranks = [subprocess.Popen(words, env={**common, **each}, stdout=subprocess.PIPE, text=True) for each in job(2)]
+    try:
+        said = [rank.communicate(timeout=patience(100))[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not any(rank.returncode for rank in ranks), said
+    largest = 2048 * 2048 * 4
+    for each in said:
+        peak, nbytes = map(int, each.split("peak", 1)[1].split())
+        assert nbytes == 12 * largest
+        assert peak <= 3 * largest, peak / largest
+
+
+class Loose:
+    """A server that compares nothing, and may lose what it is sent."""
+
+    layout: Any = "model"
+    checks = frozenset[Any]()
+    place: Any = "rank"
+
+    def __init__(self, model: nn.Module, *, loses: bool) -> None:
+        self._server, self._loses = servers.local(model), loses
+
+    def begin(self, version: Version) -> None:
+        self._server.begin(version)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        if not self._loses:
+            self._server.load(tensors)
+
+    def commit(self, digest: str, count: int) -> None:
+        arrived = self._server._arrived
+        self._server.commit(arrived.value, arrived.count)
+
+    def sample(self, *asked: Any) -> Any:
+        return self._server.sample(*asked)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 3, 50])
+def test_log_probabilities_are_compared_for_any_vocabulary(vocabulary: int) -> None:
+    ctx, trained, sampled = accel.single(), *(nn.Embedding(vocabulary, vocabulary) for _ in range(2))
+    with torch.no_grad():
+        trained.weight.copy_(torch.arange(float(vocabulary)).expand(vocabulary, -1))
+        sampled.weight.zero_()
+    published = publish(ctx, Loose(sampled, loses=False), trained, version=Version("a", 1))
+    assert published.mismatch == pytest.approx(0.0, abs=1e-6)
+    with torch.no_grad():
+        sampled.weight.zero_()
+    with pytest.raises(ServerError, match="other log-probabilities"):
+        publish(ctx, Loose(sampled, loses=True), trained, version=Version("a", 1))

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import inspect
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -15,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import patience
+from processes import patience, same_path
 from torch import Tensor, nn
 
 import accel
@@ -371,3 +375,80 @@ def test_limits_with_the_model_s_log_probabilities_warn_once() -> None:
         warnings.simplefilter("error")
         sample(accel.single(), Whole(), PROMPTS, **OPTIONS)
         sample(accel.single(), servers.local(Digits()), PROMPTS, top_p=0.5, **OPTIONS)
+
+
+SERVER = """
+import signal
+import sys
+
+import torch
+from torch import Tensor, nn
+
+import accel
+from accel.post_training import servers
+
+{model}
+
+with servers.serve(accel.single(), servers.local(Digits(9)), token=sys.argv[1]) as url:
+    print(url, flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_each_fault_of_a_second_process_is_one_error_on_all_ranks_in_time() -> None:
+    code = SERVER.format(model=inspect.getsource(Digits))
+    process = subprocess.Popen([sys.executable, "-c", code, TOKEN], stdout=subprocess.PIPE, text=True, env=same_path())
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        own = servers.http(url, token=TOKEN, timeout_s=patience(30))
+
+        def failed(
+            verb: str, number: int, timeout_s: float, wanted: str, meanwhile: Callable[[], object] = int
+        ) -> None:
+            def rank(ctx: accel.DistContext) -> str:
+                client = servers.http(url, token=TOKEN, timeout_s=timeout_s)
+                version = Version("a", number)
+                if verb == "publish":
+                    ctx = accel.replace(ctx, mesh="dp=3", strategy="fsdp")
+                    model = accel.prepare_model(ctx, Digits())
+                    sends = client if ctx.is_main_process else None
+                    with pytest.raises(ServerError) as caught:
+                        publish(ctx, sends, model, version=version)
+                else:
+                    later = sample_later(ctx, client, PROMPTS if ctx.rank == 1 else {}, version=version, **OPTIONS)
+                    if ctx.rank == 1:
+                        meanwhile()
+                    with pytest.raises(ServerError) as caught:
+                        collected(ctx, later)
+                return f"{caught.value.problem} {caught.value.got}"
+
+            began = time.monotonic()
+            first, *others = simulate(rank, 3, default_group=True)
+            assert others == [first] * 2
+            assert wanted in first
+            assert time.monotonic() - began < patience(10) + timeout_s
+
+        publish(accel.single(), own, Digits(), version=Version("a", 1))
+        right = sample(accel.single(), own, PROMPTS, version=Version("a", 1), **OPTIONS)
+        assert torch.equal(right.ids, expected(PROMPTS).ids)
+        failed("publish", 1, patience(30), "not newer")
+        failed("sample", 2, patience(30), "version 1 of session 'a'")  # stale
+
+        own.begin(Version("a", 2))  # by a trainer that dies before the commit
+        own.load({"table": Digits(4).table})
+        failed("sample", 1, patience(30), "weights of two versions")
+        publish(accel.single(), own, Digits(), version=Version("b", 0))  # the next start of it
+
+        process.send_signal(signal.SIGSTOP)
+        failed("publish", 1, 1.0, "no answer in 1 s")
+        failed("sample", 1, 1.0, "no answer in 1 s")
+        failed("sample", 1, patience(30), "Error", process.kill)  # while it draws
+        process.wait()
+        failed("publish", 1, patience(30), "refused")
+        failed("sample", 1, patience(30), "refused")
+    finally:
+        process.kill()
+        process.communicate()

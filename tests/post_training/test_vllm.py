@@ -72,9 +72,12 @@ class Stub:
                     self.read()
             case "/v1/load_lora_adapter":
                 peft = pytest.importorskip("peft")
+                if body["lora_name"] in self.adapters:
+                    return 400, {"error": "already loaded"}
                 self.adapters[body["lora_name"]] = peft.PeftModel.from_pretrained(llama(), body["lora_path"]).eval()
             case "/v1/unload_lora_adapter":
-                del self.adapters[body["lora_name"]]
+                if self.adapters.pop(body["lora_name"], None) is None:
+                    return 404, {"error": "no such adapter"}
             case "/v1/completions":
                 return self.complete(body)
             case _:
@@ -199,6 +202,49 @@ def test_adapters_alone_are_loaded_by_the_name_of_their_version(tmp_path: Path) 
             assert [*stub.adapters] == [f"a%2Fb-{number}"]
             assert scored(model.eval(), sample(ctx, client, PROMPTS, version=version, **OPTIONS)) < 1e-5
     assert [each.name for each in sorted(tmp_path.iterdir()) if each.is_dir()] == ["a%2Fb-2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("adapted", [True, False])
+def test_a_trainer_that_dies_in_a_publish_leaves_weights_that_the_next_one_replaces(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, adapted: bool, at: int
+) -> None:
+    ctx, model, writes = accel.single(), llama(adapted=adapted), list[Any]()
+    config = model.peft_config["default"] if adapted else None
+    options: Any = {"adapters": "alone"} if adapted else {}
+
+    class Died(BaseException):
+        pass
+
+    with stubbed(tmp_path) as (stub, url):
+        client = servers.vllm(url, tmp_path, adapter=config, timeout_s=patience(60))
+        for number in (1, 2):
+            publish(ctx, client, model, version=Version("a", number), **options)
+
+        def dies(self: Any, state: Any) -> None:
+            writes.append(state)
+            if len(writes) > at // 2:
+                if at % 2:  # behind the write
+                    real(self, state)
+                raise Died
+            real(self, state)
+
+        real = servers.VllmServer._write
+        with monkeypatch.context() as patched:
+            patched.setattr(servers.VllmServer, "_write", dies)
+            with pytest.raises(Died):
+                publish(ctx, client, model, version=Version("a", 3), **options)
+        if not adapted:
+            stub.read()  # a server that starts again finds all tensors of one version
+        again = servers.vllm(url, tmp_path, adapter=config, timeout_s=patience(60))
+        same = [] if at == 3 else [Version("a", 3)]  # the same again, unless it was complete
+        for version in (*same, Version("b", 0), Version("b", 1)):
+            publish(ctx, again, model, version=version, **options)
+            assert scored(model.eval(), sample(ctx, again, PROMPTS, version=version, **OPTIONS)) < 1e-5
+        assert [*stub.adapters] == ["b-1"] * adapted
+        left = {each.name for each in tmp_path.glob("[!.]*") if each.is_dir() or each.suffix == ".safetensors"}
+        assert left == ({"b-1"} if adapted else {"b-1-00001.safetensors"})
 
 
 FAULTS = {
